@@ -24,10 +24,10 @@ from gpu_work import PAGE_TOKENS, SHAPES, Work, synchronize, wait_locked
 from measure import Report, median
 
 from gpu_agent import Agent, AgentConfig
-from gpu_agent.jobs import LoadResult, SaveResult
 from gpu_agent.kernels.available import transfer_for
+from gpu_agent.load_pipeline import LoadResult, SaveResult
 from kvstore import Client, Namespace, client_config, prefix_hashes
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 BATCH_PAGES = 32
 IN_FLIGHT = 2

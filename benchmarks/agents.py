@@ -22,7 +22,7 @@ from measure import Report, median
 from gpu_agent import Agent, AgentConfig
 from gpu_agent.kernels.available import transfer_for
 from kvstore import Client, Namespace, client_config
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 BATCHES, REPEATS = 12, 5
 STARTED_S = 120.0  # that the slowest may take to be ready

@@ -30,7 +30,7 @@ from batch import TURN, Batch, Batches, Contender, NoChecksum, ours, turn
 from measure import Report, Samples, median, parser, progress, redis_client, rounds, timed
 
 from kvstore import Client, client_config
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 PAGE_KIB = (256, 1024, 4096)
 BATCH = 16
@@ -101,7 +101,7 @@ def limit(batches: Batches, flags: int = 0) -> Iterator[Contender]:
 
 
 def without_checksum(client: Client, batch: Batch) -> Samples:
-    with mock.patch("kvstore.wires.bulk.Leaves", NoChecksum):
+    with mock.patch("kvstore.transports.bulk.Leaves", NoChecksum):
         return ours(client, batch)
 
 

@@ -21,7 +21,7 @@ from bulk import BATCH, NODE_FLAGS, PAGE_KIB, limit
 from measure import Report, median, parser
 
 from kvstore import Client, client_config
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 AIMS = {256: 0.7, 1024: 0.9, 4096: 0.9}
 MOVED_NBYTES = 64 << 20  # of each process: all of them are more than the machine's caches hold

@@ -32,8 +32,8 @@ from node_fleet import HERE, EtcdProcess, Fleet, Place
 from trial import Event, Trial
 
 from kvstore.keys import Namespace
-from kvstore.measure.replay import ReplayReport, replay_namespace
-from kvstore.measure.trace import TraceRequest, conversations, read_trace, trace_prefix_hash
+from kvstore.tools.replay import ReplayReport, replay_namespace
+from kvstore.tools.trace import TraceRequest, conversations, read_trace, trace_prefix_hash
 
 NODES = 3
 PAGE_NBYTES = 4096

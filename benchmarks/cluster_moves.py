@@ -22,8 +22,7 @@ from typing import Any
 
 from measure import Report, progress
 
-from kvstore.cluster.placement import Placement
-from kvstore.cluster.view import Member, State, View
+from kvstore.cluster.view import Member, Placement, State, View
 
 NAMESPACE = bytes(16)
 LINKS_GBIT = (25, 100)

@@ -24,10 +24,9 @@ from workplace import cpu_s
 
 from kvstore import Client, client_config
 from kvstore.keys import Namespace
-from kvstore.measure.content import page_content
-from kvstore.measure.node_process import NodeProcess
-from kvstore.measure.replay import replay_namespace
-from kvstore.measure.trace import trace_prefix_hash
+from kvstore.tools.node_process import NodeProcess
+from kvstore.tools.replay import replay_namespace
+from kvstore.tools.trace import page_content, trace_prefix_hash
 
 LOOKUP_KEYS = 256
 GET_PAGES = 64

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore import KVStoreError
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 try:
     from rich.console import Console

@@ -25,8 +25,8 @@ from measure import progress
 from node_fleet import HERE, EtcdProcess, Fleet
 from trial import Event, Second, Trial, plot
 
-from kvstore.measure.replay import ReplayReport, replay_namespace
-from kvstore.measure.trace import TraceRequest, conversations, read_trace
+from kvstore.tools.replay import ReplayReport, replay_namespace
+from kvstore.tools.trace import TraceRequest, conversations, read_trace
 
 NODES = 3
 PAUSE_S = 5.0

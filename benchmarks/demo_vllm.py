@@ -22,7 +22,7 @@ from typing import Any
 from demo import status_of
 from vllm_server import Server, ServerFailed, save_llama, store_config
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 try:
     from rich.console import Console

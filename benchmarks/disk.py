@@ -36,15 +36,14 @@ from workplace import add_dir, direct_works, file_system, workplace, written_nby
 from kvstore.checksum import checksum
 from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout
-from node.disk.kept_dir import KeptDir
+from node.disk.encryption import PLAIN, Vault
+from node.disk.io_process import ProcessStorage
 from node.disk.tier import DiskTier
-from node.disk.vault import PLAIN, Vault
 from node.disk.writer import BATCH_NBYTES_MAX, BATCH_PAGES_MAX
-from node.ram.accounts import Accounts
-from node.ram.arena import Arena
-from node.ram.namespace import NamespaceIndex
-from node.ram.page import Page, State
-from node.slots import SlotAllocator
+from node.memory.arena import Arena
+from node.memory.page import NamespaceIndex, Page, State
+from node.memory.tenant_usage import TenantUsage
+from node.slab import SlotAllocator
 
 PAGE_KIB = (1024, 4096)
 TURN_NBYTES = 256 << 20  # of one turn; also the arena, so that a turn's pages are all different
@@ -72,7 +71,7 @@ class Pages:
 
     def __init__(self, arena: Arena, page_nbytes: int) -> None:
         self._arena = arena
-        account = Accounts(SlotAllocator(arena.nbytes, arena.nbytes), list).of("default")
+        account = TenantUsage(SlotAllocator(arena.nbytes, arena.nbytes), list).of("default")
         self._index = NamespaceIndex(Namespace(model="benchmark", layout=opaque_layout(page_nbytes)), account)
         self.turn_count = arena.nbytes // page_nbytes
         self.made: list[Page] = []
@@ -136,7 +135,7 @@ class Tier:
 
     def __init__(self, directory: Path, arena: Arena, capacity: int, page_nbytes: int, vault: Vault = PLAIN) -> None:
         self._page_nbytes = page_nbytes
-        kept = KeptDir(directory, capacity * page_nbytes, EXTENT_NBYTES, arena.fd, key_mark=vault.mark)
+        kept = ProcessStorage(directory, capacity * page_nbytes, EXTENT_NBYTES, arena.fd, key_mark=vault.mark)
         self.pid = kept.keeper.pid
         self._tier = DiskTier(kept, arena.view, queue_nbytes_max=0, vault=vault)
 

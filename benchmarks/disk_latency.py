@@ -41,7 +41,7 @@ from workplace import add_dir, direct_works, file_system, workplace
 
 from kvstore import Client, Namespace, client_config
 from kvstore.layout import opaque_layout
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 PAGE_KIB = (4, 64, 256, 1024)
 HOT_PAGES = 16  # of each size

@@ -25,7 +25,7 @@ from workplace import add_dir, direct_works, file_system, workplace
 
 from kvstore import ByteRange, Client, Namespace, client_config
 from kvstore.layout import opaque_layout
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 PAGE_MIB = (16, 64)
 WIRES = ("shm", "bulk")

@@ -1,7 +1,7 @@
 """Prefix hit rate of a real trace through a node with a small RAM tier and a disk tier under it.
 
 Each request counts the leading pages that are stored, loads and verifies them, then stores all its
-pages (`kvstore.measure.replay`). Beside it the same trace with RAM only, and what a cache that forgets nothing
+pages (`kvstore.tools.replay`). Beside it the same trace with RAM only, and what a cache that forgets nothing
 would reach. Aim: 0.355 with 5,000 pages of RAM and 50,000 on disk, and no page that differs.
 
     python benchmarks/disk_replay.py traces/conversation_trace.jsonl [--dir DIR] [--limit N] [--json]
@@ -18,9 +18,9 @@ from measure import Report, parser, progress
 from workplace import add_dir, file_system, workplace
 
 from kvstore import Client, client_config
-from kvstore.measure.node_process import NodeProcess
-from kvstore.measure.replay import replay, replay_namespace
-from kvstore.measure.trace import TraceRequest, read_trace
+from kvstore.tools.node_process import NodeProcess
+from kvstore.tools.replay import replay, replay_namespace
+from kvstore.tools.trace import TraceRequest, read_trace
 
 RAM_PAGES = 5_000
 DISK_PAGES = 50_000

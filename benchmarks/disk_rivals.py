@@ -12,8 +12,8 @@ from pathlib import Path
 from rocksdict import DBCompressionType, Options, Rdict, ReadOptions, WriteOptions
 
 from kvstore.checksum import checksum
-from node.ram.arena import Arena
-from node.ram.page import Page
+from node.memory.arena import Arena
+from node.memory.page import Page
 
 SETTLE_S = 60.0
 _UNSETTLED = ("rocksdb.num-running-flushes", "rocksdb.num-running-compactions", "rocksdb.compaction-pending")

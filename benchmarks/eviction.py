@@ -1,7 +1,7 @@
 """Prefix hit rate of a real trace through a live node, beside exact LRU.
 
 Each request counts the leading pages that are stored, loads and verifies them, then stores all its
-pages (`kvstore.measure.replay`). The limit is what an exact LRU of the same capacity reaches on the same
+pages (`kvstore.tools.replay`). The limit is what an exact LRU of the same capacity reaches on the same
 trace if a request's pages are used from the tail to the head, simulated here in a few lines.
 Aim: within 0.003 of it at every capacity, and no page that differs from what was stored.
 
@@ -19,8 +19,8 @@ from measure import Report, parser, progress
 
 from kvstore import Client, client_config
 from kvstore.errors import InvalidRequest
-from kvstore.measure.replay import ReplayReport, replay, replay_namespace, throwaway_node
-from kvstore.measure.trace import TraceRequest, read_trace
+from kvstore.tools.replay import ReplayReport, replay, replay_namespace, throwaway_node
+from kvstore.tools.trace import TraceRequest, read_trace
 
 CAPACITIES = (30_000, 10_000, 5_000, 1_000)
 PAGE_NBYTES = 4096

@@ -34,7 +34,7 @@ from workplace import cpu_s, private_nbytes
 
 import kvstore
 from kvstore import Client, KVStoreError, Namespace, client_config, opaque_layout
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 HERE = Path(__file__).parent.parent
 PAGES = 16

@@ -30,8 +30,8 @@ from measure import Report, Samples, parser, progress, rounds, timed
 
 from kvstore import Client, client_config
 from kvstore.config import GRPC_CHUNK_NBYTES, MESSAGE_NBYTES_MAX
-from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.tools.node_process import NodeProcess
 
 AIM = 0.8
 LIMIT, NO_CODEC, OURS = "limit: bare stream", "the same, no codec", "gRPC"

@@ -122,7 +122,7 @@ def child(folder: str, descriptor: str) -> None:
     signal.signal(signal.SIGUSR2, end)
     path.with_suffix(".pid").touch()
     RECORDER.install()
-    from gpu_agent.process.task import main as serve
+    from gpu_agent.worker.task import main as serve
 
     serve(int(descriptor))
 
@@ -270,21 +270,21 @@ class Engine:
         import torch
 
         from gpu_agent import AgentConfig
+        from gpu_agent.blocks.backends import GroupPool
         from gpu_agent.blocks.groups import BlockGroup
-        from gpu_agent.blocks.homes import Place
         from gpu_agent.blocks.lookups import Lookups
         from gpu_agent.blocks.ranks import BlockRank
         from gpu_agent.blocks.save_plan import SavePlan
         from gpu_agent.blocks.scheduler import BlockScheduler
         from gpu_agent.layouts.vllm import table_pool
-        from gpu_agent.process.asking import AskProcess
-        from gpu_agent.process.home import AgentProcess
+        from gpu_agent.worker.lookup_client import ProcessLookups
+        from gpu_agent.worker.process_backend import ProcessBackend
 
         views = {f"layers.{i}": torch.randint(0, 256, (POOL, 2, BLOCK, 64), dtype=torch.uint8) for i in (0, 1)}
         pool = table_pool(views, POOL, BLOCK)
         self.namespace, client = Namespace("journeys", pool.layout), ClientConfig(address)
         self.client = Client(client)  # beside the journey: to see what is stored
-        home = AgentProcess([Place(self.namespace, pool)], client, AgentConfig(), children.command)
+        home = ProcessBackend([GroupPool(self.namespace, pool)], client, AgentConfig(), children.command)
         self.rank = BlockRank(home, writes=True)
 
         def ready() -> bool:
@@ -292,7 +292,7 @@ class Engine:
             return home.loads
 
         wait_until(ready)
-        asker = AskProcess(client, children.command)
+        asker = ProcessLookups(client, children.command)
         assert asker.await_ready(WAIT_S)
         self.lookups = Lookups(asker, 5.0)
         plan = SavePlan(1, 4 * PAGES, 4, lambda _: None, lambda _: None)

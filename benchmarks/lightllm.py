@@ -24,7 +24,7 @@ import torch
 from measure import Report, median, parser, timed
 
 from gpu_agent.engines.lightllm import PyLocalCacheService, PyState
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 WIRES = ("shm", "bulk", "grpc")
 POLL_S = 0.001

@@ -45,7 +45,7 @@ from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_
 from lmcache.v1.storage_backend.connector.lm_connector import LMCServerConnector
 from measure import Report, Samples, median, parser, progress, redis_client, rounds
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 OBJECT_KIB = (512, 1024, 2048, 4096)
 KEYS, IN_FLIGHT = 16, 2

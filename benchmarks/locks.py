@@ -16,11 +16,10 @@ from measure import Report, median, parser, progress
 
 from kvstore import Namespace
 from kvstore.layout import opaque_layout
-from node.garbage import SeldomCollections
-from node.ram.namespace import Namespaces
-from node.ram.pinning import Pinning
-from node.ram.tier import RamTier
-from node.slots import SlotAllocator
+from node.gc_policy import SeldomCollections
+from node.memory.page import Namespaces
+from node.memory.tier import Pinning, RamTier
+from node.slab import SlotAllocator
 
 PAGE_NBYTES = 4096
 EXTENT_NBYTES = 16 << 20

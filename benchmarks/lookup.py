@@ -20,7 +20,7 @@ from measure import Report, Samples, parser, percentile, progress, redis_client,
 
 from kvstore import Client, Namespace, client_config
 from kvstore.layout import opaque_layout
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 KEYS = 64
 PAGE_NBYTES = 4096

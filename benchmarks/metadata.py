@@ -19,7 +19,7 @@ from measure import Report, parser, progress
 from kvstore import Client, Namespace, client_config
 from kvstore.client import PutOutcome
 from kvstore.layout import opaque_layout
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 PAGE_NBYTES = 4096
 EXTENT_NBYTES = 16 << 20

@@ -29,7 +29,7 @@ from measure import Report, Samples, median, parser, progress, rounds, timed
 from ports import free_ports
 
 from kvstore import Client, client_config
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 PAGE_KIB = (1024, 4096)
 BATCH = 16

@@ -26,8 +26,8 @@ from workplace import add_dir, cpu_s, file_system, private_nbytes, workplace
 from kvstore import Client, client_config
 from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout
-from kvstore.measure.node_process import NodeProcess
 from kvstore.messages import namespace_message
+from kvstore.tools.node_process import NodeProcess
 from node.disk.rows import PageRow, Rows, parse_page_row
 
 EXTENT_NBYTES = 64 << 20

@@ -27,8 +27,8 @@ sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
 from node_fleet import HERE, Fleet
 from ports import free_ports
 
-from kvstore.measure.replay import replay_namespace
 from kvstore.results import PutOutcome
+from kvstore.tools.replay import replay_namespace
 
 TIMEOUT_S = 1.0  # of a call, where a store lets it be said
 START_S = 20.0

@@ -40,7 +40,7 @@ from measure import Report, Samples, median, parser, percentile, progress, round
 
 from kvstore import Client, client_config
 from kvstore.buffers import copy
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 PAGE_KIB = (1024, 4096)
 BATCH = 32
@@ -83,7 +83,7 @@ class Memcpy:
 
 
 def without_checksum(client: Client, batch: Batch) -> Samples:
-    with mock.patch("kvstore.wires.shm.Leaves", NoChecksum):
+    with mock.patch("kvstore.transports.shm.Leaves", NoChecksum):
         return ours(client, batch)
 
 

@@ -17,7 +17,7 @@ from measure import Report, parser, progress
 
 from kvstore import Client, Namespace, client_config
 from kvstore.layout import opaque_layout
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 PAGE_NBYTES = 4096
 BATCH = 256

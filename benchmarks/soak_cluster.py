@@ -33,7 +33,7 @@ from node_fleet import HERE, Fleet
 from trial import plot
 
 from kvstore import ByteRange, Client, InvalidRequest, Keep, KVStoreError, Namespace, opaque_layout
-from kvstore.measure.content import page_content
+from kvstore.tools.trace import page_content
 
 THREADS = 4
 SIZES = (4 << 10, 64 << 10, 200_000)

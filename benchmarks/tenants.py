@@ -28,9 +28,9 @@ from typing import Any
 from measure import Report, parser, percentile, progress, timed
 
 from kvstore import Client, Exhausted, KVStoreError, Namespace, client_config, opaque_layout
-from kvstore.identity_file import new_token, token_line
-from kvstore.measure.node_process import NodeProcess
+from kvstore.identities import new_token, token_line
 from kvstore.results import LookupResult
+from kvstore.tools.node_process import NodeProcess
 
 PAGE_NBYTES = 64 << 10
 CHAIN_PAGES = 8

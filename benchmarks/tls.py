@@ -1,7 +1,7 @@
 """Put and get of 16 pages with TLS beside the same without, and beside what Python's own TLS socket can do.
 
     limit      two Python processes, `sendall` and `recv_into` page by page, as in `bulk.py`: plain, and over `ssl`
-    bulk       ours as it is, plain and with TLS: encrypted in memory beside the socket (`kvstore.wires.tls_frames`)
+    bulk       ours as it is, plain and with TLS: encrypted in memory beside the socket (`kvstore.transports.tls`)
     gRPC       ours as it is, plain and with TLS: gRPC's own library encrypts, in its threads
 
 TLS 1.3 with certificates on P-256 on both sides, made for this run. The contenders take turns as in `bulk.py`. GB/s:
@@ -30,7 +30,7 @@ from measure import Report, Samples, median, parser, percentile, progress, round
 
 from kvstore import Client, client_config
 from kvstore.cli.authority import Authority
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 PAGE_KIB = (1024, 4096)
 PLAIN = {"sockets, TLS": "sockets", "bulk, TLS": "bulk", "gRPC, TLS": "gRPC"}  # beside what each is held

@@ -26,7 +26,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from gpu_agent.engines.transformers import TransformersAdapter, cache_argument
 from gpu_agent.kernels.available import transfer_for
 from kvstore import Client, client_config, prefix_hashes
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 ONE_B = {
     "hidden_size": 2048,

@@ -37,7 +37,7 @@ from engine_handle import EngineHandle
 from measure import Report, Samples, median, parser, progress, rounds
 from vllm_connectors import NAMES, Connector, available, connector
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 LENGTHS = (2_055, 8_199, 30_007)
 # layers, width, width within, heads, heads of K and V, vocabulary; heads of 128

@@ -21,13 +21,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvstore import identity_file
+from kvstore import identities
 from kvstore.cli.authority import Authority, hosts_of
 from kvstore.config import ClientConfig
-from kvstore.credentials import DEFAULT_TENANT, token_of
 from kvstore.errors import ConfigError
 from kvstore.identities import ALL
-from kvstore.whole_file import write_whole
+from kvstore.secrets import DEFAULT_TENANT, token_of, write_whole
 
 CA_NAME, DAYS = "kvstore compose CA", 3650.0  # nobody is there to renew them
 HERE = ("localhost", "127.0.0.1")
@@ -93,13 +92,13 @@ def _introduce(folder: Path) -> list[str]:
     for name, (tenant, role) in WHO.items():
         path = folder / f"{name}.token"
         if not path.exists():
-            write_whole(path, f"{identity_file.new_token(tenant)}\n".encode(), 0o600)
+            write_whole(path, f"{identities.new_token(tenant)}\n".encode(), 0o600)
             made.append(path.name)
         token = token_of(ClientConfig(token_file=str(path)))
         if not token:
             raise ConfigError(f"{path} is empty; remove it, and a token is made")
-        lines.append(identity_file.token_line(name, token, tenant=tenant, role=role))
-    write_whole(folder / "identities", "".join(f"{line}\n" for line in lines).encode(), identity_file.MODE_NEW)
+        lines.append(identities.token_line(name, token, tenant=tenant, role=role))
+    write_whole(folder / "identities", "".join(f"{line}\n" for line in lines).encode(), identities.MODE_NEW)
     return [*made, "identities"]
 
 

@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpu_agent.agent import Agent
-    from gpu_agent.config import AgentConfig, agent_config
-    from gpu_agent.jobs import AgentStats, LoadJob, LoadResult, SaveJob, SaveResult
-    from gpu_agent.pool import KVPool
+    from gpu_agent.load_pipeline import AgentStats, LoadJob, LoadResult, SaveJob, SaveResult
+    from gpu_agent.options import AgentConfig, agent_config
+    from gpu_agent.pool import KVPool, Units, UnitTable
     from gpu_agent.transfer import TorchTransfer, Transfer
-    from gpu_agent.units import Units, UnitTable
 
 _FILES = {
     "agent": ("Agent",),
-    "config": ("AgentConfig", "agent_config"),
-    "jobs": ("AgentStats", "LoadJob", "LoadResult", "SaveJob", "SaveResult"),
-    "pool": ("KVPool",),
+    "load_pipeline": ("AgentStats", "LoadJob", "LoadResult", "SaveJob", "SaveResult"),
+    "options": ("AgentConfig", "agent_config"),
+    "pool": ("KVPool", "UnitTable", "Units"),
     "transfer": ("TorchTransfer", "Transfer"),
-    "units": ("UnitTable", "Units"),
 }
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names}
 

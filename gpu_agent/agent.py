@@ -19,23 +19,35 @@ from typing import TypeVar
 
 import torch
 
-from gpu_agent.carriers import ArenaCarrier, BufferCarrier, Carrier, Fetched, Job
-from gpu_agent.config import AgentConfig, agent_config
-from gpu_agent.jobs import AgentCounts, AgentStats, LoadJob, LoadResult, SaveJob, SaveResult
+from gpu_agent.bounded_executor import BoundedExecutor
 from gpu_agent.kernels.available import transfer_for
-from gpu_agent.lane import Lane
-from gpu_agent.outage import Outage
-from gpu_agent.parts import ABREAST, parts_of, travelled
-from gpu_agent.pool import KVPool
+from gpu_agent.load_pipeline import (
+    DEPTH,
+    AgentCounts,
+    AgentStats,
+    BufferedPath,
+    Fetched,
+    Job,
+    LoadJob,
+    LoadResult,
+    MappedPath,
+    SaveJob,
+    SaveResult,
+    TransferPath,
+    parts_of,
+    run_pipeline,
+)
+from gpu_agent.options import AgentConfig, agent_config
+from gpu_agent.outage_log import OutageLog
+from gpu_agent.pool import KVPool, Units
 from gpu_agent.transfer import Fence, Placed, TorchTransfer, Transfer
-from gpu_agent.units import Units
 from kvstore import PutOutcome
+from kvstore.admin import PREFIX_HASHES_MAX
 from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError
 from kvstore.keys import PREFIX_HASH_NBYTES_MIN, Namespace, check_prefix_hashes
 from kvstore.log_rate import LogRate
-from kvstore.management import PREFIX_HASHES_MAX
 from kvstore.sync import Future
 from kvstore.threads import ThreadPool, begun
 from kvstore.tracing import NamesRequest
@@ -75,7 +87,7 @@ class Agent:
         self._client = client
         self._pool = pool
         self._transfer = transfer or (transfer_for(pool.device) if pool else TorchTransfer())
-        self._outage = Outage()
+        self._outage = OutageLog()
         if pool is not None:
             self._check_pool(pool)
         page_nbytes = namespace.layout.page_nbytes
@@ -83,10 +95,10 @@ class Agent:
         if not self._buffer_pages:
             raise ConfigError(f"staging_nbytes={self.config.staging_nbytes} must hold a page of {page_nbytes} bytes")
         self._hashers = ThreadPool(self.config.hashers, "kvstore-hash")
-        self._ahead = ThreadPool(ABREAST * self.config.workers, "kvstore-ahead")
+        self._ahead = ThreadPool(DEPTH * self.config.workers, "kvstore-ahead")
         lanes = (self.config.workers, (self._buffer_pages, page_nbytes), self.config.pending_nbytes_max)
-        self._saves: Lane[SaveResult] = Lane("save", *lanes)
-        self._loads: Lane[LoadResult] = Lane("load", *lanes)
+        self._saves: BoundedExecutor[SaveResult] = BoundedExecutor("save", *lanes)
+        self._loads: BoundedExecutor[LoadResult] = BoundedExecutor("load", *lanes)
 
     @property
     def stats(self) -> AgentStats:
@@ -146,7 +158,7 @@ class Agent:
     ) -> SaveJob:
         """Stores the pages of a chain, head first, that are not stored yet.
 
-        `units`: where their tokens are (`gpu_agent.units`). `fence`: what must have happened before the
+        `units`: where their tokens are (`gpu_agent.pool`). `fence`: what must have happened before the
         slots are touched; by default all that the calling thread's stream was given so far. Never waits:
         a save that exceeds a limit is dropped and counted. Raises InvalidRequest for what is wrong with
         the call itself.
@@ -292,18 +304,18 @@ class Agent:
         found = self._client.lookup(self.namespace, job.prefix_hashes, touch=True, timeout_s=timeout_s)
         return [page for page, present in enumerate(found.present) if not present]
 
-    def _carrier(self, buffer: torch.Tensor, deadline: Deadline) -> tuple[Carrier, int]:
+    def _carrier(self, buffer: torch.Tensor, deadline: Deadline) -> tuple[TransferPath, int]:
         """How pages travel now, and how many at a time."""
         if self.namespace.key_id or not self._client.maps_arena:
-            return BufferCarrier(self._client, self._transfer, buffer), self._buffer_pages
+            return BufferedPath(self._client, self._transfer, buffer), self._buffer_pages
         pages_max = self._client.batch_pages_max(self.namespace, deadline.remaining())
         wanted = max(1, IN_PLACE_NBYTES // self.namespace.layout.page_nbytes)
-        return ArenaCarrier(self._client, self._transfer, self._hashers), min(pages_max, wanted)
+        return MappedPath(self._client, self._transfer, self._hashers), min(pages_max, wanted)
 
-    def _goes_over(self, carrier: Carrier, job: Job) -> bool:
+    def _goes_over(self, carrier: TransferPath, job: Job) -> bool:
         """Whether a job goes on by buffers: the near node, in whose memory it began, does not answer, or is near no
         more."""
-        return isinstance(carrier, ArenaCarrier) and not self._client.maps_arena and not job.deadline.passed
+        return isinstance(carrier, MappedPath) and not self._client.maps_arena and not job.deadline.passed
 
     def _load(self, job: Job, buffer: torch.Tensor, skip_tokens: int, placed: Placed | None) -> LoadResult:
         count = len(job.prefix_hashes)
@@ -335,9 +347,9 @@ class Agent:
         return self._loaded(LoadResult(in_place, in_place - first, error))
 
     def _travelled(
-        self, job: Job, carrier: Carrier, parts: list[range], skip_tokens: int, placed: Placed | None
+        self, job: Job, carrier: TransferPath, parts: list[range], skip_tokens: int, placed: Placed | None
     ) -> Generator[int, None, None]:
-        """As `gpu_agent.parts` has it. Raises _GoesOver when nothing of a part has moved yet."""
+        """As `gpu_agent.load_pipeline` has it. Raises _GoesOver when nothing of a part has moved yet."""
         page_tokens, count = self.namespace.layout.page_tokens, len(job.prefix_hashes)
 
         def fetch(part: range) -> Fetched:
@@ -354,7 +366,7 @@ class Agent:
 
         ahead = self._ahead if carrier.overlaps else None
         abreast = carrier.overlaps and not placed and self._transfer.makes_leaves(job.pool)
-        return travelled(parts, fetch, place, ahead, abreast)
+        return run_pipeline(parts, fetch, place, ahead, abreast)
 
     def _touch(self, job: Job, prefix_hashes: list[bytes]) -> None:
         """Several calls aged the chain chunk by chunk; put its order right, tail oldest. The pages

@@ -14,10 +14,9 @@ from typing import Protocol, TypeAlias, overload
 
 import torch
 
-from gpu_agent.pool import KVPool
-from gpu_agent.units import UnitTable
+from gpu_agent.pool import KVPool, UnitTable
+from kvstore.buffers import Pieces
 from kvstore.errors import InvalidRequest
-from kvstore.pieces import Pieces
 
 # What the engine had enqueued on its stream at some moment; None where there are no streams.
 Fence: TypeAlias = torch.cuda.Event | None

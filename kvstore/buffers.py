@@ -5,8 +5,8 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 from kvstore.errors import InvalidRequest
 
@@ -149,3 +149,71 @@ def _tensor_view(tensor: Any) -> memoryview:
     memory = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
     memory.owner = tensor  # the view holds the ctypes array, which holds the tensor
     return memoryview(memory).cast("B")
+
+
+# Pages in pieces: the bytes of a page lie in one run of memory or in several, as in an engine's
+# pool whose K and V are far apart, and travel one piece after the other.
+#
+#     a page     | piece 0 ... | piece 1 | piece 2 ....... |      buffers of the caller, in the page's order
+#     a slot     |                                         |      at a node it is one run
+
+Pieces: TypeAlias = tuple[memoryview, ...]  # flat views of bytes, one or more
+
+
+def page_segments(pages: Iterable[Any], nbytes: int, writable: bool = False) -> list[Pieces]:
+    """The callers' pages, each a buffer as `byte_view` takes it or a list or tuple of such; all of exactly `nbytes`
+    bytes. Raises InvalidRequest."""
+    found: list[Pieces] = []
+    for page in pages:
+        several = isinstance(page, list | tuple)
+        pieces = tuple([byte_view(piece, writable) for piece in page]) if several else (byte_view(page, writable),)
+        if (have := segments_nbytes(pieces)) != nbytes:
+            of = f" in {len(pieces)} pieces" if len(pieces) > 1 else ""
+            raise InvalidRequest(f"buffer {len(found)} has {have} bytes{of}, expected {nbytes}")
+        found.append(pieces)
+    return found
+
+
+def segments_nbytes(pieces: Iterable[memoryview]) -> int:
+    return sum([piece.nbytes for piece in pieces])
+
+
+def chunks(pieces: Iterable[memoryview], sizes: Iterable[int]) -> Iterator[list[memoryview]]:
+    """The pieces one after the other, cut into groups of so many bytes; the last may be shorter. A piece is taken when
+    those before it are used up, and not behind the last size."""
+    left = iter(sizes)
+    group: list[memoryview] = []
+    room = next(left, 0)
+    for piece in pieces if room else ():
+        while piece.nbytes:
+            some, piece = (piece, piece[:0]) if piece.nbytes <= room else (piece[:room], piece[room:])
+            group.append(some)
+            room -= some.nbytes
+            if not room:
+                yield group
+                group, room = [], next(left, 0)
+                if not room:
+                    return
+    if group:
+        yield group
+
+
+def zip_segments(
+    targets: Iterable[memoryview], sources: Iterable[memoryview]
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """Runs of bytes in both, of the same length, in order."""
+    left = iter(targets)
+    target = next(left, memoryview(b""))
+    for source in sources:
+        while source.nbytes:
+            while not target.nbytes:
+                target = next(left)
+            count = min(target.nbytes, source.nbytes)
+            yield target[:count], source[:count]
+            target, source = target[count:], source[count:]
+
+
+def copy_segments(targets: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
+    """The sources, one after the other, into the targets, which have room for them."""
+    for target, source in zip_segments(targets, sources):
+        copy(target, source)

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.errors import ConfigError
-from kvstore.guarded_file import look_at, path_of, read_guarded, stamp
 from kvstore.log_rate import LogRate
+from kvstore.secrets import look_at, path_of, read_guarded, stamp
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())

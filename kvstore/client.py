@@ -8,52 +8,94 @@ checksum, and a page that could not be stored are values; errors mean the node c
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import not_
 from typing import Any, TypeVar
 
-from kvstore.batches import (
+from kvstore.admin import PREFIX_HASHES_MAX, Admin
+from kvstore.buffers import Pieces, page_segments
+from kvstore.cluster.calls import (
+    GetOptions,
+    GetResult,
     batch_pages_max,
     check_lengths,
+    get_pages,
     leading,
     look_up,
     near_wait_ms,
+    put_pages,
     put_request,
 )
-from kvstore.calls import Wanted, get_pages, put_pages
 from kvstore.cluster.fan_out import Places, check_knows_members, chosen
-from kvstore.cluster.spread import ELSEWHERE
-from kvstore.complaints import Complaints
+from kvstore.cluster.routing import ELSEWHERE
 from kvstore.config import ClientConfig, client_config
-from kvstore.credentials import tenant_of
 from kvstore.deadline import Deadline
-from kvstore.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    Exhausted,
-    InvalidRequest,
-    Unavailable,
-)
+from kvstore.errors import ConfigError, DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, Unavailable
 from kvstore.keys import Namespace, check_prefix_hashes
 from kvstore.layout import ByteRange
-from kvstore.link import Link
-from kvstore.management import PREFIX_HASHES_MAX, Management
-from kvstore.page_keys import page_keys
+from kvstore.log_rate import LogRate
+from kvstore.page_hmac import page_keys
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.pieces import Pieces, page_pieces
-from kvstore.results import ACK_ALL, KEEP_WHILE_SPACE, ClientStats, Keep, LookupResult
-from kvstore.results import PutOutcome as PutOutcome
-from kvstore.wires.mapped_slots import AcquiredSlots, ReservedSlots
-from kvstore.wires.shm import ShmWire
+from kvstore.results import ACK_ALL, KEEP_WHILE_SPACE, ClientStats, Keep, LookupResult, PutOutcome
+from kvstore.secrets import tenant_of
+from kvstore.transports.channel import NodeConnection
+from kvstore.transports.mapped_memory import AcquiredSlots, ReservedSlots
+from kvstore.transports.shm import ShmWire
+
+# What is wrong with pages that nodes sent: counted, logged, and told to the node, which can do
+# something about it.
+
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
+
+
+class CorruptionReports:
+    """Of one client. Whatever a node says to a complaint, the read was a miss."""
+
+    def __init__(self) -> None:
+        self.corrupt_pages = 0
+        self.forged_pages = 0
+
+    def about(self, found: GetResult, link: NodeConnection, namespace: Namespace, deadline: Deadline) -> None:
+        """The node checks its copies of corrupt pages and drops bad ones. Forged ones it removes, or they would be in
+        the way of the true ones for good: the namespace's name says which key it is that their maker has not."""
+        named = namespace.digest.hex()
+        if corrupt := found.corrupt:
+            self.corrupt_pages += len(corrupt)
+            log.error("%d pages of namespace %s did not match their checksum; treated as misses", len(corrupt), named)
+            check = pb.VerifyRequest(namespace=namespace.digest, prefix_hashes=_distinct(corrupt))
+            _complain(link, "verify", check, deadline)
+        if forged := found.forged:
+            self.forged_pages += len(forged)
+            log.error(
+                "%d pages of namespace %s were made or changed by somebody who has not its key; treated as misses",
+                len(forged),
+                named,
+            )
+            removal = pb.RemoveRequest(namespace=namespace.digest, prefix_hashes=_distinct(forged))
+            _complain(link, "remove", removal, deadline)
+
+
+def _distinct(prefix_hashes: list[bytes]) -> list[bytes]:
+    return list(dict.fromkeys(prefix_hashes))
+
+
+def _complain(link: NodeConnection, op: str, request: Any, deadline: Deadline) -> None:
+    try:
+        link.wire.call(op, request, deadline)
+    except KVStoreError as error:
+        log.warning("could not have the node %s such pages: %s", op, error)
+
 
 Result = TypeVar("Result")
 Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
 PROMISED = (PutOutcome.STORED, PutOutcome.EXISTS)  # what a put's promise holds for
 
 
-class Client(Management):
+class Client(Admin):
     """A connection to the store. Make one per process and share it between threads.
 
     After a fork, calls in the child raise InvalidRequest. A signal handler may raise during a call: the client
@@ -63,7 +105,7 @@ class Client(Management):
     def __init__(self, config: ClientConfig | None = None) -> None:
         super().__init__(config or client_config())
         self._page_keys = page_keys(self.config)
-        self._complaints = Complaints()
+        self._complaints = CorruptionReports()
 
     @property
     def stats(self) -> ClientStats:
@@ -114,7 +156,7 @@ class Client(Management):
         """Which of these pages are stored. `touch` counts as a use; a plain lookup does not, so
         that polling can not keep dead pages alive."""
 
-        def ask(link: Link, deadline: Deadline, places: Places, near: bool = False) -> list[bool]:
+        def ask(link: NodeConnection, deadline: Deadline, places: Places, near: bool = False) -> list[bool]:
             return look_up(link, namespace, chosen(prefix_hashes, places), touch, deadline, near)
 
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
@@ -140,11 +182,11 @@ class Client(Management):
         in gets, ConfigError for a namespace that is keyed with another key than this client has.
         """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
-        views = page_pieces(pages, namespace.layout.page_nbytes)
+        views = page_segments(pages, namespace.layout.page_nbytes)
         check_lengths(prefix_hashes, views)
         key = self._key(namespace)
 
-        def near(link: Link, deadline: Deadline, places: Places) -> list[PutOutcome]:
+        def near(link: NodeConnection, deadline: Deadline, places: Places) -> list[PutOutcome]:
             try:
                 return put_pages(link, namespace, prefix_hashes, views, keep, deadline, key)
             except InvalidRequest as error:
@@ -176,7 +218,7 @@ class Client(Management):
         key = self._key(namespace)
         full: dict[int, Exhausted] = {}  # what an owner answered that has no room or could not promise, by place
 
-        def ask(link: Link, deadline: Deadline, places: Places) -> list[PutOutcome]:
+        def ask(link: NodeConnection, deadline: Deadline, places: Places) -> list[PutOutcome]:
             try:
                 if keep.ack == ACK_ALL and self._fan_out.nodes.view is not None:
                     check_knows_members(link)
@@ -216,7 +258,7 @@ class Client(Management):
         to any when this has returned or raised. `prefix` stops at the first miss.
         """
         whole = (ByteRange(0, namespace.layout.page_nbytes),)
-        wanted = Wanted(whole, prefix, key=self._key(namespace))
+        wanted = GetOptions(whole, prefix, key=self._key(namespace))
         return self._get(namespace, prefix_hashes, buffers, wanted, timeout_s)
 
     def get_ranges(
@@ -234,7 +276,7 @@ class Client(Management):
         """
         if not ranges:
             raise InvalidRequest("ranges is empty; use get for whole pages")
-        wanted = Wanted(tuple(ranges), False, key=self._key(namespace))
+        wanted = GetOptions(tuple(ranges), False, key=self._key(namespace))
         return self._get(namespace, prefix_hashes, buffers, wanted, timeout_s)
 
     def _get(
@@ -242,11 +284,11 @@ class Client(Management):
         namespace: Namespace,
         prefix_hashes: Sequence[bytes],
         buffers: Sequence[Any],
-        wanted: Wanted,
+        wanted: GetOptions,
         timeout_s: float | None,
     ) -> list[bool]:
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
-        views = page_pieces(buffers, wanted.nbytes, writable=True)
+        views = page_segments(buffers, wanted.nbytes, writable=True)
         check_lengths(prefix_hashes, views)
 
         deadline = self._deadline(timeout_s)
@@ -256,7 +298,7 @@ class Client(Management):
         # What is missing at one member may be at another: no member knows where the prefix ends.
         asked = replace(wanted, prefix=False) if several else wanted
 
-        def ask(link: Link, deadline: Deadline, places: Places, asked: Wanted = asked) -> list[bool]:
+        def ask(link: NodeConnection, deadline: Deadline, places: Places, asked: GetOptions = asked) -> list[bool]:
             hashes, into = chosen(prefix_hashes, places), chosen(views, places)
             found = get_pages(link, namespace, hashes, into, asked, deadline)
             forged.update(found.forged)
@@ -268,7 +310,7 @@ class Client(Management):
         if hits is not None and forged:  # it may have them from one owner, and another have the page
             left = [place for place, hit in enumerate(hits) if not hit and prefix_hashes[place] in forged]
 
-            def ask_again(link: Link, deadline: Deadline, places: Places) -> list[bool]:
+            def ask_again(link: NodeConnection, deadline: Deadline, places: Places) -> list[bool]:
                 return ask(link, deadline, chosen(left, places))
 
             with contextlib.suppress(*ELSEWHERE):
@@ -359,7 +401,7 @@ class Client(Management):
                 "pages of a keyed namespace are sealed and checked in memory of one's own: put and get"
             )
 
-        def run(link: Link, deadline: Deadline) -> tuple[Slots, contextlib.ExitStack]:
+        def run(link: NodeConnection, deadline: Deadline) -> tuple[Slots, contextlib.ExitStack]:
             if not isinstance(link.wire, ShmWire):
                 raise InvalidRequest(f"the {link.wire.name} wire maps no memory of the node; use put and get")
             with contextlib.ExitStack() as stack:

@@ -291,7 +291,7 @@ def check_no_url(name: str, address: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PageKeyConfig:
-    """The secret with which this process seals pages and knows them again, if it has one (`kvstore.page_keys`)."""
+    """The secret with which this process seals pages and knows them again, if it has one (`kvstore.page_hmac`)."""
 
     page_key_file: str = setting("", "file with the secret that pages are sealed with, 64 hex digits; empty: none")
     page_key: str = secret("the same secret itself")

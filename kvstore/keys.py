@@ -20,7 +20,7 @@ from functools import cached_property
 
 from kvstore.errors import InvalidRequest, UnknownNamespace
 from kvstore.layout import PageLayout
-from kvstore.seals import seal_nbytes
+from kvstore.page_hmac import seal_nbytes
 
 NAMESPACE_DIGEST_NBYTES = 16
 REMOVAL_NBYTES = 16  # of the name by which members of a cluster know the removal of a namespace
@@ -38,7 +38,7 @@ class Namespace:
     Two namespaces that differ in any field have different digests and never hit each other.
     `salt` takes what no other field covers: LoRA, cache salt, static quantisation scales, the
     engine's own layout generation. `epoch` is raised after a weight update under the same name. `key_id` says
-    with which key pages are sealed (`kvstore.seals.PageKeys.key_id`); empty: they are not.
+    with which key pages are sealed (`kvstore.page_hmac.PageKeys.key_id`); empty: they are not.
     """
 
     model: str

@@ -4,7 +4,7 @@
                                     near node --> disk
 
 The id of the trace is the request's id in all logs. Without one, which is the normal case, a request costs the look at
-a context variable; `tracer` is None unless `kvstore.spans` has found OpenTelemetry, and that it is asked for.
+a context variable; `tracer` is None unless `kvstore.otel` has found OpenTelemetry, and that it is asked for.
 """
 
 import contextlib
@@ -92,7 +92,7 @@ Span = contextlib.AbstractContextManager[Any]  # one step, around which its trac
 
 
 class Tracer(Protocol):
-    """Who records spans (`kvstore.spans`)."""
+    """Who records spans (`kvstore.otel`)."""
 
     def span(self, name: str, parent: Trace | None, kind: str, attributes: dict[str, Any]) -> Span: ...
 

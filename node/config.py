@@ -7,18 +7,18 @@ from kvstore.config import (
     BULK_PORT,
     GRPC_CHUNK_NBYTES,
     GRPC_PORT,
+    MESSAGE_NBYTES_MAX,
     METRICS_PORT,
     check_settings,
     is_loopback,
     secret,
     setting,
 )
-from kvstore.config import MESSAGE_NBYTES_MAX as MESSAGE_NBYTES_MAX
 from kvstore.errors import ConfigError
 from kvstore.identities import TENANT
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX
 from kvstore.layout import SLOT_ALIGN_NBYTES
-from kvstore.wires.unix_sockets import check_path
+from kvstore.transports.unix_sockets import check_path
 
 GIB = 1 << 30
 DISK_EXTENT_NBYTES = 64 << 20  # one open file each: a thousand for 64 GiB

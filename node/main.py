@@ -9,12 +9,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import kvstore
-import kvstore.spans as spans
+import kvstore.otel as spans
 from kvstore.config import load
 from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
 from node.config import NodeConfig, missing
-from node.garbage import SeldomCollections
+from node.gc_policy import SeldomCollections
 from node.log_lines import formatter
 
 if TYPE_CHECKING:

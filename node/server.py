@@ -12,43 +12,38 @@ from kvstore.config import BULK_SCHEME, GRPC_PORT, split_address
 from kvstore.errors import ConfigError, KVStoreError, UnknownNamespace
 from kvstore.identities import Identities
 from kvstore.keys import Namespace
-from node.access.access import Access
-from node.access.audit import Audit
-from node.access.gate import Gate
-from node.access.quotas import Quotas, quota_of
-from node.access.watch import Watch
+from node.auth.access import Access, FileReloader
+from node.auth.audit import Audit
+from node.auth.authorizer import Authorizer
+from node.auth.quotas import Quotas, quota_of
+from node.cluster.membership import Membership, advertised, check_address, check_listens, with_port
+from node.cluster.peers import Peers
+from node.cluster.registry import Registering, Registry, open_registry
+from node.cluster.remote_pages import known_by
 from node.config import NodeConfig
 from node.console.console import Console
 from node.console.history import History, latency_of
-from node.disk.kept_dir import KeptDir
-from node.disk.operator_key import open_vault
+from node.disk.encryption import open_vault
+from node.disk.io_process import ProcessStorage
 from node.disk.scrub import Scrubber
 from node.disk.tier import DiskTier
 from node.gateway.supervisor import Gateways
-from node.peers.address import advertised, check_address, check_listens, with_port
-from node.peers.links import known_by
-from node.peers.membership import Membership
-from node.peers.peers import Peers
-from node.peers.registry import Registering, Registry
-from node.peers.scheme import open_registry
-from node.ram.accounts import Limits
-from node.ram.arena import Arena
-from node.ram.inventory import Inventory
-from node.ram.namespace import Namespaces
-from node.ram.regroup import set_ram_limits
-from node.ram.tier import RamTier
-from node.serve.bulk import BulkServer
-from node.serve.descriptors import allow_descriptors
-from node.serve.gateway import connections_max
-from node.serve.http_server import is_trusted_host
-from node.serve.metrics import metrics_text
-from node.serve.metrics_server import MetricsServer
-from node.serve.service import Service
-from node.serve.session import Sessions
-from node.serve.shm import ShmServer
-from node.serve.socket_file import default_path
-from node.serve.tenants import Tenants
-from node.slots import SlotAllocator
+from node.memory.arena import Arena
+from node.memory.inventory import Inventory
+from node.memory.page import Namespaces
+from node.memory.tenant_usage import Limits
+from node.memory.tier import RamTier, set_ram_limits
+from node.serving.bulk import BulkServer
+from node.serving.connection import allow_descriptors
+from node.serving.gateway import connections_max
+from node.serving.http_server import is_trusted_host
+from node.serving.metrics import metrics_text
+from node.serving.metrics_server import MetricsServer
+from node.serving.service import Service
+from node.serving.session import Sessions
+from node.serving.shm import ShmServer, default_path
+from node.serving.tenants import Tenants
+from node.slab import SlotAllocator
 from node.tls import certificates_of
 
 log = logging.getLogger(__name__)
@@ -95,11 +90,13 @@ class Node:
         self.disk = tenants.disk = self._open_disk(namespaces) if config.data_dir else None
         room_below = self.disk.has_room if self.disk is not None else lambda space: False
         self.peers = Peers(config, self.membership, self.tier, self.arena.view, room_below)
-        gate = Gate(self.access, self.audit, self._described)
+        gate = Authorizer(self.access, self.audit, self._described)
         self.service = Service(config, self.arena, self.tier, self.disk, self.sessions, self.peers, gate)
         self._own_hosts = self._host_names()
         self.console, looks = self._open_console()
-        self._watch = Watch([self.access.look, *([self._look_at_certificates] if self.certificates else []), *looks])
+        self._watch = FileReloader(
+            [self.access.look, *([self._look_at_certificates] if self.certificates else []), *looks]
+        )
         with contextlib.ExitStack() as undo:
             if self.disk is not None:
                 undo.callback(self.disk.close)
@@ -209,7 +206,7 @@ class Node:
     def _open_disk(self, namespaces: Namespaces) -> DiskTier:
         config = self.config
         vault = open_vault(config.encrypt_key_file, config.encrypt_key_command)
-        directory = KeptDir(
+        directory = ProcessStorage(
             Path(config.data_dir),
             config.disk_nbytes,
             config.disk_extent_of_new_dir,
@@ -280,7 +277,7 @@ class Node:
             self._join(self.registry)
 
     def _join(self, registry: Registry) -> None:
-        """It serves, and the others hear of it. It has joined when it has what it owns (`node.peers.sweeper`)."""
+        """It serves, and the others hear of it. It has joined when it has what it owns (`node.cluster.rebalance`)."""
         config = self.config
         apart = config.grpc_host not in ("", config.host)  # its gRPC is none, or for administrators
         at = (self.bulk.port, registry.addresses, BULK_SCHEME) if apart else (self.grpc.port, registry.addresses)

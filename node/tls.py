@@ -73,7 +73,7 @@ class Certificates:
         return self._in_force.context
 
     def look(self) -> None:
-        """Now and then (`node.access.watch`): what is good comes into force."""
+        """Now and then (`node.auth.access`): what is good comes into force."""
         pems = self._files.look()
         if pems is not self.pems:
             self._in_force = self._made(pems)

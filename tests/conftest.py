@@ -21,7 +21,7 @@ from authorities import ours as ours
 from authorities import strangers as strangers
 
 from kvstore import Client, ClientConfig, DeadlineExceeded, Unavailable, checksum
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: a worker has a core, and a second thread would wait
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -47,8 +47,8 @@ def tree(tmp_path: Path) -> Path:
     """Make a tree of three files that count, a generated one and a test."""
     body = "\n".join(f"    x{i} = {i}" for i in range(70))
     files = {
-        "kvstore/wires/wire.py": PROTOCOLS.lstrip(),
-        "kvstore/wires/long.py": f"def long() -> None:\n{body}\n",
+        "kvstore/transports/wire.py": PROTOCOLS.lstrip(),
+        "kvstore/transports/long.py": f"def long() -> None:\n{body}\n",
         "node/wide.py": f'def wide() -> str:\n    return "{"x" * 100}"\n',
         "node/pb/generated.py": "x = 1\n" * 1000,
         "tests/test_wide.py": "y = 1\n" * 1000,
@@ -69,7 +69,7 @@ def test_layout_of_a_small_tree_is_counted_exactly(layout: ModuleType, tree: Pat
         "functions over 70 lines": "1",
         "fragments": "1 of 2, 50.0 %",
         "lines over 100 characters": f"1, {100 / (lines + 73):.1f} %",
-        "most files of one folder": "2 (kvstore/wires)",
+        "most files of one folder": "2 (kvstore/transports)",
         "README words": "3",
         "Protocols with one implementation": "1 of 2",
         "options of a node": "-",

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import typer
 
-from gpu_agent.config import AgentConfig
-from gpu_agent.options import Identity
+from gpu_agent.options import AgentConfig, Identity
 from kvstore.cli.commands import app
 from kvstore.config import ClientConfig, load, parse_nbytes
 from kvstore.errors import ConfigError
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 from node.config import NodeConfig
 from node.main import _parser
 

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from gpu_agent.blocks.homes import BlockAgent, Home
-from gpu_agent.blocks.orders import LoadOrder, Report, StepOrders
-from gpu_agent.blocks.save_plan import Part, SaveOrder
-from gpu_agent.jobs import LoadJob, SaveJob
+from gpu_agent.blocks.backends import AgentBackend, BlockAgent
+from gpu_agent.blocks.save_plan import LoadOrder, Part, Report, SaveOrder, StepOrders
+from gpu_agent.load_pipeline import LoadJob, SaveJob
 from kvstore.errors import InvalidRequest
 from kvstore.tracing import NamesRequest, request
 
@@ -74,7 +73,7 @@ class BlockRank:
     `writes`: whether this rank stores; of ranks with the same KV only one does.
     """
 
-    def __init__(self, home: Home, writes: bool) -> None:
+    def __init__(self, home: AgentBackend, writes: bool) -> None:
         self.counts = RankCounts()
         self._home = home
         self._agents = home.agents(None)

@@ -12,19 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpu_agent.blocks.askers import Answer
-from gpu_agent.blocks.groups import (
-    NULL_BLOCK,
-    BlockGroup,
-    loaded_blocks,
-    longest_prefix,
-)
-from gpu_agent.blocks.hits import Hits
-from gpu_agent.blocks.lookups import Lookups
-from gpu_agent.blocks.orders import LoadOrder, Report, StepOrders
-from gpu_agent.blocks.request import EngineRequest, Request
-from gpu_agent.blocks.save_plan import Part, SavePlan
-from gpu_agent.blocks.worth import PROMPT_TOKENS_MIN, Worth
+from gpu_agent.blocks.cost_model import PROMPT_TOKENS_MIN, HitPolicy, LoadCostModel
+from gpu_agent.blocks.groups import NULL_BLOCK, BlockGroup, EngineRequest, Request, loaded_blocks, longest_prefix
+from gpu_agent.blocks.lookups import Answer, Lookups
+from gpu_agent.blocks.save_plan import LoadOrder, Part, Report, SavePlan, StepOrders
 from kvstore.keys import Namespace
 
 log = logging.getLogger(__name__)
@@ -66,7 +57,7 @@ class BlockScheduler:
         lookups: Lookups,
         plan: SavePlan,
         min_tokens: int = 1,
-        worth: Worth | None = None,
+        worth: LoadCostModel | None = None,
     ) -> None:
         self._counts = MatchCounts()
         self._groups = groups
@@ -76,7 +67,7 @@ class BlockScheduler:
         self._lookups = lookups
         self._plan = plan
         self._min_tokens = max(1, min_tokens)
-        self._hits = Hits(worth)
+        self._hits = HitPolicy(worth)
         self._strangers = False  # in the newest step: requests that never asked
         self._told = False  # since the newest step: a request of its hit, so only blocks could keep it from running
         # Steps for which the same requests end no block that is due, each with one token a step.
@@ -178,7 +169,7 @@ class BlockScheduler:
     def _scan(
         self, scheduled: Mapping[str, int], table_of: Callable[[str], Sequence[Sequence[int]]], scarce: bool
     ) -> tuple[list[tuple[int, int]], bool]:
-        """Stages what a step computes. See `Worth.begins` for what is returned."""
+        """Stages what a step computes. See `LoadCostModel.begins` for what is returned."""
         prompts, short = list[tuple[int, int]](), False
         self._strangers = False
         self._quiet = QUIET_MAX

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from gpu_agent.host.rows import RowTier, tier_config
+from gpu_agent.host.page_table_tier import PageTableTier, tier_config
 from gpu_agent.identity.lightllm import VARIABLES, namespace_of
-from gpu_agent.jobs import LoadJob, SaveJob
+from gpu_agent.load_pipeline import LoadJob, SaveJob
 from gpu_agent.options import identity_of
 from kvstore.client import Client
 from kvstore.config import client_config, engine_arguments, engine_variables
@@ -70,7 +70,7 @@ class PyLocalCacheService:
         arguments, identity = engine_arguments("LIGHTLLM_START_ARGS"), identity_of({})
         self.namespace = namespace_of(arguments, engine_variables(*VARIABLES), identity, kvcache_tensor)
         self._client = Client(client_config())
-        self._pages = RowTier(self._client, self.namespace, kvcache_tensor, tier_config(kvcache_tensor))
+        self._pages = PageTableTier(self._client, self.namespace, kvcache_tensor, tier_config(kvcache_tensor))
         log.info(
             "LightLLM's disk cache is the store at %s: model %s, pages of %d bytes, namespace %s; not used: "
             "--disk_cache_dir, --disk_cache_storage_size%s",
@@ -131,7 +131,7 @@ class PyLocalCacheService:
             log.exception("an abort failed")
 
     @property
-    def pages(self) -> RowTier:
+    def pages(self) -> PageTableTier:
         """What does the work: counters, `check`."""
         return self._pages
 

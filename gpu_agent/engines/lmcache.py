@@ -31,12 +31,12 @@ from gpu_agent.objects.completions import Completions
 from gpu_agent.objects.parts import ObjectName, ObjectResults
 from gpu_agent.objects.store import QUERY_WORKERS, ObjectStore
 from gpu_agent.options import Options, read_options
+from kvstore.admin import answered
 from kvstore.client import Client
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.management import answered
 from kvstore.results import PutOutcome
 from kvstore.tracing import NamesRequest
-from kvstore.wires.abreast import THREADS_MAX
+from kvstore.transports.parallel import THREADS_MAX
 
 log = logging.getLogger(__name__)
 log.addFilter(NamesRequest())

@@ -32,14 +32,14 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from gpu_agent.engines.sglang_weights import served_weights, weight_version
-from gpu_agent.epochs import process_epochs
 from gpu_agent.host.pages import HostPages
 from gpu_agent.identity.sglang import pool_namespace
-from gpu_agent.layouts.sglang_host import host_pool, page_numbers
+from gpu_agent.layouts.sglang import host_pool, page_numbers
+from gpu_agent.lookup_cache import covered, together
 from gpu_agent.options import read_options
-from gpu_agent.outage import startup_warning
+from gpu_agent.outage_log import startup_warning
 from gpu_agent.pool import KVPool
-from gpu_agent.restorable import covered, together
+from gpu_agent.weights_version import process_epochs
 from kvstore.client import Client
 from kvstore.config import check_settings, load, setting
 from kvstore.deadline import Deadline
@@ -287,7 +287,7 @@ class KVStoreHiCache(HiCacheStorage):
     # ---- the rest --------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Everything stored so far is a miss for this engine; see `gpu_agent/epochs.py`."""
+        """Everything stored so far is a miss for this engine; see `gpu_agent/weights_version.py`."""
         self._epochs.advance()
         with self._lock:
             old = list(self._pages.values())

@@ -25,15 +25,15 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 
 from gpu_agent.agent import Agent
 from gpu_agent.engines.sglang_weights import weight_version, weights_of
-from gpu_agent.epochs import process_epochs
 from gpu_agent.identity.sglang import linker_namespace
-from gpu_agent.jobs import LoadJob
 from gpu_agent.kernels.available import transfer_for
-from gpu_agent.layer_batches import LayerBatch
 from gpu_agent.layouts.sglang import mha_pool, mla_pool
+from gpu_agent.load_pipeline import LoadJob
+from gpu_agent.lookup_cache import LayerBatch
 from gpu_agent.options import read_options
 from gpu_agent.pool import KVPool
 from gpu_agent.transfer import Fence
+from gpu_agent.weights_version import process_epochs
 from kvstore.client import Client
 from kvstore.config import check_settings, load, setting
 from kvstore.errors import ConfigError, KVStoreError

@@ -19,15 +19,15 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from gpu_agent.agent import Agent
-from gpu_agent.config import AgentConfig
 from gpu_agent.identity.transformers import KV_GROUP, check_adapters, model_namespace
-from gpu_agent.jobs import SaveJob
 from gpu_agent.kernels.available import transfer_for
+from gpu_agent.load_pipeline import SaveJob
+from gpu_agent.options import AgentConfig
 from gpu_agent.pool import KVPool
 from kvstore.client import Client
-from kvstore.credentials import DEFAULT_TENANT
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace, prefix_hashes
+from kvstore.secrets import DEFAULT_TENANT
 from kvstore.tracing import request
 
 PAGE_TOKENS = 64

@@ -24,10 +24,10 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 import kvstore.tracing as tracing
 from gpu_agent.agent import Agent
-from gpu_agent.config import AgentConfig
 from gpu_agent.engines.transformers import namespace_of
 from gpu_agent.identity.transformers import KV_GROUP, check_adapters
-from gpu_agent.jobs import SaveResult
+from gpu_agent.load_pipeline import SaveResult
+from gpu_agent.options import AgentConfig
 from gpu_agent.pool import KVPool
 from kvstore.client import Client
 from kvstore.errors import InvalidRequest

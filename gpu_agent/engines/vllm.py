@@ -30,26 +30,19 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 
-from gpu_agent.blocks.homes import Place
+from gpu_agent.blocks.backends import GroupPool
+from gpu_agent.blocks.cost_model import LoadCostModel
 from gpu_agent.blocks.lookups import Lookups
-from gpu_agent.blocks.orders import StepOrders
 from gpu_agent.blocks.ranks import BlockRank, LoadsEnded
-from gpu_agent.blocks.save_plan import SavePlan
+from gpu_agent.blocks.save_plan import SavePlan, StepOrders
 from gpu_agent.blocks.scheduler import BlockScheduler
-from gpu_agent.blocks.worth import Worth
-from gpu_agent.engines.vllm_identity import (
-    block_groups,
-    block_sizes,
-    group_pools,
-    replicas,
-    scales_in_blocks,
-)
+from gpu_agent.engines.vllm_identity import block_groups, block_sizes, group_pools, replicas, scales_in_blocks
 from gpu_agent.engines.vllm_metadata import Handshake, Held, Orders, RankId, WorkerReport
 from gpu_agent.engines.vllm_metrics import KVStorePromMetrics, KVStoreStats
 from gpu_agent.engines.vllm_multi import ForeignLoads, RankNamespaces, called_by_other_connector, register, shards_of
 from gpu_agent.engines.vllm_options import connector_options
 from gpu_agent.identity.vllm import namespaces
-from gpu_agent.process.choice import asker_of, home_of
+from gpu_agent.worker.choice import asker_of, home_of
 from kvstore.keys import Namespace
 
 logger = init_logger("vllm.kvstore")
@@ -135,7 +128,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             *(copies, get_none_hash_seed(), from_hub),
         )
         places = [
-            Place(namespace, pool) if namespace and pool else None
+            GroupPool(namespace, pool) if namespace and pool else None
             for namespace, pool in zip(self._namespaces, pools, strict=True)
         ]
         options = self._options
@@ -237,7 +230,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._lookups,
             plan,
             options.own["min_tokens"],
-            None if options.own.get("slow_hits") == "take" else Worth(),
+            None if options.own.get("slow_hits") == "take" else LoadCostModel(),
         )
         logger.info("kvstore: store at %s, %d ranks, %d cache groups", options.client.address, ranks, len(shards))
         if self._others.failed:

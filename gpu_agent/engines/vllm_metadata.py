@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from gpu_agent.blocks.orders import Report, StepOrders
+from gpu_agent.blocks.save_plan import Report, StepOrders
 from kvstore.keys import Namespace
 
 RankId = tuple[int, ...]

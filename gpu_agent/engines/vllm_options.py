@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpu_agent.options import Options, read_options
-from gpu_agent.process.choice import WHERE
+from gpu_agent.worker.choice import WHERE
 from kvstore.errors import ConfigError
 
 OWN_OPTIONS = ("min_tokens", "slow_hits", "lora", "agents")

@@ -37,13 +37,13 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from gpu_agent.agent import Agent
 from gpu_agent.engines.vllm_identity import check_tier_groups
 from gpu_agent.engines.vllm_multi import register
-from gpu_agent.host.unit_copies import UnitCopies
+from gpu_agent.host.slot_copies import SlotCopies
 from gpu_agent.identity.checkpoint import named
 from gpu_agent.identity.vllm import check_tier, model_facts, tier_facts, tier_namespace, weights_of
-from gpu_agent.jobs import AgentStats
+from gpu_agent.load_pipeline import AgentStats
+from gpu_agent.lookup_cache import LookupCache
 from gpu_agent.options import Identity, Options, identity_of, read_options
 from gpu_agent.pool import KVPool
-from gpu_agent.verdicts import Verdicts
 from kvstore.client import Client
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.threads import wait_for
@@ -115,8 +115,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             pending_nbytes_max=max(options.agent.pending_nbytes_max, options.agent.staging_nbytes, rows.nbytes),
         )
         self._client = Client(options.client)
-        self._agent: Agent = Agent(self._client, namespace, pool, config, UnitCopies())
-        self._verdicts = Verdicts(self._agent.present, config.lookup_timeout_s)
+        self._agent: Agent = Agent(self._client, namespace, pool, config, SlotCopies())
+        self._verdicts = LookupCache(self._agent.present, config.lookup_timeout_s)
         self._jobs: dict[int, _Job] = {}
         self._told = AgentStats()  # counts that `get_stats` has handed over
         log.info("tier %s at %s, namespace %s", tier_type, options.client.address, namespace.digest.hex())

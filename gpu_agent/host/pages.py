@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from gpu_agent.agent import Agent
-from gpu_agent.config import AgentConfig
-from gpu_agent.host.unit_pieces import UnitPieces
+from gpu_agent.host.slot_copies import SlotSegments
+from gpu_agent.options import AgentConfig
 from gpu_agent.pool import KVPool
 from kvstore.client import Client
 from kvstore.errors import KVStoreError
@@ -45,7 +45,7 @@ class HostPages:
         )
         self.namespace = namespace
         self._client = client
-        self.agent = Agent(client, namespace, pool, config, UnitPieces(pool))
+        self.agent = Agent(client, namespace, pool, config, SlotSegments(pool))
 
     @property
     def page_nbytes(self) -> int:

@@ -9,18 +9,211 @@ A local path names nothing to others, and a name or a branch says nothing about 
 names is believed, and vouches for all weights of the engine.
 """
 
+import functools
 import hashlib
 import json
-from collections.abc import Mapping
+import logging
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpu_agent.identity.hub_cache import commit_of, snapshot_of
-from gpu_agent.identity.weight_files import weight_files, weights_digest
 from gpu_agent.options import Identity
+from kvstore.checksum import running_digest
 from kvstore.config import hub_cache_dir
 from kvstore.errors import ConfigError
+
+# The files of a checkpoint, and a digest over all their bytes.
+#
+# Everything is read: weights that were trained further, or quantised again, keep their length,
+# their names and their headers. What is told apart by less would be told apart wrongly one day.
+
+log = logging.getLogger(__name__)
+
+_READ_NBYTES = 16 << 20
+SLOW_NBYTES = 8 << 30  # from here on, two seconds and more, a start says what it waits for
+# What lies beside weights and says nothing about KV. Anything else counts: a format that nobody knows here would
+# otherwise be no part of the name.
+_NOISE = {".md", ".log", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf", ".lock", ".tmp", ".pyc"}
+# What counts and is no weights by itself: configurations, code, vocabularies.
+_TEXT = {".json", ".yaml", ".yml", ".txt", ".py", ".jinja", ".model", ".tiktoken", ""}
+_SPLIT = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.\w+)$")
+
+_Signature = tuple[tuple[str, int, int, int, int, int], ...]
+
+
+def weight_files(path: Path) -> dict[str, Path]:
+    """Files that count, by their name below `path`, in order: of a directory all but noise, of a file itself and
+    the other parts of a checkpoint that is split (model-00001-of-00003.gguf). Raises ConfigError for a
+    directory without weights."""
+    if not path.is_dir():
+        split = _SPLIT.match(path.name)
+        parts = [file for file in path.parent.iterdir() if split and _same_split(split, file.name)]
+        return {file.name: file for file in sorted(parts) or [path]}
+    found = {str(file.relative_to(path)): file for file in _walk(path, {path.resolve()})}
+    if all(file.suffix in _TEXT for file in found.values()):
+        raise ConfigError(f"{path} holds no weights; name them with the option revision")
+    return dict(sorted(found.items()))
+
+
+def _same_split(first: re.Match[str], name: str) -> bool:
+    other = _SPLIT.match(name)
+    return other is not None and other.groupdict() == first.groupdict()
+
+
+def _walk(directory: Path, seen: set[Path]) -> Iterator[Path]:
+    """Through links too: an engine follows them. `seen`: real directories, each read once."""
+    for entry in sorted(directory.iterdir()):
+        if entry.name.startswith(".") or entry.name == "__pycache__":
+            continue
+        if entry.is_dir():
+            if entry.resolve() not in seen:
+                seen.add(entry.resolve())
+                yield from _walk(entry, seen)
+        elif entry.is_file() and entry.suffix not in _NOISE:
+            yield entry
+
+
+def weights_digest(files: dict[str, Path]) -> str:
+    """`"weights=..."`: xxh3_128 over names and bytes. A second per 5 GB; once per process and content. Raises
+    ConfigError for a file that can not be read, or that changes meanwhile."""
+    try:
+        signature = _signature(files)
+        nbytes = sum(size for *_, size, _, _ in signature)
+        log.log(
+            logging.WARNING if nbytes >= SLOW_NBYTES else logging.INFO,
+            "reading %.1f GB of weights to name them; the option revision, if you vouch for it, saves this",
+            nbytes / 1e9,
+        )
+        digest = _digest(tuple(files.items()), signature)
+        changed = _signature(files) != signature
+    except OSError as error:
+        raise ConfigError(f"weights can not be read, and so not be named: {error}") from error
+    if changed:
+        raise ConfigError(f"weights changed while they were read: {next(iter(files.values())).parent}; start again")
+    return digest
+
+
+def _signature(files: dict[str, Path]) -> _Signature:
+    """What changes with any change of content. Modification times are set by users, change times are not."""
+    stats = [(name, os.stat(path)) for name, path in files.items()]
+    return tuple(
+        (name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _digest(files: tuple[tuple[str, Path], ...], signature: _Signature) -> str:
+    running = running_digest()
+    for (name, path), (_, _, _, size, _, _) in zip(files, signature, strict=True):
+        running.update(f"{name} {size}\n".encode())
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(_READ_NBYTES):
+                running.update(block)
+    return f"weights={running.digest().hex()}"
+
+
+# Rotary embeddings whose angles depend on how long a prompt is, read from a model's configuration.
+#
+#     dynamic         transformers: on the longest prompt since a short one; vLLM: on nothing; SGLang: on nothing;
+#                     LightLLM: on a token's own position
+#     longrope, su    transformers and SGLang: on the longest prompt of a batch; vLLM: on max_model_len; LightLLM: on
+#                     a token's own position
+#     all others      (linear, yarn, llama3, proportional, mrope) on nothing
+#
+# A page is found by its tokens and those before it. Where its K depends on what comes after, or
+# on what else was in the batch, no key tells such pages apart.
+
+
+def length_dependent(config: Mapping[str, Any]) -> list[str]:
+    """The kinds of such embeddings that a configuration names, of any of its parts and layers."""
+    return sorted({kind for kind in _kinds(config) if is_length_dependent(kind)})
+
+
+def is_length_dependent(kind: str) -> bool:
+    """transformers' rule; "su" is longrope's first name."""
+    return "dynamic" in kind or kind in ("longrope", "su")
+
+
+def _kinds(config: Mapping[str, Any], within: bool = False) -> Iterator[str]:
+    """`within`: of an entry that is about rotary embeddings. Nested: one for each kind of layer."""
+    for name, value in config.items():
+        if name == "use_dynamic_ntk" and value:
+            yield "dynamic"
+        elif isinstance(value, Mapping):
+            yield from _kinds(value, within or name.startswith("rope"))
+        elif within and name in ("rope_type", "type") and isinstance(value, str):
+            yield value
+
+
+# A Hugging Face hub's cache on this machine: which commit it holds for a name, and whether a
+# snapshot is as the hub made it.
+#
+#     models--owner--name/refs/<branch, tag or pull request>   text: a commit
+#                         snapshots/<commit>/<file>            -> ../../blobs/<hash of the content>
+#                         blobs/<hash>                         large files: SHA-256; small ones: git's SHA-1
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SNAPSHOT = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?P<rest>/.*)?$")
+_BLOB = re.compile(r"/models--[^/]+/blobs/(?:(?P<git>[0-9a-f]{40})|[0-9a-f]{64})$")
+
+
+def commit_of(cache: Path, name: str, revision: str) -> str | None:
+    """The commit that `revision` (empty: main) of a repository stands for here; None if its snapshot is not here.
+    A commit stands for itself.
+
+    Raises ConfigError if it stands for another one since this process began: the engine has loaded one of them,
+    and nothing says which.
+    """
+    if _COMMIT.fullmatch(revision):
+        return revision
+    repository = cache / f"models--{name.replace('/', '--')}"
+    ref, snapshots = repository / "refs" / (revision or "main"), repository / "snapshots"
+    try:
+        commit, moved = ref.read_text().strip(), ref.stat().st_mtime
+        known = sum(1 for _ in snapshots.iterdir())
+    except (OSError, ValueError):
+        return None
+    if known > 1 and moved > process_start():
+        raise ConfigError(
+            f"{name} moved on to another commit while this engine was starting, and nothing says which one it has "
+            "loaded: start it again, or set the option revision"
+        )
+    return commit if _COMMIT.fullmatch(commit) and (snapshots / commit).is_dir() else None
+
+
+def process_start() -> float:
+    """When this process began, on the clock of files."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def snapshot_of(path: Path, files: Iterable[Path]) -> tuple[str, str] | None:
+    """(name, commit) of a snapshot, or of a file in one; None if it is none, or if one of `files`, those of it that
+    count, is not what the hub put there.
+
+    Small files are read and compared with their names. Large ones are believed to be what they are called, if
+    they are links to a blob: reading them is what this saves.
+    """
+    place = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+    match = _SNAPSHOT.search(str(place))
+    if not match or not all(_untouched(file) for file in files):
+        return None
+    return match["name"].replace("--", "/") + (match["rest"] or "").rstrip("/"), match["commit"]
+
+
+def _untouched(file: Path) -> bool:
+    blob = _BLOB.search(str(file.resolve()))
+    if not file.is_symlink() or not blob:
+        return False
+    if blob["git"] is None:
+        return True
+    content = file.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest() == blob["git"]
+
 
 # Of a model's configuration, what says nothing about its KV: who wrote it, where it was, how it runs.
 _NOT_IDENTITY = {"transformers_version", "_name_or_path", "use_cache", "return_dict", "output_attentions"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpu_agent.host.rows import row_pool
+from gpu_agent.host.page_table_tier import row_pool
 from gpu_agent.identity.checkpoint import also_loaded, config_digest, named
 from gpu_agent.options import Identity, facts_text
 from kvstore.errors import ConfigError

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu_agent.identity.checkpoint import also_loaded, config_digest, named, text_digest
-from gpu_agent.identity.rope import length_dependent
+from gpu_agent.identity.checkpoint import also_loaded, config_digest, length_dependent, named, text_digest
 from gpu_agent.options import Identity, facts_text
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace

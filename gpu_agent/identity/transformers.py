@@ -5,16 +5,15 @@ from typing import Any
 
 import torch
 
-from gpu_agent.identity.checkpoint import config_digest
-from gpu_agent.identity.rope import is_length_dependent, length_dependent
+from gpu_agent.identity.checkpoint import config_digest, is_length_dependent, length_dependent
 from gpu_agent.options import facts_text
 from gpu_agent.pool import dtype_name
 from kvstore.buffers import byte_view
 from kvstore.checksum import running_digest
-from kvstore.credentials import DEFAULT_TENANT
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import LayerGroup, PageLayout, Plane
+from kvstore.secrets import DEFAULT_TENANT
 
 KV_GROUP = "attention"
 

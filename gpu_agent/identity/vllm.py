@@ -8,8 +8,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpu_agent.identity.checkpoint import also_loaded, config_digest, named, text_digest
-from gpu_agent.identity.rope import length_dependent
+from gpu_agent.identity.checkpoint import also_loaded, config_digest, length_dependent, named, text_digest
 from gpu_agent.options import Identity, facts_text
 from gpu_agent.pool import KVPool
 from kvstore.errors import ConfigError

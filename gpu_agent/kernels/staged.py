@@ -21,9 +21,8 @@ from gpu_agent.kernels.arena_lock import ArenaLock
 from gpu_agent.kernels.device import Addresses, Device, Launch, LeavesLaunch
 from gpu_agent.kernels.pipeline import Job, Pipeline
 from gpu_agent.kernels.plan import TILE_NBYTES, Chunk, Plan, Run
-from gpu_agent.pool import KVPool
+from gpu_agent.pool import KVPool, UnitTable
 from gpu_agent.transfer import Fence, Gathered, Landed, MappedPages, Placed, Ready, Summed, check_pages
-from gpu_agent.units import UnitTable
 from kvstore.buffers import fill
 from kvstore.checksum import LEAF_SUM_NBYTES, cuts, leaf_nbytes
 from kvstore.errors import ConfigError, InvalidRequest

@@ -17,8 +17,8 @@ from urllib.parse import quote, unquote
 
 import torch
 
-from gpu_agent.objects.known_layouts import ANY
 from gpu_agent.objects.parts import ObjectName
+from gpu_agent.objects.store import ANY
 from gpu_agent.options import Identity, facts_text
 from gpu_agent.pool import dtype_name
 from kvstore.errors import ConfigError, InvalidRequest

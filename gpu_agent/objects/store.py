@@ -12,26 +12,111 @@ none after the deadline. What is read is received in its view and compared with 
 
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from gpu_agent.config import AgentConfig
-from gpu_agent.lane import Lane
-from gpu_agent.objects.known_layouts import FIRST_S, REFRESH_S, KnownLayouts
-from gpu_agent.objects.mover import ObjectMover
+from gpu_agent.bounded_executor import BoundedExecutor
 from gpu_agent.objects.parts import Batch, Ended, ObjectName, ObjectResults, Part, Value, cut
-from gpu_agent.outage import Outage
+from gpu_agent.options import AgentConfig
+from gpu_agent.outage_log import OutageLog
 from kvstore.buffers import byte_view
 from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, KVStoreError
 from kvstore.keys import Namespace
+from kvstore.layout import PageLayout, opaque_layout
 from kvstore.results import PutOutcome
 from kvstore.tracing import request
+
+# How a part's objects travel between callers' memory and a node: straight, by the client's own
+# calls.
+#
+# A load receives where the bytes are wanted and compares what is there with its checksum. What
+# could not be read holds nothing of meaning then, and is no hit.
+
+
+class ObjectMover:
+    """Thread-safe. Methods raise KVStoreErrors; `values` is filled when they do not. A view is not touched any more
+    when they return, nor is it after the part's deadline."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def put(self, part: Part, values: list[PutOutcome | None]) -> None:
+        views: dict[bytes, memoryview] = dict(zip(part.hashes, part.views, strict=True))  # each once
+        timeout_s = part.deadline.remaining()
+        outcomes = self._client.put(part.namespace, list(views), list(views.values()), timeout_s=timeout_s)
+        by_hash = dict(zip(views, outcomes, strict=True))
+        values[:] = [by_hash[prefix_hash] for prefix_hash in part.hashes]
+
+    def get(self, part: Part, values: list[bool | None]) -> None:
+        timeout_s = part.deadline.remaining()
+        values[:] = self._client.get(part.namespace, part.hashes, part.views, timeout_s=timeout_s)
+
+
+# Which layouts the objects of a scope have, for questions that come without one.
+#
+# A scope is a namespace whose layout is left open: `dataclasses.replace(namespace, layout=ANY)`.
+# An engine that asks "is this object there?" without saying how large it is means any layout of
+# its scope. This process learns them from what it stores and loads, and asks the node for those
+# that others stored, but seldom. Who comes in between misses: a cache may forget.
+
+ANY = opaque_layout(1)  # in place of a scope's layout
+# The node is asked no sooner than this after the last time: for a scope of which a layout is known, and for one
+# of which none is, where every question would be a miss.
+REFRESH_S, FIRST_S = 2.0, 0.1
+# Of a scope, the newest: more than one exist only while a configuration changes.
+LAYOUTS_MAX = 8
+# Twice what a node opens at most. When more were seen, all are forgotten and learned again.
+SCOPES_MAX = 4096
+
+
+class KnownLayouts:
+    """Thread-safe. Holds no lock while it talks to the node."""
+
+    def __init__(self, client: Client, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._by_scope: dict[bytes, dict[bytes, Namespace]] = {}  # scope's digest -> layout's fingerprint -> namespace
+        self._refreshed_at = float("-inf")
+
+    def namespace(self, scope: Namespace, layout: PageLayout) -> Namespace:
+        """The namespace of a scope's objects of this layout; remembered."""
+        found = self._by_scope.get(scope.digest, {}).get(layout.fingerprint)
+        return found or self._learn(replace(scope, layout=layout), scope.digest)
+
+    def of(self, scope: Namespace) -> list[Namespace]:
+        """One namespace for each layout known in this scope."""
+        with self._lock:
+            return list(self._by_scope.get(scope.digest, {}).values())
+
+    def refresh(self, deadline: Deadline, pause_s: float = REFRESH_S) -> bool:
+        """Learns what the node knows, if that was not done just now. Whether it was asked. Raises KVStoreErrors."""
+        with self._lock:
+            now = self._clock()
+            if now < self._refreshed_at + pause_s:
+                return False
+            self._refreshed_at = now
+        for namespace, _ in self._client.namespaces(timeout_s=deadline.remaining()):
+            self._learn(namespace, replace(namespace, layout=ANY).digest)
+        return True
+
+    def _learn(self, namespace: Namespace, scope_digest: bytes) -> Namespace:
+        with self._lock:
+            if scope_digest not in self._by_scope and len(self._by_scope) >= SCOPES_MAX:
+                self._by_scope.clear()
+            known = self._by_scope.setdefault(scope_digest, {})
+            namespace = known.setdefault(namespace.layout.fingerprint, namespace)
+            if len(known) > LAYOUTS_MAX:
+                del known[next(iter(known))]
+            return namespace
+
 
 QUERY_WORKERS = 2
 QUERY_NBYTES = 64  # a key, for the limit on what a lane accepts
@@ -62,16 +147,20 @@ class ObjectStore:
 
     def __init__(self, client: Client, config: AgentConfig) -> None:
         self.stats = ObjectStats()
-        self.outage = Outage()
+        self.outage = OutageLog()
         self._client = client
         self._config = config
         self._known = KnownLayouts(client)
         self._lock = threading.Lock()  # stats
         none, pending = (1, 1), config.pending_nbytes_max
-        self._stores: Lane[Ended[PutOutcome | None]] = Lane("store", config.workers, none, pending)
-        self._loads: Lane[Ended[bool | None]] = Lane("load", config.workers, none, pending)
+        self._stores: BoundedExecutor[Ended[PutOutcome | None]] = BoundedExecutor(
+            "store", config.workers, none, pending
+        )
+        self._loads: BoundedExecutor[Ended[bool | None]] = BoundedExecutor("load", config.workers, none, pending)
         self._mover = ObjectMover(client)
-        self._queries: Lane[ObjectResults[Any]] = Lane("query", QUERY_WORKERS, none, QUERIES_NBYTES_MAX)
+        self._queries: BoundedExecutor[ObjectResults[Any]] = BoundedExecutor(
+            "query", QUERY_WORKERS, none, QUERIES_NBYTES_MAX
+        )
 
     # ---- the caller's side -----------------------------------------------------------------
 
@@ -129,7 +218,7 @@ class ObjectStore:
 
     def _submit(
         self,
-        lane: Lane[Ended[Value | None]],
+        lane: BoundedExecutor[Ended[Value | None]],
         parts: list[Part],
         count: int,
         move: Callable[[Part, list[Value | None]], None],

@@ -2,7 +2,7 @@
 
 import sys
 
-from kvstore.cli.stdout import guard_stdout
+from kvstore.cli.output import guard_stdout
 
 EXTRA_MODULES = ("typer", "rich", "click", "shellingham")
 

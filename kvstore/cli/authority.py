@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvstore.errors import ConfigError
-from kvstore.whole_file import write_whole
+from kvstore.secrets import write_whole
 
 CA = "ca"
 EARLIER = datetime.timedelta(minutes=5)  # valid from then on: clocks differ

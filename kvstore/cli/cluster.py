@@ -1,12 +1,30 @@
 """`kvstore cluster`: the members of a cluster and what they have; whose a key is. `kvstore status` of a cluster."""
 
+import time
 from itertools import chain
+from typing import Annotated
 
+import typer
+
+from kvstore.admin import summed
 from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.members import COLUMNS, Statuses, answers, headline, members_json, rows, sums, troubled_first, troubles
-from kvstore.cli.nodes import namespace_json, show_namespaces
-from kvstore.cli.output import console, emit, note, show, show_fitting
+from kvstore.cli.members import (
+    COLUMNS,
+    Statuses,
+    answers,
+    at_each,
+    away_json,
+    headline,
+    members_json,
+    rows,
+    sums,
+    troubled_first,
+    troubles,
+    without,
+)
+from kvstore.cli.nodes import namespace_json, show_namespaces, show_status
+from kvstore.cli.output import console, emit, human_nbytes, note, progress, show, show_fitting
 from kvstore.cli.selection import (
     KeysArgument,
     ModelOption,
@@ -17,9 +35,9 @@ from kvstore.cli.selection import (
     find_namespace,
 )
 from kvstore.client import Client
-from kvstore.cluster.view import View
-from kvstore.doctor.hints import hints
-from kvstore.management import summed
+from kvstore.cluster.view import REGISTRIES, Member, View
+from kvstore.doctor.pages import hints
+from kvstore.pb import kvstore_pb2 as pb
 
 # One screen of 24 lines has so many rows of members and namespaces; `kvstore cluster` and `kvstore ls` show all.
 ROWS = 11
@@ -113,3 +131,113 @@ def view_of(client: Client) -> View:
     if view is None:
         raise Failure(f"the node at {client.config.address} is in no cluster; kvstore status shows it", ExitCode.USAGE)
     return view
+
+
+# `kvstore status`: a node, or the members of a cluster.
+
+
+def status(run: Invocation) -> None:
+    """Show the node, its tiers and its namespaces; of a cluster its members, and namespaces over all of them.
+
+    A cluster is one screen; `kvstore cluster` has all members, and exit 3 if one does not answer.
+
+    Misses are counted by reason. A namespace that never hits gets a hint: usually its layout,
+    revision, data type, TP size or salt differs from that of the namespace that holds the pages.
+
+    \b
+    Examples:
+      kvstore status
+      kvstore status -a node7:7440 --json | jq .ram.used_nbytes
+      KVSTORE_DIRECT=1 kvstore status -a node7:7440      one member of a cluster alone
+    """
+    with run.client() as client:
+        if client.view() is None:
+            show_status(run, client)
+        else:
+            show_cluster_status(run, client)
+
+
+# Commands that move pages between the members of a cluster: drain, rebalance.
+
+LOOK_S = 0.5
+MemberArgument = Annotated[str, typer.Argument(metavar="MEMBER", help="Its id; see `kvstore cluster`.")]
+EndOption = Annotated[bool, typer.Option("--end", help="It serves again.")]
+DryOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would be moved.")]
+
+
+def drain(run: Invocation, member: MemberArgument, end: EndOption = False) -> int:
+    """Hand a member's pages to who owns them without it. Returns when that is over; then it can be stopped.
+
+    It is asked for its pages meanwhile, and given no new ones. Interrupted, the draining goes on; run it again to
+    see how far it is. Exit 4 if pages are left that nobody takes.
+
+    \b
+    Examples:
+      kvstore cluster drain n3
+      kvstore cluster drain n3 --end
+    """
+    with run.client(address=_member(run, member).address, direct=True) as client:
+        told = client.drain(end)
+        registry = client.node_status().peers.registry
+        if registry not in REGISTRIES:
+            note(f"nobody hears of it before etcd can be asked again: {registry}")
+        with progress(f"draining {member}", 1.0) as report:
+            while not (end or told.over):
+                count = told.pages_handed + told.pages_left
+                report(told.pages_handed / count if count else 0.0)
+                time.sleep(LOOK_S)
+                told = client.drain()
+    if run.as_json:
+        emit({"member": member, "handed": told.pages_handed, "left": told.pages_left, "serves": end})
+    elif end:
+        print(f"{member} serves again")
+    else:
+        print(f"{member}: {told.pages_handed:,} pages are with their owners, {told.pages_left:,} are not")
+    if told.pages_left and not end:
+        note("nobody has taken what is left: add members or memory and drain it again, or stop it and lose these pages")
+        return ExitCode.EXHAUSTED
+    return ExitCode.OK
+
+
+def rebalance(run: Invocation, dry_run: DryOption = False) -> int:
+    """Have each member fetch the pages that it owns and others have. They do so by themselves when the view changes.
+
+    Exit 3 if a member does not answer.
+
+    \b
+    Examples:
+      kvstore cluster rebalance --dry-run
+      kvstore cluster rebalance
+    """
+
+    def sweep(client: Client, member: str) -> pb.SweepReply:
+        if not member:
+            view_of(client)
+        with progress(f"asking {member}", 1.0) as report:
+            told = client.sweep(dry_run, timeout_s=run.patient_s)
+            report(1.0)
+        return told
+
+    done, away = at_each(run, sweep)
+    rows = [(member, told.pages_missing, told.nbytes_missing, list(told.away)) for member, told in done.items()]
+    if run.as_json:
+        names = ("member", "pages", "nbytes", "away")
+        members = [dict(zip(names, row, strict=True)) for row in rows]
+        emit({"dry_run": dry_run, "members": members, **away_json(away)})
+    elif dry_run:
+        show(
+            ("MEMBER", "WOULD FETCH", "BYTES", "COULD NOT ASK"),
+            [(member, f"{pages:,}", human_nbytes(nbytes), " ".join(of) or "-") for member, pages, nbytes, of in rows],
+        )
+    else:
+        print(f"{len(rows)} members look for their pages; `kvstore cluster rebalance --dry-run` says what is left")
+    incomplete = any(told.away for told in done.values())
+    return without(away) or (ExitCode.UNAVAILABLE if incomplete else ExitCode.OK)
+
+
+def _member(run: Invocation, name: str) -> Member:
+    with run.client() as client:
+        view = view_of(client)
+    if name not in view.by_id:
+        raise Failure(f"{name!r} is no member of {view.cluster}; its members are {', '.join(sorted(view.by_id))}")
+    return view.by_id[name]

@@ -5,11 +5,16 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import certs, cluster, disk, erasure, listing, load, moves, pages, payload, pins, plan, record, tokens
+from kvstore.cli import certs, cluster, disk, load, pages, payload, plan, tokens
+from kvstore.cli import cluster as moves
+from kvstore.cli import disk as erasure
+from kvstore.cli import load as record
+from kvstore.cli import pages as listing
+from kvstore.cli import pages as pins
+from kvstore.cli.cluster import status
 from kvstore.cli.doctor import doctor
 from kvstore.cli.exits import Root
 from kvstore.cli.invocation import Invocation, command
-from kvstore.cli.status import status
 from kvstore.cli.top import top
 
 HELP = """Look into kvstore nodes, move pages, measure.

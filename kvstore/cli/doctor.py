@@ -14,7 +14,7 @@ from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.load import WireOption
 from kvstore.cli.output import console, emit, printable, progress
-from kvstore.doctor.finding import Finding, State
+from kvstore.doctor.checks import Finding, State
 
 STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIPPED: "dim"}
 WORD = max(len(state.value) for state in State)
@@ -42,10 +42,10 @@ def doctor(
       kvstore doctor --data-dir /var/lib/kvstore
     """
     # Imports `cryptography`, which takes 20 ms that other commands need not pay.
-    from kvstore.doctor.check import run_all
-    from kvstore.doctor.examination import Examination, Wanted
+    from kvstore.doctor.checks import run_all
+    from kvstore.doctor.runner import Runner, Wanted
 
-    examination = Examination(run.config(wire), Wanted(data_dir, gpu))
+    examination = Runner(run.config(wire), Wanted(data_dir, gpu))
     found: list[tuple[str, Finding]] = []
     out = console()
     with contextlib.closing(examination.groups()) as groups:

@@ -14,16 +14,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvstore.cli.output import note, printable, silence
-from kvstore.cli.stdout import Unwritten
-from kvstore.errors import (
-    DeadlineExceeded,
-    Exhausted,
-    KVStoreError,
-    ProtocolError,
-    Unavailable,
-    UnknownNamespace,
-)
+from kvstore.cli.output import Unwritten, note, printable, silence
+from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, ProtocolError, Unavailable, UnknownNamespace
 
 
 class ExitCode(enum.IntEnum):

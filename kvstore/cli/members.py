@@ -1,13 +1,53 @@
 """What is told of a cluster's members: a row for each, sums over those that answer, and what is not well."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from kvstore.cli.output import human_ms, human_nbytes, human_share, percent
-from kvstore.cli.told import pages_told, status_json, told_all
+from kvstore.cli.exits import ExitCode, code_of
+from kvstore.cli.invocation import Invocation
+from kvstore.cli.output import human_ms, human_nbytes, human_share, note, pages_told, percent, status_json, told_all
+from kvstore.client import Client
+from kvstore.cluster.routing import Away
 from kvstore.cluster.view import REGISTRIES, Member, State, View
 from kvstore.errors import KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
+
+# What is asked of every member of a cluster: what becomes of those that do not answer.
+
+Result = TypeVar("Result")
+
+
+def at_each(run: Invocation, do: Callable[[Client, str], Result]) -> tuple[dict[str, Result], Away | None]:
+    """What `do` returns of each member, given its id, and who raised; of a node that is alone by "", and None. Raises
+    what one of them raised if all did."""
+    with run.client() as client:
+        view = client.view()
+        if view is None:
+            return {"": do(client, "")}, None
+    done: dict[str, Result] = {}
+    away: Away = {}
+    for member in view.members:
+        try:
+            with Client(run.config(address=member.address, direct=True)) as client:
+                done[member.id] = do(client, member.id)
+        except KVStoreError as error:
+            away[member.id] = error
+    if not done:
+        raise next(iter(away.values()))
+    return done, away
+
+
+def without(away: Away | None, remark: str = "") -> int:
+    """Says who did not do it, and gives the exit code."""
+    for member, error in (away or {}).items():
+        note(f"without {member}: {error}{remark}")
+    return max((code_of(error) for error in (away or {}).values()), default=ExitCode.OK)
+
+
+def away_json(away: Away | None) -> dict[str, Any]:
+    """Of a cluster; nothing of a node that is alone (None)."""
+    return {} if away is None else {"away": sorted(away)}
+
 
 Statuses = Mapping[str, pb.NodeStatusReply | KVStoreError]  # by address
 NO_ANSWER = "NO ANSWER"

@@ -7,12 +7,22 @@ from typing import Any
 from kvstore.certificates import NEAR_END_S, date
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.members import copies_line, handing_line, sweep_line
-from kvstore.cli.output import console, emit, human_ms, human_nbytes, note, percent, plain, show, show_fitting
-from kvstore.cli.told import status_json, told_all
+from kvstore.cli.output import (
+    console,
+    emit,
+    human_ms,
+    human_nbytes,
+    note,
+    percent,
+    show,
+    show_fitting,
+    status_json,
+    told_all,
+)
 from kvstore.client import Client
-from kvstore.doctor.hints import hints, page_count
+from kvstore.doctor.pages import hints, page_count
 from kvstore.keys import Namespace
-from kvstore.messages import namespace_value
+from kvstore.messages import namespace_value, plain
 from kvstore.pb import kvstore_pb2 as pb
 
 MISS_REASONS = ("absent", "evicted", "writing", "removed", "expired", "corrupt")

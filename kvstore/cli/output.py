@@ -1,10 +1,14 @@
 """What goes to stdout and stderr: JSON, tables, sizes for people, progress."""
 
+import io
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import IO, Any
 
 from rich import box
@@ -13,8 +17,96 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvstore.cli.interrupts import deferred_interrupt
-from kvstore.messages import plain as plain
+from kvstore.config import parse_nbytes
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.messages import plain
+from kvstore.pb import kvstore_pb2 as pb
+
+# The command's stdout, of which a failure is told from any other: it may come from wherever
+# something is printed, and also when the rest is written at the end.
+
+
+class Unwritten(Exception):
+    """What was to be shown is lost. (That a reader left is BrokenPipeError, as ever.)"""
+
+
+class _Raw(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise Unwritten(f"stdout can not be written: {error.strerror}") from error
+
+
+def guard_stdout() -> None:
+    """In place of Python's own, and otherwise the same."""
+    own = sys.stdout
+    if not isinstance(own, io.TextIOWrapper):  # None: it is closed
+        return
+    raw = _Raw(own.fileno(), "wb", closefd=False)
+    sys.stdout = io.TextIOWrapper(
+        raw if own.write_through else io.BufferedWriter(raw),
+        encoding=own.encoding,
+        errors=own.errors,
+        line_buffering=own.line_buffering,
+        write_through=own.write_through,
+    )
+
+
+# Sizes as options of commands have them.
+
+
+def option_nbytes(text: str, option: str) -> int:
+    """Raises InvalidRequest, which names the option."""
+    try:
+        return parse_nbytes(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{option} {text!r} is not a size; write for example 4096, 256KiB or 1MiB") from error
+
+
+def option_sizes(texts: Sequence[str] | None, option: str) -> tuple[int, ...]:
+    """Of an option that may be there several times, or have several with commas: rising, each once."""
+    return tuple(sorted({option_nbytes(part, option) for text in texts or () for part in text.split(",")}))
+
+
+# Ctrl-C at a safe point.
+#
+# KeyboardInterrupt may surface between any two bytecodes. Inside gRPC's Python code that can
+# leave one of its locks held, and closing the channel then never returns (seen with grpcio 1.85).
+# So while a long command runs, the first Ctrl-C only takes effect where the command says it may.
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[Callable[[], None]]:
+    """Gives the body a function that raises KeyboardInterrupt if Ctrl-C was pressed since.
+
+    A second Ctrl-C does what it always does, at once.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals are not ours there
+        yield lambda: None
+        return
+    pressed = False
+
+    def press(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    def safe_point() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield safe_point
+    except KVStoreError:
+        safe_point()  # a node that we started got the Ctrl-C as well: not its loss is the news
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+
 
 NOTHING = ("", "-", "0", "0 B", "0 B/s")  # cells that say so
 GAP = 2  # between two columns of a dense table
@@ -156,3 +248,25 @@ def _bar(what: str, total: float) -> Iterator[Report]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+# What of a node's status was told: who is of one tenant hears of his own pages only, and of
+# nothing else how much.
+
+
+def told_all(status: pb.NodeStatusReply) -> bool:
+    return status.HasField("ram")
+
+
+def pages_told(status: pb.NodeStatusReply) -> int:
+    """Pages in RAM: all, or his own."""
+    return status.ram.page_count if told_all(status) else sum(info.page_count for info in status.namespaces)
+
+
+def status_json(status: pb.NodeStatusReply) -> dict[str, Any]:
+    """What was not told is null."""
+    values = plain(status)
+    if told_all(status):
+        return values
+    told = {field.name for field, _ in status.ListFields()}
+    return {name: value if name in told else None for name, value in values.items()}

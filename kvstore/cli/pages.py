@@ -1,31 +1,212 @@
 """Commands on pages that do not move their bytes: stat, lookup, rm, verify."""
 
 import sys
-from typing import Annotated
+from itertools import islice
+from typing import Annotated, Any
 
 import typer
 
-from kvstore.cli.batches import all_keys, pieces
-from kvstore.cli.everywhere import away_json, without
 from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.listing import show_pages
-from kvstore.cli.output import emit, plain, progress
+from kvstore.cli.members import away_json, without
+from kvstore.cli.nodes import namespace_json, page_columns
+from kvstore.cli.output import emit, human_ms, human_nbytes, note, progress, show, show_fitting
 from kvstore.cli.selection import (
     KeysArgument,
     ModelOption,
     NamespaceOption,
     TokensFileOption,
     TokensOption,
+    all_keys,
+    check_hex,
     find_keys,
     find_namespace,
+    list_pages,
+    parse_duration,
+    pieces,
 )
 from kvstore.client import Client
-from kvstore.cluster.spread import Away
-from kvstore.doctor.hints import page_count
+from kvstore.cluster.routing import Away
+from kvstore.doctor.pages import page_count
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
+from kvstore.messages import plain
 from kvstore.pb import kvstore_pb2 as pb
+
+# `kvstore pin` and `kvstore unpin`.
+
+
+def pin(
+    run: Invocation,
+    keys: KeysArgument = None,
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tokens: TokensOption = None,
+    tokens_file: TokensFileOption = None,
+    ttl: Annotated[str, typer.Option("--ttl", metavar="TIME", help="How long: 90s, 30m, 1h, 7d.")] = "1h",
+) -> int:
+    """Keep pages from being evicted for a time. Exit 1 if none of them is stored.
+
+    A new pin replaces the old one. Pinned pages can still be removed.
+
+    \b
+    Examples:
+      kvstore pin -n 3fa2 9c0d41 --ttl 1h
+      kvstore pin --model llama-3-8b --tokens-file system_prompt.txt --ttl 7d
+    """
+    ttl_s = parse_duration(ttl)
+    with run.client() as client:
+        space, _ = find_namespace(client, namespace, model)
+        hashes = find_keys(client, space, keys, tokens, tokens_file)
+        done = client.pin(space, hashes, ttl_s)
+    if run.as_json:
+        emit(
+            {
+                "namespace": space.digest.hex(),
+                "ttl_s": ttl_s,
+                "pinned": sum(done),
+                "pages": _verdicts(hashes, done, "pinned"),
+            }
+        )
+    else:
+        print(f"pinned {sum(done)} of {len(done)} pages for {human_ms(ttl_s * 1000)}")
+    return ExitCode.OK if any(done) else ExitCode.MISS
+
+
+def _verdicts(hashes: list[bytes], done: list[bool], name: str) -> list[dict[str, Any]]:
+    return [{"prefix_hash": h.hex(), name: ok} for h, ok in zip(hashes, done, strict=True)]
+
+
+def unpin(
+    run: Invocation,
+    keys: KeysArgument = None,
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tokens: TokensOption = None,
+    tokens_file: TokensFileOption = None,
+) -> int:
+    """Let pinned pages be evicted again.
+
+    Exit 1 if none of them was pinned, 3 if a member of a cluster does not answer.
+
+    \b
+    Example:
+      kvstore unpin -n 3fa2 9c0d41
+    """
+    away: Away = {}
+    with run.client() as client:
+        space, _ = find_namespace(client, namespace, model)
+        hashes = find_keys(client, space, keys, tokens, tokens_file)
+        done = client.unpin(space, hashes, away=away)
+        alone = client.view() is None
+    if run.as_json:
+        pages = _verdicts(hashes, done, "unpinned")
+        found = {"namespace": space.digest.hex(), "unpinned": sum(done), "pages": pages}
+        emit({**found, **away_json(None if alone else away)})
+    else:
+        print(f"unpinned {sum(done)} of {len(done)} pages")
+    return without(away) or (ExitCode.OK if any(done) else ExitCode.MISS)
+
+
+# `kvstore ls`: namespaces, or the pages of one.
+
+LIST_COUNT = 1000  # pages that `ls` shows unless told otherwise
+
+
+def ls(
+    run: Invocation,
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    prefix: Annotated[str, typer.Option("--prefix", metavar="HEX", help="Only keys that start like this.")] = "",
+    limit: Annotated[int, typer.Option("--limit", metavar="N", help="At most N pages; 0: all.")] = LIST_COUNT,
+) -> int:
+    """List namespaces, or the pages of one.
+
+    Pages come in the order of their keys. Exit 1 if there is nothing to list.
+
+    \b
+    Examples:
+      kvstore ls
+      kvstore ls -n 3fa2 --limit 20
+      kvstore ls --model llama-3-8b --prefix 9c --json | jq -r '.[].prefix_hash'
+    """
+    with run.client() as client:
+        if namespace is None and model is None:
+            if prefix:
+                raise InvalidRequest("--prefix needs a namespace: add --namespace or --model")
+            return _ls_namespaces(client, run.as_json)
+        if limit < 0:
+            raise InvalidRequest(f"--limit {limit} is negative; 0 lists all pages")
+        if prefix:
+            check_hex(prefix, "--prefix")
+        space, _ = find_namespace(client, namespace, model)
+        found = list_pages(client, space, prefix.lower())
+        pages = list(islice(found, limit or None))
+        cut = bool(limit) and next(found, None) is not None
+    if run.as_json:
+        emit([plain(page) for page in pages])
+    else:
+        show_pages(pages)
+    if cut:
+        note(f"only the first {limit} pages are listed; --limit 0 lists all")
+    return ExitCode.OK if pages else ExitCode.MISS
+
+
+def _ls_namespaces(client: Client, as_json: bool) -> int:
+    known = client.namespaces()
+    if as_json:
+        emit([namespace_json(space, info) for space, info in known])
+    else:
+        columns = (
+            "NAMESPACE",
+            "MODEL",
+            "TENANT",
+            "REVISION",
+            "SALT",
+            "SHARD",
+            ">TOKENS",
+            ">PAGE",
+            *page_columns(copies=client.view() is not None),
+        )
+        fullest_first = sorted(known, key=lambda entry: -page_count(entry[1]))
+        show_fitting(columns, [_namespace_row(space, info) for space, info in fullest_first])
+    return ExitCode.OK if known else ExitCode.MISS
+
+
+def _namespace_row(space: Namespace, info: pb.NamespaceInfo) -> tuple[Any, ...]:
+    axes = (
+        ("tp", space.tp_rank, space.tp_size),
+        ("pp", space.pp_rank, space.pp_size),
+        ("cp", space.cp_rank, space.cp_size),
+    )
+    shard = " ".join(f"{axis}{rank}/{size}" for axis, rank, size in axes if size > 1)
+    tokens, page = space.layout.page_tokens, human_nbytes(info.page_nbytes)
+    names = (space.model, space.tenant, space.revision, space.salt)
+    return (space.digest.hex(), *names, shard, tokens, page, info.page_count, info.disk_page_count)
+
+
+def show_pages(pages: list[pb.PageStat]) -> None:
+    rows = [
+        (
+            page.prefix_hash.hex(),
+            _state(page),
+            human_nbytes(page.nbytes),
+            human_ms(page.age_ms) if page.age_ms else "",
+            human_ms(page.idle_ms),
+            human_ms(page.ttl_ms) if page.ttl_ms else "",
+            human_ms(page.pin_ttl_ms) if page.pin_ttl_ms else "",
+            page.holds,
+        )
+        for page in pages
+    ]
+    show(("KEY", "WHERE", ">SIZE", ">AGE", ">IDLE", ">TTL", ">PINNED", ">READERS"), rows)
+
+
+def _state(page: pb.PageStat) -> str:
+    """Where the page is: 'ram', 'disk', 'ram+disk'; or 'writing', 'absent'."""
+    tiers = "+".join(name for name, there in (("ram", page.in_ram), ("disk", page.on_disk)) if there)
+    return tiers or ("writing" if page.writing else "absent")
+
 
 # Page bytes that the node is asked to hash in one request: a tenth of a second, far below any deadline.
 VERIFY_NBYTES = 1 << 30

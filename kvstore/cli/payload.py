@@ -27,11 +27,11 @@ from kvstore.cli.selection import (
     whole_key,
 )
 from kvstore.client import Client
-from kvstore.credentials import tenant_of
 from kvstore.errors import InvalidRequest
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace
 from kvstore.layout import ByteRange, opaque_layout
 from kvstore.results import ACK_ONE, Keep, PutOutcome
+from kvstore.secrets import tenant_of
 
 # Pages of one put command: all of them are in memory at once.
 INPUT_NBYTES_MAX = 4 << 30

@@ -9,7 +9,7 @@ from typing import Any
 from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.output import human_nbytes
 from kvstore.errors import InvalidRequest
-from kvstore.plan.plan import Plan, Row
+from kvstore.tools.plan import Plan, Row
 
 KINDS = (".png", ".html")
 INCHES = (9.0, 5.0)

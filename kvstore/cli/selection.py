@@ -2,21 +2,75 @@
 
 import json
 import re
+import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvstore.cli.completion import complete_model, complete_namespace
 from kvstore.cli.exits import ExitCode, Failure
+from kvstore.cli.invocation import Invocation
 from kvstore.client import Client
-from kvstore.doctor.hints import page_count
-from kvstore.errors import InvalidRequest
+from kvstore.cluster.routing import Away
+from kvstore.doctor.pages import page_count
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace, prefix_hashes
 from kvstore.pb import kvstore_pb2 as pb
+
+# Shell completion of namespaces and models, from the node itself. Silent and quick if it is away.
+
+TIMEOUT_S = 0.5  # a shell that waits for TAB must not hang
+
+
+def complete_namespace(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    digests = [(namespace.digest.hex(), namespace.model) for namespace in _namespaces(ctx)]
+    return [entry for entry in digests if entry[0].startswith(incomplete.lower())]
+
+
+def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Those that are one plain word: others have chosen them, and the shell takes a line as it stands there."""
+    models = {namespace.model for namespace in _namespaces(ctx)}
+    return sorted(model for model in models if model.startswith(incomplete) and shlex.quote(model) == model)
+
+
+def _namespaces(ctx: typer.Context) -> list[Namespace]:
+    # Callbacks do not run while completing, so the address is taken from the words typed so far.
+    address = ctx.params.get("address") or ctx.find_root().params.get("address")
+    try:
+        with Invocation(address, TIMEOUT_S).client() as client:
+            return [namespace for namespace, _ in client.namespaces()]
+    except KVStoreError:
+        return []
+
+
+# Many keys, piece by piece: for progress, and so that no request outlasts its deadline.
+
+COUNT_MAX = 4096  # keys in a piece
+
+
+def pieces(keys: Iterable[bytes], count_max: int = COUNT_MAX) -> Iterator[list[bytes]]:
+    """Lists of at most `count_max` keys, in order."""
+    rest = iter(keys)
+    while piece := list(islice(rest, count_max)):
+        yield piece
+
+
+def all_keys(client: Client, namespace: Namespace) -> Iterator[bytes]:
+    """Keys of all pages of a namespace. Pages may be removed as they come: the listing goes on
+    behind the last key it gave."""
+    return (page.prefix_hash for page in client.list_pages(namespace))
+
+
+def remove_all(client: Client, namespace: Namespace) -> Away:
+    """Removes every page of a namespace; which members of a cluster could not be asked to."""
+    away: Away = {}
+    for piece in pieces(all_keys(client, namespace)):
+        client.remove(namespace, piece, away=away)
+    return away
+
 
 SHA256_DIGITS = 64
 TOKENS_NBYTES_MAX = 64 << 20

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvstore import identity_file
+from kvstore import identities
 from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import emit, note, show
@@ -50,13 +50,9 @@ def add(
       kvstore tokens add prometheus --tenant '*' --role read --days 365 -f identities
       kvstore tokens add gpu-7 --certificate --tenant team-a -f identities
     """
-    token = "" if certificate else identity_file.new_token(tenant)
+    token = "" if certificate else identities.new_token(tenant)
     fields = {"tenant": tenant, "role": role, "models": models, "expires": expiry_text(_expires_s(days))}
-    line = (
-        identity_file.certificate_line(name, **fields)
-        if certificate
-        else identity_file.token_line(name, token, **fields)
-    )
+    line = identities.certificate_line(name, **fields) if certificate else identities.token_line(name, token, **fields)
 
     def tell() -> None:
         """All of it is out before the file is written: nobody would know the token of who is there."""
@@ -66,7 +62,7 @@ def add(
             print(token)
         sys.stdout.flush()
 
-    identity_file.add(file, line, tell)
+    identities.add(file, line, tell)
     if not run.as_json:
         told = "; this token is not told again. Clients have it in KVSTORE_TOKEN or KVSTORE_TOKEN_FILE" if token else ""
         note(f"{name} is in {file}{told}")
@@ -80,7 +76,7 @@ def list_(run: Invocation, file: FileOption) -> None:
       kvstore tokens list -f identities
       kvstore tokens list -f identities --json | jq '.identities[].name'
     """
-    found = identity_file.read(file)
+    found = identities.read(file)
     known = [("token", some) for some in found.tokens.values()]
     known += [("certificate", some) for some in found.certificates.values()]
     if run.as_json:
@@ -102,7 +98,7 @@ def revoke(run: Invocation, name: NameArgument, file: FileOption) -> int:
     Examples:
       kvstore tokens revoke engines -f identities
     """
-    count = identity_file.revoke(file, name)
+    count = identities.revoke(file, name)
     if run.as_json:
         emit({"name": name, "revoked": count})
     else:

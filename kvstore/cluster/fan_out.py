@@ -12,15 +12,15 @@ from functools import partial
 from typing import TypeVar
 
 from kvstore.cluster.nodes import Nodes
-from kvstore.cluster.spread import ELSEWHERE, FIRST_SHARE, Away, everywhere, of_all, spread
+from kvstore.cluster.routing import ELSEWHERE, FIRST_SHARE, Away, everywhere, of_all, spread
 from kvstore.cluster.view import View
 from kvstore.config import MEMBERS_VERSION, ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, Unavailable
 from kvstore.keys import Namespace
-from kvstore.link import Link
 from kvstore.log_rate import LogRate
-from kvstore.wires.abreast import Abreast
+from kvstore.transports.channel import NodeConnection
+from kvstore.transports.parallel import ParallelTransfer
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 Places = Sequence[int]  # of a call's keys
-Ask = Callable[[Link, Deadline, Places], list[Answer]]
+Ask = Callable[[NodeConnection, Deadline, Places], list[Answer]]
 Whom = Callable[[View, Namespace, Sequence[bytes], Deadline], list[tuple[str, ...]]]
 
 THREADS_MAX = 32  # beside the callers' own; members for which there is none are asked one after the other
@@ -45,7 +45,7 @@ class FanOut:
 
     def __init__(self, config: ClientConfig) -> None:
         self.nodes = Nodes(config)
-        self._abreast = Abreast(THREADS_MAX, "kvstore-members")
+        self._abreast = ParallelTransfer(THREADS_MAX, "kvstore-members")
 
     def close(self) -> None:
         self.nodes.close()
@@ -101,7 +101,11 @@ class FanOut:
         return self._put_together(how, ask, namespace, prefix_hashes, deadline, _everybody)
 
     def one(
-        self, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline, what: str
+        self,
+        call: Callable[[NodeConnection, Deadline], Result],
+        namespace: Namespace | None,
+        deadline: Deadline,
+        what: str,
     ) -> Result:
         """At the node that is alone. Raises InvalidRequest in a cluster."""
         if self.nodes.found(deadline) is not None:
@@ -119,7 +123,7 @@ class FanOut:
             self.nodes.only.run(lambda link, _: None, namespace, deadline)
 
     def in_place(
-        self, call: Callable[[Link, Deadline], Result], namespace: Namespace, deadline: Deadline, what: str
+        self, call: Callable[[NodeConnection, Deadline], Result], namespace: Namespace, deadline: Deadline, what: str
     ) -> Result:
         """At the node that is alone, or at the near one, which leaves time to ask the owners if it fails. Raises
         InvalidRequest if there is none."""
@@ -130,7 +134,7 @@ class FanOut:
         return link.run(lambda link, limit: call(check_knows_members(link), limit), namespace, limit)
 
     def each(
-        self, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline
+        self, call: Callable[[NodeConnection, Deadline], Result], namespace: Namespace | None, deadline: Deadline
     ) -> dict[str, Result | KVStoreError]:
         """What each node returned or raised, by address."""
         if self.nodes.found(deadline) is None:
@@ -141,7 +145,7 @@ class FanOut:
 
     def all(
         self,
-        call: Callable[[Link, Deadline], Result],
+        call: Callable[[NodeConnection, Deadline], Result],
         namespace: Namespace | None,
         deadline: Deadline,
         away: Away | None = None,
@@ -174,14 +178,14 @@ class FanOut:
         return how((whom or routes)(view, namespace, prefix_hashes, deadline), asked, self._abreast.run)
 
 
-def _asks_others(link: Link) -> Link:
+def _asks_others(link: NodeConnection) -> NodeConnection:
     """Raises Exhausted for a near node that does not: it is older, or reached by gRPC only, where it may not wait."""
     if link.wire.name == "grpc":
         raise Exhausted("the near node is reached by gRPC only")
     return check_knows_members(link)
 
 
-def check_knows_members(link: Link) -> Link:
+def check_knows_members(link: NodeConnection) -> NodeConnection:
     """Raises Exhausted for a node that does not see what is asked of it about other members."""
     if not link.knows_members:
         error = Exhausted(

@@ -10,12 +10,12 @@ import time
 import weakref
 from collections.abc import Callable
 
-import kvstore.wires.grpc_forks  # noqa: F401 -- at a fork the last that was registered comes first, and that is this
+import kvstore.transports.grpc_process  # noqa: F401 -- at a fork the last that was registered comes first, and that is this
 from kvstore.errors import KVStoreError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.sync import Event, NoThread, run_in_helper_thread
-from kvstore.wires.frame_views import Views
+from kvstore.transports.view_stream import Views
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())

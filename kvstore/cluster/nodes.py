@@ -19,11 +19,10 @@ from kvstore.cluster.view import State, View, parse_view
 from kvstore.config import BULK_SCHEME, PROTOCOL_VERSION, ClientConfig, parse_address, split_address
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
-from kvstore.link import Link, NodeLink
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.addresses import Addresses
-from kvstore.wires.frame_views import Views
-from kvstore.wires.negotiation import import_grpc_for, member_name
+from kvstore.transports.channel import NodeChannel, NodeConnection
+from kvstore.transports.negotiation import Addresses, import_grpc_for, member_name
+from kvstore.transports.view_stream import Views
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class Near(NamedTuple):
     """`link`: to the near node of a view, None if there was none; `until`: when that is looked at again."""
 
     view: View
-    link: NodeLink | None
+    link: NodeChannel | None
     until: float
 
 
@@ -49,7 +48,7 @@ class Nodes:
         self._addresses = config.addresses  # that were given
         import_grpc_for(self._addresses)
         self._lock = threading.Lock()  # held for moments
-        self._links: dict[str, NodeLink] = {}  # by address
+        self._links: dict[str, NodeChannel] = {}  # by address
         self._closed = False
         self._gone = (0, 0)  # connects and failures of links that are no more
         self._view: View | None = None
@@ -71,7 +70,7 @@ class Nodes:
             self._ask(deadline)
         return self._view
 
-    def hear(self, link: Link, number: int, deadline: Deadline) -> None:
+    def hear(self, link: NodeConnection, number: int, deadline: Deadline) -> None:
         """A member has told the number of its view: if that is newer, it is asked for it."""
         view = self._view
         if view is not None and number > view.number:
@@ -81,14 +80,14 @@ class Nodes:
     # ---- near ----------------------------------------------------------------------------
 
     @property
-    def at_hand(self) -> NodeLink | None:
+    def at_hand(self) -> NodeChannel | None:
         """The node that is alone, or the near one as far as it was looked for and answers."""
         if self._view is None:
             return self.only
         link = self._near.link if self._near else None
         return None if link is None or link.failing or link.is_older else link
 
-    def near(self, deadline: Deadline) -> NodeLink | None:
+    def near(self, deadline: Deadline) -> NodeChannel | None:
         """The link to the member that is asked for everything. None: there is none, or the node is alone."""
         view = self.found(deadline)
         if view is None or self._config.near == "none":
@@ -101,7 +100,7 @@ class Nodes:
         link = self._near.link if self._near else None
         return None if link is None or link.is_older else link
 
-    def _nearest(self, view: View, deadline: Deadline) -> NodeLink | None:
+    def _nearest(self, view: View, deadline: Deadline) -> NodeChannel | None:
         named = self._config.near
         if named != "auto":
             if named not in view.by_id:
@@ -120,7 +119,7 @@ class Nodes:
                 return link
         return None
 
-    def _likely(self, view: View) -> Iterator[NodeLink]:
+    def _likely(self, view: View) -> Iterator[NodeChannel]:
         """Members whose shared memory is in use already; then those at addresses of this host."""
         given = {member.id for member in view.members if member.state is not State.DRAINING}
         with self._lock:
@@ -166,11 +165,11 @@ class Nodes:
                 return True
         return False
 
-    def member(self, view: View, member: str) -> NodeLink:
+    def member(self, view: View, member: str) -> NodeChannel:
         """The link to a member of a view, which may have been the newest only when a call began."""
         return self._link(view.by_id[member].address)
 
-    def all(self) -> dict[str, NodeLink]:
+    def all(self) -> dict[str, NodeChannel]:
         """By address: the members, or the node that is alone."""
         view = self._view
         if view is None:
@@ -201,11 +200,11 @@ class Nodes:
         for link in links:
             link.close()
 
-    def _link(self, address: str) -> NodeLink:
+    def _link(self, address: str) -> NodeChannel:
         with self._lock:
             link = self._links.get(address)
             if link is None:
-                link = self._links[address] = NodeLink(
+                link = self._links[address] = NodeChannel(
                     address, self._config, learn=partial(self._learn, address=address)
                 )
                 if self._closed:
@@ -267,7 +266,7 @@ class Nodes:
             link.close()
 
 
-def _tell_ports(view: View, links: Mapping[str, NodeLink]) -> None:
+def _tell_ports(view: View, links: Mapping[str, NodeChannel]) -> None:
     """Links to members, where they serve frames: no hello over gRPC needs to come first."""
     for member in view.members:
         link = links.get(member.address)

@@ -14,9 +14,9 @@ from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 from kvstore.identities import ALL, Principal
-from node.ram.counters import Counters
-from node.ram.inventory import Inventory
-from node.serve.traffic import BOUNDS_S, Traffic
+from node.memory.inventory import Inventory
+from node.memory.page import Counters
+from node.serving.request_metrics import BOUNDS_S, RequestMetrics
 
 EVERY_S = 10.0
 KEPT = 360
@@ -56,7 +56,7 @@ class Latency(NamedTuple):
 _read: Callable[[Counters], tuple[int, ...]] = attrgetter(*RATES.values())
 
 
-def latency_of(traffic: Traffic) -> Latency:
+def latency_of(traffic: RequestMetrics) -> Latency:
     """Of all wires together."""
 
     def counts() -> dict[str, list[int]]:

@@ -9,11 +9,11 @@ from typing import Any
 from kvstore.cluster.view import Member, View
 from kvstore.deadline import Deadline
 from kvstore.errors import KVStoreError
-from kvstore.link import Link
 from kvstore.messages import plain
 from kvstore.pb import kvstore_pb2 as pb
-from node.peers.links import PeerLinks
-from node.peers.membership import Membership
+from kvstore.transports.channel import NodeConnection
+from node.cluster.membership import Membership
+from node.cluster.remote_pages import PeerLinks
 
 ASKED_S = 5.0  # how often, at most
 ROUND_S = 10.0  # for all of them; who was not asked in it is asked first in the next
@@ -89,7 +89,7 @@ class Members:
                 self._asked_s.pop(name, None)
 
     def _said(self, member: str, timeout_s: float) -> dict[str, Any]:
-        def call(link: Link, deadline: Deadline) -> pb.NodeStatusReply:
+        def call(link: NodeConnection, deadline: Deadline) -> pb.NodeStatusReply:
             reply: pb.NodeStatusReply = link.wire.call("node_status", pb.NodeStatusRequest(), deadline)
             return reply
 

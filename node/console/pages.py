@@ -12,10 +12,10 @@ from kvstore.keys import NAMESPACE_DIGEST_NBYTES, PREFIX_HASH_NBYTES_MAX, PREFIX
 from kvstore.layout import PageLayout
 from kvstore.messages import layout_message, plain
 from kvstore.pb import kvstore_pb2 as pb
-from node.access.caller import Caller
-from node.peers.membership import Membership
-from node.serve.http_server import Response, json_response
-from node.serve.service import Service
+from node.auth.access import Caller
+from node.cluster.membership import Membership
+from node.serving.http_server import Response, json_response
+from node.serving.service import Service
 
 FOUND_MAX = 8
 DIGITS_MIN = 4  # of a key that is not whole: a list of all is `kvstore ls`

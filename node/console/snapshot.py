@@ -2,20 +2,58 @@
 
 import json
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from kvstore.cluster.view import REGISTRIES
+from kvstore.doctor.checks import Finding, State, warn
+from kvstore.doctor.members import state, told
+from kvstore.doctor.pages import hints
 from kvstore.identities import Principal
 from kvstore.keys import short
-from kvstore.messages import plain
+from kvstore.messages import namespace_value, plain
 from kvstore.pb import kvstore_pb2 as pb
-from node.access.caller import Caller
-from node.console.findings import findings
+from node.auth.access import Caller
 from node.console.history import History
 from node.console.members import Members
-from node.serve.heat import Heat
-from node.serve.service import Service
-from node.serve.slow import SlowCall, SlowCalls
+from node.serving.hot_prefixes import HotPrefixes
+from node.serving.request_metrics import SlowCall, SlowCalls
+from node.serving.service import Service
+
+# What an operator should know and do: what `kvstore doctor` would say of what a node tells of
+# itself.
+#
+# It looks from the node. What a client's host, its settings and its way to the node are like, the
+# command looks at.
+
+COMPARED_MAX = 64  # namespaces
+
+
+def findings(status: pb.NodeStatusReply) -> list[Finding]:
+    """What is not as it should be."""
+    of_node = told(status) if status.HasField("ram") else ()
+    found = [state(status), *of_node, *_of_peers(status.peers), *_of_hits(status)]
+    return [finding for finding in found if finding.state in (State.WARN, State.FAIL)]
+
+
+def _of_peers(peers: pb.PeersStatus) -> Iterator[Finding]:
+    if peers.registry not in ("", *REGISTRIES):
+        yield warn("registry", f"it can not be asked: {peers.registry}", "the last view is kept meanwhile")
+    for line in peers.apart:
+        yield warn("members", f"not of the view: {line}", "")
+    if peers.pages_dropped:
+        found = f"{peers.pages_dropped:,} pages were not handed to their owners since the start"
+        yield warn("members", found, "a member is away, full, or slower than the puts; a sweep fetches them")
+
+
+def _of_hits(status: pb.NodeStatusReply) -> Iterator[Finding]:
+    """Of those with most pages, or questions, which are what others are compared with."""
+    chosen: Sequence[pb.NamespaceInfo] = sorted(
+        status.namespaces, key=lambda info: -(info.page_count + info.counters.pages_asked)
+    )[:COMPARED_MAX]
+    for hint in hints([(namespace_value(info.namespace), info) for info in chosen]):
+        yield warn("hits", hint, "")
+
 
 EVERY_S = 1.9  # below that of a watcher: each of its events is new, and all watchers of a moment get the same
 COST_FACTOR = 50  # of what making it took it is good for so long at least: a fiftieth of one core
@@ -38,7 +76,9 @@ class _Made(NamedTuple):
 class Snapshots:
     """Used by one thread at a time."""
 
-    def __init__(self, service: Service, history: History, heat: Heat, members: Members, slow: SlowCalls) -> None:
+    def __init__(
+        self, service: Service, history: History, heat: HotPrefixes, members: Members, slow: SlowCalls
+    ) -> None:
         self._service = service
         self._history = history
         self._heat = heat

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore.errors import ConfigError
-from node.disk.extent_files import ExtentFiles, FileLayer
+from node.disk.extents import ExtentFiles, FileLayer
 from node.disk.rows import Rows
 
 log = logging.getLogger(__name__)
@@ -33,11 +33,11 @@ _LOCK_STEP_S = 0.02
 
 class DataDir:
     """What is called here is done here, and may block for as long as the disk does. A node has it in a
-    process of its own (`node.disk.keeper`), tests in theirs.
+    process of its own (`node.disk.io_worker`), tests in theirs.
 
     `arena_fd`: the file of the arena, mapped to be read. Raises ConfigError for a directory that can not be
     used, is in use, or was made with another extent size (unless it may keep its own) or another key than that of
-    `key_mark` (`node.disk.vault`).
+    `key_mark` (`node.disk.encryption`).
     """
 
     def __init__(

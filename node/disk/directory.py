@@ -1,6 +1,6 @@
 """What the disk tier asks of an open data directory.
 
-`node.disk.kept_dir` does it through a keeper, `node.disk.data_dir` in the process that calls: the keeper's,
+`node.disk.io_process` does it through a keeper, `node.disk.data_dir` in the process that calls: the keeper's,
 and that of tests. Everything raises OSError where the disk fails.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from node.disk.extent_files import Slot
+from node.disk.extents import Slot
 from node.disk.rows import PageRow
 
 
@@ -34,7 +34,7 @@ class RowStore(Protocol):
 
 
 class PageFiles(Protocol):
-    """See `node.disk.extent_files.ExtentFiles`."""
+    """See `node.disk.extents.ExtentFiles`."""
 
     @property
     def direct(self) -> bool: ...

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from kvstore.errors import Exhausted, InvalidRequest, UnknownNamespace
 from node.disk.tier import DiskTier
 from node.disk.writer import GONE_S
-from node.ram.inventory import Inventory, PageInfo
-from node.ram.tier import RamTier
+from node.memory.inventory import Inventory, PageInfo
+from node.memory.tier import RamTier
 
 LOCKED_PAGES = 64  # looked at or offered under one lock: gets must not wait for a flush
 ROUNDS_MAX = 4

@@ -8,23 +8,217 @@
 Pure: no I/O and no clock. Not thread-safe: the disk tier's lock guards it.
 """
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import Namespace
-from node.disk.counters import DiskCounters
-from node.disk.extent_files import Slot
-from node.disk.gone import Gone
-from node.disk.medium import Medium
-from node.disk.numbers import NumberedSpaces
-from node.disk.records import Records
+from kvstore.messages import namespace_message, parse_namespace
+from node.disk.disk_lru import DiskPool
+from node.disk.encryption import PLAIN, DiskLocation, Vault
+from node.disk.encryption import disk_location as place
+from node.disk.extents import Slot
+from node.disk.page_table import DiskCounters, PageTable
 from node.disk.rows import PageRow, is_page_key, namespace_key, page_key, parse_page_row
-from node.disk.seal import Place, place
-from node.disk.vault import PLAIN, Vault
-from node.ram.below import BelowInfo
-from node.ram.page import Page, State
+from node.memory.lower_tier import LowerTierInfo
+from node.memory.page import Page, State
+from node.memory.tenant_usage import TenantAccount
+
+# Short numbers for namespaces on disk: rows and records carry 2 bytes instead of a description.
+
+# Numbers have 16 bits, and a salt per request makes many namespaces: beyond this many, the numbers
+# of those without pages are used again.
+KEPT = 1 << 12
+
+
+class NamespaceIds:
+    """A namespace has one number and one row. Not thread-safe; the disk tier's lock guards it. 0 is
+    no number.
+
+    `keys`: of their pages, by number, each empty if they are plain. `counts`: pages on disk by number. `new`: what
+    is not in the rows yet.
+    """
+
+    def __init__(self, account_of: Callable[[str], TenantAccount[DiskPool]], vault: Vault = PLAIN) -> None:
+        self._account_of = account_of
+        self.accounts: dict[int, TenantAccount[DiskPool]] = {}  # of their tenants
+        self._vault = vault
+        self.values: dict[int, Namespace] = {}
+        self.keys: dict[int, bytes] = {}
+        self.counts: Counter[int] = Counter()
+        self.new: dict[int, bytes] = {}
+        self._numbers: dict[bytes, int] = {}
+
+    @property
+    def encrypted(self) -> bool:
+        return bool(self._vault.mark)
+
+    def known(self, digest: bytes) -> int:
+        return self._numbers.get(digest, 0)
+
+    def restore(self, number: int, row: bytes) -> str:
+        """A namespace that is in the rows; why that can not be, if so."""
+        try:
+            key, description = self._vault.unwrap(namespace_key(number), row)
+            value = parse_namespace(description)
+        except InvalidRequest as error:
+            return str(error)
+        if value.digest in self._numbers:
+            return f"it is the second one of namespace {value.digest.hex()}"
+        self._add(value, number, key)
+        return ""
+
+    def _add(self, value: Namespace, number: int, key: bytes) -> None:
+        self._numbers[value.digest], self.values[number], self.keys[number] = number, value, key
+        self.accounts[number] = self._account_of(value.tenant)
+
+    def number(self, value: Namespace) -> int:
+        """The namespace's number; that of a new one has to be written with the next rows."""
+        number = self.known(value.digest)
+        if not number:
+            number = next(free for free in itertools.count(1) if free not in self.values)
+            key = self._vault.new_key()
+            self._add(value, number, key)
+            description = namespace_message(value).SerializeToString()
+            self.new[number] = self._vault.wrap(namespace_key(number), key, description)
+        return number
+
+    def take_new(self) -> dict[int, bytes]:
+        new, self.new = self.new, {}
+        return new
+
+    @property
+    def crowded(self) -> bool:
+        return len(self.values) >= KEPT
+
+    def drop(self, number: int) -> None:
+        """Forgets a namespace without pages; as `drop_empty` does it."""
+        del self._numbers[self.values.pop(number).digest]
+        del self.counts[number], self.keys[number], self.accounts[number]
+        self.new.pop(number, None)
+
+    def drop_empty(self) -> list[int]:
+        """Forgets namespaces without pages. Their rows must go no later than one of them gets another
+        number: a namespace with two would have its pages under the one that is not asked."""
+        empty = [number for number in self.values if not self.counts[number]]
+        for number in empty:
+            self.drop(number)
+        return empty
+
+
+# What of the pages on disk is on the medium, and so survives power loss.
+#
+# The rule: what a sync covers is what was written before it began. Each batch of rows gets the
+# next number; a sync takes the last number when it begins, and what it took is safe when it ends.
+# What an earlier run left has number 0 and is as unsafe as the rest until the first sync: that
+# run may have been killed, and its last writes may be in the memory of the host or of the device.
+#
+# After a sync that failed nobody can say what is on the medium, and a second one may succeed
+# without it. So from then on nothing becomes safe until what was written since the last one that
+# worked is forgotten. (What an earlier run left stays: a restart would trust it as much.)
+
+
+class SyncTracker:
+    """Of records by number. Pure; not thread-safe, the disk tier's lock guards it."""
+
+    def __init__(self) -> None:
+        self._written = 0  # number of the last batch
+        self._synced = -1  # batches up to this one are safe; -1: not even what an earlier run left
+        self._unsafe: dict[int, int] = {}  # record -> its batch, in the order of batches
+        # A batch, and the keys of pages' rows that were deleted with it: never looked at one by one.
+        self._gone: deque[tuple[int, list[bytes]]] = deque()
+        self.failed = False
+
+    @property
+    def unsafe_count(self) -> int:
+        """Records of this run that are not safe, or were not when they were forgotten."""
+        return len(self._unsafe)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is anything that a sync would make safe, be it only that rows are gone."""
+        return self._synced < self._written
+
+    def wrote(self, records: Iterable[int], gone: list[bytes]) -> None:
+        """The bytes and rows of these are written, and rows with these keys are gone."""
+        self._written += 1
+        if gone:
+            self._gone.append((self._written, gone))
+        for record in records:
+            self._unsafe.pop(record, None)
+            self._unsafe[record] = self._written
+
+    def is_safe(self, record: int) -> bool:
+        return self._synced >= 0 and record not in self._unsafe
+
+    def begin_sync(self) -> int:
+        return self._written
+
+    def end_sync(self, mark: int) -> list[list[bytes]]:
+        """The sync that took `mark` when it began has worked. Returns keys that need not be kept any more: they may be
+        millions, to be freed without the lock."""
+        if self.failed:
+            return []
+        self._synced = mark
+        self._unsafe = {record: batch for record, batch in self._unsafe.items() if batch > mark}
+        safe = []
+        while self._gone and self._gone[0][0] <= mark:
+            safe.append(self._gone.popleft()[1])
+        return safe
+
+    def fail_sync(self) -> None:
+        self.failed = True
+
+    def begin_anew(self) -> tuple[list[int], list[list[bytes]]]:
+        """After syncs that failed: the records to forget, and the keys of rows to delete once more, in blocks. What is
+        written from now on is new."""
+        if not self.failed:
+            return [], []
+        doubtful, self._unsafe, self.failed = list(self._unsafe), {}, False
+        gone = [keys for _, keys in self._gone]
+        self._gone.clear()
+        return doubtful, gone
+
+
+# Keys of rows that are to be deleted, in blocks: millions may be gone at once, after a start or
+# with a namespace.
+#
+# Nothing here takes longer the more there are. Pure; not thread-safe, the disk tier's lock guards
+# it.
+
+BLOCK_KEYS = 1 << 14  # as many as one order to the keeper has
+
+
+class Tombstones:
+    def __init__(self) -> None:
+        self._full: list[list[bytes]] = []
+        self._last: list[bytes] = []
+        self.count = 0
+
+    def add(self, key: bytes) -> None:
+        self._last.append(key)
+        self.count += 1
+        if len(self._last) >= BLOCK_KEYS:
+            self._full.append(self._last)
+            self._last = []
+
+    def take(self) -> list[bytes]:
+        """Some BLOCK_KEYS of them, in no order; empty if none are left."""
+        if self._full:
+            block = self._full.pop()
+        else:
+            block, self._last = self._last, []
+        self.count -= len(block)
+        return block
+
+    def give_back(self, blocks: Iterable[list[bytes]]) -> None:
+        """What was taken once; nobody else may have it."""
+        for block in blocks:
+            self._full.append(block)
+            self.count += len(block)
+
 
 AGAIN = -1  # no record number
 # Of a namespace that goes, under one lock: a millisecond or two.
@@ -52,7 +246,7 @@ class Borrowed(NamedTuple):
     record: int
     space: Namespace
     prefix_hash: bytes
-    place: Place
+    place: DiskLocation
     checksum: bytes
 
 
@@ -60,14 +254,14 @@ class DiskIndex:
     """A page is found from `publish` on, until it is forgotten; its row is deleted no later than its
     slot is given to another page, in the same batch or before."""
 
-    def __init__(self, records: Records, vault: Vault = PLAIN) -> None:
+    def __init__(self, records: PageTable, vault: Vault = PLAIN) -> None:
         self.records = records
-        self.spaces = NumberedSpaces(records.accounts.of, vault)
+        self.spaces = NamespaceIds(records.accounts.of, vault)
         records.account_of = self.spaces.accounts.__getitem__
         self.counters = DiskCounters()
-        self.gone = Gone()
+        self.gone = Tombstones()
         self._dropped: Counter[str] = Counter()  # rows at the start, by cause
-        self.medium = Medium()
+        self.medium = SyncTracker()
 
     # ---- start ---------------------------------------------------------------------------
 
@@ -123,7 +317,7 @@ class DiskIndex:
             return 0
         return record
 
-    def place(self, record: int) -> Place:
+    def place(self, record: int) -> DiskLocation:
         """Of a record that is published and in use, with its checksum."""
         number, _ = self.records.key(record)
         return place(self.records.offset(record), self.spaces.keys[number], self.records.checksum(record))
@@ -141,9 +335,9 @@ class DiskIndex:
                 found[position] = 0
         return [record > 0 for record in found]
 
-    def info(self, record: int, now_s: int) -> BelowInfo:
+    def info(self, record: int, now_s: int) -> LowerTierInfo:
         records, expiry_s = self.records, self.records.expiry_s(record)
-        return BelowInfo(
+        return LowerTierInfo(
             records.checksum(record),
             now_s - records.used_s(record),
             max(0, records.pinned_until_s(record) - now_s),

@@ -2,7 +2,7 @@
 
     "F"                                   format version, extent bytes, and of an encrypted directory
                                           the mark of its key: "5 67108864 1f0ac5d2"
-    "N" u16be number                      a Namespace message, plain or wrapped (`node.disk.vault`)
+    "N" u16be number                      a Namespace message, plain or wrapped (`node.disk.encryption`)
     "P" u16be number, prefix hash         offset u64, slot nbytes u64, stored s u32, used s u32,
                                           expiry s u32, page checksum 16, its leaves 8 each if it
                                           has several, xxh3_64 of key and value before it u64
@@ -11,6 +11,9 @@ A page counts as stored only when its row is there. Rows of one batch appear tog
 keeps the GIL while RocksDB works, so a node opens its rows in its keeper only.
 """
 
+import errno
+import logging
+import os
 import re
 import struct
 import time
@@ -24,7 +27,39 @@ from kvstore.checksum import CHECKSUM_NBYTES, LEAF_SUM_NBYTES, row_checksum
 from kvstore.errors import ConfigError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN
 from kvstore.layout import SLOT_ALIGN_NBYTES
-from node.disk.shortage import code_in
+
+# What the node itself has run out of, told apart from what a disk can not do.
+
+log = logging.getLogger(__name__)
+
+LOG_S = 10.0  # between two lines about it: it meets every page
+CODES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_NO_THREAD = "can't start new thread"  # all that Python says about it
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Of descriptors, memory or threads. The disk is not to blame, and a moment later there may be enough."""
+    if isinstance(error, OSError):
+        return error.errno in CODES
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_THREAD in str(error))
+
+
+def code_in(text: str) -> int | None:
+    """The code of the shortage that a text is about: RocksDB tells of an error of the system in words."""
+    return next((code for code in CODES if os.strerror(code) in text), None)
+
+
+class Shortages:
+    """A line in the log now and then."""
+
+    def __init__(self) -> None:
+        self._tell_again = 0.0
+
+    def tell(self, doing: str, error: BaseException) -> None:
+        if time.monotonic() >= self._tell_again:
+            self._tell_again = time.monotonic() + LOG_S
+            log.warning("disk tier, %s: the node is short of memory, descriptors or threads: %r", doing, error)
+
 
 FORMAT_VERSION = 5
 PURGE_S = 2.0

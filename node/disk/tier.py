@@ -8,27 +8,49 @@ the same batch or before. An error of the disk poisons the tier: nothing is foun
 and the node says why, until `recover` or a restart.
 """
 
+import heapq
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from kvstore.errors import Exhausted
 from kvstore.keys import Namespace
 from node.clock import unix_s
 from node.disk.directory import Directory
+from node.disk.encryption import PLAIN, Vault
 from node.disk.index import AGAIN, DiskIndex
-from node.disk.reading import Reading
-from node.disk.records import Records
-from node.disk.regroup import regroup
-from node.disk.rows import hashes_of, page_key
-from node.disk.shortage import Shortages, is_shortage
-from node.disk.vault import PLAIN, Vault
+from node.disk.page_table import PageTable
+from node.disk.reads import Reading
+from node.disk.rows import Shortages, hashes_of, is_shortage, page_key
 from node.disk.writer import DiskWriter
-from node.ram.accounts import Limits, Use
-from node.ram.below import BelowInfo
-from node.ram.page import Page, Space, State
+from node.memory.lower_tier import LowerTierInfo
+from node.memory.page import Page, Space, State
+from node.memory.tenant_usage import Limits, Use
+
+# Pages on disk that change their pool, because their tenant got a quota or lost it: some at a
+# time, while others are served.
+
+REGROUP_LOOKED_AT = 1024  # records, under one lock: a millisecond or two
+REGROUPED = 256
+
+
+def regroup(records: PageTable, lock: threading.Lock) -> None:
+    """In the order of their last use."""
+    strays: list[list[tuple[int, int]]] = []
+    for first in range(1, records.number_end, REGROUP_LOOKED_AT):
+        with lock:
+            strays.append(records.strays(first, min(first + REGROUP_LOOKED_AT, records.number_end)))
+        time.sleep(0)  # else this thread would have the lock again
+    moving = heapq.merge(*strays, reverse=True)
+    while some := list(islice(moving, REGROUPED)):
+        with lock:
+            for used_s, record in some:
+                records.regroup(record, used_s)
+        time.sleep(0)
+
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +80,7 @@ class DiskTier:
         self._directory = directory
         self._view = view
         self.rows, self.files = directory.rows, directory.files
-        self.records = records = Records(directory.extent_count * directory.extent_nbytes, directory.extent_nbytes)
+        self.records = records = PageTable(directory.extent_count * directory.extent_nbytes, directory.extent_nbytes)
         self.poisoned = ""
         self.on_health: Callable[[bool], None] = lambda healthy: None
         self._restored = False
@@ -118,7 +140,7 @@ class DiskTier:
                 if record := self._find(digest, prefix_hash):
                     self.records.touch(record, now_s)
 
-    def info(self, digest: bytes, prefix_hash: bytes) -> BelowInfo | None:
+    def info(self, digest: bytes, prefix_hash: bytes) -> LowerTierInfo | None:
         with self._lock:
             record = self._find(digest, prefix_hash)
             return self._index.info(record, self._clock_s()) if record else None

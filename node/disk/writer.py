@@ -23,10 +23,51 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from node.disk.counters import DiskCounters
-from node.disk.later import Later
-from node.ram.page import Page, Space
-from node.ram.tier import RamTier
+from node.disk.page_table import DiskCounters
+from node.memory.page import Page, Space, State
+from node.memory.tier import RamTier
+
+# Pages that wait until RAM has turned over before they go to a disk that is full.
+
+SIFTED = 4  # looked at for each that comes
+
+
+class DeferredWrites:
+    """In the order in which they came, each with when it is due. Those that RAM has evicted meanwhile are sifted
+    out, a few with each that comes, so that no call takes longer the more there are. Not thread-safe.
+
+        sifted: oldest ... | pages: not looked at in this round ... newest
+    """
+
+    def __init__(self) -> None:
+        self._sifted: deque[tuple[int, Page]] = deque()
+        self._pages: deque[tuple[int, Page]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._sifted) + len(self._pages)
+
+    def add(self, due: int, page: Page, count_max: int) -> None:
+        """`due`: no less than that of the one before. From `count_max` pages on it looks for evicted ones."""
+        self._pages.append((due, page))
+        if len(self) > count_max:
+            for _ in range(SIFTED):
+                self._sift()
+
+    def _sift(self) -> None:
+        if not self._pages:
+            self._sifted, self._pages = self._pages, self._sifted
+        if self._pages:
+            entry = self._pages.popleft()
+            if entry[1].state is State.VISIBLE:
+                self._sifted.append(entry)
+
+    def first(self) -> tuple[int, Page]:
+        """(due, page). Raises IndexError if there is none."""
+        return (self._sifted or self._pages)[0]
+
+    def pop(self) -> Page:
+        return (self._sifted or self._pages).popleft()[1]
+
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +121,7 @@ class DiskWriter:
 
     def __init__(self, disk: Store, queue_nbytes_max: int) -> None:
         self._disk = disk
-        self._later = Later()  # due at RAM's placed_nbytes
+        self._later = DeferredWrites()  # due at RAM's placed_nbytes
         self._queue_nbytes_max = queue_nbytes_max
         self._changed = threading.Condition()
         self._queue: deque[Page | _Barrier] = deque()

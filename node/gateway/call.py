@@ -15,7 +15,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.tracing import HEADER, parsed
 from kvstore.x509 import names_end_early
 from node.gateway.upstream import on_behalf_of
-from node.serve.limits import REQUEST_S_MAX, TRANSFER_NBYTES_PER_S_MIN, Places, peer_of
+from node.serving.limits import REQUEST_S_MAX, TRANSFER_NBYTES_PER_S_MIN, ConnectionLimiter, peer_of
 
 _names_end_early = functools.lru_cache(256)(names_end_early)  # a connection makes many calls
 
@@ -26,7 +26,7 @@ class Call:
     A context manager: leaving it releases the slot and stops the timers.
     """
 
-    def __init__(self, context: Any, places: Places, stall_s: float) -> None:
+    def __init__(self, context: Any, places: ConnectionLimiter, stall_s: float) -> None:
         self.context = context
         self.address, self.peer = _address_and_peer(context.peer())
         self.ended_because = ""

@@ -17,8 +17,7 @@ import time
 from kvstore.log_rate import LogRate
 from node.gateway import sandbox
 from node.gateway.control import EXIT_MEMORY
-from node.gateway.gateway import Gateway, serve
-from node.gateway.memory import rss_nbytes
+from node.gateway.gateway import Gateway, rss_nbytes, serve
 from node.log_lines import formatter
 
 log = logging.getLogger(__name__)

@@ -20,19 +20,19 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.messages import FRAME_NBYTES, chunk_of, delimited
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.status import status_code
+from kvstore.transports.status import status_code
 from node.gateway.call import Call
 from node.gateway.health import SERVICE_NAME as HEALTH_NAME
 from node.gateway.health import NodeState, Reply, Request
 from node.gateway.upstream import NodeConnection, Refused, Upstream
-from node.serve.limits import (
+from node.serving.limits import (
     FOLLOW_S_MAX,
     FOLLOWERS_MAX,
     HEALTH_CALLS_MAX,
     HEALTH_WATCH_S_MAX,
     REFLECTION_S_MAX,
     REFLECTION_STREAMS_MAX,
-    Places,
+    ConnectionLimiter,
     cap,
 )
 
@@ -67,10 +67,12 @@ class Servicer:
         self._state = state
         self._stall_s = stall_s
         remedy = "make fewer at a time"
-        self._calls = Places(cap("gRPC calls", 4 * threads, f"{remedy}, or raise grpc_threads"))
-        self._health_calls = Places(cap("health calls", HEALTH_CALLS_MAX, remedy))
-        self._followers = Places(cap("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them"))
-        self._reflections = Places(cap("reflection streams", REFLECTION_STREAMS_MAX, remedy))
+        self._calls = ConnectionLimiter(cap("gRPC calls", 4 * threads, f"{remedy}, or raise grpc_threads"))
+        self._health_calls = ConnectionLimiter(cap("health calls", HEALTH_CALLS_MAX, remedy))
+        self._followers = ConnectionLimiter(
+            cap("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them")
+        )
+        self._reflections = ConnectionLimiter(cap("reflection streams", REFLECTION_STREAMS_MAX, remedy))
         self.places = (self._calls, self._health_calls, self._followers, self._reflections)
         self._admitting = asyncio.Semaphore(ADMITTED_MAX)
         self._reflection = reflection.ReflectionServicer((SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME))
@@ -113,7 +115,7 @@ class Servicer:
         return (*known, _Others(self._handler(self._unknown, self._health_calls)))
 
     def _handler(
-        self, behaviour: Behaviour, places: Places, read: Any = None, write: Any = None
+        self, behaviour: Behaviour, places: ConnectionLimiter, read: Any = None, write: Any = None
     ) -> grpc.RpcMethodHandler:
         """Return a handler for a method that is registered as streaming.
 

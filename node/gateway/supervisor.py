@@ -5,28 +5,167 @@ Gateways --> _Supervisor: a thread, which watches one process (or, embedded, one
 """
 
 import contextlib
+import errno
 import importlib.util
 import logging
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
+import node
 from kvstore.certificates import Pems
 from kvstore.cluster.view import View
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
+from node.cluster.membership import Membership
 from node.config import NodeConfig, missing
-from node.gateway.control import BEAT_S, Control, Silence, pems_value, view_value
-from node.gateway.port import Port
-from node.gateway.runners import FAILED, HUNG, KILLED, MEMORY, GatewayProcess, GatewayThread, Runner
-from node.peers.membership import Membership
-from node.serve.gateway import GatewayCalls, GatewayDoor
-from node.serve.service import Service
+from node.gateway.control import BEAT_S, EXIT_MEMORY, Control, Silence, pems_value, view_value
+from node.serving.gateway import GatewayCalls, GatewayDoor
+from node.serving.service import Service
 from node.tls import Certificates
+
+# Hold the gRPC port of a node all its life, whether or not a gateway listens just then.
+
+# So long a node waits for a port that is taken: gateways of one that was killed just before end a moment after it.
+TAKEN_S_MAX = 3.0
+BIND_PAUSE_S = 0.05
+
+
+class Port:
+    """Two sockets that are bound and do not listen. Gateways of this user listen beside them (SO_REUSEPORT).
+
+    The first is bound with SO_REUSEADDR, because of connections in TIME_WAIT, and without SO_REUSEPORT: binding fails
+    while anybody listens. That is not enough while no gateway listens: a second node could bind the same way. So the
+    second socket is bound without SO_REUSEADDR, and the kernel refuses the port to every later node.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        """Bind. Raise OSError if the port is taken. `port` 0: take a free one."""
+        self._sockets: list[socket.socket] = []
+        try:
+            first = self._socket(host)
+            first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _bind(first, host, port)
+            first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self.numeric_host: str = first.getsockname()[0]
+            self.number: int = first.getsockname()[1]
+        except OSError as error:
+            self.close()
+            asked = "; is another node running?" if error.errno == errno.EADDRINUSE else ""
+            raise OSError(f"gRPC port {port} on {host} can not be bound{asked} ({error})") from error
+        second = self._socket(host)
+        second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        with contextlib.suppress(OSError):  # for a minute after another program that did not share the port
+            second.bind((host, self.number))
+
+    def _socket(self, host: str) -> socket.socket:
+        made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._sockets.append(made)
+        if made.family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        return made
+
+    def close(self) -> None:
+        for one in self._sockets:
+            one.close()
+
+
+def _bind(sock: socket.socket, host: str, port: int) -> None:
+    end = time.monotonic() + TAKEN_S_MAX
+    while True:
+        try:
+            return sock.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+                raise
+        time.sleep(BIND_PAUSE_S)
+
+
+# Where a gateway runs: in a process of its own, or in a thread of the node's process.
+#
+# The supervisor starts one, waits for its end, and asks why it ended.
+
+# Why a gateway has ended, for people and as the label of a metric.
+MEMORY, HUNG, KILLED, FAILED = "memory", "hung", "killed", "failed"
+# What a gateway's process may know of the node's environment: no setting of kvstore, and nobody's secrets.
+ENVIRONMENT = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD")
+# Of glibc, for chunks of 1 MiB that come and go: without, each is taken from the kernel and given back, page by page.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20), "MALLOC_ARENA_MAX": "4"}
+
+
+class Runner(Protocol):
+    """A running gateway."""
+
+    pid: int
+
+    def wait(self, seconds: float) -> str | None:
+        """Wait for its end. Return why it ended; None: it still runs."""
+
+    def kill(self) -> None:
+        """End it at once, where that is possible."""
+
+
+def import_paths() -> list[str]:
+    """Return the directories that a gateway imports from, and may read.
+
+    The current directory is left out, though `python -m` searches it: it may hold the node's data.
+    """
+    own = os.path.dirname(os.path.dirname(node.__file__ or ""))
+    paths = (os.path.abspath(path) for path in sys.path if path)
+    return [path for path in paths if path != os.getcwd() or path == own]
+
+
+class GatewayProcess:
+    """A gateway in a process of its own, with two inherited sockets and few environment variables."""
+
+    def __init__(self, control: socket.socket, door: socket.socket, config: NodeConfig, held: Port) -> None:
+        fds = (control.fileno(), door.fileno())
+        environment = {name: value for name, value in os.environ.items() if name in ENVIRONMENT or name[:3] == "LC_"}
+        environment["PYTHONPATH"] = os.pathsep.join(import_paths())
+        environment |= {"PYTHONSAFEPATH": "1", **MALLOC}
+        command = [sys.executable, "-m", "node.gateway.main", "--control-fd", str(fds[0]), "--door-fd", str(fds[1])]
+        command += ["--port", str(held.number), "--memory-bytes", str(config.grpc_memory_nbytes)]
+        command += ["--ipv6"] if ":" in held.numeric_host else []
+        command += ["--log-level", config.log_level, "--log-format", config.log_format]
+        self._process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
+        self.pid = self._process.pid
+
+    def wait(self, seconds: float) -> str | None:
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        return MEMORY if code == EXIT_MEMORY else KILLED if code < 0 else FAILED
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class GatewayThread:
+    """A gateway in a thread of the node's process. Only the node can end it: `kill` does nothing."""
+
+    def __init__(self, control: socket.socket, door: socket.socket) -> None:
+        from node.gateway.gateway import Gateway, serve
+
+        self.pid = os.getpid()
+        self.gateway = Gateway(control.dup(), door.dup())
+        self._thread = threading.Thread(target=serve, args=(self.gateway,), name="grpc", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> str | None:
+        self._thread.join(seconds)
+        return None if self._thread.is_alive() else FAILED
+
+    def kill(self) -> None:
+        pass
+
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())

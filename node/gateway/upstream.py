@@ -1,4 +1,4 @@
-"""Pool a gateway's connections to its node: Unix sockets that carry the frames of `kvstore.wires.frames`.
+"""Pool a gateway's connections to its node: Unix sockets that carry the frames of `kvstore.transports.frames`.
 
     call --> lease --> [on_behalf] request frame --> reply frame --> back to the pool
                        a call that ends in between closes the connection, and the node ends what it had begun
@@ -20,9 +20,9 @@ from kvstore.errors import Exhausted, Unauthenticated, Unavailable
 from kvstore.messages import delimited, field_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.threads import begun
-from kvstore.wires.connections import TRACED_NBYTES_MAX
-from kvstore.wires.frames import FIXED_NBYTES, pack_fixed, unpack_fixed
-from node.serve.limits import ON_BEHALF_NBYTES_MAX
+from kvstore.transports.connections import TRACED_NBYTES_MAX
+from kvstore.transports.frames import FIXED_NBYTES, pack_fixed, unpack_fixed
+from node.serving.limits import ON_BEHALF_NBYTES_MAX
 
 HEADER_NBYTES_MAX = MESSAGE_NBYTES_MAX + 64  # the largest message, and the frame's own fields
 RECEIVE_NBYTES = 64 << 10  # asked for where a reply begins

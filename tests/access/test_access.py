@@ -11,22 +11,13 @@ import pytest
 from people import PAGE_NBYTES, People, client, namespace, taken_up
 from waiting import wait_until
 
-from kvstore import (
-    Client,
-    ClientConfig,
-    ConfigError,
-    Forbidden,
-    PutOutcome,
-    Unauthenticated,
-    Unavailable,
-)
+from kvstore import Client, ClientConfig, ConfigError, Forbidden, PutOutcome, Unauthenticated, Unavailable
 from kvstore.deadline import Deadline
-from kvstore.identities import Role, token_hash
-from kvstore.identity_file import new_token, token_line
+from kvstore.identities import Role, new_token, token_hash, token_line
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.bulk import BulkWire
-from kvstore.wires.shm import ShmWire
-from node.access.access import Access
+from kvstore.transports.bulk import BulkWire
+from kvstore.transports.shm import ShmWire
+from node.auth.access import Access
 from node.config import NodeConfig
 from node.server import Node
 

@@ -15,10 +15,10 @@ from kvstore import ClientConfig, ConfigError, Forbidden, UnknownNamespace
 from kvstore.deadline import Deadline
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.bulk import BulkWire
-from kvstore.wires.shm import ShmWire
-from node.access.audit import LINES_AT_ONCE, WHY_LENGTH_MAX, Audit
-from node.access.caller import THE_NODE
+from kvstore.transports.bulk import BulkWire
+from kvstore.transports.shm import ShmWire
+from node.auth.access import THE_NODE
+from node.auth.audit import LINES_AT_ONCE, WHY_LENGTH_MAX, Audit
 
 KEY = b"k" * 32
 PAGE = bytes(range(256)) * (PAGE_NBYTES // 256)

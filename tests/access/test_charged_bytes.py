@@ -14,10 +14,10 @@ from kvstore import Exhausted, Namespace, opaque_layout
 from kvstore.identities import Principal, Role
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
-from node.access.caller import Caller
-from node.access.quotas import Quota
-from node.serve.charge import Charge
+from node.auth.access import Caller
+from node.auth.quotas import Quota
 from node.server import Node
+from node.serving.limits import Charge
 
 MB = 1 << 20
 PAGE_NBYTES = 3 * MB

@@ -10,9 +10,9 @@ from people import PAGE_NBYTES, People, namespace
 from kvstore import Client, ClientConfig, ConfigError, Forbidden, PutOutcome, Unauthenticated
 from kvstore.cli.authority import Authority
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import FrameSocket
-from kvstore.wires.status import Code
-from kvstore.wires.unix_sockets import connected
+from kvstore.transports.frames import FrameSocket
+from kvstore.transports.status import Code
+from kvstore.transports.unix_sockets import connected
 from node.server import Node
 
 KEY = b"f" * 32

@@ -7,8 +7,21 @@ from pathlib import Path
 import pytest
 
 from kvstore import ConfigError, InvalidRequest
-from kvstore.identities import ALL, LINES_MAX, Identities, Role, expiry_text, parse, token_hash
-from kvstore.identity_file import add, certificate_line, new_token, read, revoke, token_line
+from kvstore.identities import (
+    ALL,
+    LINES_MAX,
+    Identities,
+    Role,
+    add,
+    certificate_line,
+    expiry_text,
+    new_token,
+    parse,
+    read,
+    revoke,
+    token_hash,
+    token_line,
+)
 
 HASH = "ab" * 32
 

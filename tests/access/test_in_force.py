@@ -14,8 +14,8 @@ from waiting import wait_until
 
 from kvstore import Unauthenticated, Unavailable
 from kvstore.cli.commands import app
-from node.access import watch
-from node.access.watch import Watch
+from node.auth import access
+from node.auth.access import FileReloader
 from node.config import NodeConfig
 from node.server import Node
 
@@ -51,13 +51,13 @@ def test_a_node_takes_up_who_joined_and_who_left_by_itself(start_node: Any, peop
 def test_a_file_that_breaks_its_reader_keeps_no_other_from_being_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watch, "EVERY_S", 0.01)
+    monkeypatch.setattr(access, "EVERY_S", 0.01)
     looked = threading.Semaphore(0)
 
     def broken() -> None:
         raise ZeroDivisionError
 
-    watching = Watch([broken, looked.release])
+    watching = FileReloader([broken, looked.release])
     watching.start()
     assert all(looked.acquire(timeout=60.0) for _ in range(3))
     watching.stop()

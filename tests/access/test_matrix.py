@@ -21,12 +21,12 @@ from kvstore.identities import Role
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
-from kvstore.wires.bulk import BulkWire
-from kvstore.wires.frames import FrameSocket, pack_fixed
-from kvstore.wires.grpc_wire import GrpcWire
-from kvstore.wires.shm import ShmWire
-from node.access.caller import Caller
-from node.access.rules import RULES
+from kvstore.transports.bulk import BulkWire
+from kvstore.transports.frames import FrameSocket, pack_fixed
+from kvstore.transports.grpc_wire import GrpcWire
+from kvstore.transports.shm import ShmWire
+from node.auth.access import Caller
+from node.auth.authorizer import RULES
 from node.server import Node
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]

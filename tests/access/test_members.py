@@ -15,8 +15,7 @@ from waiting import wait_until
 
 from kvstore import Client, ClientConfig, ConfigError, Keep, PutOutcome, Unauthenticated, Unavailable
 from kvstore.cli.commands import app
-from kvstore.identities import ALL
-from kvstore.identity_file import read
+from kvstore.identities import ALL, read
 from kvstore.results import ACK_ALL
 from node.config import NodeConfig
 from node.server import Node
@@ -124,7 +123,7 @@ def test_a_tenant_is_shown_nothing_that_it_was_not_told(
     monkeypatch.setenv("KVSTORE_TOKEN", crew.tokens[who])
     monkeypatch.setenv("KVSTORE_TIMEOUT_S", "30")
     monkeypatch.setenv("KVSTORE_CONNECT_TIMEOUT_S", "20")
-    monkeypatch.setattr("kvstore.cli.cluster_top.LOOK_S", 30.0)
+    monkeypatch.setattr("kvstore.cli.top.LOOK_S", 30.0)
 
     def kvstore(*args: str) -> str:
         ran = CliRunner().invoke(app, list(args), prog_name="kvstore")

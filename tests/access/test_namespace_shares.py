@@ -12,7 +12,7 @@ from people import PAGE_NBYTES, People, client, namespace
 
 from kvstore import Client, Exhausted, PutOutcome
 from kvstore.client import Keep
-from node.ram.namespace import NamespaceIndex
+from node.memory.page import NamespaceIndex
 from node.server import Node
 
 SPACES = 32

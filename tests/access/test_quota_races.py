@@ -14,7 +14,7 @@ import pytest
 from people import People, client, taken_up
 
 from kvstore import Exhausted, KVStoreError, Namespace, Unauthenticated, opaque_layout
-from kvstore.measure.content import page_content
+from kvstore.tools.trace import page_content
 from node.server import Node
 
 SEEDS = int(os.environ.get("SEEDS", "1"))

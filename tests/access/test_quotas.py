@@ -17,9 +17,9 @@ from waiting import wait_until
 from kvstore import Client, ClientConfig, Exhausted, KVStoreError, Namespace, PutOutcome, opaque_layout
 from kvstore.deadline import Deadline
 from kvstore.layout import ByteRange
-from kvstore.measure.content import page_content
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.bulk import BulkWire
+from kvstore.tools.trace import page_content
+from kvstore.transports.bulk import BulkWire
 from node.server import Node
 
 MB = 1 << 20

@@ -14,7 +14,7 @@ from people import PAGE_NBYTES, People, client, namespace, taken_up
 from kvstore import Client, Forbidden, InvalidRequest, KVStoreError, PutOutcome, UnknownNamespace
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.grpc_wire import GrpcWire
+from kvstore.transports.grpc_wire import GrpcWire
 from node.server import Node
 
 KEY = b"t" * 32

@@ -11,7 +11,7 @@ from cli_runner import CliRunner
 
 from kvstore import Client, ClientConfig, Namespace, opaque_layout, prefix_hashes
 from kvstore.cli.commands import app
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 PAGE_NBYTES = 512
 PAGE_TOKENS = 4

@@ -7,7 +7,7 @@ import pytest
 
 from kvstore import Client, ClientConfig
 from kvstore.config import light_wire
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ import pytest
 
 from kvstore import Client, Namespace
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.measure.bench import BenchOptions, bench
-from kvstore.measure.stopwatch import latency_ms
+from kvstore.tools.bench import BenchOptions, bench, latency_ms
 
 QUICK = BenchOptions(page_nbytes=4096, batch=4, threads=2, seconds=0.2)
 

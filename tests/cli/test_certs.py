@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cryptography import x509
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 Kvstore = Callable[..., Any]
 DAY_S = 86400

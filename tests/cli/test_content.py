@@ -1,6 +1,6 @@
 """Page content that follows from the key."""
 
-from kvstore.measure.content import page_content
+from kvstore.tools.trace import page_content
 
 
 def test_content_is_shake_128_of_the_key() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from kvstore import Client
 from kvstore.cli.nodes import _disk_lines
-from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.tools.node_process import NodeProcess
 from node.disk.data_dir import LOCK_WAIT_S
 from node.disk.tier import RECOVER_WAIT_S
 
@@ -90,7 +90,7 @@ def test_disk_commands_of_a_node_without_a_disk_say_so(kvstore: Kvstore) -> None
 def keeper_of(node_pid: int) -> int:
     """The node's only child beside its gateway."""
     found = [pid for path in Path(f"/proc/{node_pid}/task").glob("*/children") for pid in path.read_text().split()]
-    (keeper,) = (int(pid) for pid in found if b"keeper" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    (keeper,) = (int(pid) for pid in found if b"node.disk.io_worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
     return keeper
 
 

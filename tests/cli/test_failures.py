@@ -314,7 +314,7 @@ def test_without_the_extra_the_command_says_what_to_install() -> None:
 
 def test_importing_kvstore_imports_neither_typer_nor_rich() -> None:
     script = (
-        "import sys, kvstore, kvstore.measure.replay, kvstore.measure.bench, kvstore.cli.app; "
+        "import sys, kvstore, kvstore.tools.replay, kvstore.tools.bench, kvstore.cli.app; "
         "print([m for m in ('typer', 'rich', 'node', 'torch') if m in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

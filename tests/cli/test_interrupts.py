@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvstore.cli.interrupts import deferred_interrupt
+from kvstore.cli.output import deferred_interrupt
 from kvstore.errors import Unavailable
 
 Body = Callable[[Callable[[], None]], None]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig, Namespace
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 SECRET = "3c" * 32
 TOKENS = ("--tokens", "7,8,9")

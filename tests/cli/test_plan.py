@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from kvstore.cli import plan as module
-from kvstore.cli.plan_words import recommendation
-from kvstore.measure.trace import chatting
-from kvstore.plan.pages import PageSize
-from kvstore.plan.plan import Plan, Wishes, planned, surveyed
-from kvstore.plan.survey import Sampling
+from kvstore.cli.plan import recommendation
+from kvstore.tools.plan import Plan, Wishes, planned, surveyed
+from kvstore.tools.survey import PageSize, Sampling
+from kvstore.tools.trace import chatting
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig, Namespace
-from kvstore.cli import record as module
-from kvstore.measure.node_process import NodeProcess
-from kvstore.measure.recording import Chains, Recording
-from kvstore.measure.replay import ReplayReport, replay, replay_namespace, throwaway_node
-from kvstore.measure.trace import chatting, read_trace
+from kvstore.cli import load as module
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.plan.pages import page_size
-from kvstore.plan.plan import Wishes, planned, surveyed
+from kvstore.tools.node_process import NodeProcess
+from kvstore.tools.plan import Wishes, planned, surveyed
+from kvstore.tools.recording import Chains, Recording
+from kvstore.tools.replay import ReplayReport, replay, replay_namespace, throwaway_node
+from kvstore.tools.survey import page_size
+from kvstore.tools.trace import chatting, read_trace
 
 CAPACITY = 400
 

@@ -9,9 +9,8 @@ import pytest
 
 from kvstore import Client, ClientConfig, LookupResult, Namespace, PutOutcome
 from kvstore.errors import Exhausted, InvalidRequest
-from kvstore.measure.content import page_content
-from kvstore.measure.replay import ReplayReport, replay, replay_namespace, throwaway_node
-from kvstore.measure.trace import TraceRequest, trace_prefix_hash
+from kvstore.tools.replay import ReplayReport, replay, replay_namespace, throwaway_node
+from kvstore.tools.trace import TraceRequest, page_content, trace_prefix_hash
 
 PAGE_NBYTES = 300  # no multiple of the slots' alignment
 
@@ -164,8 +163,8 @@ def test_speed_keeps_the_trace_s_own_distances(monkeypatch: pytest.MonkeyPatch) 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr("kvstore.measure.replay.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("kvstore.measure.replay.time.sleep", sleep)
+    monkeypatch.setattr("kvstore.tools.replay.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("kvstore.tools.replay.time.sleep", sleep)
     seen: dict[int, float] = {}
     trace = [TraceRequest(timestamp_ms, 0, 0, (1,)) for timestamp_ms in (0, 1000, 1000, 5000)]
     replay(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 
 def test_from_an_empty_file_to_pages_of_a_tenant(kvstore: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

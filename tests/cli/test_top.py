@@ -5,8 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvstore.cli.cluster_top import _view, cluster_sample
-from kvstore.cli.top import sample
+from kvstore.cli.top import _cluster_view, cluster_sample, sample
 from kvstore.cluster.view import Member, State, View
 from kvstore.errors import Unavailable
 from kvstore.pb import kvstore_pb2 as pb
@@ -78,7 +77,7 @@ def test_members_that_are_new_restarted_or_silent() -> None:
 def screen(view: View, statuses: dict[str, Any], width: int = 80) -> list[str]:
     out = Console(file=io.StringIO(), width=width, height=24, force_terminal=True, color_system=None)
     before = {member.id: node() for member in view.members}
-    out.print(_view(cluster_sample(view, statuses, before), view, statuses, out))
+    out.print(_cluster_view(cluster_sample(view, statuses, before), view, statuses, out))
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue().splitlines()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import InvalidRequest
-from kvstore.measure.trace import TraceRequest, count_requests, read_trace, trace_prefix_hash
+from kvstore.tools.trace import TraceRequest, count_requests, read_trace, trace_prefix_hash
 
 GOOD = {"timestamp": 5, "input_length": 7, "output_length": 3, "hash_ids": [0, 2**64 - 1]}
 

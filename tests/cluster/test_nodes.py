@@ -10,8 +10,8 @@ from kvstore.cluster.view import Member, View, view_message
 from kvstore.config import ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import ProtocolError, Unavailable
-from kvstore.link import NodeLink
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.transports.channel import NodeChannel
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def addresses(nodes: Nodes) -> list[str]:
     return [address.partition(":")[0] for address in nodes.all()]
 
 
-def member(nodes: Nodes, name: str) -> NodeLink:
+def member(nodes: Nodes, name: str) -> NodeChannel:
     assert nodes.view is not None
     return nodes.member(nodes.view, name)
 
@@ -87,6 +87,6 @@ def test_one_node_that_comes_back_while_it_is_looked_at_is_not_two(
 ) -> None:
     """Or the call that failed at it would be a miss."""
     said = iter([True, False, False])
-    monkeypatch.setattr(NodeLink, "failing", property(lambda link: next(said)))
-    monkeypatch.setattr(NodeLink, "wire_name", "bulk")
+    monkeypatch.setattr(NodeChannel, "failing", property(lambda link: next(said)))
+    monkeypatch.setattr(NodeChannel, "wire_name", "bulk")
     assert not nodes.some_fail

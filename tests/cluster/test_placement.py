@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvstore.cluster.placement import SLOT_COUNT, Candidate, Placement
+from kvstore.cluster.view import SLOT_COUNT, Candidate, Placement
 from kvstore.keys import NAMESPACE_DIGEST_NBYTES
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "placement.json"

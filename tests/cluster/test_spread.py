@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.cluster.spread import everywhere, of_all, spread
+from kvstore.cluster.routing import everywhere, of_all, spread
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 

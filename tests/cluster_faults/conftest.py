@@ -16,8 +16,8 @@ from trial import Trial
 
 from kvstore.errors import KVStoreError
 from kvstore.keys import Namespace
-from kvstore.measure.replay import ReplayReport, replay_namespace
-from kvstore.measure.trace import conversations
+from kvstore.tools.replay import ReplayReport, replay_namespace
+from kvstore.tools.trace import conversations
 
 if not os.environ.get("KVSTORE_CLUSTER_FAULTS"):
     collect_ignore_glob = ["test_*.py"]

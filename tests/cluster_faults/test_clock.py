@@ -11,10 +11,9 @@ from network_hosts import Hosts
 from node_fleet import Fleet, Place
 
 from kvstore.keys import Namespace
-from kvstore.measure.content import page_content
-from kvstore.measure.replay import replay_namespace
-from kvstore.measure.trace import trace_prefix_hash
 from kvstore.results import Keep
+from kvstore.tools.replay import replay_namespace
+from kvstore.tools.trace import page_content, trace_prefix_hash
 
 WRONG_CLOCK = """
 import pathlib, time

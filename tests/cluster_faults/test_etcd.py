@@ -9,7 +9,7 @@ from network_hosts import Hosts
 from node_fleet import EtcdProcess, Fleet, Place
 
 from kvstore.errors import ConfigError, Unavailable
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 CALM_S = 2.0
 FAULT_S = 8.0  # longer than a member's lease

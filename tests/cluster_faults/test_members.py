@@ -11,9 +11,8 @@ from network_hosts import Hosts
 from node_fleet import Fleet
 
 from kvstore.keys import Namespace
-from kvstore.measure.content import page_content
-from kvstore.measure.trace import trace_prefix_hash
 from kvstore.results import Keep
+from kvstore.tools.trace import page_content, trace_prefix_hash
 
 CALM_S = 2.0
 FAULT_S = 5.0

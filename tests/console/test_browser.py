@@ -15,9 +15,9 @@ from load import PAGE_TOKENS, Load, page
 
 from kvstore import Client, ClientConfig, LayerGroup, Namespace, PageLayout, Plane, opaque_layout, prefix_hashes
 from kvstore.cli.decode import plane_statistics
-from kvstore.identity_file import add, new_token, token_line
+from kvstore.identities import add, new_token, token_line
 from kvstore.layout import DTYPE_NBYTES
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 from node.server import Node
 
 HOSTILE = """<script>window.hacked=1</script><img src=x onerror="window.hacked=2">'"&amp;"""

@@ -13,7 +13,7 @@ import pytest
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb import kvstore_pb2_grpc as pb_grpc
-from kvstore.wires.frames import FrameSocket, pack_fixed
+from kvstore.transports.frames import FrameSocket, pack_fixed
 
 LIMITS = pb.Limits(
     batch_keys_max=64,

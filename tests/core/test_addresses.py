@@ -11,8 +11,8 @@ from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.addresses import FRESH_S, Addresses, grpc_target
-from kvstore.wires.grpc_wire import GrpcWire
+from kvstore.transports.grpc_wire import GrpcWire
+from kvstore.transports.negotiation import FRESH_S, Addresses, grpc_target
 
 
 class Resolver:

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from kvstore import ClientConfig, DeadlineExceeded, Unavailable
-from kvstore.breaker import PAUSE_S_MIN, CircuitBreaker
 from kvstore.deadline import Deadline
-from kvstore.link import NodeLink
+from kvstore.transports.channel import PAUSE_S_MIN, CircuitBreaker, NodeChannel
 
 
 class Clock:
@@ -117,7 +116,7 @@ def test_a_failure_that_took_long_is_followed_by_a_pause_that_takes_longer(
 
 
 def test_a_node_that_hangs_is_left_alone_for_longer_than_it_cost(fake_node: Any, clock: Clock) -> None:
-    link = NodeLink(fake_node.address, ClientConfig(address=fake_node.address, wire="grpc"), clock)
+    link = NodeChannel(fake_node.address, ClientConfig(address=fake_node.address, wire="grpc"), clock)
 
     link.run(lambda link, deadline: None, None, Deadline(5))
     fake_node.version += 1  # nor does it say that it lives

@@ -13,8 +13,8 @@ from kvstore.checksum import checksum, leaves
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.bulk import BulkWire
-from kvstore.wires.frames import FrameSocket, pack_fixed
+from kvstore.transports.bulk import BulkWire
+from kvstore.transports.frames import FrameSocket, pack_fixed
 
 KEYS = [b"a" * 32, b"b" * 32]
 PUT = pb.PutRequest(namespace=b"n" * 16, prefix_hashes=KEYS, page_nbytes=8)

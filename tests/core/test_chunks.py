@@ -8,7 +8,7 @@ import pytest
 from kvstore.checksum import leaves
 from kvstore.config import GRPC_CHUNK_NBYTES
 from kvstore.errors import InvalidRequest
-from kvstore.wires.chunks import fill, runs
+from kvstore.transports.frames import fill, runs
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_what_is_hashed_is_what_lies_in_the_callers_memory(monkeypatch: pytest.M
         target[:] = source
         target[0] ^= 1
 
-    monkeypatch.setattr("kvstore.wires.chunks.copy", wrong)
+    monkeypatch.setattr("kvstore.transports.frames.copy", wrong)
     buffer = bytearray(4)
     assert fill([[memoryview(buffer)]], iter([memoryview(b"abcd")])) == [leaves(buffer)] != [leaves(b"abcd")]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from log_windows import one_window
 
-import kvstore.complaints
+import kvstore.client
 from kvstore import (
     Client,
     ClientConfig,
@@ -28,8 +28,8 @@ from kvstore import (
     prefix_hashes,
 )
 from kvstore.log_rate import LINES
-from kvstore.measure.content import page_content
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
+from kvstore.tools.trace import page_content
 
 PAGE = 4096
 
@@ -281,11 +281,11 @@ def test_a_page_that_was_stored_under_a_wrong_checksum_is_a_miss_and_goes(
 ) -> None:
     with monkeypatch.context() as patch:
         if client.config.wire == "bulk":
-            patch.setattr("kvstore.wires.bulk._send_page", lambda sock, page: sock.send(page[0]) or b"c" * 8)
+            patch.setattr("kvstore.transports.bulk._send_page", lambda sock, page: sock.send(page[0]) or b"c" * 8)
         elif client.config.wire == "shm":
-            patch.setattr("kvstore.wires.shm._write_page", lambda slot, page: b"c" * 8)
+            patch.setattr("kvstore.transports.shm._write_page", lambda slot, page: b"c" * 8)
         else:
-            patch.setattr("kvstore.wires.grpc_wire.joined_leaves", lambda page, nbytes: b"c" * 8)
+            patch.setattr("kvstore.transports.grpc_wire.joined_leaves", lambda page, nbytes: b"c" * 8)
         assert put(client, namespace, keys_of(1)) == [PutOutcome.STORED]
     assert client.lookup(namespace, keys_of(1)).prefix_pages == 1
     buffers = [bytearray(PAGE), bytearray(PAGE)]
@@ -300,10 +300,10 @@ def test_a_way_that_damages_every_page_does_not_fill_the_log(
     shared_node: NodeProcess, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The node's copy is intact and stays; each get is a miss."""
-    one_window(kvstore.complaints.log, monkeypatch)
+    one_window(kvstore.client.log, monkeypatch)
     with Client(ClientConfig(address=shared_node.address, wire="bulk")) as client:
         put(client, namespace, keys_of(1))
-        monkeypatch.setattr("kvstore.wires.bulk.root", lambda leaves, seed: b"c" * 16)
+        monkeypatch.setattr("kvstore.transports.bulk.root", lambda leaves, seed: b"c" * 16)
         for _ in range(4 * LINES):
             assert client.get(namespace, keys_of(1), [bytearray(PAGE)]) == [False]
     assert 0 < len(caplog.records) <= LINES

@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, Exhausted, ProtocolError, Unavailable
-from kvstore.wires.connections import ConnectionPool, Refused
+from kvstore.transports.connections import ConnectionPool, Refused
 
 
 class Connection:

@@ -17,14 +17,14 @@ from kvstore import Client, ClientConfig, DeadlineExceeded, KVStoreError, Namesp
 from kvstore.checksum import CHUNK_NBYTES
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
-from kvstore.link import EVIDENCE_S, NodeLink
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.bulk import BulkWire
-from kvstore.wires.frames import FrameSocket, pack_fixed
-from kvstore.wires.grpc_wire import GrpcWire
-from kvstore.wires.negotiation import Negotiation
-from kvstore.wires.shm import ShmWire
-from kvstore.wires.unix_sockets import DescriptorSocket
+from kvstore.transports.bulk import BulkWire
+from kvstore.transports.channel import EVIDENCE_S, NodeChannel
+from kvstore.transports.frames import FrameSocket, pack_fixed
+from kvstore.transports.grpc_wire import GrpcWire
+from kvstore.transports.negotiation import Negotiation
+from kvstore.transports.shm import ShmWire
+from kvstore.transports.unix_sockets import DescriptorSocket
 
 DEADLINE_S = 0.6
 PAGE = 8 * CHUNK_NBYTES
@@ -240,7 +240,7 @@ def test_a_call_in_a_great_hurry_is_no_evidence_against_its_node(
     fake_node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or whoever gives a call less than a node needs has it left alone by all others of its client."""
-    monkeypatch.setattr(NodeLink, "_look_whether_it_lives", lambda link: None)
+    monkeypatch.setattr(NodeChannel, "_look_whether_it_lives", lambda link: None)
     with Client(ClientConfig(address=fake_node.address, wire="grpc", timeout_s=10.0)) as client:
         assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
         hold = fake_node.hold = threading.Event()

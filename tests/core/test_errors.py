@@ -5,7 +5,7 @@ import pytest
 
 from kvstore import errors
 from kvstore.errors import ConfigError, KVStoreError, Unavailable
-from kvstore.wires.status import Code, from_status, status_code
+from kvstore.transports.status import Code, from_status, status_code
 
 LEAVES = KVStoreError.__subclasses__()
 

@@ -12,9 +12,9 @@ import xxhash
 
 from kvstore import LayerGroup, Namespace, PageLayout, Plane, prefix_hashes
 from kvstore.checksum import checksum, key_seed, leaves
+from kvstore.page_hmac import PageKeys, Seals
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.seals import PageKeys, Seals
-from kvstore.wires.frames import pack_fixed, unpack_fixed
+from kvstore.transports.frames import pack_fixed, unpack_fixed
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent.parent / "golden" / "format.json").read_text())
 

@@ -15,8 +15,8 @@ from authorities import client_context, server_context
 from kvstore.checksum import CHUNK_NBYTES
 from kvstore.cli.authority import Authority
 from kvstore.errors import ProtocolError
-from kvstore.wires.frames import FIXED_NBYTES, FrameSocket, pack_fixed, unpack_fixed
-from kvstore.wires.tls_frames import TlsFrameSocket
+from kvstore.transports.frames import FIXED_NBYTES, FrameSocket, pack_fixed, unpack_fixed
+from kvstore.transports.tls import TlsFrameSocket
 
 
 class TlsPeer(TlsFrameSocket):

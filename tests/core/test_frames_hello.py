@@ -10,9 +10,9 @@ from kvstore import Client, ClientConfig, Namespace, ProtocolError, opaque_layou
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.bulk import BulkWire
-from kvstore.wires.frames import FrameSocket
-from kvstore.wires.status import Code
+from kvstore.transports.bulk import BulkWire
+from kvstore.transports.frames import FrameSocket
+from kvstore.transports.status import Code
 
 SPACE = Namespace("m", opaque_layout(4096))
 LIMITS = pb.Limits(batch_keys_max=16, batch_nbytes_max=1 << 20, page_nbytes_max=1 << 20)

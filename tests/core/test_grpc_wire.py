@@ -11,8 +11,7 @@ import pytest
 from kvstore.deadline import Deadline
 from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.grpc_wire import GrpcWire
-from kvstore.wires.outbox import FRAMES_MAX, Outbox
+from kvstore.transports.grpc_wire import FRAMES_MAX, GrpcWire, Outbox
 
 PAGE = 4 << 20
 Replies = Callable[[Iterator[bytes]], Iterator[bytes]]
@@ -132,7 +131,7 @@ def test_a_put_that_the_node_ends_early_waits_for_nothing(
             put(wire, count=8, seconds=600.0)
         said.append(str(caught.value))
 
-    monkeypatch.setattr("kvstore.wires.grpc_wire.Outbox", Watched)
+    monkeypatch.setattr("kvstore.transports.grpc_wire.Outbox", Watched)
     wire = wire_to(replies)
     assert ends(call)
     assert "in trouble" in said[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.guarded_file import look_at, read_guarded, stamp
+from kvstore.secrets import look_at, read_guarded, stamp
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import kvstore.sync
-import kvstore.wires.abreast
+import kvstore.transports.parallel
 from kvstore.sync import NoThread, run_in_helper_thread
-from kvstore.wires.abreast import Abreast
+from kvstore.transports.parallel import ParallelTransfer
 
 start = kvstore.sync.start_new_thread
 
@@ -141,7 +141,7 @@ def test_without_any_thread_the_work_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_second_interrupt_before_the_wait_for_abreast_calls_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    work, ended, calls = Work(0.2), kvstore.wires.abreast.end, list[int]()
+    work, ended, calls = Work(0.2), kvstore.transports.parallel.end, list[int]()
 
     def end(futures: list[object]) -> None:
         calls.append(len(futures))
@@ -156,8 +156,8 @@ def test_a_second_interrupt_before_the_wait_for_abreast_calls_does_not_end_it(mo
     def either() -> None:
         interrupted() if threading.current_thread() is threading.main_thread() else work.do()
 
-    monkeypatch.setattr(kvstore.wires.abreast, "end", end)
-    abreast = Abreast()
+    monkeypatch.setattr(kvstore.transports.parallel, "end", end)
+    abreast = ParallelTransfer()
     try:
         with pytest.raises(KeyboardInterrupt):
             abreast.run([either, either])

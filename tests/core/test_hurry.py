@@ -8,9 +8,9 @@ import pytest
 
 from kvstore import ClientConfig, DeadlineExceeded, Namespace, Unavailable, opaque_layout
 from kvstore.deadline import Deadline
-from kvstore.link import EVIDENCE_S, NodeLink
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import pack_fixed
+from kvstore.transports.channel import EVIDENCE_S, NodeChannel
+from kvstore.transports.frames import pack_fixed
 
 NAMESPACE = Namespace("m", opaque_layout(4096))
 KEYS = [b"k" * 32]
@@ -47,7 +47,7 @@ def test_a_call_in_a_great_hurry_leaves_the_link_to_the_others(fake_node: Any, b
             scripted(pack_fixed(len(present), 0) + present)(connection)
 
     fake_node.bulk_port = bulk_port(talk).port
-    link = NodeLink(fake_node.address, config(fake_node, wire="bulk"))
+    link = NodeChannel(fake_node.address, config(fake_node, wire="bulk"))
     link.run(lambda link, deadline: None, None, Deadline(5))
     for _ in range(3):
         with pytest.raises(DeadlineExceeded):
@@ -60,7 +60,7 @@ def test_a_call_in_a_great_hurry_leaves_the_link_to_the_others(fake_node: Any, b
 
 def test_who_is_always_in_a_hurry_does_not_keep_the_others_out(fake_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a restart of the node, say: whenever the breaker let one try, it was one without the time to connect."""
-    link = NodeLink(fake_node.address, config(fake_node, wire="grpc"))
+    link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
     negotiate = link._negotiation.open
 
     def slow(deadline: Deadline) -> Any:
@@ -79,8 +79,8 @@ def test_who_is_always_in_a_hurry_does_not_keep_the_others_out(fake_node: Any, m
 
 def test_a_node_that_hangs_is_left_alone_by_who_is_in_a_hurry(fake_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of their calls took all of its time, for ever."""
-    monkeypatch.setattr("kvstore.link.LIVES_S", 0.3)
-    link = NodeLink(fake_node.address, config(fake_node, wire="grpc"))
+    monkeypatch.setattr("kvstore.transports.channel.LIVES_S", 0.3)
+    link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
     assert link.run(looked_up, NAMESPACE, Deadline(5)) == 1
 
     def silent(op: str, request: Any, deadline: Deadline) -> Any:

@@ -23,9 +23,9 @@ from kvstore import (
 )
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
-from kvstore.link import BETTER_RETRY_S, NodeLink
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.grpc_wire import GrpcWire
+from kvstore.transports.channel import BETTER_RETRY_S, NodeChannel
+from kvstore.transports.grpc_wire import GrpcWire
 
 NAMESPACE = Namespace("m", opaque_layout(4096))
 KEYS = [b"k" * 32]
@@ -84,10 +84,10 @@ class Clock:
         return self.now
 
 
-def fallen_back(fake: Any, unserved_port: int) -> tuple[NodeLink, Clock]:
+def fallen_back(fake: Any, unserved_port: int) -> tuple[NodeChannel, Clock]:
     """A link that took gRPC because nobody served bulk, and its clock."""
     clock = Clock()
-    link = NodeLink(fake.address, config(fake), clock)
+    link = NodeChannel(fake.address, config(fake), clock)
     fake.bulk_port = unserved_port
     link.run(lambda link, deadline: None, None, Deadline(5))
     assert link.wire_name == "grpc"
@@ -169,7 +169,7 @@ def test_a_call_that_is_under_way_ends_on_the_wire_it_began_on(
 @pytest.mark.parametrize("how", ["dropped", "closed"])
 def test_a_link_that_goes_lets_its_calls_end(fake_node: Any, how: str) -> None:
     """One call that fails, or the client's end, is no reason to cut off another that is about to be answered."""
-    link = NodeLink(fake_node.address, config(fake_node, wire="grpc"))
+    link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
     fake_node.hold = threading.Event()
     results: list[Any] = []
     under_way = threading.Thread(target=lambda: results.append(link.run(looked_up, NAMESPACE, Deadline(20))))
@@ -197,7 +197,7 @@ def test_a_link_that_goes_lets_its_calls_end(fake_node: Any, how: str) -> None:
 def test_a_call_that_loses_its_link_does_not_wait_for_another_that_connects(
     fake_node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = NodeLink(fake_node.address, config(fake_node, wire="grpc"))
+    link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
     link.run(lambda link, deadline: None, None, Deadline(5))
     connecting, go_on, lose = threading.Event(), threading.Event(), threading.Event()
     results: list[Exception] = []
@@ -265,7 +265,7 @@ def test_a_refusal_is_an_answer_and_closes_the_breaker(
     fake_node: Any, code: grpc.StatusCode, error: type[KVStoreError]
 ) -> None:
     clock = Clock()
-    link = NodeLink(fake_node.address, config(fake_node, wire="grpc"), clock)
+    link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"), clock)
 
     def lookup(link: Any, deadline: Deadline) -> Any:
         return link.wire.call("lookup", pb.LookupRequest(namespace=NAMESPACE.digest, prefix_hashes=KEYS), deadline)
@@ -289,7 +289,7 @@ def test_a_full_pool_of_our_own_does_not_close_the_breaker(fake_node: Any, bulk_
     """It says nothing about the node: the call whose turn it was to try never reached it."""
     clock = Clock()
     fake_node.bulk_port = bulk_port(scripted()).port
-    link = NodeLink(fake_node.address, config(fake_node, wire="bulk", connections_max=1), clock)
+    link = NodeChannel(fake_node.address, config(fake_node, wire="bulk", connections_max=1), clock)
 
     def fail(link: Any, deadline: Deadline) -> Any:
         raise Unavailable("slow")

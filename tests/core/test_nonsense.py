@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig, Namespace, ProtocolError, opaque_layout
-from kvstore.batches import look_up, put_outcomes
+from kvstore.cluster.calls import look_up, put_outcomes
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
 
@@ -60,7 +60,7 @@ def answered(fake_node: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         client.lookup(NAMESPACE, KEYS)
 
         def answer(reply: Any) -> Client:
-            monkeypatch.setattr("kvstore.wires.grpc_wire.GrpcWire.call", lambda *_: reply)
+            monkeypatch.setattr("kvstore.transports.grpc_wire.GrpcWire.call", lambda *_: reply)
             return client
 
         yield answer

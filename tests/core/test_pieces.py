@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvstore import ByteRange, Client, InvalidRequest, Namespace, PutOutcome, opaque_layout, prefix_hashes
-from kvstore.pieces import copy_pieces, grouped, meeting, page_pieces, pieces_nbytes
-from kvstore.wires.frames import _VIEWS_MAX
+from kvstore.buffers import chunks, copy_segments, page_segments, segments_nbytes, zip_segments
+from kvstore.transports.frames import _VIEWS_MAX
 
 NBYTES, COUNT = 300_007, 5
 POISON = 0xA5
@@ -36,7 +36,7 @@ class Scattered:
 
     def write(self, pages: Sequence[bytes]) -> None:
         for pieces, page in zip(self.pieces, pages, strict=True):
-            copy_pieces(pieces, [memoryview(page)])
+            copy_segments(pieces, [memoryview(page)])
 
     def read(self) -> list[bytes]:
         return [b"".join(pieces) for pieces in self.pieces]
@@ -154,16 +154,16 @@ def test_empty_pieces_are_none(client: Client, namespace: Namespace, pages: list
 
 def test_a_buffer_of_another_length_is_named_by_its_position() -> None:
     with pytest.raises(InvalidRequest, match="buffer 1 has 63 bytes, expected 64"):
-        page_pieces([bytearray(64), bytearray(63)], 64)
+        page_segments([bytearray(64), bytearray(63)], 64)
     with pytest.raises(InvalidRequest, match="buffer 0 has 65 bytes in 2 pieces, expected 64"):
-        page_pieces([(bytearray(64), bytearray(1))], 64)
+        page_segments([(bytearray(64), bytearray(1))], 64)
 
 
 @pytest.mark.parametrize("page", [bytes(64), (bytearray(60), bytes(4))], ids=["one", "several"])
 def test_memory_that_may_not_be_written_is_refused_where_bytes_arrive(page: Any) -> None:
-    assert pieces_nbytes(page_pieces([page], 64)[0]) == 64
+    assert segments_nbytes(page_segments([page], 64)[0]) == 64
     with pytest.raises(InvalidRequest, match="is read-only"):
-        page_pieces([page], 64, writable=True)
+        page_segments([page], 64, writable=True)
 
 
 def views(rng: random.Random, data: bytes) -> list[memoryview]:
@@ -176,16 +176,16 @@ def test_groups_have_their_sizes_and_all_bytes_in_order(rng: random.Random) -> N
     for _ in range(300):
         data = rng.randbytes(rng.randrange(200))
         size = rng.randrange(1, 60)
-        groups = list(grouped(views(rng, data), itertools.repeat(size)))
+        groups = list(chunks(views(rng, data), itertools.repeat(size)))
         assert b"".join(piece for group in groups for piece in group) == data
-        assert all(pieces_nbytes(group) == size for group in groups[:-1])
-        assert all(0 < pieces_nbytes(group) <= size for group in groups)
+        assert all(segments_nbytes(group) == size for group in groups[:-1])
+        assert all(0 < segments_nbytes(group) <= size for group in groups)
 
 
 def test_nothing_is_taken_behind_the_last_group() -> None:
     taken = iter([memoryview(b"abc"), memoryview(b"def"), memoryview(b"ghi")])
-    assert [b"".join(group) for group in grouped(taken, [2, 3])] == [b"ab", b"cde"]
-    assert list(grouped(taken, [])) == []
+    assert [b"".join(group) for group in chunks(taken, [2, 3])] == [b"ab", b"cde"]
+    assert list(chunks(taken, [])) == []
     assert next(taken) == b"ghi"
 
 
@@ -202,7 +202,7 @@ def test_bytes_meet_in_order_and_empty_pieces_meet_nothing(rng: random.Random) -
         sizes = cut(rng, len(data), rng.randrange(1, 9)) if len(data) > 9 else [len(data)]
         starts = itertools.accumulate(sizes, initial=0)
         into = [room[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        for to, source in meeting(some(into), some(views(rng, data))):
+        for to, source in zip_segments(some(into), some(views(rng, data))):
             assert 0 < to.nbytes == source.nbytes
             to[:] = source
         assert target == data

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig, KVStoreError, Namespace, Unavailable, opaque_layout
-from kvstore.measure.content import page_content
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
+from kvstore.tools.trace import page_content
 
 PAGE = 4096
 NAMESPACE = Namespace("reconnect", opaque_layout(PAGE))

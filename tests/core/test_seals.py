@@ -9,8 +9,7 @@ import pytest
 
 from kvstore import ClientConfig, ConfigError, Namespace, opaque_layout
 from kvstore.checksum import cuts
-from kvstore.page_keys import page_keys
-from kvstore.seals import MAC_NBYTES, PageKeys, SealedRanges, Seals, seal_nbytes
+from kvstore.page_hmac import MAC_NBYTES, PageKeys, SealedRanges, Seals, page_keys, seal_nbytes
 
 SECRET = bytes(range(32))
 KEY, HASH = b"k" * 32, b"h" * 32

@@ -8,8 +8,8 @@ import pytest
 
 from kvstore.buffers import copying
 from kvstore.checksum import leaves
-from kvstore.wires import shm
-from kvstore.wires.shm import CROWDED_BELOW, STEP_NBYTES, _Pace, _read_page, _write_page
+from kvstore.transports import shm
+from kvstore.transports.shm import CROWDED_BELOW, STEP_NBYTES, _Pace, _read_page, _write_page
 
 NBYTES = 4 * STEP_NBYTES
 Copying = Callable[[memoryview, memoryview], contextlib.AbstractContextManager[Callable[[int, int], None]]]

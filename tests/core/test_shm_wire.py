@@ -20,11 +20,11 @@ from kvstore.buffers import HELD_NBYTES_MAX
 from kvstore.checksum import checksum, root
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
-from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.arena_map import ArenaMap
-from kvstore.wires.shm import STEP_NBYTES, ShmWire, _read_page, _write_page
-from kvstore.wires.unix_sockets import DescriptorSocket, Peer
+from kvstore.tools.node_process import NodeProcess
+from kvstore.transports.mapped_memory import ArenaMap
+from kvstore.transports.shm import STEP_NBYTES, ShmWire, _read_page, _write_page
+from kvstore.transports.unix_sockets import DescriptorSocket, Peer
 
 ARENA = 1 << 20
 PAGE = 4096
@@ -211,7 +211,7 @@ def test_other_threads_run_while_pages_are_copied_either_way(others_run: Any, mo
         def digest(self) -> bytes:
             return b""
 
-    monkeypatch.setattr("kvstore.wires.shm.Leaves", NoChecksum)
+    monkeypatch.setattr("kvstore.transports.shm.Leaves", NoChecksum)
     page, buffer = memoryview(bytearray(8 << 20)), memoryview(bytearray(8 << 20))
     assert others_run(lambda: _read_page([buffer], [page.toreadonly()]))
     assert others_run(lambda: _write_page(buffer, [page.toreadonly()]))
@@ -219,7 +219,7 @@ def test_other_threads_run_while_pages_are_copied_either_way(others_run: Any, mo
 
 def test_other_threads_run_while_an_arena_is_entered(others_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one step here: between two of them others run in any case."""
-    monkeypatch.setattr("kvstore.wires.arena_map._POPULATE_STEP_NBYTES", 1 << 30)
+    monkeypatch.setattr("kvstore.transports.mapped_memory._POPULATE_STEP_NBYTES", 1 << 30)
     fd, stop = arena_fd(64 << 20), threading.Event()
     stop.set()
     maps = iter([ArenaMap(fd, 64 << 20) for _ in range(50)])  # which keeps them: others run while one is unmapped
@@ -384,14 +384,14 @@ def test_a_socket_of_another_user_is_trusted_only_where_its_place_was_named(
     unix_node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who could put one where the node's should be would be handed our pages."""
-    monkeypatch.setattr("kvstore.wires.unix_sockets.peer_of", lambda sock: Peer(1, 10001))
+    monkeypatch.setattr("kvstore.transports.unix_sockets.peer_of", lambda sock: Peer(1, 10001))
     _, wire = unix_node()
     with pytest.raises(Unavailable, match="is served by uid 10001; set shm_dir"):
         wire.connect(Deadline(20))
     named = ShmWire(wire._path, b"fakenode", ClientConfig(shm_dir=os.path.dirname(wire._path)))
     named.connect(Deadline(20))
     named.close()
-    monkeypatch.setattr("kvstore.wires.shm.os.pidfd_open", refuse)
+    monkeypatch.setattr("kvstore.transports.shm.os.pidfd_open", refuse)
     with pytest.raises(Unavailable, match="shared memory needs pidfd_open"):
         ShmWire(wire._path, b"fakenode", ClientConfig(shm_dir=os.path.dirname(wire._path))).connect(Deadline(20))
 

@@ -192,7 +192,7 @@ def test_a_signal_handler_that_raises_in_a_forks_hooks_leaves_grpc_usable() -> N
     """It raises in each line of ours that runs around a fork in the parent, one after the other."""
     program = """
         import os, sys
-        import kvstore.wires.grpc_forks as forks
+        import kvstore.transports.grpc_process as forks
         sys.unraisablehook = lambda _: None
         class Abort(BaseException): pass
         lines = 0

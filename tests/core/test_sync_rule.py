@@ -24,16 +24,16 @@ ALLOWED = {
         {"Thread"},
         "started by `run_in_helper_thread`, and waited for by an Event of kvstore.sync",
     ),
-    "kvstore/wires/headroom.py": ({"Event", "Thread"}, "runs in a helper thread: `run_in_helper_thread`"),
-    "kvstore/wires/outbox.py": (
+    "kvstore/transports/grpc_process.py": ({"Event", "Thread"}, "runs in a helper thread: `run_in_helper_thread`"),
+    "kvstore/transports/grpc_wire.py": (
         {"Semaphore"},
         "entered by helper threads and gRPC's: `run_in_helper_thread` in grpc_wire.py",
     ),
-    "kvstore/spans.py": ({"Thread"}, "at the end of the process, to flush spans"),
-    "kvstore/doctor/check.py": ({"Event", "Thread"}, TOOLS),
+    "kvstore/otel.py": ({"Thread"}, "at the end of the process, to flush spans"),
+    "kvstore/doctor/checks.py": ({"Event", "Thread"}, TOOLS),
     "kvstore/doctor/pages.py": ({"Condition"}, TOOLS),
-    "kvstore/measure/bench.py": ({"Event", "ThreadPoolExecutor", "wait"}, TOOLS),
-    "gpu_agent/verdicts.py": ({"Thread"}, "started by `run_in_helper_thread`"),
+    "kvstore/tools/bench.py": ({"Event", "ThreadPoolExecutor", "wait"}, TOOLS),
+    "gpu_agent/lookup_cache.py": ({"Thread"}, "started by `run_in_helper_thread`"),
     "gpu_agent/kernels/arena_lock.py": ({"Thread"}, "started by `run_in_helper_thread`"),
 }
 MODULES = [

@@ -13,8 +13,8 @@ from authorities import client_context, pair, server_context
 from waiting import wait_until
 
 from kvstore.cli.authority import Authority
-from kvstore.wires.frames import FIXED_NBYTES, pack_fixed
-from kvstore.wires.tls_frames import RECORD_NBYTES, STEP_NBYTES, TlsFrameSocket
+from kvstore.transports.frames import FIXED_NBYTES, pack_fixed
+from kvstore.transports.tls import RECORD_NBYTES, STEP_NBYTES, TlsFrameSocket
 
 Connected = tuple[socket.socket, socket.socket]
 

@@ -18,10 +18,10 @@ from ranged import LEAF, PAGE
 
 from kvstore import Client, ClientConfig, Namespace, PutOutcome, checksum, opaque_layout
 from kvstore.client import Keep
-from kvstore.measure.content import page_content
+from kvstore.tools.trace import page_content
 from node.config import NodeConfig
 from node.disk.data_dir import DataDir
-from node.disk.extent_files import FileLayer
+from node.disk.extents import FileLayer
 from node.server import Node
 
 SECTOR_NBYTES = 4096
@@ -156,7 +156,7 @@ def nodes(tmp_path: Path, layer: FaultyLayer, monkeypatch: pytest.MonkeyPatch) -
     def open_here(*arguments: Any, pulse: Callable[[], None], **settings: Any) -> DataDir:
         return DataDir(*arguments, **settings, layer=layer)
 
-    monkeypatch.setattr("node.server.KeptDir", open_here)
+    monkeypatch.setattr("node.server.ProcessStorage", open_here)
     nodes = Nodes(tmp_path / "data", layer)
     yield nodes
     nodes.close()

@@ -11,7 +11,7 @@ from waiting import wait_until
 
 from kvstore.errors import Exhausted
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import FrameSocket
+from kvstore.transports.frames import FrameSocket
 
 WAITS_S = 20.0  # of a durable put, if its caller stays
 SOON_S = 8.0

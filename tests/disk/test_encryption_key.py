@@ -10,9 +10,8 @@ from locked import KEY, OTHER_KEY, key_file
 
 from kvstore.errors import ConfigError, InvalidRequest
 from node.config import NodeConfig
-from node.disk import operator_key
-from node.disk.operator_key import open_vault
-from node.disk.vault import Locked
+from node.disk import encryption
+from node.disk.encryption import Locked, open_vault
 
 
 @pytest.mark.parametrize("form", ["hex", "base64"])
@@ -94,7 +93,7 @@ def test_what_is_no_key_is_refused_and_not_told(tmp_path: Path, text: str, why: 
 def test_a_command_that_fails_is_told_without_what_it_said(
     monkeypatch: pytest.MonkeyPatch, command: str, why: str
 ) -> None:
-    monkeypatch.setattr(operator_key, "COMMAND_S", 0.2 if "sleep" in command else 30.0)
+    monkeypatch.setattr(encryption, "COMMAND_S", 0.2 if "sleep" in command else 30.0)
     with pytest.raises(ConfigError, match=why):
         open_vault("", command)
 

@@ -14,7 +14,7 @@ from memory_search import found, found_in
 
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.pb import kvstore_pb2 as pb
-from node.ram.parts import parts_wanted
+from node.memory.promotion import parts_wanted
 from node.server import Node
 
 MIB = 1 << 20
@@ -187,7 +187,7 @@ def test_a_page_that_was_removed_before_its_commit_is_not_shown_to_the_disk(
 def test_a_slot_that_is_read_to_the_end_is_told_as_left(
     nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.serve.erasure.BUSY_S", 0.2)
+    monkeypatch.setattr("node.serving.erasure.BUSY_S", 0.2)
     node = nodes.start(**SIZES)
     client = nodes.connect(node)
     gone, kept = of(make_pages, "gone"), make_pages("kept", tenant="kept")
@@ -250,7 +250,7 @@ def test_parts_that_are_read_meanwhile_are_zeroed_with_their_last_reader(
     nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody finds them by a key."""
-    monkeypatch.setattr("node.serve.erasure.BUSY_S", 0.2)
+    monkeypatch.setattr("node.serving.erasure.BUSY_S", 0.2)
     node = nodes.start(**{**SIZES, "extent_nbytes": 4 * MIB, "disk_extent_nbytes": 4 * MIB})
     client = nodes.connect(node)
     gone = of(make_pages, "gone", 4 * MIB)

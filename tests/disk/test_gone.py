@@ -52,7 +52,7 @@ def test_a_page_that_is_stored_anew_outlives_the_deletion_of_its_old_row(
     nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New rows come with the last of what is gone: keys and slots are those of pages that went."""
-    monkeypatch.setattr("node.disk.gone.BLOCK_KEYS", 4)
+    monkeypatch.setattr("node.disk.index.BLOCK_KEYS", 4)
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(40))
@@ -79,7 +79,7 @@ def test_a_page_that_is_stored_anew_outlives_the_deletion_of_its_old_row(
 
 def test_what_could_not_be_deleted_is_deleted_later(nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of ten batches fails, and none is forgotten."""
-    monkeypatch.setattr("node.disk.gone.BLOCK_KEYS", 4)
+    monkeypatch.setattr("node.disk.index.BLOCK_KEYS", 4)
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(40))

@@ -17,13 +17,12 @@ from waiting import wait_until
 
 from kvstore import Client, ClientConfig, PutOutcome
 from kvstore.errors import ConfigError, DeadlineExceeded, Exhausted
-from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from kvstore.tools.node_process import NodeProcess
 from node.config import NodeConfig
-from node.disk.keeper_process import Patience, Talk
-from node.disk.kept_dir import KeptDir
-from node.ram.arena import Arena
+from node.disk.io_process import IoChannel, ProcessStorage, Timeouts
+from node.memory.arena import Arena
 from node.server import Node
 
 
@@ -49,7 +48,7 @@ def test_a_recover_on_a_disk_that_still_hangs_fails_and_may_be_tried_again(
     kill_keeper(kept)
     fault.plant(phase, "hang")
     with monkeypatch.context() as patch:
-        patch.setattr("node.disk.kept_dir.RECOVER_S", 2.0)
+        patch.setattr("node.disk.io_process.RECOVER_S", 2.0)
         for _ in range(2):
             with pytest.raises(Exhausted, match="the disk hangs"):
                 client.recover()
@@ -71,7 +70,7 @@ def test_a_node_stops_while_a_recover_waits_for_a_disk_that_hangs(
     fault: Fault, pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     """A signal did not end it: the stop waited for the recover, and that for the new keeper."""
-    monkeypatch.setattr("node.disk.keeper_process.END_S", 0.5)
+    monkeypatch.setattr("node.disk.io_process.END_S", 0.5)
     others = set(children(os.getpid()))
     node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")))
     node.start()
@@ -97,12 +96,12 @@ def recover(node: Node) -> None:
 def test_a_start_on_a_disk_that_hangs_ends_after_a_time_and_says_why(
     fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.disk.kept_dir.START_S", 1.0)
+    monkeypatch.setattr("node.disk.io_process.START_S", 1.0)
     others = set(children(os.getpid()))
     fault.plant("begin", "hang")
     arena = Arena(1 << 20)
     with pytest.raises(ConfigError, match=r"has not begun in 1 s and is killed: the disk hangs"):
-        KeptDir(tmp_path / "data", 2 << 20, 64 << 10, arena.fd)
+        ProcessStorage(tmp_path / "data", 2 << 20, 64 << 10, arena.fd)
     assert set(children(os.getpid())) <= others
     arena.close()
 
@@ -110,7 +109,7 @@ def test_a_start_on_a_disk_that_hangs_ends_after_a_time_and_says_why(
 def test_rows_that_do_not_come_at_the_start_leave_a_ram_node(
     fault: Fault, pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.disk.kept_dir.START_S", 4.0)  # on a busy machine a keeper needs two to begin
+    monkeypatch.setattr("node.disk.io_process.START_S", 4.0)  # on a busy machine a keeper needs two to begin
     fault.plant("scan", "hang")
     node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")))
     node.start()
@@ -126,7 +125,7 @@ def test_rows_that_do_not_come_at_the_start_leave_a_ram_node(
 def test_a_signal_ends_a_start_that_waits_for_a_disk_that_hangs(
     fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
-    monkeypatch.setattr("node.disk.keeper_process.END_S", 0.5)
+    monkeypatch.setattr("node.disk.io_process.END_S", 0.5)
     others = set(children(os.getpid()))
     fault.plant(phase, "hang")
 
@@ -259,7 +258,7 @@ def test_durable_puts_leave_transfers_to_others_while_the_disk_hangs(
 def test_who_hears_a_keeper_that_a_stop_has_closed_is_told_what_became_of_it() -> None:
     """It was told of a bad file descriptor."""
     ours, theirs = socket.socketpair()
-    talk = Talk(ours, lambda: "its keeper was ended")
+    talk = IoChannel(ours, lambda: "its keeper was ended")
     talk.close()
     with theirs, pytest.raises(OSError, match="its keeper was ended"):
-        talk.unasked(Patience(1.0, lambda: None))
+        talk.unasked(Timeouts(1.0, lambda: None))

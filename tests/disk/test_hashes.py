@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore import PutOutcome
-from node.disk.record_table import PLACE_MASK, PLACE_SHIFT
-from node.disk.records import Records
+from node.disk.page_table import PLACE_MASK, PLACE_SHIFT, PageTable
 
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
 
@@ -83,8 +82,8 @@ def test_alike_hashes_whose_marks_are_equal_are_different_pages(
     alike: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of very many pages some have equal marks: then only their whole hashes tell them apart."""
-    monkeypatch.setattr("node.disk.records.hash", lambda key: 7, raising=False)
-    records = Records(1 << 20, 1 << 16)
+    monkeypatch.setattr("node.disk.page_table.hash", lambda key: 7, raising=False)
+    records = PageTable(1 << 20, 1 << 16)
     stored = [records.reserve(1, key, 4096) for key in alike[:4]]
     for record in stored:
         records.publish(record, bytes(16), 5)
@@ -93,7 +92,7 @@ def test_alike_hashes_whose_marks_are_equal_are_different_pages(
 
 def test_hashes_that_are_counters_do_not_crowd_the_table() -> None:
     """Compared by how many places of the table are looked at for each key, not by time."""
-    records = Records(1 << 30, 1 << 22)
+    records = PageTable(1 << 30, 1 << 22)
     for number in range(20_000):
         records.publish(records.reserve(1, number.to_bytes(32, "big"), 4096), bytes(16), 5)
     table = records._table
@@ -110,7 +109,7 @@ def test_hashes_that_are_counters_do_not_crowd_the_table() -> None:
 def test_a_page_that_is_verified_while_its_namespaces_number_goes_to_another_is_not_called_damaged(
     nodes: Any, layer: Any, pages: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.disk.numbers.KEPT", 1)
+    monkeypatch.setattr("node.disk.index.KEPT", 1)
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)

@@ -22,11 +22,11 @@ from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Keep, PutOutcome
 from kvstore.errors import ConfigError, Exhausted
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 from node.config import NodeConfig
 from node.disk.data_dir import DataDir
-from node.disk.keeper_process import OWED_MAX
-from node.ram.arena import Arena
+from node.disk.io_process import OWED_MAX
+from node.memory.arena import Arena
 from node.server import Node
 
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
@@ -99,15 +99,15 @@ def test_a_keeper_that_stands_still_is_not_seen_by_gets_and_puts_in_ram(
     assert pages.put(client, pages.keys(1), durable=True) == [STORED]
     os.kill(keeper_of(kept), signal.SIGSTOP)
     assert longest_in_ram(client, pages) < RAM_S_MAX
-    monkeypatch.setattr("node.disk.kept_dir.QUESTION_S", 0.2)
+    monkeypatch.setattr("node.disk.io_process.QUESTION_S", 0.2)
     for _ in range(2 * OWED_MAX):  # nor do questions pile up
         with pytest.raises(Exhausted, match="has not answered"):
             list(client.list_pages(pages.namespace))
-        monkeypatch.setattr("node.disk.kept_dir.QUESTION_S", 0.01)
+        monkeypatch.setattr("node.disk.io_process.QUESTION_S", 0.01)
     with pytest.raises(Exhausted, match="has not answered"):
         client.scrub()
     assert client.node_status().state == "SERVING"
-    monkeypatch.setattr("node.disk.kept_dir.QUESTION_S", 10.0)
+    monkeypatch.setattr("node.disk.io_process.QUESTION_S", 10.0)
     os.kill(keeper_of(kept), signal.SIGCONT)
     count = client.flush()
     assert count > 2
@@ -193,7 +193,8 @@ def test_an_idle_keeper_that_is_killed_is_missed_soon_and_no_other_directory_tak
 
 def test_a_keeper_ends_with_its_node_and_the_next_one_waits_for_it(start: Any, pages: Any) -> None:
     process = start()
-    (keeper,) = (pid for pid in children(process.pid) if b"keeper" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(process.pid)}
+    (keeper,) = (pid for pid, command in commands.items() if b"node.disk.io_worker" in command)
     with connect(process) as client:
         pages.put(client, pages.keys(1), durable=True)
     os.kill(keeper, signal.SIGSTOP)
@@ -211,9 +212,9 @@ def test_a_keeper_ends_with_its_node_and_the_next_one_waits_for_it(start: Any, p
 def test_a_node_that_stops_while_its_disk_hangs_does_so_in_time_and_kills_its_keeper(
     fault: Fault, pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for wait in ("kept_dir.QUESTION_S", "tier.RECOVER_WAIT_S"):
+    for wait in ("io_process.QUESTION_S", "tier.RECOVER_WAIT_S"):
         monkeypatch.setattr(f"node.disk.{wait}", 60.0)
-    monkeypatch.setattr("node.disk.keeper_process.END_S", 0.2)
+    monkeypatch.setattr("node.disk.io_process.END_S", 0.2)
     node = Node(NodeConfig(**PORTS, **SMALL | {"flush_s": 0.2}, data_dir=str(tmp_path / "data")))
     node.start()
     keeper = keeper_of(node)

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from node.disk.later import SIFTED, Later
-from node.ram.page import Page, State
+from node.disk.writer import SIFTED, DeferredWrites
+from node.memory.page import Page, State
 
 
 class Space:
@@ -19,7 +19,7 @@ def page(state: State = State.VISIBLE) -> Page:
 
 
 def test_they_leave_in_the_order_in_which_they_came(seed: int) -> None:
-    rng, later = random.Random(seed), Later()
+    rng, later = random.Random(seed), DeferredWrites()
     came: list[tuple[int, Page]] = []
     for due in range(5000):
         came.append((due, page()))
@@ -41,7 +41,7 @@ def test_they_leave_in_the_order_in_which_they_came(seed: int) -> None:
 
 
 def test_evicted_pages_are_dropped_a_few_at_a_time() -> None:
-    later = Later()
+    later = DeferredWrites()
     for due in range(1000):
         later.add(due, page(State.DOOMED if due % 2 else State.VISIBLE), count_max=1000)
     lengths = []

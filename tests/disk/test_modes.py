@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 from node.disk.data_dir import open_to_others
 
 FLAGS = ("--ram-bytes", "4MiB", "--disk-bytes", "64MiB", "--disk-extent-bytes", "4MiB")

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from node.disk import orders
-from node.disk.extent_files import Slot
-from node.disk.keeper import Keeper
-from node.disk.orders import Broken, Channel, Kind, Opened, Outcome, Task
-from node.disk.seal import Place, Seal
+from node.disk import io_protocol
+from node.disk.encryption import DiskLocation, PageEncryption
+from node.disk.extents import Slot
+from node.disk.io_protocol import Broken, Channel, Kind, Opened, Outcome, Task
+from node.disk.io_worker import IoWorker
 
 LAST = (1 << 44) - 4096
 SLOTS = [
-    Slot(0, 4096, Place(4096, None)),
-    Slot(1 << 20, 4096, Place(8192, Seal(8192, b"k" * 64, b"\1" * 8))),
-    Slot((1 << 46) - 4096, 4096, Place(LAST, Seal(LAST, b"l" * 64, b"\xff" * 8))),
-    Slot(2 << 20, 4096, Place(0, Seal(0, b"k" * 64, bytes(8)))),
+    Slot(0, 4096, DiskLocation(4096, None)),
+    Slot(1 << 20, 4096, DiskLocation(8192, PageEncryption(8192, b"k" * 64, b"\1" * 8))),
+    Slot((1 << 46) - 4096, 4096, DiskLocation(LAST, PageEncryption(LAST, b"l" * 64, b"\xff" * 8))),
+    Slot(2 << 20, 4096, DiskLocation(0, PageEncryption(0, b"k" * 64, bytes(8)))),
 ]
 PAIRS = [(b"P\0\1" + bytes(8), b"row"), (b"N\0\1", b""), (b"N\0\2", bytes(70_000))]
 GONE = [b"P\0\1" + bytes(64), b"x"]
@@ -38,10 +38,10 @@ def ends() -> Iterator[tuple[socket.socket, Channel]]:
 
 
 def test_orders_come_out_as_they_went_in() -> None:
-    assert orders.unpack_slots(orders.pack_slots(SLOTS)) == SLOTS
-    assert orders.unpack_rows(orders.pack_rows(PAIRS, GONE)) == (PAIRS, GONE)
-    assert [pair[:2] for pair in orders.unpack_pairs(orders.pack_pairs(PAIRS))] == PAIRS
-    assert orders.unpack_question(orders.pack_question(1 << 20, b"P\0\1")) == (1 << 20, b"P\0\1")
+    assert io_protocol.unpack_slots(io_protocol.pack_slots(SLOTS)) == SLOTS
+    assert io_protocol.unpack_rows(io_protocol.pack_rows(PAIRS, GONE)) == (PAIRS, GONE)
+    assert [pair[:2] for pair in io_protocol.unpack_pairs(io_protocol.pack_pairs(PAIRS))] == PAIRS
+    assert io_protocol.unpack_question(io_protocol.pack_question(1 << 20, b"P\0\1")) == (1 << 20, b"P\0\1")
     task = Task(4, 5, 6, 1 << 44, 1 << 30, True, "1f0ac5d2", "INFO", "/a b/c")
     assert Task.from_arguments(task.arguments()) == task
     opened = Opened(1 << 30, 7, True, 1 << 63, 1 << 63)
@@ -50,14 +50,14 @@ def test_orders_come_out_as_they_went_in() -> None:
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), OSError("rows: a word")])
 def test_an_error_of_the_keeper_is_the_same_at_the_node(error: OSError) -> None:
-    found = orders.unpack_error(orders.pack_error(error))
+    found = io_protocol.unpack_error(io_protocol.pack_error(error))
     assert (found.errno, str(found)) == (error.errno, str(error))
 
 
 def test_orders_that_are_cut_off_are_refused() -> None:
-    slots = orders.pack_slots(SLOTS)
-    for body in (slots, orders.pack_rows(PAIRS[:2], GONE)):
-        unpack = orders.unpack_slots if body is slots else orders.unpack_rows
+    slots = io_protocol.pack_slots(SLOTS)
+    for body in (slots, io_protocol.pack_rows(PAIRS[:2], GONE)):
+        unpack = io_protocol.unpack_slots if body is slots else io_protocol.unpack_rows
         whole = {repr(unpack(body))}
         for cut in range(1, len(body)):
             try:
@@ -69,7 +69,7 @@ def test_orders_that_are_cut_off_are_refused() -> None:
 
 def test_a_frame_that_says_too_much_is_refused_before_it_is_believed(ends: tuple[socket.socket, Channel]) -> None:
     sock, channel = ends
-    sock.sendall((orders.BODY_NBYTES_MAX + 1).to_bytes(4, "little") + bytes(9))
+    sock.sendall((io_protocol.BODY_NBYTES_MAX + 1).to_bytes(4, "little") + bytes(9))
     with pytest.raises(Broken, match="at most"):
         channel.recv(1.0)
 
@@ -115,14 +115,14 @@ def test_who_waits_at_a_channel_hears_that_it_is_closed_here() -> None:
 def test_a_slot_outside_of_an_extent_or_of_the_arena_is_not_written(
     ends: tuple[socket.socket, Channel], offset: int, arena_offset: int, nbytes: int
 ) -> None:
-    outside = Slot(arena_offset, nbytes, Place(offset, None))
-    last, written = Slot((1 << 20) - 4096, 4096, Place((4 << 16) - 4096, None)), list[Slot]()
+    outside = Slot(arena_offset, nbytes, DiskLocation(offset, None))
+    last, written = Slot((1 << 20) - 4096, 4096, DiskLocation((4 << 16) - 4096, None)), list[Slot]()
     sizes = {"extent_nbytes": 1 << 16, "extent_count": 4, "arena_nbytes": 1 << 20}
     directory: Any = SimpleNamespace(**sizes, files=SimpleNamespace(write_all=written.extend), close=lambda: None)
     node, channel = Channel(ends[0]), ends[1]
-    node.send(1, Kind.WRITE_PAGES, orders.pack_slots([last]))
-    node.send(2, Kind.WRITE_PAGES, orders.pack_slots([last, outside]))
+    node.send(1, Kind.WRITE_PAGES, io_protocol.pack_slots([last]))
+    node.send(2, Kind.WRITE_PAGES, io_protocol.pack_slots([last, outside]))
     node.send(3, Kind.CLOSE)
-    Keeper(directory).serve(channel)
+    IoWorker(directory).serve(channel)
     assert [node.recv(1.0)[1] for _ in range(3)] == [Outcome.DONE, Outcome.FAILED, Outcome.DONE]
     assert written == [last]

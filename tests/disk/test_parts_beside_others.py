@@ -20,7 +20,7 @@ from waiting import wait_until
 from kvstore import ByteRange, Client, Unavailable
 from kvstore.errors import Exhausted
 from kvstore.pb import kvstore_pb2 as pb
-from node.access.caller import Caller
+from node.auth.access import Caller
 from node.server import Node
 
 WIRES = ["shm", "bulk", "grpc"]
@@ -294,7 +294,7 @@ def test_without_its_keeper_a_range_on_disk_is_a_miss(kept: Node, nodes: Any, la
 def test_a_keeper_that_hangs_in_its_rows_costs_a_range_no_longer_than_the_call(
     kept: Node, nodes: Any, fault: Any, large: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.disk.kept_dir.QUESTION_S", 0.3)
+    monkeypatch.setattr("node.disk.io_process.QUESTION_S", 0.3)
     client, keys = kept_pages(kept, nodes, large)
     fault.plant("scan", "wait")
     assert ask(client, large, keys[:1], (LEAF, 1)) == [False]

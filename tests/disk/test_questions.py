@@ -8,7 +8,7 @@ from waiting import wait_until
 
 from kvstore import Client, ClientConfig
 from kvstore.errors import Exhausted
-from node.disk.kept_dir import QUESTION_S
+from node.disk.io_process import QUESTION_S
 from node.server import Node
 
 
@@ -17,7 +17,7 @@ def test_a_list_on_a_disk_that_hangs_ends_before_its_client_leaves_the_node_alon
 ) -> None:
     """It ends by the node's answer, and not by the client's deadline, which says that the node hangs."""
     assert ClientConfig().timeout_s >= QUESTION_S + 1.0
-    monkeypatch.setattr("node.disk.kept_dir.QUESTION_S", 1.0)
+    monkeypatch.setattr("node.disk.io_process.QUESTION_S", 1.0)
     with Client(ClientConfig(address=f"127.0.0.1:{kept.grpc.port}", wire="bulk", timeout_s=20.0)) as client:
         pages.put(client, pages.keys(1), durable=True)
         fault.plant("scan", "hang")

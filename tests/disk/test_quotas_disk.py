@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Exhausted
-from node.access.quotas import Quota
-from node.disk.records import Records
+from node.auth.quotas import Quota
+from node.disk.page_table import PageTable
 from node.disk.rows import PageRow
-from node.ram.accounts import Limits
+from node.memory.tenant_usage import Limits
 
 PAGE = 4096
 QUIET, LOUD, FREE = 1, 2, 3
@@ -21,7 +21,7 @@ class Shelf:
     """Records of three tenants, by the number of their one namespace."""
 
     def __init__(self, pages: int, block_pages: int = 16) -> None:
-        self.records = Records(pages * PAGE, block_pages * PAGE)
+        self.records = PageTable(pages * PAGE, block_pages * PAGE)
         self.accounts = {number: self.records.accounts.of(name) for number, name in NAMES.items()}
         self.records.account_of = self.accounts.__getitem__
         self.now_s = 100

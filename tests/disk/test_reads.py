@@ -11,9 +11,9 @@ import pytest
 
 from kvstore import DeadlineExceeded, Exhausted, Unavailable
 from kvstore.checksum import leaves
-from node.access.caller import Caller
+from node.auth.access import Caller
+from node.disk.encryption import DiskLocation
 from node.disk.reads import HANGS_S, Reads
-from node.disk.seal import Place
 
 
 class Clock:
@@ -118,9 +118,9 @@ def test_a_large_page_that_comes_is_no_read_that_hangs(nbytes: int, verified: bo
     end = -(-nbytes // 4096) * 4096
     with reads.of(1) as read:
         if verified:
-            found = read.leaves(files, Place(8192, None), nbytes)
+            found = read.leaves(files, DiskLocation(8192, None), nbytes)
         else:
-            found = read.page(files, Place(8192, None), memoryview(bytearray(end)), nbytes)
+            found = read.page(files, DiskLocation(8192, None), memoryview(bytearray(end)), nbytes)
         clock.now += HANGS_S + 1.0  # as long as what comes behind it takes, that is no fault of the disk
         assert not reads.hang
     assert found == leaves(bytes(nbytes))
@@ -135,7 +135,7 @@ def test_a_piece_of_a_large_page_that_hangs_is_told() -> None:
     files: Any = Slow(clock, HANGS_S / 4)
     files.reads = Reads(lambda record: None, clock)
     with files.reads.of(1) as read:
-        read.page(files, Place(0, None), memoryview(bytearray(9 << 20)), 9 << 20)
+        read.page(files, DiskLocation(0, None), memoryview(bytearray(9 << 20)), 9 << 20)
     assert files.hung == [True, True, False]
 
 
@@ -195,7 +195,7 @@ def test_one_deadline_for_all_pages_that_another_loads(
 ) -> None:
     """It was 10 s for each, also of a key that stood there a thousand times."""
     monkeypatch.setattr("node.disk.reads.HANGS_S", 3600.0)
-    monkeypatch.setattr("node.serve.session.LOAD_S_MAX", 1.0)
+    monkeypatch.setattr("node.serving.session.LOAD_S_MAX", 1.0)
     hits, took_s = wait_for(hanging[0], pages.digest, [hanging[1]] * 20)
     assert hits == [False] * 20
     assert took_s < 10.0
@@ -204,7 +204,7 @@ def test_one_deadline_for_all_pages_that_another_loads(
 def test_nobody_waits_for_anothers_load_for_a_caller_who_has_left_or_while_the_disk_hangs(
     hanging: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.serve.session.LOAD_S_MAX", 30.0)
+    monkeypatch.setattr("node.serving.session.LOAD_S_MAX", 30.0)
     with monkeypatch.context() as patch:
         patch.setattr("node.disk.reads.HANGS_S", 3600.0)
         hits, took_s = wait_for(hanging[0], pages.digest, [hanging[1]], lambda: True)

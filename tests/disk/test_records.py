@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore.checksum import checksum, key_seed
-from node.disk.record_table import FULL, RecordTable
-from node.disk.records import Records
+from node.disk.page_table import FULL, PageTable, RecordTable
 from node.disk.rows import PageRow
 
 EXTENT_NBYTES = 1 << 16
@@ -78,7 +77,7 @@ class Play:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.records = Records(1 << 20, EXTENT_NBYTES)
+        self.records = PageTable(1 << 20, EXTENT_NBYTES)
         self.model = Model()
         self.now_s = 1000
         self.doomed: list[int] = []  # removed while in use
@@ -204,7 +203,7 @@ def test_records_do_what_a_naive_model_does(seed: int) -> None:
 
 
 def test_a_record_that_is_removed_while_it_is_read_keeps_its_slot_until_the_read_ends() -> None:
-    records = Records(4096, 4096)
+    records = PageTable(4096, 4096)
     record = records.reserve(1, b"a" * 16, 4096)
     records.publish(record, bytes(16), 5)
     records.begin_use(record)
@@ -217,7 +216,7 @@ def test_a_record_that_is_removed_while_it_is_read_keeps_its_slot_until_the_read
 
 
 def test_pinned_and_busy_records_are_no_victims() -> None:
-    records = Records(3 * 4096, 4096 * 3)
+    records = PageTable(3 * 4096, 4096 * 3)
     hashes = [bytes([i]) * 16 for i in range(3)]
     stored = [records.reserve(1, prefix_hash, 4096) for prefix_hash in hashes]
     for record in stored:
@@ -235,7 +234,7 @@ def test_pinned_and_busy_records_are_no_victims() -> None:
 
 
 def test_a_colder_extent_of_another_size_serves_the_new_one() -> None:
-    records = Records(4 * 8192, 8192)
+    records = PageTable(4 * 8192, 8192)
     for i in range(8):
         records.publish(records.reserve(1, bytes([i]) * 16, 4096), bytes(16), 10 + i)
     victims = records.victims(1, 8192, 50)
@@ -251,7 +250,7 @@ def restored_row(namespace: int, prefix_hash: bytes, slot_nbytes: int, offset: i
 
 
 def test_restore_refuses_a_slot_that_is_taken_or_outside() -> None:
-    records = Records(4 * 8192, 8192)
+    records = PageTable(4 * 8192, 8192)
     assert records.restore(restored_row(1, b"a" * 16, 4096, 4096))
     assert not records.restore(restored_row(1, b"b" * 16, 4096, 4096)), "the slot is taken"
     assert not records.restore(restored_row(1, b"b" * 16, 8192, 0)), "the extent has another slot size"
@@ -265,7 +264,7 @@ def test_restore_refuses_a_slot_that_is_taken_or_outside() -> None:
 
 
 def test_what_is_restored_in_any_order_goes_in_the_order_of_its_uses() -> None:
-    records = Records(1 << 20, 1 << 16)
+    records = PageTable(1 << 20, 1 << 16)
     for slot, used_s in enumerate((30, 10, 20)):
         assert records.restore(restored_row(1, bytes([slot]) * 16, 4096, slot * 4096, used_s))
     records.restored()
@@ -277,7 +276,7 @@ def test_a_record_takes_about_64_bytes_beside_its_hash() -> None:
     """Whether the table has just grown or is nearly full; slots and their owners included. The longest hashes waste
     the most."""
     nbytes, record_count = 64, 100_000
-    records = Records(1 << 30, 1 << 26)
+    records = PageTable(1 << 30, 1 << 26)
     rng = random.Random(7)
     for count in range(1, record_count + 1):
         records.publish(records.reserve(1, rng.randbytes(nbytes), 4096), bytes(16), 5)
@@ -297,7 +296,7 @@ def test_large_pages_take_less_than_240_bytes_of_memory_each(restored: bool) -> 
     """Of 1 MiB each in extents of 64 MiB: the objects of their blocks, and what a start needs for a while. What
     docs/operations.md tells operators."""
     count, page_nbytes = 8192, 1 << 20
-    records, rng = Records(count * page_nbytes, 64 << 20), random.Random(5)
+    records, rng = PageTable(count * page_nbytes, 64 << 20), random.Random(5)
     places = rng.sample(range(count), count)
     tracemalloc.start()
     try:
@@ -317,7 +316,7 @@ def test_large_pages_take_less_than_240_bytes_of_memory_each(restored: bool) -> 
 
 
 def test_what_was_restored_of_two_sizes_leaves_the_colder_one_first() -> None:
-    records = Records(8 * 8192, 8192)
+    records = PageTable(8 * 8192, 8192)
     for number in range(8):  # two pages of each extent's size, or one
         size, used_s = (4096, 100 + number) if number < 4 else (8192, 10 + number)
         for slot in range(8192 // size):
@@ -340,7 +339,7 @@ def test_no_page_waits_for_the_whole_table_to_grow(monkeypatch: pytest.MonkeyPat
         put(*args)
 
     monkeypatch.setattr(RecordTable, "_put", counted)
-    records, rng, longest = Records(1 << 28, 1 << 24), random.Random(3), 0
+    records, rng, longest = PageTable(1 << 28, 1 << 24), random.Random(3), 0
     if restored:
         for number in range(20_000):
             assert records.restore(restored_row(1, rng.randbytes(32), 4096, number * 4096))
@@ -367,7 +366,7 @@ def test_a_segment_that_a_start_fills_is_split_before_it_is_full() -> None:
 
 def test_records_come_and_go_without_growth() -> None:
     """The table keeps no tombstones, which would have filled it twice, and numbers are used again."""
-    records = Records(1 << 24, 1 << 20)
+    records = PageTable(1 << 24, 1 << 20)
     stored = []
     for i in range(4096):
         stored.append(records.reserve(1, os.urandom(16), 4096))
@@ -383,7 +382,7 @@ def test_records_come_and_go_without_growth() -> None:
 
 
 def test_the_one_place_on_disk_that_can_be_cleared_is_found_wherever_it_is() -> None:
-    records = Records(64 * EXTENT_NBYTES, EXTENT_NBYTES)
+    records = PageTable(64 * EXTENT_NBYTES, EXTENT_NBYTES)
     stored = [records.reserve(1, number.to_bytes(16, "big"), 4096) for number in range(64 * 16)]
     for number, record in enumerate(stored):
         records.publish(record, bytes(16), number)

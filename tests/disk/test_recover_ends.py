@@ -12,7 +12,7 @@ from planted import Fault, keeper_of
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, PutOutcome
-from node.disk.kept_dir import RECOVER_S
+from node.disk.io_process import RECOVER_S
 from node.server import Node
 
 
@@ -32,7 +32,7 @@ def test_the_limit_of_a_recover_ends_with_it(
     wait_until(lambda: bool(kept.disk and kept.disk.poisoned))
     client.recover()
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + RECOVER_S + 1.0)
-    monkeypatch.setattr("node.disk.kept_dir.time", later)
+    monkeypatch.setattr("node.disk.io_process.time", later)
     fault.plant("sync pages", "300000")  # a slow disk is not a broken one
     assert pages.put(client, pages.keys(2), durable=True) == [PutOutcome.STORED]
     assert not kept.disk.poisoned

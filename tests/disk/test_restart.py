@@ -11,9 +11,9 @@ import pytest
 from kvstore import PutOutcome
 from kvstore.errors import ConfigError, Exhausted, InvalidRequest
 from node.disk.data_dir import DataDir
-from node.disk.extent_files import FileLayer
+from node.disk.extents import FileLayer
 from node.disk.rows import Rows, parse_page_row
-from node.ram.arena import Arena
+from node.memory.arena import Arena
 
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
 
@@ -152,7 +152,7 @@ def test_a_node_whose_extents_became_too_small_for_a_namespace_starts_without_it
 def test_namespaces_of_an_earlier_run_are_known_and_numbers_are_used_again(
     nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.disk.numbers.KEPT", 4)
+    monkeypatch.setattr("node.disk.index.KEPT", 4)
     node = nodes.start()
     client = nodes.connect(node)
     for number in range(12):

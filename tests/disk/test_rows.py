@@ -14,10 +14,10 @@ import xxhash
 
 from kvstore.errors import ConfigError
 from node.disk.data_dir import DataDir
-from node.disk.kept_dir import KeptDir
-from node.disk.records import Records
+from node.disk.io_process import ProcessStorage
+from node.disk.page_table import PageTable
 from node.disk.rows import FORMAT_VERSION, PageRow, Rows, parse_page_row
-from node.ram.arena import Arena
+from node.memory.arena import Arena
 
 EXTENT_NBYTES = 1 << 20
 GOLDEN = Path(__file__).parent.parent / "golden" / "format.json"
@@ -92,7 +92,7 @@ def test_slots_lie_where_the_format_says() -> None:
         halves = [extent_nbytes >> halvings for halvings in range(6, -1, -1)]
         fitting = [n for n in halves if n // slot_nbytes >= 4 and n % slot_nbytes <= n // 16]
         assert (fitting or [extent_nbytes])[0] == block_nbytes, f"slots of {slot_nbytes}"
-        slots, found = Records(2 * extent_nbytes, extent_nbytes).slots, list[int]()
+        slots, found = PageTable(2 * extent_nbytes, extent_nbytes).slots, list[int]()
         while (offset := slots.allocate(slot_nbytes, 1)) is not None:
             found.append(offset)
         blocks = range(0, 2 * extent_nbytes, block_nbytes)
@@ -262,7 +262,7 @@ def test_a_refused_directory_keeps_its_extents_and_is_free_for_the_next(tmp_path
 
 
 def test_a_second_process_on_the_directory_is_refused_with_a_clear_message(tmp_path: Path, arena: Arena) -> None:
-    directory = KeptDir(tmp_path, 1 << 22, EXTENT_NBYTES, arena.fd)
+    directory = ProcessStorage(tmp_path, 1 << 22, EXTENT_NBYTES, arena.fd)
     ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0", "--ram-bytes", "1MiB")
     sizes = ("--extent-bytes", "64KiB", "--disk-bytes", "4MiB", "--disk-extent-bytes", str(EXTENT_NBYTES))
     command = [sys.executable, "-m", "node.main", *ports, *sizes, "--data-dir", str(tmp_path)]
@@ -273,7 +273,7 @@ def test_a_second_process_on_the_directory_is_refused_with_a_clear_message(tmp_p
     directory.close()
 
 
-@pytest.mark.parametrize("kind", [DataDir, KeptDir])
+@pytest.mark.parametrize("kind", [DataDir, ProcessStorage])
 def test_a_data_dir_that_is_no_directory_is_refused(tmp_path: Path, arena: Arena, kind: Any) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can not be used"):

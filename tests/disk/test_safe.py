@@ -15,7 +15,7 @@ import pytest
 from kvstore import PutOutcome
 from kvstore.errors import Exhausted
 from node.disk.durability import Wait
-from node.ram.page import Page
+from node.memory.page import Page
 
 
 class Trail:
@@ -289,7 +289,7 @@ def test_a_namespace_whose_number_was_anothers_when_a_sync_failed_is_there_after
     client.remove_namespace(first.namespace)
     layer.fail["sync"] = errno.EIO
     with monkeypatch.context() as patch:
-        patch.setattr("node.disk.numbers.KEPT", 1)
+        patch.setattr("node.disk.index.KEPT", 1)
         with pytest.raises(Exhausted):
             second.put(client, second.keys(1), durable=True)
     layer.heal()

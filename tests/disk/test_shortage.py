@@ -11,9 +11,8 @@ import pytest
 
 from kvstore import Client, ClientConfig, PutOutcome
 from kvstore.errors import Exhausted
-from kvstore.measure.node_process import NodeProcess
-from node.disk.rows import _DiskErrors
-from node.disk.shortage import is_shortage
+from kvstore.tools.node_process import NodeProcess
+from node.disk.rows import _DiskErrors, is_shortage
 
 STORED = PutOutcome.STORED
 

@@ -6,8 +6,8 @@ import pytest
 
 from kvstore.errors import Exhausted
 from kvstore.messages import namespace_message
-from node.disk.numbers import NumberedSpaces
-from node.disk.records import Records
+from node.disk.index import NamespaceIds
+from node.disk.page_table import PageTable
 
 
 def test_durable_pages_stay_when_their_namespace_was_forgotten_empty_and_came_back(
@@ -15,7 +15,7 @@ def test_durable_pages_stay_when_their_namespace_was_forgotten_empty_and_came_ba
 ) -> None:
     """It comes back under another number, and its first row must not win: that of number 4, say, when
     it has number 2 now."""
-    monkeypatch.setattr("node.disk.numbers.KEPT", 4)
+    monkeypatch.setattr("node.disk.index.KEPT", 4)
     node = nodes.start()
     client = nodes.connect(node)
     spaces = [make_pages("salted", salt=str(number)) for number in range(5)]
@@ -38,7 +38,7 @@ def test_a_namespace_that_was_forgotten_while_its_rows_could_not_be_written_is_t
     nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The batch that was to give it a number failed, or reached the log all the same."""
-    monkeypatch.setattr("node.disk.numbers.KEPT", 2)
+    monkeypatch.setattr("node.disk.index.KEPT", 2)
     node = nodes.start()
     client = nodes.connect(node)
     first, second, third = (make_pages("salted", salt=str(number)) for number in range(3))
@@ -66,7 +66,7 @@ def test_a_namespace_that_was_forgotten_while_its_rows_could_not_be_written_is_t
 
 
 def test_a_second_row_of_a_namespace_does_not_change_its_number(pages: Any) -> None:
-    spaces = NumberedSpaces(Records(4096, 4096).accounts.of)
+    spaces = NamespaceIds(PageTable(4096, 4096).accounts.of)
     row = namespace_message(pages.namespace).SerializeToString()
     assert spaces.restore(1, row) == ""
     assert "second" in spaces.restore(2, row)
@@ -127,7 +127,7 @@ def test_namespaces_with_long_descriptions_are_all_listed_after_a_restart(nodes:
         gone.put(client, gone.keys(1), durable=True)
         client.remove_namespace(gone.namespace)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("node.ram.namespace.DESCRIPTIONS_NBYTES_MAX", 20_000)
+        patch.setattr("node.memory.page.DESCRIPTIONS_NBYTES_MAX", 20_000)
         node = nodes.restart(node)
         client = nodes.connect(node)
         assert kept.digest in listed(client)

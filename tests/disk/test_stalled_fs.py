@@ -20,7 +20,7 @@ from planted import SMALL, flags
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, DeadlineExceeded, Exhausted
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 PYTHON, SCRIPT = "/usr/bin/python3", Path(__file__).parents[1] / "helpers" / "stalling_fs.py"
 CALL_S, LATE_S, STOP_S = 3.0, 5.0, 40.0

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from node.disk.extent_files import ExtentFiles, FileLayer, Slot
-from node.disk.kept_dir import KeptDir
-from node.disk.seal import Place
-from node.ram.arena import Arena
+from node.disk.encryption import DiskLocation
+from node.disk.extents import ExtentFiles, FileLayer, Slot
+from node.disk.io_process import ProcessStorage
+from node.memory.arena import Arena
 
 
 def test_a_new_directory_is_synced_by_the_node_that_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_a_new_directory_is_synced_by_the_node_that_makes_it(tmp_path: Path, mon
 
     monkeypatch.setattr(FileLayer, "sync_directory", noted)
     arena = Arena(1 << 20)
-    KeptDir(tmp_path / "new" / "data", 2 << 20, 64 << 10, arena.fd).close()
+    ProcessStorage(tmp_path / "new" / "data", 2 << 20, 64 << 10, arena.fd).close()
     arena.close()
     assert synced == ["new", "."]
 
@@ -35,7 +35,7 @@ def test_what_a_failed_sync_took_is_synced_by_the_next(tmp_path: Path, layer: An
     memory = memoryview(mmap.mmap(-1, 8192))
     view: Callable[[int, int], memoryview] = lambda offset, nbytes: memory[offset : offset + nbytes]  # noqa: E731
     files = ExtentFiles(tmp_path / "extents", 64 << 10, 2, view, layer)
-    files.write_all([Slot(0, 4096, Place(0, None))])
+    files.write_all([Slot(0, 4096, DiskLocation(0, None))])
     layer.fail["sync"] = errno.EIO
     with pytest.raises(OSError, match="Input/output"):
         files.sync()

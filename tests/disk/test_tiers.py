@@ -260,7 +260,7 @@ def test_capacity_follows_a_change_of_page_size(nodes: Any, pages: Any, make_pag
 def test_pinned_pages_stay_on_disk_and_a_durable_put_without_space_says_so(
     nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.disk.record_order.PINNED_SHARE", 1)
+    monkeypatch.setattr("node.disk.disk_lru.PINNED_SHARE", 1)
     node = nodes.start(disk_nbytes=1 << 20, ram_nbytes=2 << 20)
     client = nodes.connect(node)
     keys, more = pages.keys(*range(128)), pages.keys(*range(200, 208))

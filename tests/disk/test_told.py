@@ -11,10 +11,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore import ClientConfig, PutOutcome
 from kvstore.errors import Exhausted
-from node.disk.kept_dir import QUESTION_S
-from node.serve.http_server import Asker
-from node.serve.metrics import metrics_text
+from node.disk.io_process import QUESTION_S
 from node.server import Node
+from node.serving.http_server import Asker
+from node.serving.metrics import metrics_text
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvstore import ByteRange, Exhausted
-from node.ram.inventory import Inventory
+from node.memory.inventory import Inventory
 
 
 def test_verify_of_more_pages_than_ram_has_room_for_reads_each_and_evicts_nobody(nodes: Any, pages: Any) -> None:

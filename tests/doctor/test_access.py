@@ -9,8 +9,8 @@ from authorities import HERE, of_client, of_node, pair
 from examined import Examined
 
 from kvstore.cli.authority import Authority
-from kvstore.doctor.finding import State
-from kvstore.identity_file import add, new_token, token_line
+from kvstore.doctor.checks import State
+from kvstore.identities import add, new_token, token_line
 from node.server import Node
 
 Doctor = Callable[..., Examined]

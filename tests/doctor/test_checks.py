@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.doctor.check import ABREAST, Check, one, run_all
-from kvstore.doctor.finding import Finding, State, ok
+from kvstore.doctor.checks import ABREAST, Check, Finding, State, ok, one, run_all
 from kvstore.errors import Unauthenticated
 
 LONG_S = 60.0

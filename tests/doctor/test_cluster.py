@@ -8,10 +8,11 @@ import pytest
 from examined import Examined
 
 from kvstore.cluster.view import Member, View
-from kvstore.doctor import cluster, examination
-from kvstore.doctor.finding import Finding, State
+from kvstore.doctor import members as cluster
+from kvstore.doctor import runner
+from kvstore.doctor.checks import Finding, State
+from kvstore.doctor.connectivity import Wires
 from kvstore.doctor.pages import MODEL, Pages
-from kvstore.doctor.wires import Wires
 from node.server import Node
 
 Doctor = Callable[..., Examined]
@@ -81,7 +82,7 @@ def test_of_members_that_no_page_is_put_at_nothing_stays_open(
         closed_then.append(set(closed))
         return clean(pages)
 
-    monkeypatch.setattr(examination, "MEMBERS_MAX", 1)
+    monkeypatch.setattr(runner, "MEMBERS_MAX", 1)
     monkeypatch.setattr(Wires, "close", closes)
     monkeypatch.setattr(Pages, "clean", cleans)
     found = doctor(fleet[0])

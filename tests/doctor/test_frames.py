@@ -5,7 +5,7 @@ from typing import Any
 from authorities import of_client, of_node, pair
 
 from kvstore.cli.authority import Authority
-from kvstore.doctor.finding import State
+from kvstore.doctor.checks import State
 from node.server import Node
 
 

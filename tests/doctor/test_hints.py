@@ -7,7 +7,7 @@ import pytest
 
 from kvstore import LayerGroup, Namespace, PageLayout, Plane
 from kvstore.cli.nodes import MISS_REASONS
-from kvstore.doctor.hints import _CAUSES, differences, hints
+from kvstore.doctor.pages import _CAUSES, differences, hints
 from kvstore.pb import kvstore_pb2 as pb
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.doctor import host
-from kvstore.doctor.finding import State
+from kvstore.doctor.checks import State
 from kvstore.doctor.host import SHMEM_ENABLED, Host, unsynchronised
 from kvstore.errors import Unavailable
 

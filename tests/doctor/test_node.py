@@ -11,14 +11,13 @@ from examined import Examined, examined
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Namespace, opaque_layout
-from kvstore.doctor.check import run_all
-from kvstore.doctor.examination import Examination
-from kvstore.doctor.finding import State
-from kvstore.doctor.member import clock, disk, version
+from kvstore.doctor.checks import State, run_all
+from kvstore.doctor.connectivity import Clock
+from kvstore.doctor.members import clock, disk, version
 from kvstore.doctor.pages import MODEL, Pages
-from kvstore.doctor.way import Clock
-from kvstore.measure.node_process import NodeProcess
+from kvstore.doctor.runner import Runner
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.tools.node_process import NodeProcess
 from node.server import Node
 
 Doctor = Callable[..., Examined]
@@ -71,7 +70,7 @@ def test_an_interrupt_leaves_nothing_behind(node: Node) -> None:
             raise KeyboardInterrupt
 
     def interrupted() -> None:
-        with closing(Examination(config).groups()) as groups:
+        with closing(Runner(config).groups()) as groups:
             for group in groups:
                 run_all(group.checks, tick)
 
@@ -225,7 +224,7 @@ def test_a_clock_that_differs(ahead_s: float, within_s: float, state: State) -> 
 
 
 def test_a_nodes_clock_is_compared_with_ours(node: Node, doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.serve.status.time.time_ns", lambda: 1_000_000_000)
+    monkeypatch.setattr("node.serving.status.time.time_ns", lambda: 1_000_000_000)
     assert doctor(node).of("clock", group="what").state is State.FAIL
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.doctor import directory, probe
-from kvstore.doctor.directory import file_system, findings
-from kvstore.doctor.finding import State
-from kvstore.doctor.probe import probed
+from kvstore.doctor import checks, data_dir
+from kvstore.doctor.checks import State, probed
+from kvstore.doctor.data_dir import file_system, findings
 
 LONG_S = 60.0
 
@@ -21,7 +20,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> str:
 
 
 def test_a_data_directory_as_it_is_here(tmp_path: Path) -> None:
-    found = list(probed("data directory", "kvstore.doctor.directory", [str(tmp_path)], LONG_S, "mend it"))
+    found = list(probed("data directory", "kvstore.doctor.data_dir", [str(tmp_path)], LONG_S, "mend it"))
     assert [finding.name for finding in found] == ["data directory", "file system", "room", "O_DIRECT", "speed"]
     assert found[0].state is State.OK
     assert "MB/s written" in found[-1].found
@@ -43,8 +42,8 @@ def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
 
 
 def test_one_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory.os, "access", lambda path, mode: not mode & directory.os.W_OK)
-    found = directory.permission(tmp_path, tmp_path)
+    monkeypatch.setattr(data_dir.os, "access", lambda path, mode: not mode & data_dir.os.W_OK)
+    found = data_dir.permission(tmp_path, tmp_path)
     assert (found.state, "chown" in found.remedy) == (State.FAIL, True)
 
 
@@ -76,14 +75,14 @@ def test_file_systems(path: str, state: State, said: str) -> None:
 
 
 def test_a_file_system_without_o_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = directory.os.open
+    opened = data_dir.os.open
 
     def without(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & directory.os.O_DIRECT:
-            raise OSError(directory.errno.EINVAL, "Invalid argument")
+        if flags & data_dir.os.O_DIRECT:
+            raise OSError(data_dir.errno.EINVAL, "Invalid argument")
         return opened(path, flags, *rest, **more)
 
-    monkeypatch.setattr(directory.os, "open", without)
+    monkeypatch.setattr(data_dir.os, "open", without)
     found = {finding.name: finding for finding in findings(tmp_path)}
     assert found["O_DIRECT"].state is State.WARN
     assert "MB/s written" in found["speed"].found
@@ -93,12 +92,12 @@ def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         f_bavail, f_blocks, f_frsize, f_files, f_favail = 1000, 1 << 30, 4096, 1 << 20, 1 << 20
 
-    monkeypatch.setattr(directory.os, "statvfs", lambda path: Full)
-    assert directory.room(tmp_path).state is State.FAIL
+    monkeypatch.setattr(data_dir.os, "statvfs", lambda path: Full)
+    assert data_dir.room(tmp_path).state is State.FAIL
     Full.f_bavail, Full.f_favail = 1 << 29, 10
-    assert directory.room(tmp_path).state is State.WARN
+    assert data_dir.room(tmp_path).state is State.WARN
     Full.f_files = 0  # a file system that does not count them
-    found = directory.room(tmp_path)
+    found = data_dir.room(tmp_path)
     assert (found.state, found.found.rpartition(" ")[2]) == (State.OK, "1,945.6GiB"), "of 2,048, a twentieth for rows"
 
 
@@ -108,7 +107,7 @@ def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slow_disk_by_a_clock_that_is_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync_s: float, write_s: float, state: State
 ) -> None:
-    now, pwrite, preadv = [0.0], directory.os.pwrite, directory.os.preadv
+    now, pwrite, preadv = [0.0], data_dir.os.pwrite, data_dir.os.preadv
 
     def written(*given: Any) -> int:
         now[0] += write_s
@@ -121,21 +120,21 @@ def test_a_slow_disk_by_a_clock_that_is_ours(
         now[0] += 0.001
         return preadv(*given)
 
-    monkeypatch.setattr(directory.os, "preadv", read)
-    monkeypatch.setattr(directory.os, "pwrite", written)
-    monkeypatch.setattr(directory.os, "fdatasync", synced)
-    monkeypatch.setattr(directory.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(directory, "WRITTEN_NBYTES", 4 << 20)
+    monkeypatch.setattr(data_dir.os, "preadv", read)
+    monkeypatch.setattr(data_dir.os, "pwrite", written)
+    monkeypatch.setattr(data_dir.os, "fdatasync", synced)
+    monkeypatch.setattr(data_dir.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(data_dir, "WRITTEN_NBYTES", 4 << 20)
     with open(tmp_path / "file", "w+b") as file:
-        found = directory.speed(file.fileno())
+        found = data_dir.speed(file.fileno())
     assert found.state is state
 
 
 def test_nothing_is_written_where_there_is_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node on that disk would find it full, and stop its disk tier."""
     written: list[int] = []
-    monkeypatch.setattr(directory, "_free_nbytes", lambda where: directory.ROOM_NBYTES - 1)
-    monkeypatch.setattr(directory.os, "pwrite", lambda fd, page, at: written.append(len(page)))
+    monkeypatch.setattr(data_dir, "_free_nbytes", lambda where: data_dir.ROOM_NBYTES - 1)
+    monkeypatch.setattr(data_dir.os, "pwrite", lambda fd, page, at: written.append(len(page)))
     found = {finding.name: finding for finding in findings(tmp_path)}
     assert (found["room"].state, found["speed"].state, written) == (State.FAIL, State.SKIPPED, [])
 
@@ -161,7 +160,7 @@ def test_one_that_can_not_even_be_killed_is_left_and_counts_as_far_as_it_came(
 
     said = '{"name": "first", "state": "ok", "found": "there", "remedy": ""}'
     name = module(tmp_path, monkeypatch, f"import time\nprint({said!r}, flush=True)\ntime.sleep(600)\n")
-    monkeypatch.setattr(probe.subprocess, "Popen", Stuck)
+    monkeypatch.setattr(checks.subprocess, "Popen", Stuck)
     try:
         for limit_s in (0.5, 4.0, 32.0):  # until a busy machine has begun it
             *before, last = probed("disk", name, [], limit_s, "mend the disk")
@@ -209,7 +208,7 @@ def test_one_that_broke_before_it_had_told_all_is_a_failure_that_names_the_signa
 
 def test_one_that_broke_after_it_had_told_all_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = (
-        "from kvstore.doctor.finding import ok\nfrom kvstore.doctor.probe import tell\ntell([ok('first', 'there')])\n"
+        "from kvstore.doctor.checks import ok\nfrom kvstore.doctor.checks import tell\ntell([ok('first', 'there')])\n"
     )
     name = module(tmp_path, monkeypatch, told + BREAKS)
     first, last = probed("GPU", name, [], LONG_S, "another Python")
@@ -221,7 +220,7 @@ def test_one_that_broke_after_it_had_told_all_is_a_warning(tmp_path: Path, monke
 
 def test_findings_of_one_that_ends_well_are_all_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = (
-        "from kvstore.doctor.finding import ok\nfrom kvstore.doctor.probe import tell\ntell([ok('first', 'there')])\n"
+        "from kvstore.doctor.checks import ok\nfrom kvstore.doctor.checks import tell\ntell([ok('first', 'there')])\n"
     )
     name = module(tmp_path, monkeypatch, told)
     assert [finding.name for finding in probed("GPU", name, [], LONG_S, "another Python")] == ["first"]
@@ -229,4 +228,4 @@ def test_findings_of_one_that_ends_well_are_all_there_is(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(("status", "said"), [(3, "status 3"), (-9, "SIGKILL"), (-60, "signal 60")])
 def test_how_a_process_ended_is_said_for_people(status: int, said: str) -> None:
-    assert probe.ending(status).endswith(said)
+    assert checks.ending(status).endswith(said)

@@ -9,8 +9,8 @@ import kvstore
 from kvstore import ClientConfig
 from kvstore.cluster.view import Member, View
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.doctor import cluster, member
-from kvstore.doctor.finding import Finding, State, fail, ok
+from kvstore.doctor import members
+from kvstore.doctor.checks import Finding, State, fail, ok
 from kvstore.pb import kvstore_pb2 as pb
 
 MEMBERS = (Member("n0", "10.0.0.1:7440"), Member("n1", "10.0.0.2:7440"))
@@ -27,12 +27,12 @@ def of_members(*views: View | None, peers: pb.PeersStatus | None = None) -> dict
         hello = pb.HelloReply() if view is None else pb.HelloReply(view=view.message)
         status = pb.NodeStatusReply() if peers is None else pb.NodeStatusReply(peers=peers)
         ways[f"n{number}"] = SimpleNamespace(hello=hello, status=status, ask_again=lambda: None)
-    return {finding.name: finding for finding in cluster.findings(VIEW, ways)}
+    return {finding.name: finding for finding in members.findings(VIEW, ways)}
 
 
 @pytest.fixture(autouse=True)
 def nobody_settles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "SETTLE_S", 0.0)
+    monkeypatch.setattr(members, "SETTLE_S", 0.0)
 
 
 def test_members_that_agree_are_well_and_as_many_as_there_are_copies_are_enough() -> None:
@@ -44,8 +44,8 @@ def test_members_that_agree_are_well_and_as_many_as_there_are_copies_are_enough(
 def test_a_member_that_does_not_answer_is_named_and_one_that_is_named_has_to_be_one() -> None:
     found = of_members(VIEW)["members"]
     assert (found.state, found.found) == (State.FAIL, "1 of 2 answer here; not n1")
-    assert cluster.near(VIEW, ClientConfig(near="n1"), {}).state is State.OK
-    assert cluster.near(VIEW, ClientConfig(near="n7"), {}).state is State.FAIL
+    assert members.near(VIEW, ClientConfig(near="n1"), {}).state is State.OK
+    assert members.near(VIEW, ClientConfig(near="n7"), {}).state is State.FAIL
 
 
 def test_a_view_that_reaches_a_member_a_moment_later_is_the_same() -> None:
@@ -54,14 +54,14 @@ def test_a_view_that_reaches_a_member_a_moment_later_is_the_same() -> None:
     behind.ask_again = lambda: setattr(behind, "hello", pb.HelloReply(view=later.message))
     ahead = SimpleNamespace(hello=pb.HelloReply(view=later.message), status=pb.NodeStatusReply(), ask_again=list)
     ways: dict[str, Any] = {"n0": behind, "n1": ahead}
-    found = {finding.name: finding for finding in cluster.findings(VIEW, ways)}
+    found = {finding.name: finding for finding in members.findings(VIEW, ways)}
     assert (found["view"].state, "number 2" in found["view"].found) == (State.OK, True)
 
 
 def test_more_copies_than_members() -> None:
     three = View("fleet", 1, MEMBERS, 3)
     ways: dict[str, Any] = {"n0": SimpleNamespace(hello=None)}
-    (found,) = (finding for finding in cluster.findings(three, ways) if finding.name == "replicas")
+    (found,) = (finding for finding in members.findings(three, ways) if finding.name == "replicas")
     assert (found.state, "3 are wanted of 2 members" in found.found) == (State.WARN, True)
 
 
@@ -92,7 +92,7 @@ def test_what_a_registry_says_is_told_to_few() -> None:
     ("wire", "said"), [("auto", "n1, by shared memory"), ("shm", "n1, by shared memory"), ("bulk", "none by wire bulk")]
 )
 def test_a_near_node_is_one_by_shared_memory(wire: str, said: str) -> None:
-    found = cluster.near(VIEW, ClientConfig(wire=wire), {"n0": False, "n1": True})
+    found = members.near(VIEW, ClientConfig(wire=wire), {"n0": False, "n1": True})
     assert (found.state, found.found.startswith(said)) == (State.OK, True)
 
 
@@ -108,18 +108,18 @@ def test_a_near_node_is_one_by_shared_memory(wire: str, said: str) -> None:
     ],
 )
 def test_versions(hello: pb.HelloReply, state: State) -> None:
-    assert member.version(hello).state is state
+    assert members.version(hello).state is state
 
 
 def test_one_that_is_being_stopped_and_one_that_strangers_reach() -> None:
-    assert member.state(pb.NodeStatusReply(state="SERVING")).state is State.OK
-    assert member.state(pb.NodeStatusReply(state="DRAINING")).state is State.WARN
-    names = {finding.name: finding for finding in member.told(pb.NodeStatusReply(insecure="anybody may write"))}
+    assert members.state(pb.NodeStatusReply(state="SERVING")).state is State.OK
+    assert members.state(pb.NodeStatusReply(state="DRAINING")).state is State.WARN
+    names = {finding.name: finding for finding in members.told(pb.NodeStatusReply(insecure="anybody may write"))}
     assert (names["strangers"].state, names["strangers"].found) == (State.WARN, "anybody may write")
-    assert "strangers" not in {finding.name for finding in member.told(pb.NodeStatusReply())}
+    assert "strangers" not in {finding.name for finding in members.told(pb.NodeStatusReply())}
 
 
 def test_of_a_way_what_is_not_well_is_told_else_one_line() -> None:
     tcp, bad = ok("TCP", "in 1 ms"), fail("gRPC", "hangs", "look")
-    assert [finding.name for finding in member.reached([tcp])] == ["reached"]
-    assert [finding.name for finding in member.reached([tcp, bad])] == ["gRPC"]
+    assert [finding.name for finding in members.reached([tcp])] == ["reached"]
+    assert [finding.name for finding in members.reached([tcp, bad])] == ["gRPC"]

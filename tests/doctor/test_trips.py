@@ -8,7 +8,7 @@ import pytest
 
 from kvstore import ClientConfig
 from kvstore.cluster.view import Member, View
-from kvstore.doctor.finding import State
+from kvstore.doctor.checks import State
 from kvstore.doctor.pages import PAGE_NBYTES, Pages
 from kvstore.errors import Unavailable
 from kvstore.pb import kvstore_pb2 as pb

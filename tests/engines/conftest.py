@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from restartable_node import RestartableNode
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 HERE = Path(__file__).parent
 

@@ -18,7 +18,7 @@ from real_etcd import RealEtcd
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, KVStoreError, Namespace, opaque_layout
-from kvstore.measure.content import page_content
+from kvstore.tools.trace import page_content
 from node.server import Node
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")

@@ -12,7 +12,7 @@ from real_etcd import RealEtcd
 from waiting import wait_until
 
 from kvstore.errors import ConfigError
-from node.peers.etcd import Access
+from node.cluster.etcd import Access
 from node.server import Node
 
 pytestmark = pytest.mark.skipif(

@@ -8,7 +8,7 @@ from kvstore import Namespace, opaque_layout
 from kvstore.checksum import leaves
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
-from node.access.caller import THE_NODE
+from node.auth.access import THE_NODE
 from node.config import NodeConfig
 from node.server import Node
 

@@ -10,13 +10,12 @@ from scripted import ScriptedSocket, payload, request, scratch, stream
 from watched import Target
 
 from kvstore.errors import KVStoreError
-from kvstore.identities import ALL, parse
-from kvstore.identity_file import token_line
+from kvstore.identities import ALL, parse, token_line
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import FIXED_NBYTES, unpack_fixed
-from node.access.access import Access
-from node.ram.inventory import Inventory
+from kvstore.transports.frames import FIXED_NBYTES, unpack_fixed
+from node.auth.access import Access
+from node.memory.inventory import Inventory
 
 TOKEN = "default." + "r" * 43
 SAID_NBYTES = 16  # a value so long must not come back in what is told of a line

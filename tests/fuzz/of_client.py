@@ -11,9 +11,8 @@ from kvstore.checksum import checksum, key_seed
 from kvstore.deadline import Deadline
 from kvstore.messages import lookup_reply
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.bulk import BulkWire
-from kvstore.wires.bulk_connector import BulkConnector
-from kvstore.wires.frames import pack_fixed
+from kvstore.transports.bulk import BulkConnector, BulkWire
+from kvstore.transports.frames import pack_fixed
 
 FILL = 7
 PAGE = bytes([FILL]) * PAGE_NBYTES

@@ -12,8 +12,8 @@ from kvstore.cluster.view import Member, State, View, parse_view, static_view, v
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.messages import namespace_message, parse_namespace
 from kvstore.pb import kvstore_pb2 as pb
-from node.peers.etcd import Change, Entry, Reading
-from node.peers.roster import Registered, Roster, Settings
+from node.cluster.etcd import Change, Entry, Reading
+from node.cluster.registry_state import Registered, RegistryState, Settings
 
 MEMBERS = (
     Member("n1", "10.0.0.1:7440"),
@@ -64,7 +64,7 @@ def roster() -> Target:
             key = bites.sized(1).decode(errors="replace")  # as Etcd has it
             value = bites.sized(2)
             entries.append((f"/kvstore/{FLEET}/{key}", None if gone else Entry(value, len(entries) + 1, 0)))
-        half, known = len(entries) // 2, Roster(FLEET)
+        half, known = len(entries) // 2, RegistryState(FLEET)
         known.reset(Reading(half, {key: entry for key, entry in entries[:half] if entry}))
         _look(known)
         known.apply(Change(key, entry, number) for number, (key, entry) in enumerate(entries[half:], half))
@@ -86,7 +86,7 @@ def _entry(key: str, value: bytes) -> bytes:
     return struct.pack("<BB", 0, len(key)) + key.encode() + struct.pack("<H", len(value)) + value
 
 
-def _look(known: Roster) -> None:
+def _look(known: RegistryState) -> None:
     """As the registry does, and `NodeStatus` after it."""
     try:
         known.removals()

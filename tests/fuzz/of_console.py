@@ -8,7 +8,7 @@ from scripted import ScriptedSocket, http_reply
 from watched import Target
 
 from node.console.console import OWN_HEADER
-from node.serve.http_server import HttpServer
+from node.serving.http_server import HttpServer
 
 
 def console() -> Target:

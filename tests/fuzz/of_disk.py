@@ -15,14 +15,14 @@ from watched import Target
 from kvstore import Namespace, opaque_layout
 from kvstore.checksum import CHECKSUM_NBYTES, row_checksum
 from kvstore.messages import namespace_message
-from node.disk.extent_files import ExtentFiles
+from node.cluster.membership import FILE_NAME, Identity
+from node.disk.extents import ExtentFiles
 from node.disk.rows import PageRow, format_row, namespace_key, numbered, page_at, parse_page_row, stored_extents
 from node.disk.tier import DiskTier
-from node.peers.identity import FILE_NAME, Identity
-from node.ram.namespace import Namespaces
-from node.ram.order import UseOrder
-from node.ram.turn import Turn
-from node.slots import SlotAllocator
+from node.memory.lock_slices import StepBudget
+from node.memory.page import Namespaces
+from node.memory.pools import UseOrder
+from node.slab import SlotAllocator
 
 EXTENT_NBYTES, EXTENTS = 64 << 10, 4
 NOW_S = 1_000_000
@@ -91,7 +91,7 @@ def rows() -> Target:
     def once(data: bytes) -> None:
         disk = DiskTier(Planted(planted(data)), lambda offset, nbytes: arena[offset : offset + nbytes], 1 << 20, _clock)
         spaces = Namespaces(16, EXTENT_NBYTES)
-        spaces.account_of = UseOrder(SlotAllocator(EXTENT_NBYTES, EXTENT_NBYTES), Turn()).accounts.of
+        spaces.account_of = UseOrder(SlotAllocator(EXTENT_NBYTES, EXTENT_NBYTES), StepBudget()).accounts.of
         disk.restore(lambda value, digest: spaces.open(value, digest, restored=True))
         assert disk.check() == []
         assert data != first or disk.records.count == 3

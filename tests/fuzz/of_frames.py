@@ -13,13 +13,12 @@ from watched import Target
 
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import FIXED_NBYTES, FrameSocket, pack_fixed, unpack_fixed
-from kvstore.wires.unix_sockets import DescriptorSocket
-from node.access.caller import Caller
-from node.serve.bulk import BulkConnection
-from node.serve.limits import REQUEST_NBYTES_FREE
-from node.serve.requests import inside
-from node.serve.shm import ShmConnection
+from kvstore.transports.frames import FIXED_NBYTES, FrameSocket, pack_fixed, unpack_fixed
+from kvstore.transports.unix_sockets import DescriptorSocket
+from node.auth.access import Caller
+from node.serving.bulk import BulkConnection
+from node.serving.limits import REQUEST_NBYTES_FREE, inside
+from node.serving.shm import ShmConnection
 
 CALLER = Caller("fuzz")
 FRAMES, RAW = b"\1", b"\0"

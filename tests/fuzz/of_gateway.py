@@ -12,8 +12,8 @@ from watched import Target
 
 from kvstore.errors import KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
-from node.ram.inventory import Inventory
-from node.serve.gateway import GatewayConnection
+from node.memory.inventory import Inventory
+from node.serving.gateway import GatewayConnection
 
 
 class Socket(ScriptedSocket):

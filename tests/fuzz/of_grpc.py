@@ -17,7 +17,7 @@ from kvstore.messages import chunk_of
 from kvstore.pb import kvstore_pb2 as pb
 from node.gateway.health import NodeState
 from node.gateway.server import Servicer
-from node.serve.gateway import GatewayDoor
+from node.serving.gateway import GatewayDoor
 
 MESSAGES_MAX = 16
 OURS, REFLECTION = "kvstore.KVStore", "grpc.reflection.v1alpha.ServerReflection"

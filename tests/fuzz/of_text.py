@@ -10,12 +10,12 @@ from watched import Target
 
 from kvstore.cli.selection import parse_duration, parse_tokens
 from kvstore.config import ClientConfig, load, parse_address, parse_nbytes, split_address
-from kvstore.measure.trace import conversations, read_trace
+from kvstore.tools.trace import conversations, read_trace
+from node.cluster.membership import advertised
+from node.cluster.registry import endpoints_and_name
 from node.config import NodeConfig
-from node.peers.address import advertised
-from node.peers.scheme import endpoints_and_name
-from node.serve.metrics import metrics_text
-from node.serve.metrics_server import MetricsServer
+from node.serving.metrics import metrics_text
+from node.serving.metrics_server import MetricsServer
 
 NODE_FIELDS = dataclasses.fields(NodeConfig)
 CLIENT_FIELDS = dataclasses.fields(ClientConfig)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import pack_fixed
-from node.serve.http_server import Connection, HttpServer
+from kvstore.transports.frames import pack_fixed
+from node.serving.http_server import Connection, HttpServer
 
 REQUEST, PAYLOAD, FIXED = 1, 2, 3
 PAYLOAD_NBYTES_MAX = 3 * 4096

@@ -16,9 +16,9 @@ from waiting import wait_until
 
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
-from kvstore.wires.frames import FrameSocket
-from node.serve.gateway import GatewayDoor
+from kvstore.transports.frames import FrameSocket
 from node.server import Node
+from node.serving.gateway import GatewayDoor
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 

@@ -9,9 +9,9 @@ import http2
 import pytest
 from fleets import checked_nodes
 
-from kvstore.identity_file import add, new_token, token_line
+from kvstore.identities import add, new_token, token_line
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.status import Code
+from kvstore.transports.status import Code
 from node.server import Node
 
 TOKEN = new_token("team-a")

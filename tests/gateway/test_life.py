@@ -23,11 +23,11 @@ from waiting import wait_until
 from kvstore import Client, ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError
-from kvstore.measure.node_process import NodeProcess
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
-from kvstore.wires.bulk import BulkWire
+from kvstore.tools.node_process import NodeProcess
+from kvstore.transports.bulk import BulkWire
 from node.config import NodeConfig
 from node.server import Node
 

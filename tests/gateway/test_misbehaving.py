@@ -21,12 +21,12 @@ from waiting import wait_until
 from kvstore import Client, ClientConfig
 from kvstore.certificates import Pems
 from kvstore.pb import kvstore_pb2 as pb
-from node.access.caller import THE_NODE
+from node.auth.access import THE_NODE
 from node.config import NodeConfig
 from node.gateway import supervisor
-from node.gateway.port import Port
-from node.serve.gateway import connections_max
+from node.gateway.supervisor import Port
 from node.server import Node
+from node.serving.gateway import connections_max
 
 BEGIN = """
 import json, os, signal, socket, sys, time

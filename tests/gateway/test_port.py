@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from node.gateway.port import Port
+from node.gateway.supervisor import Port
 
 HOSTS = ["127.0.0.1", "0.0.0.0", "::"]
 

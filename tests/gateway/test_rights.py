@@ -21,12 +21,12 @@ from kvstore.errors import UnknownNamespace
 from kvstore.identities import share_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
-from kvstore.wires.frames import FrameSocket
-from kvstore.wires.grpc_wire import GrpcWire
-from kvstore.wires.unix_sockets import DescriptorSocket
-from node.serve.gateway import GatewayConnection
-from node.serve.limits import REQUEST_NBYTES_FREE
+from kvstore.transports.frames import FrameSocket
+from kvstore.transports.grpc_wire import GrpcWire
+from kvstore.transports.unix_sockets import DescriptorSocket
 from node.server import Node
+from node.serving.gateway import GatewayConnection
+from node.serving.limits import REQUEST_NBYTES_FREE
 
 PAGE_NBYTES = 4096
 ROUNDS = 40

@@ -8,13 +8,13 @@ import pytest
 from rogue import Rogue, asked, rogue_node
 from waiting import wait_until
 
-from kvstore.identity_file import add, new_token, token_line
+from kvstore.identities import add, new_token, token_line
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import FrameSocket
-from kvstore.wires.status import Code
-from node.serve.gateway import GatewayConnection
-from node.serve.limits import REQUEST_NBYTES_FREE
+from kvstore.transports.frames import FrameSocket
+from kvstore.transports.status import Code
 from node.server import Node
+from node.serving.gateway import GatewayConnection
+from node.serving.limits import REQUEST_NBYTES_FREE
 
 REQUESTS = {f.name: getattr(pb, f.message_type.name)() for f in pb.BulkRequest.DESCRIPTOR.fields if f.message_type}
 OF_PUTS_AND_GETS = ("commit", "release")  # nothing without a put or get that was admitted

@@ -14,7 +14,7 @@ from gateway_processes import gateways
 from ports import free_ports
 
 from kvstore import Client, ClientConfig
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 from node.gateway import sandbox
 from node.gateway.main import NICENESS, OOM_SCORE
 

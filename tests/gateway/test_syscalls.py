@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from node.gateway.runners import import_paths
-from node.gateway.syscalls import _ARCHITECTURES
+from node.gateway.sandbox import _ARCHITECTURES
+from node.gateway.supervisor import import_paths
 
 pytestmark = pytest.mark.skipif(os.uname().machine not in _ARCHITECTURES, reason="a machine of another kind")
 
 # Prints what became of each try: "done", or the number of the error.
 TRIES = """
 import ctypes, json, os, resource, signal, socket, subprocess, sys, threading
-from node.gateway import sandbox, syscalls
+from node.gateway import sandbox
 
 file, path, port, victim = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 FASTOPEN, MPTCP = 0x20000000, 262
@@ -76,7 +76,7 @@ def tried():
 
 before = tried()
 called(libc.prctl(38, 1, 0, 0, 0))
-assert syscalls.refuse_others()
+assert sandbox.refuse_others()
 print(json.dumps([before, tried(), list(REFUSED)]))
 """
 

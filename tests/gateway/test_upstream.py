@@ -21,14 +21,14 @@ from stopping import stop
 from waiting import wait_until
 
 from kvstore.errors import Unauthenticated
-from kvstore.identity_file import add, new_token, revoke, token_line
+from kvstore.identities import add, new_token, revoke, token_line
 from kvstore.messages import delimited
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import FIXED_NBYTES, pack_fixed, unpack_fixed
+from kvstore.transports.frames import FIXED_NBYTES, pack_fixed, unpack_fixed
 from node.gateway import upstream
 from node.gateway.upstream import Upstream, on_behalf_of
-from node.serve.limits import ON_BEHALF_NBYTES_MAX, REQUEST_NBYTES_FREE
 from node.server import Node
+from node.serving.limits import ON_BEHALF_NBYTES_MAX, REQUEST_NBYTES_FREE
 
 HELLO = pb.HelloRequest().SerializeToString()
 PART_NBYTES = 100_000

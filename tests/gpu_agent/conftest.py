@@ -9,7 +9,7 @@ from block_store import Store
 
 from gpu_agent import KVPool
 from kvstore import Client, ClientConfig, LayerGroup, PageLayout, Plane
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

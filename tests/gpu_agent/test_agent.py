@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpu_agent import Agent, AgentConfig, KVPool, TorchTransfer, UnitTable
-from gpu_agent.carriers import ArenaCarrier, BufferCarrier, Chunk
+from gpu_agent.load_pipeline import BufferedPath, Chunk, MappedPath
 from kvstore import (
     Client,
     ClientConfig,
@@ -23,7 +23,7 @@ from kvstore import (
     prefix_hashes,
 )
 from kvstore.checksum import leaf
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 PAGES = 6
 WAIT_S = 20.0  # for a future that must come; a lost one fails the test instead of hanging it
@@ -244,7 +244,7 @@ def test_slots_are_free_before_the_pages_are_stored(
         return leaf(part)
 
     monkeypatch.setattr(client, "put", gated_put)
-    monkeypatch.setattr("gpu_agent.carriers.leaf", gated_leaf)  # in place, that comes before the commit
+    monkeypatch.setattr("gpu_agent.load_pipeline.leaf", gated_leaf)  # in place, that comes before the commit
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 1 << 20)
     expected = pages_at(token_pool, torch.arange(48))
     with Agent(client, namespace, token_pool) as agent:
@@ -286,8 +286,8 @@ def test_a_full_node_stops_a_save_and_is_named(client: Client, agent: Agent, mon
         calls.append(len(chunk.prefix_hashes))
         return [PutOutcome.STORED, PutOutcome.BUSY] + [PutOutcome.FULL] * (len(chunk.prefix_hashes) - 2)
 
-    monkeypatch.setattr(BufferCarrier, "save", full_after_two)
-    monkeypatch.setattr(ArenaCarrier, "save", full_after_two)
+    monkeypatch.setattr(BufferedPath, "save", full_after_two)
+    monkeypatch.setattr(MappedPath, "save", full_after_two)
     job = agent.save(hashes(), torch.arange(48))
     result = job.done.result(WAIT_S)
     job.gathered.result(WAIT_S)

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from gpu_agent.blocks.askers import Asker, ThreadAsker
-from gpu_agent.blocks.lookups import Lookups
-from gpu_agent.process import asking, child, frames
-from gpu_agent.process.asking import AskProcess
-from gpu_agent.process.home import AgentProcess
+from gpu_agent.blocks.lookups import LookupBackend, Lookups, ThreadLookups
+from gpu_agent.worker import frames, lookup_client, worker_process
+from gpu_agent.worker.lookup_client import ProcessLookups
+from gpu_agent.worker.process_backend import ProcessBackend
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.layout import opaque_layout
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
 WAIT_S = 40.0
@@ -31,7 +30,7 @@ LIGHT = """
 import sys
 from unittest.mock import MagicMock
 sys.modules["torch"] = MagicMock()
-from gpu_agent.process.task import main
+from gpu_agent.worker.task import main
 main(int(sys.argv[1]))
 """
 COMMAND = [sys.executable, "-c", LIGHT]
@@ -41,7 +40,7 @@ def namespace(epoch: int = 0) -> Namespace:
     return Namespace(f"askers {secrets.token_hex(8)}", opaque_layout(4096), epoch=epoch)
 
 
-def until(asker: Asker, reached: Callable[[], bool]) -> None:
+def until(asker: LookupBackend, reached: Callable[[], bool]) -> None:
     end = time.monotonic() + WAIT_S
     while not reached():
         assert time.monotonic() < end
@@ -49,7 +48,7 @@ def until(asker: Asker, reached: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def ended(asker: Asker, future: Any) -> Any:
+def ended(asker: LookupBackend, future: Any) -> Any:
     until(asker, future.done)
     return future.exception() or future.result()
 
@@ -61,16 +60,16 @@ def store(shared_node: NodeProcess) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module", params=["threads", "process"])
-def asker(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Asker]:
+def asker(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[LookupBackend]:
     config = ClientConfig(address=shared_node.address)
-    asker: Any = AskProcess(config, COMMAND) if request.param == "process" else ThreadAsker(Client(config))
+    asker: Any = ProcessLookups(config, COMMAND) if request.param == "process" else ThreadLookups(Client(config))
     if request.param == "process":
         until(asker, lambda: asker._child.ready)
     yield asker
     asker.close()
 
 
-def test_a_block_is_there_if_every_shard_has_it(asker: Asker, store: Client) -> None:
+def test_a_block_is_there_if_every_shard_has_it(asker: LookupBackend, store: Client) -> None:
     one, two, page = namespace(), namespace(), bytes(4096)
     assert ended(asker, asker.open([one, two], 5.0)) is None
     store.put(one, KEYS[:3], [page] * 3)
@@ -80,18 +79,18 @@ def test_a_block_is_there_if_every_shard_has_it(asker: Asker, store: Client) -> 
     assert ended(asker, asker.touch([([one, two], KEYS)], 5.0)) is None
 
 
-def test_a_namespace_is_asked_about_that_was_not_announced(asker: Asker, store: Client) -> None:
+def test_a_namespace_is_asked_about_that_was_not_announced(asker: LookupBackend, store: Client) -> None:
     late = namespace(epoch=7)
     store.put(late, KEYS[:1], [bytes(4096)])
     assert ended(asker, asker.look_up([([late], KEYS)], 5.0)) == (b"\1\0\0\0",)
 
 
-def test_questions_that_are_wrong_are_errors_of_ours(asker: Asker) -> None:
+def test_questions_that_are_wrong_are_errors_of_ours(asker: LookupBackend) -> None:
     for wrong in ([b"abc"], [b"k" * 300]):
         assert isinstance(ended(asker, asker.look_up([([namespace()], wrong)], 5.0)), InvalidRequest)
 
 
-def test_many_questions_have_each_their_own_answer(asker: Asker, store: Client) -> None:
+def test_many_questions_have_each_their_own_answer(asker: LookupBackend, store: Client) -> None:
     names = [namespace() for _ in range(20)]
     for number, name in enumerate(names):
         store.put(name, KEYS[: number % 5], [bytes(4096)] * (number % 5)) if number % 5 else None
@@ -101,16 +100,16 @@ def test_many_questions_have_each_their_own_answer(asker: Asker, store: Client) 
 
 
 def test_the_usual_command_is_that_of_the_agents_process() -> None:
-    usual = [inspect.signature(kind).parameters["command"].default for kind in (AskProcess, AgentProcess)]
+    usual = [inspect.signature(kind).parameters["command"].default for kind in (ProcessLookups, ProcessBackend)]
     assert usual == [()] * 2
-    assert child._command()[-2:] == ["-m", "gpu_agent.process"]
+    assert worker_process._command()[-2:] == ["-m", "gpu_agent.worker"]
 
 
 def test_the_namespaces_of_many_epochs_do_not_keep_it_from_starting_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine whose weights change every minute. What does not fit into the setup was raised into its scheduler."""
-    monkeypatch.setattr(child, "RESTART_S", 0.05)
+    monkeypatch.setattr(worker_process, "RESTART_S", 0.05)
     monkeypatch.setattr(frames, "BODY_NBYTES_MAX", 1 << 20)
-    asker = AskProcess(ClientConfig(address="127.0.0.1:1"), COMMAND)
+    asker = ProcessLookups(ClientConfig(address="127.0.0.1:1"), COMMAND)
     until(asker, lambda: asker._child.ready)
     for epoch in range(1000):
         asker.open([dataclasses.replace(namespace(epoch), salt="s" * 1000)], 5.0)
@@ -124,12 +123,12 @@ def test_the_namespaces_of_many_epochs_do_not_keep_it_from_starting_again(monkey
 def test_namespaces_that_another_process_was_told_of_are_known_by_the_next(
     shared_node: NodeProcess, store: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "RESTART_S", 0.05)
-    monkeypatch.setattr(asking, "NAMED", 2)
+    monkeypatch.setattr(worker_process, "RESTART_S", 0.05)
+    monkeypatch.setattr(lookup_client, "NAMED", 2)
     names = [namespace(epoch) for epoch in range(5)]
     for count, name in enumerate(names[1:], 1):
         store.put(name, KEYS[:count], [bytes(4096)] * count)
-    asker = AskProcess(ClientConfig(address=shared_node.address), COMMAND)
+    asker = ProcessLookups(ClientConfig(address=shared_node.address), COMMAND)
     asker.open(names, 5.0)
     until(asker, lambda: asker._child.ready)
     pid = asker._child.pid
@@ -144,10 +143,10 @@ def test_namespaces_that_another_process_was_told_of_are_known_by_the_next(
 def test_its_death_is_a_miss_and_then_there_is_another(
     shared_node: NodeProcess, store: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "RESTART_S", 0.05)
+    monkeypatch.setattr(worker_process, "RESTART_S", 0.05)
     name = namespace()
     store.put(name, KEYS[:2], [bytes(4096)] * 2)
-    asker = AskProcess(ClientConfig(address=shared_node.address), COMMAND)
+    asker = ProcessLookups(ClientConfig(address=shared_node.address), COMMAND)
     lookups = Lookups(asker, 5.0)
     lookups.open([name])
     lookups.ask("early", [([name], KEYS)])  # it is only just starting
@@ -175,8 +174,8 @@ def test_its_death_is_a_miss_and_then_there_is_another(
 def test_a_process_that_dies_again_and_again_is_only_ever_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     """After 1,024 deaths in a row, which takes a day, the pause was too large a number, and each step of the engine
     ended with that."""
-    monkeypatch.setattr(child, "RESTART_S_MAX", 0.0)
-    asker = AskProcess(ClientConfig(address="127.0.0.1:1"), ["/bin/false"])
+    monkeypatch.setattr(worker_process, "RESTART_S_MAX", 0.0)
+    asker = ProcessLookups(ClientConfig(address="127.0.0.1:1"), ["/bin/false"])
     asker._child._deaths = 1023
     until(asker, lambda: asker._child._deaths > 1026)
     asker.close()
@@ -186,12 +185,12 @@ def test_a_process_that_was_named_too_many_namespaces_is_replaced(
     shared_node: NodeProcess, store: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After thousands of weight updates: it answered nothing any more, until the engine was restarted."""
-    monkeypatch.setattr(child, "RESTART_S", 0.05)
-    monkeypatch.setattr(asking, "NAMESPACES_MAX", 4)
-    monkeypatch.setattr(asking, "NAMED", 2)
+    monkeypatch.setattr(worker_process, "RESTART_S", 0.05)
+    monkeypatch.setattr(lookup_client, "NAMESPACES_MAX", 4)
+    monkeypatch.setattr(lookup_client, "NAMED", 2)
     names = [namespace(epoch) for epoch in range(6)]
     store.put(names[-1], KEYS[:2], [bytes(4096)] * 2)
-    asker = AskProcess(ClientConfig(address=shared_node.address), COMMAND)
+    asker = ProcessLookups(ClientConfig(address=shared_node.address), COMMAND)
     until(asker, lambda: asker._child.ready)
     pid = asker._child.pid
     answers = []

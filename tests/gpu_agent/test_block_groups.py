@@ -4,14 +4,7 @@ import random
 
 import pytest
 
-from gpu_agent.blocks.groups import (
-    NULL_BLOCK,
-    BlockGroup,
-    first_ending,
-    loaded_blocks,
-    longest_prefix,
-    unsaved_blocks,
-)
+from gpu_agent.blocks.groups import NULL_BLOCK, BlockGroup, first_ending, loaded_blocks, longest_prefix, unsaved_blocks
 
 
 def test_a_full_group_needs_every_block() -> None:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from block_store import TOKENS, FakeRequest
 
-from gpu_agent.blocks.hits import PAUSE_S_MAX, Hits
-from gpu_agent.blocks.orders import Report
-from kvstore.breaker import CircuitBreaker
+from gpu_agent.blocks.cost_model import PAUSE_S_MAX, HitPolicy
+from gpu_agent.blocks.save_plan import Report
+from kvstore.transports.channel import CircuitBreaker
 
 
 def hangs(store: Any, name: str) -> list[int]:
@@ -31,7 +31,7 @@ def test_where_loads_hang_few_requests_wait_for_one(stores: Any, monkeypatch: py
     store.scheduler._hits._hangs = CircuitBreaker("loads", PAUSE_S_MAX, lambda: now[0])
     store.save(FakeRequest("first", TOKENS), [1, 2, 3, 4, 5])
     assert [hangs(store, f"gone {i}") for i in range(3)] == [[64, 64]] * 3  # a page that is gone is soon told
-    monkeypatch.setattr("gpu_agent.blocks.hits.HUNG_S", 0.0)
+    monkeypatch.setattr("gpu_agent.blocks.cost_model.HUNG_S", 0.0)
     assert hangs(store, "hangs") == [64, 64]
     for pause_s in (0.1, 0.2, 0.4):
         assert [hangs(store, f"waits {pause_s} {i}") for i in range(3)] == [[0, 0]] * 3
@@ -47,7 +47,7 @@ def test_where_loads_hang_few_requests_wait_for_one(stores: Any, monkeypatch: py
     assert hangs(store, "again") == [64, 64]
 
 
-class Clocked(Hits):
+class Clocked(HitPolicy):
     """With a clock that is moved by hand, and without `worth`."""
 
     def __init__(self) -> None:

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 
 from gpu_agent.blocks import scheduler as scheduler_module
+from gpu_agent.blocks.cost_model import HUNG_S, PAUSE_S_MAX, PROMPT_TOKENS_MIN, LoadCostModel
 from gpu_agent.blocks.groups import BlockGroup
-from gpu_agent.blocks.hits import HUNG_S, PAUSE_S_MAX
-from gpu_agent.blocks.orders import Report
-from gpu_agent.blocks.save_plan import SavePlan
+from gpu_agent.blocks.save_plan import Report, SavePlan
 from gpu_agent.blocks.scheduler import BlockScheduler
-from gpu_agent.blocks.worth import PROMPT_TOKENS_MIN, Worth
-from kvstore.breaker import CircuitBreaker
+from kvstore.transports.channel import CircuitBreaker
 
 BLOCK = 16
 
@@ -75,7 +73,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def scheduler_of(worth: Worth | None = None, clock: Clock | None = None) -> BlockScheduler:
+def scheduler_of(worth: LoadCostModel | None = None, clock: Clock | None = None) -> BlockScheduler:
     answers: Any = Answers()
     plan = SavePlan(1, 1 << 20, 64, lambda blocks: None, lambda blocks: None)
     scheduler = BlockScheduler([BlockGroup(BLOCK)], [[]], BLOCK, BLOCK, answers, plan, worth=worth)
@@ -95,9 +93,9 @@ def admitted(scheduler: BlockScheduler, request: Request, offered: int | None) -
     return scheduler.step({}, dict).step
 
 
-def experienced(load_s: float) -> Worth:
+def experienced(load_s: float) -> LoadCostModel:
     """It has seen prompts of 1 ms a token and loads of `load_s` each."""
-    worth, now, step, draw = Worth(), 1000.0, -10_000, random.Random(1)
+    worth, now, step, draw = LoadCostModel(), 1000.0, -10_000, random.Random(1)
     worth.begins(step, now, [], False)
     worth.ended(step, now + 0.01)
     for _ in range(30):
@@ -220,7 +218,7 @@ def test_a_longer_hit_of_the_same_request_is_decided_anew() -> None:
     assert scheduler.matched(request, 0) == 32_000
 
 
-def busy(worth: Worth, load_s: float, hits: int) -> int:
+def busy(worth: LoadCostModel, load_s: float, hits: int) -> int:
     """Hits of 1,000 tokens that are taken, where every step computes 2,048 tokens of somebody in 2 s."""
     taken, now, step = 0, 5000.0, 0
 
@@ -250,7 +248,7 @@ def test_loads_beside_prompts_in_every_step_teach_that_they_have_become_fast() -
 
 def test_loads_beside_prompts_in_every_step_teach_that_they_are_slow() -> None:
     """60 s against 3 s of computing, from the first one on."""
-    assert busy(Worth(), 60.0, 1000) < 200
+    assert busy(LoadCostModel(), 60.0, 1000) < 200
 
 
 # ---- what a step does ------------------------------------------------------------------------------

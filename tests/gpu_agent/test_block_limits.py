@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from block_store import BLOCK, TOKENS, FakeRequest
 
-from gpu_agent.blocks import request as request_module
+from gpu_agent.blocks import groups as request_module
 
 
 def test_blocks_that_find_no_room_before_their_request_ends_are_counted(

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from block_store import BLOCK, FakeRequest
 
-from gpu_agent.blocks import request as request_module
+from gpu_agent.blocks import groups as request_module
 from gpu_agent.blocks.groups import NULL_BLOCK, BlockGroup
 from gpu_agent.blocks.lookups import Lookups
-from gpu_agent.blocks.orders import Report
-from gpu_agent.blocks.save_plan import SavePlan
+from gpu_agent.blocks.save_plan import Report, SavePlan
 from gpu_agent.blocks.scheduler import BlockScheduler
 from kvstore import Namespace
 from kvstore.layout import opaque_layout

@@ -3,8 +3,7 @@
 import pytest
 from block_store import FakeRequest
 
-from gpu_agent.blocks.groups import BlockGroup
-from gpu_agent.blocks.request import STAGED_BLOCKS, Request
+from gpu_agent.blocks.groups import STAGED_BLOCKS, BlockGroup, Request
 
 
 def test_a_request_is_looked_at_again_when_the_first_of_its_groups_ends_a_block() -> None:

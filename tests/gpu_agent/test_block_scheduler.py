@@ -9,10 +9,10 @@ import torch
 from block_store import TOKENS, FakeRequest
 
 from gpu_agent import TorchTransfer
-from gpu_agent.blocks import request as request_module
+from gpu_agent.blocks import groups as request_module
 from gpu_agent.blocks import scheduler
-from gpu_agent.blocks.orders import Report
-from gpu_agent.blocks.worth import Worth
+from gpu_agent.blocks.cost_model import LoadCostModel
+from gpu_agent.blocks.save_plan import Report
 from gpu_agent.layouts.vllm import table_pool
 from kvstore.errors import InvalidRequest
 from kvstore.keys import prefix_hashes
@@ -190,7 +190,7 @@ def test_a_hit_shorter_than_asked_for_is_none(stores: Any) -> None:
         assert other.matched(again) == tokens
 
 
-class Told(Worth):
+class Told(LoadCostModel):
     """What the scheduler tells; `verdict` is its answer."""
 
     def __init__(self) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvstore import Client, ClientConfig, Namespace, PutOutcome, opaque_layout, prefix_hashes
-from kvstore.measure.content import page_content
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
+from kvstore.tools.trace import page_content
 
 pytest.importorskip("cupy", reason="needs CuPy")
 if not torch.cuda.is_available():

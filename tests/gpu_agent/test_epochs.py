@@ -6,12 +6,12 @@ import sys
 
 from ports import free_port
 
-from gpu_agent.epochs import Epochs
+from gpu_agent.weights_version import WeightsVersions
 
 # Torch is imported once, before there are two: that takes longer than all else.
 _RANKS = """
 import os, sys, torch.distributed as dist
-from gpu_agent.epochs import process_epochs
+from gpu_agent.weights_version import process_epochs
 other = os.fork()
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=1 if other else 0, world_size=2)
 epochs = process_epochs()
@@ -25,7 +25,7 @@ if other:
 
 
 def test_an_epoch_is_the_configured_one_until_the_first_advance() -> None:
-    epochs = Epochs("seed")
+    epochs = WeightsVersions("seed")
     assert epochs.current(7) == 7
     epochs.advance()
     assert epochs.current(7) != 7
@@ -33,7 +33,7 @@ def test_an_epoch_is_the_configured_one_until_the_first_advance() -> None:
 
 
 def test_no_epoch_comes_twice() -> None:
-    epochs, seen = Epochs("seed"), {0, 1}
+    epochs, seen = WeightsVersions("seed"), {0, 1}
     for _ in range(100):
         epochs.advance()
         now = {epochs.current(0), epochs.current(1)}
@@ -44,7 +44,7 @@ def test_no_epoch_comes_twice() -> None:
 
 
 def test_equal_seeds_agree_and_others_do_not() -> None:
-    same, twin, other = Epochs("a"), Epochs("a"), Epochs("b")
+    same, twin, other = WeightsVersions("a"), WeightsVersions("a"), WeightsVersions("b")
     for epochs in (same, twin, other):
         epochs.advance()
     assert same.current(0) == twin.current(0) != other.current(0)

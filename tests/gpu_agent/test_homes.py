@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from gpu_agent import AgentConfig
-from gpu_agent.blocks.homes import Home, InProcess, Place
+from gpu_agent.blocks.backends import AgentBackend, GroupPool, LocalBackend
 from gpu_agent.layouts.vllm import table_pool
-from gpu_agent.process.home import AgentProcess
+from gpu_agent.worker.process_backend import ProcessBackend
 from kvstore import Client, ClientConfig, InvalidRequest, Namespace
 from kvstore.keys import prefix_hashes
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 BLOCK, BLOCKS = 16, 64
 WAIT_S = 30.0
@@ -31,9 +31,9 @@ class Rank:
         apart = torch.randn((2, BLOCKS, 1, BLOCK, 4), device=device).bfloat16()
         self.views.append({f"layers.{i}": apart[i] for i in (0, 1)})
         pools = [table_pool(views, BLOCKS, BLOCK) for views in self.views]
-        self.places = [Place(Namespace(f"homes {secrets.token_hex(8)}", pool.layout), pool) for pool in pools]
+        self.places = [GroupPool(Namespace(f"homes {secrets.token_hex(8)}", pool.layout), pool) for pool in pools]
         config = AgentConfig(staging_nbytes=1 << 20, pending_nbytes_max=1 << 22, hashers=2)
-        self.home: Home = kind([self.places[0], None, self.places[1]], ClientConfig(address=address), config)
+        self.home: AgentBackend = kind([self.places[0], None, self.places[1]], ClientConfig(address=address), config)
         self.agents = self.home.agents(None)
 
     def done(self, *futures: Any) -> list[Any]:
@@ -69,10 +69,10 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((InProcess, "cpu", 8), id="threads"),
-        pytest.param((AgentProcess, "cpu", 8), id="process"),
-        pytest.param((AgentProcess, "cuda", 8), id="process-gpu", marks=GPU),
-        pytest.param((AgentProcess, "cuda", 1 << 14), id="process-gpu-runs", marks=GPU),  # pages of 1 MiB, no kernel
+        pytest.param((LocalBackend, "cpu", 8), id="threads"),
+        pytest.param((ProcessBackend, "cpu", 8), id="process"),
+        pytest.param((ProcessBackend, "cuda", 8), id="process-gpu", marks=GPU),
+        pytest.param((ProcessBackend, "cuda", 1 << 14), id="process-gpu-runs", marks=GPU),  # pages of 1 MiB, no kernel
     ],
 )
 def rank(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Rank]:
@@ -177,7 +177,7 @@ def test_waiting_for_a_load_ends_with_it(rank: Rank) -> None:
     assert job.done.result().pages == 3
 
 
-@pytest.mark.parametrize("kind", [InProcess])
+@pytest.mark.parametrize("kind", [LocalBackend])
 def test_without_a_store_a_save_is_dropped_and_a_load_brings_nothing(kind: type[Any]) -> None:
     rank = Rank(kind, "127.0.0.1:9")
     result, loaded = rank.save(0, keys(2), [1, 2]), rank.load(0, keys(2), [40, 41])
@@ -187,6 +187,6 @@ def test_without_a_store_a_save_is_dropped_and_a_load_brings_nothing(kind: type[
 
 
 def test_places_name_the_epoch_that_is_wanted() -> None:
-    place = Rank(InProcess, "127.0.0.1:9").places[0]
+    place = Rank(LocalBackend, "127.0.0.1:9").places[0]
     assert place.at(None) is place.namespace
     assert place.at(7) == dataclasses.replace(place.namespace, epoch=7)

@@ -13,7 +13,7 @@ from gpu_agent.host.pages import HostPages
 from gpu_agent.layouts.group import GroupView, pool_of
 from kvstore import Client, ClientConfig, Namespace, prefix_hashes
 from kvstore.errors import DeadlineExceeded
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 COUNT, TIMEOUT_S = 10, 5.0
 HASHES = prefix_hashes(list(range(4 * COUNT)), 4)

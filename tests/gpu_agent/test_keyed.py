@@ -11,8 +11,8 @@ from page_pools import PAGES, SOURCE, TARGET, WAIT_S, hashes, pages_at
 from gpu_agent import Agent, AgentConfig, KVPool
 from gpu_agent.options import Identity, read_options
 from kvstore import Client, ClientConfig, ConfigError, Namespace
-from kvstore.measure.node_process import NodeProcess
-from kvstore.page_keys import page_keys
+from kvstore.page_hmac import page_keys
+from kvstore.tools.node_process import NodeProcess
 
 SECRET = "5a" * 32
 

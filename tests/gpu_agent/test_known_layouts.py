@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from gpu_agent.objects import known_layouts
-from gpu_agent.objects.known_layouts import ANY, FIRST_S, LAYOUTS_MAX, REFRESH_S, KnownLayouts
+from gpu_agent.objects import store
+from gpu_agent.objects.store import ANY, FIRST_S, LAYOUTS_MAX, REFRESH_S, KnownLayouts
 from kvstore import Namespace, opaque_layout
 from kvstore.deadline import Deadline
 
@@ -61,7 +61,7 @@ def test_both_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for nbytes in range(1, LAYOUTS_MAX + 4):
         known.namespace(SCOPE, opaque_layout(nbytes))
     assert [namespace.layout.page_nbytes for namespace in known.of(SCOPE)] == list(range(4, LAYOUTS_MAX + 4))
-    monkeypatch.setattr(known_layouts, "SCOPES_MAX", 3)
+    monkeypatch.setattr(store, "SCOPES_MAX", 3)
     for revision in "23":
         known.namespace(replace(SCOPE, revision=revision), opaque_layout(1))
     assert known.of(SCOPE)

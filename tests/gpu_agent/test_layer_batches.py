@@ -2,8 +2,8 @@
 
 import concurrent.futures
 
-from gpu_agent.jobs import LoadResult
-from gpu_agent.layer_batches import LayerBatch
+from gpu_agent.load_pipeline import LoadResult
+from gpu_agent.lookup_cache import LayerBatch
 
 
 class Told:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpu_agent.agent import Agent
-from gpu_agent.config import AgentConfig
+from gpu_agent.options import AgentConfig
 from gpu_agent.pool import KVPool
 from kvstore import Client, Namespace, prefix_hashes
 

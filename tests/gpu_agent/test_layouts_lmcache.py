@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpu_agent.layouts.lmcache import Naming, ObjectKey, object_layout, parse_key, shapes_layout
-from gpu_agent.objects.known_layouts import ANY
+from gpu_agent.objects.store import ANY
 from gpu_agent.options import Identity
 from kvstore import ConfigError, Namespace, opaque_layout
 

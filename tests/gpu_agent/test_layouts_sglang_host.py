@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpu_agent import KVPool
-from gpu_agent.host.unit_copies import UnitCopies
-from gpu_agent.layouts.sglang_host import host_pool, page_numbers
+from gpu_agent.host.slot_copies import SlotCopies
+from gpu_agent.layouts.sglang import host_pool, page_numbers
 from kvstore.errors import InvalidRequest
 
 PAGE, PAGES, LAYERS, HEADS, DIM = 4, 6, 3, 2, 8
@@ -70,7 +70,7 @@ class Nothing:
 
 def gathered(pool: KVPool, page: int) -> bytes:
     target = torch.zeros(pool.layout.page_nbytes, dtype=torch.uint8)
-    UnitCopies().gather(pool, pool.unit_table(torch.tensor([page]), 1), [target], None)
+    SlotCopies().gather(pool, pool.unit_table(torch.tensor([page]), 1), [target], None)
     return target.numpy().tobytes()
 
 
@@ -90,7 +90,7 @@ def test_what_is_scattered_is_in_the_engines_memory(layout: str) -> None:
     host = Views(layout)
     pool, _ = host_pool(host)
     page = torch.randint(0, 256, (pool.layout.page_nbytes,), dtype=torch.uint8)
-    UnitCopies().scatter(pool, pool.unit_table(torch.tensor([4]), 1), [page], None)
+    SlotCopies().scatter(pool, pool.unit_table(torch.tensor([4]), 1), [page], None)
     assert torch.equal(host.get_data_page(4 * PAGE).view(torch.uint8), page)
 
 

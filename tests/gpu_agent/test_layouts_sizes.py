@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu_agent import KVPool
-from gpu_agent.host.rows import row_pool
+from gpu_agent.host.page_table_tier import row_pool
 from gpu_agent.layouts import lightllm, sglang, vllm
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "layouts.md"

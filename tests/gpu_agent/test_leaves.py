@@ -22,7 +22,7 @@ from gpu_agent.kernels.staged import StagedTransfer
 from gpu_agent.layouts.vllm import table_pool
 from kvstore import Client, ClientConfig, Namespace
 from kvstore import checksum as checksums
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 
 class Damaging(SimulatedDevice):
@@ -145,7 +145,7 @@ def _no_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> bytes:
         raise AssertionError("a core hashes a page")
 
-    monkeypatch.setattr("gpu_agent.carriers.leaf", refuse)
+    monkeypatch.setattr("gpu_agent.load_pipeline.leaf", refuse)
 
 
 @pytest.mark.usefixtures("_no_hashing")

@@ -10,7 +10,7 @@ from gpu_agent import Agent, AgentConfig, KVPool
 from gpu_agent.kernels import staged
 from kvstore import Client, ClientConfig, LayerGroup, Namespace, PageLayout, Plane, prefix_hashes
 from kvstore.checksum import LEAF_NBYTES, leaves
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)

@@ -17,7 +17,7 @@ from gpu_agent.options import Identity
 from kvstore import Namespace, tracing
 from kvstore.config import load
 from kvstore.errors import ConfigError, InvalidRequest
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16, "dtype": "bfloat16"}
 HYBRID = {"model_type": "qwen3_5", "text_config": {"linear_num_key_heads": 4, "full_attention_interval": 4}}

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from gpu_agent.blocks.askers import ThreadAsker
-from gpu_agent.blocks.lookups import OUTAGE_WAIT_S, Lookups
+from gpu_agent.blocks.lookups import OUTAGE_WAIT_S, Lookups, ThreadLookups
 from kvstore import Client, ClientConfig, LookupResult, Namespace
 from kvstore.errors import Unavailable
 from kvstore.layout import opaque_layout
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 from kvstore.tracing import named
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
@@ -65,7 +64,7 @@ def fake() -> FakeClient:
 
 def test_a_block_is_there_if_every_shard_has_it(fake: FakeClient) -> None:
     """R4: no rank's shard counts alone."""
-    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a"), namespace("b")], KEYS), ([namespace("a")], KEYS[:2])])
     assert answered(lookups, "r") == (b"\0\1\1\0", b"\1\1")
     assert lookups.check() == []
@@ -74,7 +73,7 @@ def test_a_block_is_there_if_every_shard_has_it(fake: FakeClient) -> None:
 
 def test_polls_do_not_wait_and_do_not_ask_again(fake: FakeClient) -> None:
     fake.gate.clear()
-    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a")], KEYS)])
     assert [lookups.answer("r") for _ in range(100)] == [None] * 100
     time.sleep(0.02)
@@ -93,7 +92,7 @@ def test_polls_do_not_wait_and_do_not_ask_again(fake: FakeClient) -> None:
 
 def test_an_old_answer_stands_until_there_is_another(fake: FakeClient) -> None:
     """An engine that were told "not known yet" would let others pass a request that waits for its blocks."""
-    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a")], KEYS)])
     old = answered(lookups, "r")
     fake.gate.clear()
@@ -112,7 +111,7 @@ def test_an_old_answer_stands_until_there_is_another(fake: FakeClient) -> None:
 def test_r7_after_the_deadline_nothing_is_stored(fake: FakeClient) -> None:
     """R7: a store that hangs costs a request its deadline, and requests after it next to nothing."""
     fake.gate.clear()
-    lookups = Lookups(ThreadAsker(fake), 2.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadLookups(fake), 2.0)  # type: ignore[arg-type]
     began = time.monotonic()
     lookups.ask("r", [([namespace("a")], KEYS)])
     assert answered(lookups, "r") == (bytes(4),)
@@ -136,7 +135,7 @@ def test_r7_after_the_deadline_nothing_is_stored(fake: FakeClient) -> None:
 def test_a_request_does_not_wait_for_the_chains_of_those_that_ended(fake: FakeClient) -> None:
     """A batch of requests ends together, and each chain is touched."""
     fake.touch_gate.clear()
-    lookups = Lookups(ThreadAsker(fake), 9.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadLookups(fake), 9.0)  # type: ignore[arg-type]
     for _ in range(20):
         lookups.touch("a request", [([namespace("a")], KEYS)])
     lookups.ask("r", [([namespace("a")], KEYS)])
@@ -148,7 +147,7 @@ def test_a_request_does_not_wait_for_the_chains_of_those_that_ended(fake: FakeCl
 def test_questions_that_waited_for_each_other_are_no_outage(fake: FakeClient, caplog: pytest.LogCaptureFixture) -> None:
     """Their deadline passed before the store was asked: those behind them still wait for its answer."""
     fake.gate.clear()
-    lookups = Lookups(ThreadAsker(fake), 0.2)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadLookups(fake), 0.2)  # type: ignore[arg-type]
     for number in range(10):
         lookups.ask(f"r{number}", [([namespace("a")], KEYS)])
     assert answered(lookups, "r9") == (bytes(4),)
@@ -163,7 +162,7 @@ def test_questions_that_waited_for_each_other_are_no_outage(fake: FakeClient, ca
 
 
 def test_an_outage_is_a_miss_and_is_logged_once(fake: FakeClient, caplog: pytest.LogCaptureFixture) -> None:
-    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     fake.error = Unavailable("gone")
     for number in range(5):
         lookups.ask(f"r{number}", [([namespace("a")], KEYS)])
@@ -189,7 +188,7 @@ def test_an_outage_names_the_request_that_met_it(caplog: pytest.LogCaptureFixtur
     first: concurrent.futures.Future[Any] = concurrent.futures.Future()
     questions = [first, concurrent.futures.Future[Any]()]
 
-    class Late(ThreadAsker):
+    class Late(ThreadLookups):
         def __init__(self) -> None: ...
 
         def look_up(self, question: Any, timeout_s: float) -> Any:
@@ -204,7 +203,7 @@ def test_an_outage_names_the_request_that_met_it(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_bug_in_a_lookup_is_a_miss(fake: FakeClient, caplog: pytest.LogCaptureFixture) -> None:
-    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     fake.error = ZeroDivisionError()
     lookups.ask("r", [([namespace("a")], KEYS)])
     assert answered(lookups, "r") == (bytes(4),)
@@ -215,7 +214,7 @@ def test_a_bug_in_a_lookup_is_a_miss(fake: FakeClient, caplog: pytest.LogCapture
 def test_too_many_waiting_requests_are_told_nothing(fake: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpu_agent.blocks.lookups.PENDING_MAX", 3)
     fake.gate.clear()
-    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     for number in range(5):
         lookups.ask(f"r{number}", [([namespace("a")], KEYS)])
     assert [lookups.answer(f"r{number}") for number in range(5)] == [None] * 3 + [(bytes(4),)] * 2
@@ -225,7 +224,7 @@ def test_too_many_waiting_requests_are_told_nothing(fake: FakeClient, monkeypatc
 
 def test_dropped_answers_do_not_come_back(fake: FakeClient) -> None:
     fake.gate.clear()
-    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a")], KEYS)])
     lookups.drop_all()
     fake.gate.set()
@@ -234,7 +233,7 @@ def test_dropped_answers_do_not_come_back(fake: FakeClient) -> None:
 
 
 def test_an_empty_question_asks_nobody(fake: FakeClient) -> None:
-    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a")], [])])
     assert lookups.answer("r") == (b"",)
     lookups.close()
@@ -244,7 +243,7 @@ def test_an_empty_question_asks_nobody(fake: FakeClient) -> None:
 def test_a_real_node_is_asked_over_every_wire(client: Client) -> None:
     name, page = namespace(f"lookups {client.config.wire}"), bytes(4096)
     client.put(name, KEYS[:2], [page, page])
-    lookups = Lookups(ThreadAsker(client), 5.0)
+    lookups = Lookups(ThreadLookups(client), 5.0)
     lookups.open([name])
     lookups.touch("a request", [([name], KEYS)])
     lookups.ask("r", [([name, name], KEYS)])
@@ -254,7 +253,7 @@ def test_a_real_node_is_asked_over_every_wire(client: Client) -> None:
 
 def test_a_node_that_is_not_there_is_a_miss(shared_node: NodeProcess) -> None:
     with Client(ClientConfig(address="127.0.0.1:1")) as client:
-        lookups = Lookups(ThreadAsker(client), 1.0)
+        lookups = Lookups(ThreadLookups(client), 1.0)
         lookups.ask("r", [([namespace("a")], KEYS)])
         assert answered(lookups, "r") == (bytes(4),)
         lookups.close()

@@ -13,11 +13,11 @@ from ports import free_ports
 from waiting import wait_until
 
 from gpu_agent import Agent, KVPool, LoadResult, SaveResult
-from gpu_agent.carriers import ArenaCarrier
-from gpu_agent.config import agent_config
+from gpu_agent.load_pipeline import MappedPath
+from gpu_agent.options import agent_config
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.cluster.view import State, view_message
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 SAVE_S = 2.0
 
@@ -122,9 +122,9 @@ def test_a_job_whose_near_node_is_near_no_more_goes_on_with_the_owners(
         drained = replace(view.members[0], state=State.DRAINING)
         later = replace(view, number=view.number + 1, members=(drained, *view.members[1:]))
         method = "fetch" if what == "load" else "save"
-        move, parts = getattr(ArenaCarrier, method), []
+        move, parts = getattr(MappedPath, method), []
 
-        def moved(self: ArenaCarrier, *arguments: Any) -> Any:
+        def moved(self: MappedPath, *arguments: Any) -> Any:
             done = move(self, *arguments)
             parts.append(1)
             if len(parts) == before:
@@ -133,7 +133,7 @@ def test_a_job_whose_near_node_is_near_no_more_goes_on_with_the_owners(
 
         touched: list[list[bytes]] = []
         monkeypatch.setattr(agent, "_touch", lambda job, prefix_hashes: touched.append(prefix_hashes))
-        monkeypatch.setattr(ArenaCarrier, method, moved)
+        monkeypatch.setattr(MappedPath, method, moved)
         if what == "load":
             assert agent.load(chain, slots).done.result() == LoadResult(12, 12)
         else:

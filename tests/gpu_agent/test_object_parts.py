@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gpu_agent.config import AgentConfig
 from gpu_agent.objects.parts import PARTS_MAX, Batch, Ended, ObjectName, ObjectResults, Part, cut
 from gpu_agent.objects.store import ObjectStore
+from gpu_agent.options import AgentConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import Unavailable
 from kvstore.keys import Namespace

@@ -18,11 +18,10 @@ import torch
 
 from gpu_agent import AgentConfig
 from gpu_agent.objects import parts
-from gpu_agent.objects.known_layouts import ANY
 from gpu_agent.objects.parts import ObjectName
-from gpu_agent.objects.store import ObjectStore
+from gpu_agent.objects.store import ANY, ObjectStore
 from kvstore import Client, ClientConfig, InvalidRequest, Namespace, PutOutcome, opaque_layout
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 NBYTES = 100_001  # no multiple of anything
 WAIT_S = 20.0

@@ -16,11 +16,10 @@ from relays import relayed as relayed
 from waiting import wait_until
 
 from gpu_agent import AgentConfig
-from gpu_agent.objects.known_layouts import ANY
 from gpu_agent.objects.parts import ObjectName
-from gpu_agent.objects.store import ObjectStore
+from gpu_agent.objects.store import ANY, ObjectStore
 from kvstore import Client, ClientConfig, Namespace, opaque_layout
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 NBYTES = 1 << 20
 HALF = NBYTES // 2

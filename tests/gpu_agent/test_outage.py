@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from gpu_agent.outage import OUTAGES_S, Outage, startup_warning
+from gpu_agent.outage_log import OUTAGES_S, OutageLog, startup_warning
 from kvstore import (
     ConfigError,
     DeadlineExceeded,
@@ -18,7 +18,7 @@ from kvstore import (
 
 
 def test_an_outage_is_two_lines(caplog: pytest.LogCaptureFixture) -> None:
-    outage = Outage()
+    outage = OutageLog()
     with caplog.at_level(logging.INFO):
         for error in (None, Unavailable("down"), DeadlineExceeded("late"), Unavailable("down"), None, None):
             outage.report(error)
@@ -31,7 +31,7 @@ def test_an_outage_is_two_lines(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_store_that_fails_and_answers_by_turns_is_told_of_seldom(caplog: pytest.LogCaptureFixture) -> None:
     now = [100.0]
-    outage = Outage(lambda: now[0])
+    outage = OutageLog(lambda: now[0])
     with caplog.at_level(logging.INFO):
         for _ in range(50):
             outage.report(Unavailable("down"))
@@ -53,7 +53,7 @@ def test_a_store_that_fails_and_answers_by_turns_is_told_of_seldom(caplog: pytes
 
 def test_a_lack_of_room_is_no_answer(caplog: pytest.LogCaptureFixture) -> None:
     """Our own threads may be busy with waiting for the node: "the store answers again" was said of one that hung."""
-    outage = Outage()
+    outage = OutageLog()
     for error in (Unavailable("down"), Exhausted("too many lookups"), DeadlineExceeded("late")):
         outage.report(error)
         assert outage.error is not None
@@ -61,7 +61,7 @@ def test_a_lack_of_room_is_no_answer(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_refusal_is_an_answer(caplog: pytest.LogCaptureFixture) -> None:
-    outage = Outage()
+    outage = OutageLog()
     for _ in range(5):
         outage.report(InvalidRequest("too large"))
     assert [record.message for record in caplog.records] == ["the store refused a request: too large"]
@@ -82,7 +82,7 @@ def test_a_refused_engine_is_told_of_once_until_a_request_is_served(
 ) -> None:
     """Between two refusals the breaker is open: every second refusal ended "the outage" of the pause before it."""
     now = [100.0]
-    outage = Outage(lambda: now[0])
+    outage = OutageLog(lambda: now[0])
     for _ in range(50):
         outage.report(refusal)
         outage.report(Unavailable("node-1 failed 3 times, next try in 1.0 s; last: who"))
@@ -97,7 +97,7 @@ def test_a_refused_engine_is_told_of_once_until_a_request_is_served(
 
 def test_a_store_that_comes_back_and_refuses_does_not_answer_again(caplog: pytest.LogCaptureFixture) -> None:
     now = [100.0]
-    outage = Outage(lambda: now[0])
+    outage = OutageLog(lambda: now[0])
     outage.report(None)
     outage.report(Unavailable("down"))
     for error in (InvalidRequest("too large"), Unauthenticated("who"), Forbidden("not that")):
@@ -116,7 +116,7 @@ def test_a_store_that_comes_back_and_refuses_does_not_answer_again(caplog: pytes
 
 def test_a_reader_whose_saves_are_refused_is_served_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     now = [100.0]
-    outage = Outage(lambda: now[0])
+    outage = OutageLog(lambda: now[0])
     for _ in range(4):
         outage.report(None)
         outage.report(Forbidden("put asks for write"))

@@ -11,10 +11,9 @@ import pytest
 from page_pools import PAGES, SOURCE, TARGET, WAIT_S, hashes
 
 from gpu_agent import Agent, AgentConfig, TorchTransfer
-from gpu_agent.carriers import Fetched
 from gpu_agent.kernels.simulated import SimulatedDevice
 from gpu_agent.kernels.staged import StagedTransfer
-from gpu_agent.parts import travelled
+from gpu_agent.load_pipeline import Fetched, run_pipeline
 from kvstore import Client, Namespace
 
 
@@ -38,7 +37,7 @@ def test_a_load_that_ends_early_gives_back_the_part_behind_when_that_does_not_mo
         return 0
 
     with ThreadPoolExecutor(2) as ahead:
-        with contextlib.closing(travelled([range(1), range(1, 2)], fetch, place, ahead, abreast)) as moved:
+        with contextlib.closing(run_pipeline([range(1), range(1, 2)], fetch, place, ahead, abreast)) as moved:
             assert next(moved) == 0
             assert begun.wait(WAIT_S)
         assert held == set()
@@ -67,7 +66,7 @@ def test_parts_for_which_there_is_no_thread_move_in_the_callers_and_never_again(
     with ThreadPoolExecutor(2) as ahead:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
-            assert list(travelled(parts, fetch, place, ahead, abreast)) == [1] * 4
+            assert list(run_pipeline(parts, fetch, place, ahead, abreast)) == [1] * 4
         ahead.submit(lambda: None).result(WAIT_S)  # what was queued before has had its turn
     assert fetched == placed == parts
 

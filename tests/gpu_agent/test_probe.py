@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_agent.process import memory, probe
-from kvstore.doctor.finding import State
+from gpu_agent.worker import ipc_memory, probe
+from kvstore.doctor.checks import State
 from kvstore.errors import ConfigError
 
 
@@ -118,7 +118,7 @@ def test_cuda_is_initialised_before_its_memory_is_opened(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "init", lambda: done.append("init"))
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", opened, raising=False)
-    memory.opened_storages([dict.fromkeys(memory._CUDA_FIELDS, 0)])
+    ipc_memory.opened_storages([dict.fromkeys(ipc_memory._CUDA_FIELDS, 0)])
     assert done == ["init", "opened"]
 
 
@@ -126,4 +126,4 @@ def test_without_cuda_memory_of_a_gpu_is_refused_in_words() -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a torch without CUDA, or no GPU")
     with pytest.raises(ConfigError, match="CUDA can not be used here"):
-        memory.opened_storages([dict.fromkeys(memory._CUDA_FIELDS, 0)])
+        ipc_memory.opened_storages([dict.fromkeys(ipc_memory._CUDA_FIELDS, 0)])

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from gpu_agent import AgentConfig
-from gpu_agent.blocks.homes import Place
+from gpu_agent.blocks.backends import GroupPool
 from gpu_agent.layouts.vllm import table_pool
-from gpu_agent.process import probe
-from gpu_agent.process.home import AgentProcess
+from gpu_agent.worker import probe
+from gpu_agent.worker.process_backend import ProcessBackend
 from kvstore import ClientConfig, Namespace
-from kvstore.doctor.finding import State
-from kvstore.doctor.probe import probed
+from kvstore.doctor.checks import State, probed
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -25,8 +24,8 @@ def test_the_doctor_finds_what_the_agents_process_finds() -> None:
     """The same memory, mapped by both: they can not disagree."""
     views = {"layers.0": torch.zeros((8, 2, 16, 8), dtype=torch.uint8, device=GPU)}
     pool = table_pool(views, 8, 16)
-    home = AgentProcess(
-        [Place(Namespace("probe", pool.layout), pool)], ClientConfig(address="127.0.0.1:9"), AgentConfig()
+    home = ProcessBackend(
+        [GroupPool(Namespace("probe", pool.layout), pool)], ClientConfig(address="127.0.0.1:9"), AgentConfig()
     )
     try:
         home.agents(None)
@@ -42,7 +41,7 @@ def test_the_doctor_finds_what_the_agents_process_finds() -> None:
 
 
 def test_all_that_the_doctor_says_of_a_gpu_is_well() -> None:
-    found = list(probed("GPU", "gpu_agent.process.probe", [], LONG_S, "another Python"))
+    found = list(probed("GPU", "gpu_agent.worker.probe", [], LONG_S, "another Python"))
     assert [finding.name for finding in found] == ["torch", "GPU", "CuPy", "page-locking", "CUDA IPC"]
     bad = [finding for finding in found if finding.state is State.FAIL]
     assert bad == []

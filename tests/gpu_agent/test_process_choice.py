@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gpu_agent import AgentConfig
-from gpu_agent.blocks.askers import ThreadAsker
-from gpu_agent.blocks.homes import InProcess
-from gpu_agent.process import choice
+from gpu_agent.blocks.backends import LocalBackend
+from gpu_agent.blocks.lookups import ThreadLookups
+from gpu_agent.worker import choice
 from kvstore import ClientConfig, ConfigError
 
 CLIENT, CONFIG = ClientConfig(), AgentConfig()
@@ -36,24 +36,24 @@ def places_on(device: str) -> Any:
 @pytest.mark.parametrize(
     ("device", "where", "expected"),
     [
-        ("cpu", "auto", InProcess),
+        ("cpu", "auto", LocalBackend),
         ("cpu", "process", Process),
         ("cuda", "auto", Process),
-        ("cuda", "threads", InProcess),
+        ("cuda", "threads", LocalBackend),
     ],
 )
 def test_agents_live_beside_an_engine_on_a_gpu(
     device: str, where: str, expected: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "AgentProcess", Process)
+    monkeypatch.setattr(choice, "ProcessBackend", Process)
     assert isinstance(choice.home_of(places_on(device), CLIENT, CONFIG, where), expected)
 
 
 def test_memory_that_can_not_be_shared_leaves_them_inside_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(choice, "AgentProcess", Refused)
-    assert isinstance(choice.home_of(places_on("cuda"), CLIENT, CONFIG, "auto"), InProcess)
+    monkeypatch.setattr(choice, "ProcessBackend", Refused)
+    assert isinstance(choice.home_of(places_on("cuda"), CLIENT, CONFIG, "auto"), LocalBackend)
     assert "inside the engine's process and slow it" in caplog.text
     with pytest.raises(ConfigError, match="can not be mapped"):
         choice.home_of(places_on("cuda"), CLIENT, CONFIG, "process")
@@ -62,11 +62,11 @@ def test_memory_that_can_not_be_shared_leaves_them_inside_and_says_so(
 def test_lookups_live_beside_an_engine_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(choice, "AskProcess", Process)
+    monkeypatch.setattr(choice, "ProcessLookups", Process)
     for on_gpu, where, expected in (
-        (False, "auto", ThreadAsker),
+        (False, "auto", ThreadLookups),
         (True, "auto", Process),
-        (True, "threads", ThreadAsker),
+        (True, "threads", ThreadLookups),
     ):
         assert isinstance(choice.asker_of(CLIENT, on_gpu, where), expected)
     assert "is not ready after 15 s" in caplog.text
@@ -76,8 +76,8 @@ def test_a_process_for_lookups_that_can_not_start_leaves_them_inside(monkeypatch
     def refuse(_: Any) -> None:
         raise OSError("no more processes")
 
-    monkeypatch.setattr(choice, "AskProcess", refuse)
-    assert isinstance(choice.asker_of(CLIENT, True, "auto"), ThreadAsker)
+    monkeypatch.setattr(choice, "ProcessLookups", refuse)
+    assert isinstance(choice.asker_of(CLIENT, True, "auto"), ThreadLookups)
     with pytest.raises(OSError, match="no more processes"):
         choice.asker_of(CLIENT, True, "process")
 
@@ -86,5 +86,5 @@ def test_an_interpreter_without_a_file_asks_from_threads(monkeypatch: pytest.Mon
     """An engine starts without the process, and is only slower."""
     monkeypatch.setattr(sys, "executable", None)
     asker = choice.asker_of(CLIENT, True, "auto")
-    assert isinstance(asker, ThreadAsker)
+    assert isinstance(asker, ThreadLookups)
     asker.close()

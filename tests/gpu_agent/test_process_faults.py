@@ -17,19 +17,18 @@ import pytest
 import torch
 
 from gpu_agent import AgentConfig
-from gpu_agent.blocks.homes import Place
+from gpu_agent.blocks.backends import GroupPool
 from gpu_agent.layouts.vllm import table_pool
-from gpu_agent.process import channel
-from gpu_agent.process import child as child_module
-from gpu_agent.process import home as home_module
-from gpu_agent.process.asking import AskProcess
-from gpu_agent.process.frames import Loaded
-from gpu_agent.process.home import AgentProcess
-from gpu_agent.process.orders import Orders
+from gpu_agent.worker import frames
+from gpu_agent.worker import process_backend as home_module
+from gpu_agent.worker import worker_process as child_module
+from gpu_agent.worker.frames import Loaded
+from gpu_agent.worker.lookup_client import ProcessLookups
+from gpu_agent.worker.process_backend import InflightOrders, ProcessBackend
 from kvstore import Client, ClientConfig, ConfigError, Namespace
 from kvstore.errors import ProtocolError
 from kvstore.keys import prefix_hashes
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 BLOCK, BLOCKS = 16, 32
 WAIT_S = 120.0  # three starts of torch on a busy machine
@@ -37,7 +36,7 @@ WAIT_S = 120.0  # three starts of torch on a busy machine
 GATED = """
 import os, sys, time
 from gpu_agent.transfer import TorchTransfer
-from gpu_agent.process.task import main
+from gpu_agent.worker.task import main
 
 def behind_gate(move):
     def gated(*arguments, **named):
@@ -62,7 +61,7 @@ time.sleep(60)
 READY = "0800000011" + "00" * 8  # since when: long ago
 
 
-def until(reached: Callable[[], bool], home: AgentProcess | None = None) -> None:
+def until(reached: Callable[[], bool], home: ProcessBackend | None = None) -> None:
     end = time.monotonic() + WAIT_S
     while not reached():
         assert time.monotonic() < end
@@ -77,13 +76,13 @@ def keys(count: int) -> list[bytes]:
     return prefix_hashes([secrets.randbelow(1 << 30) for _ in range(count * BLOCK)], BLOCK)
 
 
-def place() -> Place:
+def place() -> GroupPool:
     views = {f"layers.{i}": torch.randint(0, 256, (BLOCKS, 2, BLOCK, 8), dtype=torch.uint8) for i in (0, 1)}
     pool = table_pool(views, BLOCKS, BLOCK)
-    return Place(Namespace(f"process {secrets.token_hex(8)}", pool.layout), pool)
+    return GroupPool(Namespace(f"process {secrets.token_hex(8)}", pool.layout), pool)
 
 
-def content(place: Place, blocks: list[int]) -> list[torch.Tensor]:
+def content(place: GroupPool, blocks: list[int]) -> list[torch.Tensor]:
     return [plane.bits[blocks].clone() for plane in place.pool.planes]
 
 
@@ -96,12 +95,12 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def homes() -> Iterator[Any]:
-    made: list[AgentProcess] = []
+    made: list[ProcessBackend] = []
 
-    def make(address: str, command: list[str], **config: Any) -> tuple[AgentProcess, Place]:
+    def make(address: str, command: list[str], **config: Any) -> tuple[ProcessBackend, GroupPool]:
         where = place()
         limits = AgentConfig(staging_nbytes=1 << 16, pending_nbytes_max=1 << 22, **config)
-        made.append(AgentProcess([where], ClientConfig(address=address), limits, command))
+        made.append(ProcessBackend([where], ClientConfig(address=address), limits, command))
         return made[-1], where
 
     yield make
@@ -178,7 +177,7 @@ def test_nonsense_ends_the_process_and_its_orders(
 
 @pytest.mark.parametrize(("pages", "loaded"), [(3, 2), (2, 3), (1, 2)])
 def test_a_load_that_brought_more_than_was_ordered_is_none(pages: int, loaded: int) -> None:
-    orders = Orders()
+    orders = InflightOrders()
     number, job = orders.load(2, WAIT_S)
     with pytest.raises(ProtocolError, match="a load of 2 pages ended with"):
         orders.loaded(Loaded(number, pages, loaded, None))
@@ -204,7 +203,7 @@ SLOW = """
 import os, sys, time
 while os.path.exists(sys.argv[1]):
     time.sleep(0.01)
-from gpu_agent.process.task import main
+from gpu_agent.worker.task import main
 main(int(sys.argv[2]))
 """
 
@@ -250,7 +249,7 @@ def test_an_engine_that_stood_still_does_not_end_a_process_that_answers(
 
 def test_orders_that_nobody_takes_never_hold_the_engine_up(homes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a socket holds, to a process that reads nothing: kept up to a limit, then dropped."""
-    monkeypatch.setattr(channel, "UNSENT_NBYTES_MAX", 1 << 20)
+    monkeypatch.setattr(frames, "UNSENT_NBYTES_MAX", 1 << 20)
     home, _ = homes("127.0.0.1:9", [sys.executable, "-c", TALKER])
     (agent,) = home.agents(None)
     chain, blocks = keys(30), range(30)
@@ -267,7 +266,7 @@ def test_orders_that_nobody_takes_never_hold_the_engine_up(homes: Any, monkeypat
 
 def test_a_process_that_can_not_be_started_ends_the_start() -> None:
     with pytest.raises(OSError, match="No such file"):
-        AgentProcess([place()], ClientConfig(), AgentConfig(), ["/nowhere/python"])
+        ProcessBackend([place()], ClientConfig(), AgentConfig(), ["/nowhere/python"])
 
 
 def test_one_that_ends_again_and_again_is_started_less_and_less_often(homes: Any) -> None:
@@ -295,7 +294,7 @@ def test_a_start_that_fails_in_an_unknown_way_does_not_end_the_engines_step(
 def test_an_interpreter_without_a_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", None)
     with pytest.raises(ConfigError, match=r"sys\.executable"):
-        AskProcess(ClientConfig())
+        ProcessLookups(ClientConfig())
 
 
 def test_the_end_of_the_thread_that_started_it_is_not_its_own(shared_node: NodeProcess) -> None:
@@ -303,7 +302,7 @@ def test_the_end_of_the_thread_that_started_it_is_not_its_own(shared_node: NodeP
     made = []
 
     def start() -> None:
-        made.append(AskProcess(ClientConfig(address=shared_node.address)))
+        made.append(ProcessLookups(ClientConfig(address=shared_node.address)))
         assert made[0].await_ready(WAIT_S)
 
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
@@ -325,7 +324,7 @@ def test_files_where_the_engine_works_are_not_its_modules(
 ) -> None:
     (tmp_path / "queue.py").write_text("raise ImportError('of the user')")
     monkeypatch.chdir(tmp_path)
-    asker = AskProcess(ClientConfig(address=shared_node.address))
+    asker = ProcessLookups(ClientConfig(address=shared_node.address))
     try:
         until(lambda: asker._child.ready or asker.poll() or asker._child._deaths)
         assert asker._child.ready

@@ -10,11 +10,10 @@ import threading
 
 import pytest
 
-from gpu_agent.process import channel as channel_module
-from gpu_agent.process import frames
-from gpu_agent.process.channel import AgentsEnd, EngineEnd
-from gpu_agent.process.frames import Kind, Loaded, Order, Saved
-from gpu_agent.process.memory import opened_storages
+from gpu_agent.worker import frames
+from gpu_agent.worker import frames as channel_module
+from gpu_agent.worker.frames import AgentsEnd, EngineEnd, Kind, Loaded, Order, Saved
+from gpu_agent.worker.ipc_memory import opened_storages
 from kvstore.errors import ConfigError, Exhausted, InvalidRequest, ProtocolError
 
 ORDER = Order(7, 2, -1, 12.5, [b"k" * 32, b"l" * 16], {"block": bytes(16), "token": b""})

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from gpu_agent import AgentConfig
-from gpu_agent.blocks.homes import Place
+from gpu_agent.blocks.backends import GroupPool
 from gpu_agent.layouts.vllm import table_pool
-from gpu_agent.process import child as child_module
-from gpu_agent.process.home import AgentProcess
+from gpu_agent.worker import worker_process as child_module
+from gpu_agent.worker.process_backend import ProcessBackend
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.keys import prefix_hashes
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 BLOCK, BLOCKS, WAIT_S = 16, 64, 120.0
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
@@ -26,7 +26,7 @@ UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 WITHOUT = """
 import os, sys, torch
 from gpu_agent.transfer import TorchTransfer
-from gpu_agent.process.task import main
+from gpu_agent.worker.task import main
 
 def lacking(move, error):
     def moved(*arguments, **named):
@@ -43,12 +43,12 @@ main(int(sys.argv[2]))
 SMALL = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (256 << 20, 256 << 20))
-from gpu_agent.process.task import main
+from gpu_agent.worker.task import main
 main(int(sys.argv[1]))
 """
 
 
-def until(reached: Callable[[], bool], home: AgentProcess) -> None:
+def until(reached: Callable[[], bool], home: ProcessBackend) -> None:
     end = time.monotonic() + WAIT_S
     while not reached():
         assert time.monotonic() < end
@@ -60,21 +60,21 @@ def keys(count: int) -> list[bytes]:
     return prefix_hashes([secrets.randbelow(1 << 30) for _ in range(count * BLOCK)], BLOCK)
 
 
-def content(where: Place, blocks: list[int]) -> list[torch.Tensor]:
+def content(where: GroupPool, blocks: list[int]) -> list[torch.Tensor]:
     return [plane.bits[blocks].clone() for plane in where.pool.planes]
 
 
 @pytest.fixture
 def homes(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(child_module, "RESTART_S", 0.05)
-    made: list[AgentProcess] = []
+    made: list[ProcessBackend] = []
 
-    def make(command: list[str]) -> tuple[AgentProcess, Place]:
+    def make(command: list[str]) -> tuple[ProcessBackend, GroupPool]:
         views = {f"layers.{i}": torch.randint(0, 256, (BLOCKS, 2, BLOCK, 8), dtype=torch.uint8) for i in (0, 1)}
         pool = table_pool(views, BLOCKS, BLOCK)
-        where = Place(Namespace(f"memory {secrets.token_hex(8)}", pool.layout), pool)
+        where = GroupPool(Namespace(f"memory {secrets.token_hex(8)}", pool.layout), pool)
         config = AgentConfig(staging_nbytes=1 << 16, pending_nbytes_max=1 << 22, save_timeout_s=8.0, load_timeout_s=8.0)
-        made.append(AgentProcess([where], ClientConfig(address=shared_node.address), config, command))
+        made.append(ProcessBackend([where], ClientConfig(address=shared_node.address), config, command))
         return made[-1], where
 
     yield make

@@ -9,16 +9,15 @@ import pytest
 import torch
 from block_store import BLOCK
 
-from gpu_agent.blocks.homes import Place
+from gpu_agent.blocks.backends import GroupPool
 from gpu_agent.blocks.lookups import Lookups
-from gpu_agent.config import AgentConfig
 from gpu_agent.layouts.vllm import table_pool
-from gpu_agent.process import asking, frames
-from gpu_agent.process.asking import AskProcess
-from gpu_agent.process.channel import EngineEnd
-from gpu_agent.process.child import IDLE_S, Child
-from gpu_agent.process.frames import Answer, Kind
-from gpu_agent.process.home import SAVING_S, AgentProcess
+from gpu_agent.options import AgentConfig
+from gpu_agent.worker import frames, lookup_client
+from gpu_agent.worker.frames import Answer, EngineEnd, Kind
+from gpu_agent.worker.lookup_client import ProcessLookups
+from gpu_agent.worker.process_backend import SAVING_S, ProcessBackend
+from gpu_agent.worker.worker_process import IDLE_S, WorkerProcess
 from kvstore import Namespace
 from kvstore.config import ClientConfig
 from kvstore.layout import opaque_layout
@@ -27,16 +26,16 @@ NAMESPACE = Namespace("patience", opaque_layout(4096))
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AskProcess, socket.socket]]:
+def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ProcessLookups, socket.socket]]:
     """A process that asks, played by the test: the other end of its socket."""
     ours, theirs = socket.socketpair()
 
-    def start(self: Child) -> None:
+    def start(self: WorkerProcess) -> None:
         self._channel, self.ready, self._process = EngineEnd(ours), True, object()  # type: ignore[assignment]
 
-    monkeypatch.setattr(Child, "start", start)
+    monkeypatch.setattr(WorkerProcess, "start", start)
     with ours, theirs:
-        yield AskProcess(ClientConfig()), theirs
+        yield ProcessLookups(ClientConfig()), theirs
 
 
 def heard(sock: socket.socket) -> list[tuple[Kind, bytes]]:
@@ -94,10 +93,10 @@ def test_what_a_process_that_died_owed_nobody_waits_for(played: Any, monkeypatch
     asker.open([NAMESPACE], 5.0)
     asked = asker.look_up([([NAMESPACE], keys(1))], 5.0)
     asker.lost()
-    assert isinstance(asked.exception(), asking.Unavailable)
+    assert isinstance(asked.exception(), lookup_client.Unavailable)
     patience: list[float] = []
     with monkeypatch.context() as patch:
-        patch.setattr(Child, "poll", lambda self, patience_s=0.0: patience.append(patience_s))
+        patch.setattr(WorkerProcess, "poll", lambda self, patience_s=0.0: patience.append(patience_s))
         asker.poll()
     assert patience == [IDLE_S]
     heard(sock)
@@ -128,12 +127,12 @@ def test_a_process_that_owes_nothing_is_not_asked_what_it_said(played: Any, monk
     assert listens <= 2
     _, (_, body) = heard(sock)
     sock.send(frames.answer_frame(Answer(frames.parse_question(body).number, 0, None, ())))
-    monkeypatch.setattr("gpu_agent.process.asking.IDLE_S", 0.0)
+    monkeypatch.setattr("gpu_agent.worker.lookup_client.IDLE_S", 0.0)
     asker.poll()
     assert done.result() is None
     done = asker.look_up([([NAMESPACE], keys(1))], 5.0)
     listens = 0
-    monkeypatch.setattr("gpu_agent.process.asking.IDLE_S", 60.0)
+    monkeypatch.setattr("gpu_agent.worker.lookup_client.IDLE_S", 60.0)
     for _ in range(5):
         asker.poll()
     assert listens == 5
@@ -147,7 +146,7 @@ def test_an_answer_that_says_neither_yes_nor_no_ends_the_process(played: Any, th
     asker.look_up([([NAMESPACE], keys(len(there)))], 5.0)
     ((_, body),) = heard(sock)
     body = frames.answer_frame(Answer(frames.parse_question(body).number, 0, None, [there]))[frames.HEADER.size :]
-    with pytest.raises(asking.ProtocolError, match="neither yes nor no"):
+    with pytest.raises(lookup_client.ProtocolError, match="neither yes nor no"):
         asker.hear(Kind.ANSWER, body)
 
 
@@ -204,7 +203,7 @@ def test_touches_under_way_have_a_limit_and_make_room_when_they_end(
     played: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpu_agent.blocks.lookups.PENDING_MAX", 8)
-    monkeypatch.setattr("gpu_agent.process.asking.IDLE_S", 0.0)
+    monkeypatch.setattr("gpu_agent.worker.lookup_client.IDLE_S", 0.0)
     asker, sock = played
     lookups = Lookups(asker, 5.0)
     for _ in range(2):
@@ -219,10 +218,10 @@ def test_touches_under_way_have_a_limit_and_make_room_when_they_end(
 
 def test_an_engine_that_loads_listens_in_every_step(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     patience: list[float] = []
-    monkeypatch.setattr(Child, "poll", lambda self, patience_s=0.0: patience.append(patience_s))
+    monkeypatch.setattr(WorkerProcess, "poll", lambda self, patience_s=0.0: patience.append(patience_s))
     layers = {"layers.0": torch.zeros((8, 2, BLOCK, 8), dtype=torch.uint8)}
     pool = table_pool(layers, 8, BLOCK)
-    home = AgentProcess([Place(Namespace("quiet", pool.layout), pool)], ClientConfig(), AgentConfig())
+    home = ProcessBackend([GroupPool(Namespace("quiet", pool.layout), pool)], ClientConfig(), AgentConfig())
     (agent,) = home.agents(None)
     assert agent is not None
     home.poll()

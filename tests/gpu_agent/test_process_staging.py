@@ -14,17 +14,16 @@ import pytest
 import torch
 
 from gpu_agent import AgentConfig
-from gpu_agent.blocks.homes import Place
-from gpu_agent.blocks.orders import StepOrders
+from gpu_agent.blocks.backends import GroupPool
 from gpu_agent.blocks.ranks import BlockRank
-from gpu_agent.blocks.save_plan import Part, SaveOrder, SavePlan
+from gpu_agent.blocks.save_plan import Part, SaveOrder, SavePlan, StepOrders
 from gpu_agent.layouts.vllm import table_pool
-from gpu_agent.process import channel, frames
-from gpu_agent.process import child as child_module
-from gpu_agent.process.channel import EngineEnd
-from gpu_agent.process.child import Child
-from gpu_agent.process.frames import Kind, Order, Saved
-from gpu_agent.process.home import AgentProcess
+from gpu_agent.worker import frames
+from gpu_agent.worker import frames as channel
+from gpu_agent.worker import worker_process as child_module
+from gpu_agent.worker.frames import EngineEnd, Kind, Order, Saved
+from gpu_agent.worker.process_backend import ProcessBackend
+from gpu_agent.worker.worker_process import WorkerProcess
 from kvstore import ClientConfig, Namespace
 from kvstore.keys import prefix_hashes
 
@@ -62,17 +61,17 @@ class Played:
         self.sock.send(frames.saved_frame(Saved(order.number, len(order.keys), 0, 0, None)))
 
 
-def place() -> Place:
+def place() -> GroupPool:
     views = {f"layers.{i}": torch.zeros((BLOCKS, 2, BLOCK, 8), dtype=torch.uint8) for i in (0, 1)}
     pool = table_pool(views, BLOCKS, BLOCK)
-    return Place(Namespace(f"staging {secrets.token_hex(8)}", pool.layout), pool)
+    return GroupPool(Namespace(f"staging {secrets.token_hex(8)}", pool.layout), pool)
 
 
 def keys(count: int) -> list[bytes]:
     return prefix_hashes([secrets.randbelow(1 << 30) for _ in range(count * BLOCK)], BLOCK)
 
 
-def until(reached: Callable[[], bool], home: AgentProcess) -> None:
+def until(reached: Callable[[], bool], home: ProcessBackend) -> None:
     end = time.monotonic() + WAIT_S
     while not reached():
         assert time.monotonic() < end
@@ -81,20 +80,20 @@ def until(reached: Callable[[], bool], home: AgentProcess) -> None:
 
 
 @pytest.fixture
-def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AgentProcess, Played]]:
+def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ProcessBackend, Played]]:
     """A process that has been started and is not ready yet. All that it says is heard at once."""
     ours, theirs = socket.socketpair()
 
-    def start(self: Child) -> None:
+    def start(self: WorkerProcess) -> None:
         self._channel, self.ready, self._started_at = EngineEnd(ours), False, time.monotonic()
         self._process = SimpleNamespace(pid=1, kill=lambda: None, poll=lambda: 0)  # type: ignore[assignment]
 
-    monkeypatch.setattr(Child, "start", start)
-    monkeypatch.setattr("gpu_agent.process.home.SAVING_S", 0.0)
-    monkeypatch.setattr("gpu_agent.process.home.IDLE_S", 0.0)
+    monkeypatch.setattr(WorkerProcess, "start", start)
+    monkeypatch.setattr("gpu_agent.worker.process_backend.SAVING_S", 0.0)
+    monkeypatch.setattr("gpu_agent.worker.process_backend.IDLE_S", 0.0)
     config = AgentConfig(staging_nbytes=1 << 16, save_timeout_s=SAVE_S)
     with ours, theirs:
-        yield AgentProcess([place()], ClientConfig(), config), Played(theirs)
+        yield ProcessBackend([place()], ClientConfig(), config), Played(theirs)
 
 
 def test_a_save_ordered_before_the_process_is_ready_has_its_whole_deadline(starting: Any) -> None:
@@ -207,7 +206,7 @@ def test_a_process_that_never_becomes_ready_keeps_no_block_pinned(monkeypatch: p
     monkeypatch.setattr(child_module, "START_S", 0.3)
     monkeypatch.setattr(child_module, "RESTART_S", 0.05)
     monkeypatch.setattr(child_module, "CLOSE_S", 2.0)
-    home = AgentProcess([place()], ClientConfig(), AgentConfig(), [sys.executable, "-c", NEVER_READY])
+    home = ProcessBackend([place()], ClientConfig(), AgentConfig(), [sys.executable, "-c", NEVER_READY])
     rank = BlockRank(home, writes=True)
     pinned: set[int] = set()
     plan = SavePlan(1, 8, 4, pinned.update, pinned.difference_update)
@@ -268,11 +267,11 @@ def test_between_two_processes_saves_wait_for_the_next(
     home.poll()
     ours, theirs = socket.socketpair()
 
-    def again(self: Child) -> None:
+    def again(self: WorkerProcess) -> None:
         self._channel, self.ready, self._started_at = EngineEnd(ours), False, time.monotonic()
         self._process = SimpleNamespace(pid=2, kill=lambda: None, poll=lambda: 0)  # type: ignore[assignment]
 
-    monkeypatch.setattr(Child, "start", again)
+    monkeypatch.setattr(WorkerProcess, "start", again)
     home._child._end("a test")
     job = agent.save(keys(2), [1, 2])
     assert not job.done.done()

@@ -15,12 +15,12 @@ from page_pools import PAGES, SOURCE, TARGET, WAIT_S, hashes, pages_at
 from waiting import wait_until
 
 from gpu_agent import Agent, AgentConfig, KVPool
-from gpu_agent.blocks.homes import Place
+from gpu_agent.blocks.backends import GroupPool
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.options import identity_of
-from gpu_agent.process.home import AgentProcess
+from gpu_agent.worker.process_backend import ProcessBackend
 from kvstore import Client, ClientConfig, ConfigError, Namespace
-from kvstore.identity_file import new_token, revoke
+from kvstore.identities import new_token, revoke
 
 
 @pytest.fixture
@@ -183,9 +183,9 @@ def test_a_process_of_agents_is_told_its_token_and_nobody_who_looks_at_ps() -> N
     token = new_token(TENANT)
     memory = {"layers.0": torch.zeros((4, 2, 16, 8), dtype=torch.uint8)}
     pool = table_pool(memory, 4, 16)
-    place = Place(Namespace("m", pool.layout, TENANT), pool)
+    place = GroupPool(Namespace("m", pool.layout, TENANT), pool)
     waits = [sys.executable, "-c", "import time; time.sleep(60)"]
-    home = AgentProcess([place], ClientConfig("127.0.0.1:9", token=token), AgentConfig(staging_nbytes=1 << 16), waits)
+    home = ProcessBackend([place], ClientConfig("127.0.0.1:9", token=token), AgentConfig(staging_nbytes=1 << 16), waits)
     try:
         assert home.setup()[0]["client"]["token"] == token
         words = Path(f"/proc/{home._child.pid}/cmdline").read_bytes().split(b"\0")

@@ -14,16 +14,15 @@ from asking import traces_of_calls
 from block_store import BLOCK, TOKENS, FakeRequest, Store
 
 from gpu_agent import AgentConfig
-from gpu_agent.blocks.homes import Place
-from gpu_agent.blocks.orders import StepOrders
+from gpu_agent.blocks.backends import GroupPool
 from gpu_agent.blocks.ranks import BlockRank
-from gpu_agent.blocks.save_plan import Part, SaveOrder
+from gpu_agent.blocks.save_plan import Part, SaveOrder, StepOrders
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.objects import parts as parts_module
 from gpu_agent.objects.parts import ObjectName
 from gpu_agent.objects.store import ObjectStore
-from gpu_agent.process import frames
-from gpu_agent.process.home import AgentProcess
+from gpu_agent.worker import frames
+from gpu_agent.worker.process_backend import ProcessBackend
 from kvstore import Client, ClientConfig, Namespace, opaque_layout, tracing
 from kvstore.keys import prefix_hashes
 from kvstore.tracing import Trace, named, packed_now, request, unpacked_all
@@ -78,15 +77,15 @@ def test_a_save_of_blocks_of_several_requests_says_all_of_them(client: Client, a
 
 
 @pytest.fixture
-def place() -> Place:
+def place() -> GroupPool:
     views = {f"layers.{i}": torch.zeros((8, 2, BLOCK, 8), dtype=torch.uint8) for i in (0, 1)}
     pool = table_pool(views, 8, BLOCK)
-    return Place(Namespace(uuid.uuid4().hex, pool.layout), pool)
+    return GroupPool(Namespace(uuid.uuid4().hex, pool.layout), pool)
 
 
-def test_the_agents_process_names_them_in_its_log(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_agents_process_names_them_in_its_log(place: GroupPool, capfd: pytest.CaptureFixture[str]) -> None:
     logging.getLogger("gpu_agent").setLevel(logging.INFO)
-    rank = BlockRank(AgentProcess([place], NOWHERE, AgentConfig(staging_nbytes=1 << 16)), writes=True)
+    rank = BlockRank(ProcessBackend([place], NOWHERE, AgentConfig(staging_nbytes=1 << 16)), writes=True)
     try:
         rank.begin(StepOrders(1, None, [], []))
         rank.save([SaveOrder(0, [Part(0, hashes(2), [1, 2])], ("cmpl-0", "cmpl-1"))])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpu_agent.restorable import covered, together
+from gpu_agent.lookup_cache import covered, together
 
 
 def flags(text: str) -> list[bool]:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from stopping import stop
 
-from gpu_agent.host.rows import RowTier, TierConfig, row_pool, tier_config
+from gpu_agent.host.page_table_tier import PageTableTier, TierConfig, row_pool, tier_config
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.errors import ConfigError, InvalidRequest
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 ROWS, PAGE_NBYTES, PAGE_TOKENS = 12, 10_000, 64
-Make = Callable[..., RowTier]
+Make = Callable[..., PageTableTier]
 
 
 def random_memory(rows: int = ROWS) -> torch.Tensor:
@@ -34,7 +34,7 @@ def patient(memory: torch.Tensor) -> TierConfig:
     return tier_config(memory, lookup_timeout_s=10, load_timeout_s=10)
 
 
-def stored(pages: RowTier, hashes: list[bytes], rows: list[int]) -> list[int]:
+def stored(pages: PageTableTier, hashes: list[bytes], rows: list[int]) -> list[int]:
     """Rows that were stored before, when the others are."""
     already, job = pages.save(hashes, rows)
     assert job.done.result(20).dropped == 0
@@ -44,11 +44,11 @@ def stored(pages: RowTier, hashes: list[bytes], rows: list[int]) -> list[int]:
 
 @pytest.fixture
 def make(client: Client) -> Iterator[Make]:
-    made: list[RowTier] = []
+    made: list[PageTableTier] = []
 
-    def row_tier(memory: torch.Tensor) -> RowTier:
+    def row_tier(memory: torch.Tensor) -> PageTableTier:
         namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
-        made.append(RowTier(client, namespace, memory, patient(memory)))
+        made.append(PageTableTier(client, namespace, memory, patient(memory)))
         return made[-1]
 
     yield row_tier
@@ -142,7 +142,7 @@ def test_found_pages_stay_until_they_are_loaded() -> None:
         NodeProcess("--ram-bytes", "256KiB", "--extent-bytes", "64KiB") as node,
         Client(ClientConfig(address=node.address)) as client,
     ):
-        pages = RowTier(client, namespace, memory, patient(memory))
+        pages = PageTableTier(client, namespace, memory, patient(memory))
         stored(pages, wanted, [0, 1, 2, 3])
         assert pages.present(wanted) == [True] * 4
         for some in (slice(12), slice(12, 24)):  # of 20 slots, 4 are held
@@ -164,7 +164,7 @@ def test_the_head_of_a_held_chain_is_evicted_last() -> None:
         NodeProcess("--ram-bytes", "256KiB", "--extent-bytes", "64KiB") as node,
         Client(ClientConfig(address=node.address)) as client,
     ):
-        pages = RowTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=10, load_timeout_s=0.1))
+        pages = PageTableTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=10, load_timeout_s=0.1))
         stored(pages, held, list(range(6)))
         assert pages.present(held) == [True] * 6
         time.sleep(0.3)  # longer than load_timeout_s
@@ -180,7 +180,7 @@ def test_a_node_that_is_gone_is_a_miss() -> None:
     memory, hashes = random_memory(), chain("gone", 3)
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
     with Client(ClientConfig(address="127.0.0.1:9")) as client:
-        pages = RowTier(client, namespace, memory, tier_config(memory))
+        pages = PageTableTier(client, namespace, memory, tier_config(memory))
         before = memory.clone()
         assert pages.present(hashes) == [False] * 3
         already, save = pages.save(hashes, [0, 1, 2])
@@ -204,7 +204,7 @@ def test_a_hung_node_costs_each_call_its_deadline_and_settled_memory_is_left_alo
     memory, hashes, node = random_memory(), chain(f"hung {wire}", 6), stopped_node
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
     with Client(ClientConfig(address=node.address, wire=wire, timeout_s=4.0, connect_timeout_s=3.0)) as client:
-        pages = RowTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=3.0, save_timeout_s=4.0))
+        pages = PageTableTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=3.0, save_timeout_s=4.0))
         stored(pages, hashes[:3], [0, 1, 2])
         stop(node.pid)
         try:
@@ -281,7 +281,7 @@ def test_found_pages_are_held_for_two_seconds_at_most(client: Client, request: p
     """However long a load may take: what is held makes no room for others."""
     memory, hashes = random_memory(), chain(request.node.name, 3)
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
-    pages = RowTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=10, load_timeout_s=60))
+    pages = PageTableTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=10, load_timeout_s=60))
     stored(pages, hashes, [0, 1, 2])
     assert pages.present(hashes) == [True] * 3
     assert max(page.pin_ttl_ms for page in client.stat(namespace, hashes)) <= 2000

@@ -20,7 +20,7 @@ from gpu_agent.engines.transformers import TransformersAdapter
 from gpu_agent.engines.transformers_paged import PagedAdapter
 from gpu_agent.options import identity_of, read_options
 from kvstore import Client, ClientConfig, ConfigError, Forbidden, Namespace, client_config, opaque_layout
-from kvstore.identity_file import new_token
+from kvstore.identities import new_token
 
 ENGINES = Path(__file__).parents[2] / "gpu_agent" / "engines"
 KEY = b"k" * 32

@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_agent.blocks.askers import ThreadAsker
-from gpu_agent.blocks.lookups import Lookups
-from gpu_agent.lane import Lane
+from gpu_agent.blocks.lookups import Lookups, ThreadLookups
+from gpu_agent.bounded_executor import BoundedExecutor
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.keys import prefix_hashes
 from kvstore.layout import opaque_layout
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 WAIT_S = 20.0
 
 
 def test_a_job_for_which_there_is_no_thread_is_refused_and_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane: Lane[str] = Lane("load", 1, (1, 64), 1 << 20)
+    lane: BoundedExecutor[str] = BoundedExecutor("load", 1, (1, 64), 1 << 20)
     ran = []
 
     def work(name: str) -> Any:
@@ -43,7 +42,7 @@ def test_a_job_for_which_there_is_no_thread_is_refused_and_never_runs(monkeypatc
 
 def test_a_job_given_in_a_forked_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads are its parent's: its result would never come."""
-    lane: Lane[str] = Lane("save", 1, (1, 64), 1 << 20)
+    lane: BoundedExecutor[str] = BoundedExecutor("save", 1, (1, 64), 1 << 20)
     assert lane.submit(16, lambda _: "done", str).result(WAIT_S) == "done"
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 0)
@@ -55,7 +54,7 @@ def test_a_lookup_for_which_there_is_no_thread_is_a_miss(
     shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     namespace, keys = Namespace("no threads", opaque_layout(4096)), prefix_hashes(range(32), 16)
-    lookups = Lookups(ThreadAsker(Client(ClientConfig(address=shared_node.address))), 5.0)
+    lookups = Lookups(ThreadLookups(Client(ClientConfig(address=shared_node.address))), 5.0)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", _refuse)
         lookups.open([namespace])

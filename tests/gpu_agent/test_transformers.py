@@ -10,9 +10,9 @@ import torch
 from asking import traces_of_calls
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from gpu_agent.config import AgentConfig
 from gpu_agent.engines.transformers import TransformersAdapter, cache_argument, namespace_of
 from gpu_agent.identity.transformers import weights_digest
+from gpu_agent.options import AgentConfig
 from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes, tracing
 
 WAIT_S = 60.0

@@ -21,11 +21,11 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from gpu_agent.config import AgentConfig
 from gpu_agent.engines.transformers import TransformersAdapter, cache_argument, namespace_of
 from gpu_agent.engines.transformers_paged import PagedAdapter, _pool
+from gpu_agent.options import AgentConfig
 from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 if not hasattr(ContinuousBatchingConfig(), "page_size"):
     pytest.skip("needs transformers 5.19 or newer", allow_module_level=True)

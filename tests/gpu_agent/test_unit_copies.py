@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from gpu_agent import KVPool, TorchTransfer
-from gpu_agent.host import unit_copies
-from gpu_agent.host.unit_copies import UnitCopies
+from gpu_agent.host import slot_copies
+from gpu_agent.host.slot_copies import SlotCopies
 from gpu_agent.layouts.group import GroupView, pool_of
 
 COUNT = 5
@@ -14,7 +14,7 @@ RUN_NBYTES = 64 << 10
 
 @pytest.fixture(autouse=True)
 def _small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unit_copies, "RUN_NBYTES", RUN_NBYTES)
+    monkeypatch.setattr(slot_copies, "RUN_NBYTES", RUN_NBYTES)
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -62,7 +62,7 @@ def test_pages_are_the_references(name: str) -> None:
     table = pool.unit_table(units(pool), COUNT)
     mine, expected = empty(pool), empty(pool)
     landed: list[int] = []
-    UnitCopies().gather(pool, table, mine, None, landed=landed.extend)
+    SlotCopies().gather(pool, table, mine, None, landed=landed.extend)
     TorchTransfer().gather(pool, table, expected, None)
     assert all(torch.equal(page, other) for page, other in zip(mine, expected, strict=True))
     assert landed == list(range(COUNT))
@@ -77,7 +77,7 @@ def test_slots_are_the_references(name: str, skip: int) -> None:
         twin.bits.copy_(plane.bits)
     table = pool.unit_table(units(pool), COUNT)
     pages = list(random_tensor(COUNT, pool.layout.page_nbytes))
-    UnitCopies().scatter(pool, table, pages, None, skip)
+    SlotCopies().scatter(pool, table, pages, None, skip)
     TorchTransfer().scatter(other, table, pages, None, skip)
     assert all(torch.equal(p.bits, q.bits) for p, q in zip(pool.planes, other.planes, strict=True))
 
@@ -93,7 +93,7 @@ def test_nothing_is_written_before_its_page_is_ready() -> None:
             raise RuntimeError("damaged")
 
     with pytest.raises(RuntimeError, match="damaged"):
-        UnitCopies().scatter(pool, pool.unit_table(rows, COUNT), pages, None, ready=ready)
+        SlotCopies().scatter(pool, pool.unit_table(rows, COUNT), pages, None, ready=ready)
     now = pool.planes[0].bits
     assert torch.equal(now[rows[:2]], torch.stack(pages[:2]))
     untouched = [slot for slot in range(12) if slot not in rows[:2].tolist()]

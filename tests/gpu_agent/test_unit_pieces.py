@@ -20,15 +20,14 @@ from stopping import stop
 from waiting import wait_until
 
 from gpu_agent import Agent, AgentConfig, KVPool, TorchTransfer
-from gpu_agent.host import unit_pieces
+from gpu_agent.host import slot_copies
 from gpu_agent.host.pages import HostPages
-from gpu_agent.host.unit_copies import UnitCopies
-from gpu_agent.host.unit_pieces import UnitPieces
+from gpu_agent.host.slot_copies import SlotCopies, SlotSegments
 from gpu_agent.layouts.group import GroupView, pool_of
 from kvstore import Client, ClientConfig, Namespace, prefix_hashes
-from kvstore.measure.node_process import NodeProcess
-from kvstore.pieces import copy_pieces
-from kvstore.wires import bulk
+from kvstore.buffers import copy_segments
+from kvstore.tools.node_process import NodeProcess
+from kvstore.transports import bulk
 
 COUNT, SLOTS = 8, 32
 RUN = 48 << 10  # of K and of V, so that a page stalls in the middle of one
@@ -87,7 +86,7 @@ POOLS: dict[str, Callable[[], KVPool]] = {
 
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unit_pieces, "PIECE_NBYTES_MIN", 1)
+    monkeypatch.setattr(slot_copies, "PIECE_NBYTES_MIN", 1)
 
 
 def table_of(pool: KVPool, count: int) -> Any:
@@ -99,7 +98,7 @@ def check_pieces(pool: KVPool) -> None:
     table = table_of(pool, 5)
     expected = list(torch.zeros(5, pool.layout.page_nbytes, dtype=torch.uint8))
     TorchTransfer().gather(pool, table, expected, None)
-    found = UnitPieces(pool).pieces(pool, table)
+    found = SlotSegments(pool).pieces(pool, table)
     assert found is not None
     assert [b"".join(pieces) for pieces in found] == [bytes(page.numpy()) for page in expected]
     whole = [plane.bits.clone() for plane in pool.planes]
@@ -109,7 +108,7 @@ def check_pieces(pool: KVPool) -> None:
     for plane, before in zip(pool.planes, whole, strict=True):
         plane.bits.copy_(before)
     for pieces, page in zip(found, pages, strict=True):
-        copy_pieces(pieces, [memoryview(page.numpy())])
+        copy_segments(pieces, [memoryview(page.numpy())])
     assert all(torch.equal(plane.bits, other) for plane, other in zip(pool.planes, scattered, strict=True))
 
 
@@ -131,19 +130,19 @@ def test_pools_of_any_strides_have_the_pages_of_the_reference(seed: int) -> None
 
 def test_small_pieces_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are they looked for one by one: a page of a transposed pool has millions."""
-    monkeypatch.setattr(unit_pieces, "PIECE_NBYTES_MIN", 1000)
+    monkeypatch.setattr(slot_copies, "PIECE_NBYTES_MIN", 1000)
     for run, wanted in ((1000, True), (999, False)):
         pool = k_and_v(run)
-        assert (UnitPieces(pool).pieces(pool, table_of(pool, 1)) is not None) is wanted
+        assert (SlotSegments(pool).pieces(pool, table_of(pool, 1)) is not None) is wanted
     monkeypatch.setattr("itertools.product", None)
     pool = one_unit(torch.empty(2, 1 << 11, 1 << 11, dtype=torch.uint8).transpose(1, 2))
-    assert UnitPieces(pool).pieces(pool, table_of(pool, 1)) is None
+    assert SlotSegments(pool).pieces(pool, table_of(pool, 1)) is None
 
 
 def test_pages_of_another_pool_are_copied() -> None:
     pool, other = k_and_v(), k_and_v()
-    assert UnitPieces(pool).pieces(other, table_of(other, 1)) is None
-    assert UnitCopies().pieces(pool, table_of(pool, 1)) is None
+    assert SlotSegments(pool).pieces(other, table_of(other, 1)) is None
+    assert SlotCopies().pieces(pool, table_of(pool, 1)) is None
 
 
 class Host:
@@ -177,8 +176,8 @@ def no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a copy through the buffer")
 
-    monkeypatch.setattr(UnitCopies, "gather", refuse)
-    monkeypatch.setattr(UnitCopies, "scatter", refuse)
+    monkeypatch.setattr(SlotCopies, "gather", refuse)
+    monkeypatch.setattr(SlotCopies, "scatter", refuse)
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
@@ -218,7 +217,7 @@ def test_sealed_pages_are_not_copied_either(shared_node: NodeProcess, no_copy: N
 def test_pages_in_pieces_are_those_of_copies(client: Client, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
     hosts = {}
     for name, minimum in (("pieces", 1), ("copies", 1 << 40)):
-        monkeypatch.setattr(unit_pieces, "PIECE_NBYTES_MIN", minimum)
+        monkeypatch.setattr(slot_copies, "PIECE_NBYTES_MIN", minimum)
         model = next((host.pages.namespace.model for host in hosts.values()), "")
         hosts[name] = Host(client, k_and_v(), model)
     writer, reader = hosts.pop(first), *hosts.values()
@@ -238,7 +237,7 @@ def test_what_the_engine_has_is_left_alone_and_layers_come_one_by_one(
     source, target = torch.arange(8), torch.arange(16, 24)
     with Client(ClientConfig(address=shared_node.address, wire="bulk", timeout_s=WAIT_S)) as client:
         config = AgentConfig(workers=1, staging_nbytes=8 * RUN)
-        agent = Agent(client, Namespace(f"pieces-{uuid.uuid4()}", pool.layout), pool, config, UnitPieces(pool))
+        agent = Agent(client, Namespace(f"pieces-{uuid.uuid4()}", pool.layout), pool, config, SlotSegments(pool))
         assert agent.save(HASHES[:2], source).done.result(WAIT_S).stored == 2
         expected, placed = slots.clone(), list[int]()
         expected[target[skip_tokens:]] = slots[source[skip_tokens:]]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from gpu_agent.verdicts import MISS_S, Verdicts
+from gpu_agent.lookup_cache import MISS_S, LookupCache
 from kvstore.tracing import Trace, current, named
 
 TIMEOUT_S = 5.0
@@ -47,15 +47,15 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def verdicts(store: Store, clock: Clock) -> Iterator[Verdicts]:
-    verdicts = Verdicts(store.ask, TIMEOUT_S, clock)
+def verdicts(store: Store, clock: Clock) -> Iterator[LookupCache]:
+    verdicts = LookupCache(store.ask, TIMEOUT_S, clock)
     yield verdicts
     store.open.set()
     verdicts.close()
     assert verdicts.check() == []
 
 
-def settled(verdicts: Verdicts, key: bytes, request: str = "r") -> bool:
+def settled(verdicts: LookupCache, key: bytes, request: str = "r") -> bool:
     """Polls as an engine does."""
     end = time.monotonic() + 10
     while (found := verdicts.lookup(key, request)) is None:
@@ -64,7 +64,7 @@ def settled(verdicts: Verdicts, key: bytes, request: str = "r") -> bool:
     return found
 
 
-def test_the_keys_of_a_step_are_asked_in_one_call(store: Store, verdicts: Verdicts) -> None:
+def test_the_keys_of_a_step_are_asked_in_one_call(store: Store, verdicts: LookupCache) -> None:
     assert [verdicts.lookup(key, request) for key, request in ((b"a", "r"), (b"x", "r"), (b"b", "s"))] == [None] * 3
     assert store.asked == []
     verdicts.flush()
@@ -75,7 +75,7 @@ def test_the_keys_of_a_step_are_asked_in_one_call(store: Store, verdicts: Verdic
     assert store.traces == [named("r")._replace(others=(named("s"),))], "it is for both requests"
 
 
-def test_a_verdict_stands_while_its_requests_live(store: Store, verdicts: Verdicts) -> None:
+def test_a_verdict_stands_while_its_requests_live(store: Store, verdicts: LookupCache) -> None:
     verdicts.lookup(b"a", "r")
     verdicts.flush()
     assert settled(verdicts, b"a")
@@ -92,7 +92,7 @@ def test_a_verdict_stands_while_its_requests_live(store: Store, verdicts: Verdic
 
 
 def test_a_miss_is_asked_about_again_for_a_request_that_comes_later(
-    store: Store, clock: Clock, verdicts: Verdicts
+    store: Store, clock: Clock, verdicts: LookupCache
 ) -> None:
     """One long request kept the miss of a moment, an outage say, for everybody."""
     verdicts.lookup(b"x", "long")
@@ -109,7 +109,7 @@ def test_a_miss_is_asked_about_again_for_a_request_that_comes_later(
     assert store.asked == [[b"x"], [b"x"]]
 
 
-def test_an_answer_that_is_late_is_a_miss(store: Store, clock: Clock, verdicts: Verdicts) -> None:
+def test_an_answer_that_is_late_is_a_miss(store: Store, clock: Clock, verdicts: LookupCache) -> None:
     store.open.clear()
     verdicts.lookup(b"a", "r")
     verdicts.flush()
@@ -124,7 +124,9 @@ def test_an_answer_that_is_late_is_a_miss(store: Store, clock: Clock, verdicts: 
     assert verdicts.lookup(b"a", "r") is False  # what was said is not taken back
 
 
-def test_while_the_store_hangs_steps_gather_in_one_further_call(store: Store, clock: Clock, verdicts: Verdicts) -> None:
+def test_while_the_store_hangs_steps_gather_in_one_further_call(
+    store: Store, clock: Clock, verdicts: LookupCache
+) -> None:
     store.open.clear()
     for key in (b"1", b"2", b"3", b"4"):
         verdicts.lookup(key, "r")
@@ -139,7 +141,7 @@ def test_while_the_store_hangs_steps_gather_in_one_further_call(store: Store, cl
     assert store.asked == [[b"1"], [b"2", b"3", b"4"]]
 
 
-def test_a_failed_load_ends_the_asking(verdicts: Verdicts) -> None:
+def test_a_failed_load_ends_the_asking(verdicts: LookupCache) -> None:
     verdicts.lookup(b"a", "r")
     verdicts.flush()
     assert settled(verdicts, b"a")
@@ -152,7 +154,7 @@ def test_a_failed_load_ends_the_asking(verdicts: Verdicts) -> None:
 
 
 def test_a_call_that_breaks_is_a_miss_and_the_next_one_works(
-    store: Store, verdicts: Verdicts, caplog: pytest.LogCaptureFixture
+    store: Store, verdicts: LookupCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     present, store.present = store.present, None  # type: ignore[assignment]
     verdicts.lookup(b"a", "r")

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gpu_agent.blocks.worth import PROBED, PROBED_SOON, PROMPT_TOKENS_MIN, SAMPLES_MIN, Line, Worth
+from gpu_agent.blocks.cost_model import PROBED, PROBED_SOON, PROMPT_TOKENS_MIN, SAMPLES_MIN, Line, LoadCostModel
 
 SMALL_S = 0.002
 
@@ -17,7 +17,7 @@ class Engine:
     ) -> None:
         """`eager_s`: of a step with more than one token of a prompt, for which there is no graph."""
         self.eager_s = eager_s
-        self.worth = Worth()
+        self.worth = LoadCostModel()
         self.token_s, self.late_s, self.load_s, self.load_token_s = token_s, late_s, load_s, load_token_s
         self.now, self.step, self.draw = 100.0, 0, random.Random(1)
 
@@ -262,7 +262,7 @@ def test_a_line_is_found_and_never_falls() -> None:
 
 
 def test_steps_whose_end_nobody_tells_are_forgotten() -> None:
-    worth = Worth()
+    worth = LoadCostModel()
     for step in range(1000):
         worth.begins(step, float(step), [(0, 100)], False)
     assert len(worth._steps) <= 64

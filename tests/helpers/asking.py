@@ -5,18 +5,18 @@ from typing import Any
 import pytest
 
 from kvstore import tracing
-from kvstore.link import NodeLink
 from kvstore.tracing import Trace
+from kvstore.transports.channel import NodeChannel
 
 
 def traces_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[Trace | None]:
     """The current trace of each call of this process, as they come."""
     traces: list[Trace | None] = []
-    run = NodeLink.run
+    run = NodeChannel.run
 
-    def noted(self: NodeLink, *arguments: Any) -> Any:
+    def noted(self: NodeChannel, *arguments: Any) -> Any:
         traces.append(tracing.current())
         return run(self, *arguments)
 
-    monkeypatch.setattr(NodeLink, "run", noted)
+    monkeypatch.setattr(NodeChannel, "run", noted)
     return traces

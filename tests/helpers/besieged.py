@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvstore.identity_file import add, new_token, token_line
-from kvstore.measure.node_process import NodeProcess
+from kvstore.identities import add, new_token, token_line
+from kvstore.tools.node_process import NodeProcess
 from node.config import NodeConfig
 
 HERE = Path(__file__).parent

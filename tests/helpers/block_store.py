@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from gpu_agent import AgentConfig
-from gpu_agent.blocks.askers import ThreadAsker
+from gpu_agent.blocks.backends import GroupPool, LocalBackend
 from gpu_agent.blocks.groups import BlockGroup
-from gpu_agent.blocks.homes import InProcess, Place
-from gpu_agent.blocks.lookups import Lookups
-from gpu_agent.blocks.orders import StepOrders
+from gpu_agent.blocks.lookups import Lookups, ThreadLookups
 from gpu_agent.blocks.ranks import BlockRank
-from gpu_agent.blocks.save_plan import SavePlan
+from gpu_agent.blocks.save_plan import SavePlan, StepOrders
 from gpu_agent.blocks.scheduler import BlockScheduler
 from gpu_agent.layouts.vllm import table_pool
 from kvstore import Client, Namespace
@@ -52,9 +50,9 @@ class Store:
         limits = {"staging_nbytes": 1 << 16, "pending_nbytes_max": 1 << 22}
         config = AgentConfig(**{name: options.pop(name, limit) for name, limit in limits.items()})
 
-        home = InProcess([Place(self.namespace, self.pool)], client.config, config)
+        home = LocalBackend([GroupPool(self.namespace, self.pool)], client.config, config)
         self.rank = BlockRank(home, writes=options.pop("writes", True))
-        self.lookups = Lookups(ThreadAsker(client), 5.0)
+        self.lookups = Lookups(ThreadLookups(client), 5.0)
         self.scarce = False
         ranks, blocks_max = options.pop("ranks", 1), options.pop("blocks_max", 16)
         plan = SavePlan(ranks, blocks_max, 4, self.pins.extend, self._unpin, scarce=lambda: self.scarce)

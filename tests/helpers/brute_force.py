@@ -5,7 +5,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from kvstore.measure.trace import TraceRequest
+from kvstore.tools.trace import TraceRequest
 
 Chain = tuple[int, ...]
 

@@ -10,7 +10,7 @@ from kvstore.checksum import leaves
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import pack_fixed
+from kvstore.transports.frames import pack_fixed
 
 FIXED = struct.Struct("<2sBBIQ")
 PLANES = (Plane("k", "bfloat16", (2, 8)), Plane("v", "bfloat16", (2, 8)))

@@ -36,8 +36,8 @@ from locked import key_file
 from kvstore import Client, ClientConfig, Exhausted, Namespace, PutOutcome, opaque_layout
 from kvstore.client import Keep
 from kvstore.errors import KVStoreError
-from kvstore.measure.content import page_content
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
+from kvstore.tools.trace import page_content
 from node.config import NodeConfig
 from node.server import Node
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.client import Client
-from kvstore.wires.mapped_slots import ReservedSlots
+from kvstore.transports.mapped_memory import ReservedSlots
 
 DYING_S = 0.2
 MOMENTS = {

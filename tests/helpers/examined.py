@@ -3,9 +3,8 @@
 import contextlib
 
 from kvstore import ClientConfig
-from kvstore.doctor.check import run_all
-from kvstore.doctor.examination import Examination, Wanted
-from kvstore.doctor.finding import Finding, State
+from kvstore.doctor.checks import Finding, State, run_all
+from kvstore.doctor.runner import Runner, Wanted
 
 NEEDS_REMEDY = (State.WARN, State.FAIL)
 
@@ -33,7 +32,7 @@ class Examined:
 
 def examined(config: ClientConfig, wanted: Wanted | None = None) -> Examined:
     found: list[tuple[str, Finding]] = []
-    with contextlib.closing(Examination(config, wanted or Wanted()).groups()) as groups:
+    with contextlib.closing(Runner(config, wanted or Wanted()).groups()) as groups:
         for group in groups:
             found += [(group.title, finding) for finding in run_all(group.checks)]
     for _, finding in found:

@@ -1,4 +1,4 @@
-"""An etcd in this process, as far as `node.peers.etcd` speaks to one.
+"""An etcd in this process, as far as `node.cluster.etcd` speaks to one.
 
 It has keys with revisions, exchanges, leases, watches and users. It can be stopped and started again
 on its port, be slow, lose its leases or all it has. Its leases grow old by its ticks, which come late

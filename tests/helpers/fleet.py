@@ -11,9 +11,9 @@ from kvstore.checksum import checksum
 from kvstore.cluster.view import Member, State, View
 from kvstore.keys import Namespace
 from kvstore.pb import kvstore_pb2 as pb
-from node.ram.reservation import Reservation
-from node.serve.bulk import BulkConnection
+from node.memory.page import Reservation
 from node.server import Node
+from node.serving.bulk import BulkConnection
 
 NUMBERS = range(48)
 KB16, MB = 16 << 10, 1 << 20

@@ -11,7 +11,7 @@ import pytest
 from fake_etcd import FakeEtcd
 
 from kvstore.pb import kvstore_pb2 as pb
-from node.access.caller import THE_NODE
+from node.auth.access import THE_NODE
 from node.config import NodeConfig
 from node.server import Node
 

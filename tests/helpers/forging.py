@@ -5,8 +5,8 @@ from typing import Any
 
 from kvstore import Client, ClientConfig
 from kvstore.checksum import kept, leaves, root
-from kvstore.page_keys import page_keys
-from node.ram.inventory import Inventory
+from kvstore.page_hmac import page_keys
+from node.memory.inventory import Inventory
 from node.server import Node
 
 SECRET = "0f" * 32

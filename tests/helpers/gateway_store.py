@@ -17,7 +17,7 @@ from kvstore import Client, ClientConfig, KVStoreError, Namespace, PutOutcome, o
 from kvstore.checksum import leaves
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
-from node.access.caller import THE_NODE
+from node.auth.access import THE_NODE
 from node.config import NodeConfig
 from node.server import Node
 

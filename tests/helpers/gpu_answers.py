@@ -14,7 +14,7 @@ def agents_ready(engine: EngineHandle) -> list[dict[str, Any]]:
     end = time.monotonic() + READY_S
     while True:
         workers: list[dict[str, Any]] = engine.ask("agents")["workers"]
-        assert {worker["home"] for worker in workers} == {"AgentProcess"}
+        assert {worker["home"] for worker in workers} == {"ProcessBackend"}
         assert [violation for worker in workers for violation in worker["violations"]] == []
         if all(worker["ready"] for worker in workers):
             return workers

@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
 from stopping import stop
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 _budget = host_memory_budget_scope(1 << 40)  # it wants 10 GiB free for the smallest of pools; kept, or it ends
 _budget.__enter__()

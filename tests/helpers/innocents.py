@@ -13,7 +13,7 @@ import time
 from typing import Any, NamedTuple
 
 from kvstore import Client, ClientConfig, KVStoreError, Namespace, opaque_layout
-from kvstore.measure.content import page_content
+from kvstore.tools.trace import page_content
 
 KEYS = 16
 PAGE_NBYTES = 1 << 20

@@ -19,17 +19,13 @@ from typing import TypeVar
 
 from kvstore import Namespace, opaque_layout
 from kvstore.errors import Exhausted
-from node.blocks import Block
-from node.ram.below import Nothing
-from node.ram.namespace import Namespaces
-from node.ram.page import Page, State
-from node.ram.parts import Parts
-from node.ram.pinning import Pinning
-from node.ram.reservation import Reservation, Verdict
-from node.ram.tier import RamTier
-from node.ram.turn import Move, Work
-from node.ram.walk import zero_leftovers
-from node.slots import SlotAllocator
+from node.memory.lock_slices import SlicedWork, Work
+from node.memory.lower_tier import NoLowerTier
+from node.memory.page import Namespaces, Page, PutStatus, Reservation, State
+from node.memory.promotion import PartialPage
+from node.memory.scan import zero_leftovers
+from node.memory.tier import Pinning, RamTier
+from node.slab import Block, SlotAllocator
 
 T = TypeVar("T")
 Task = Generator[None, None, T]
@@ -80,7 +76,7 @@ def page_units(page: Page) -> int:
     return -(-page.namespace.page_nbytes // UNIT)
 
 
-class Stored(Nothing):
+class Stored(NoLowerTier):
     """A tier below that has half of all pages that it is offered, at once."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -222,7 +218,7 @@ class Life:
             self._at_work -= 1
 
     def _turns(self, work: Work[T]) -> Task[T]:
-        copied: Move | None = None
+        copied: SlicedWork | None = None
         while True:
             with self._tier.lock:
                 self._tier.eviction.turn.left = self._rng.choice((1, 1, 2, 3, 8, 256))
@@ -247,7 +243,7 @@ class Life:
                         work.close()
                     raise Cancelled
 
-    def _move(self, move: Move) -> Task[None]:
+    def _move(self, move: SlicedWork) -> Task[None]:
         page, source = move.page, move.page.offset
         for number in range(page_units(page)):
             assert page.offset == source, "a page that is moved has another slot already"
@@ -266,7 +262,7 @@ class Life:
             self.done["exhausted"] += 1
             return
         verdicts = zip(prefix_hashes, reservation.verdicts, strict=True)
-        to_write = [prefix_hash for prefix_hash, verdict in verdicts if verdict == Verdict.WRITE]
+        to_write = [prefix_hash for prefix_hash, verdict in verdicts if verdict == PutStatus.WRITE]
         assert [page.prefix_hash for page in reservation.pages] == to_write, "a writer takes a slot for another's"
         checksums = [self._checksum(page) for page in reservation.pages]
         for page, checksum in zip(reservation.pages, checksums, strict=True):
@@ -297,7 +293,7 @@ class Life:
             self.done["puts"] += 1
 
     def _get(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
-        parts = Parts(self._tier.namespaces.find(space.digest), [(0, 1)]) if self._rng.random() < 0.2 else None
+        parts = PartialPage(self._tier.namespaces.find(space.digest), [(0, 1)]) if self._rng.random() < 0.2 else None
         elsewhere = {prefix_hash: self._rng.random() < 0.8 for prefix_hash in self._others(prefix_hashes)}
         acquired = yield from self._in_turns(
             self._tier._acquire(space.digest, prefix_hashes, self._rng.random() < 0.3, 1, parts, elsewhere)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore import Client, Namespace, PutOutcome, opaque_layout
-from kvstore.measure.content import page_content
-from node.ram.inventory import Inventory
+from kvstore.tools.trace import page_content
+from node.memory.inventory import Inventory
 from node.server import Node
 
 

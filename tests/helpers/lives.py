@@ -16,15 +16,13 @@ from kvstore.checksum import checksum
 from kvstore.errors import Exhausted, KVStoreError
 from node.disk.data_dir import DataDir
 from node.disk.durability import Durability, Wait
-from node.disk.extent_files import FileLayer
+from node.disk.encryption import PLAIN, Vault
+from node.disk.extents import FileLayer
 from node.disk.tier import DiskTier
-from node.disk.vault import PLAIN, Vault
-from node.ram.arena import Arena
-from node.ram.namespace import Namespaces
-from node.ram.page import Page
-from node.ram.reservation import Verdict
-from node.ram.tier import RamTier
-from node.slots import SlotAllocator
+from node.memory.arena import Arena
+from node.memory.page import Namespaces, Page, PutStatus
+from node.memory.tier import RamTier
+from node.slab import SlotAllocator
 
 EXTENT_NBYTES, RAM_NBYTES = 16 << 10, 192 << 10  # RAM for 24 of 36 pages: some are on disk only
 QUEUE_NBYTES = 16 << 10  # two pages: others are refused, and written when somebody wants them to be durable
@@ -97,11 +95,11 @@ class Life:
     def put(self, history: History, version: int) -> bool:
         """Whether the page is stored now, or was."""
         reservation = self.ram.reserve(SPACE.digest, [history.key], PAGE_NBYTES)
-        if reservation.verdicts == [Verdict.WRITE]:
+        if reservation.verdicts == [PutStatus.WRITE]:
             view = self.arena.view(reservation.pages[0].offset, PAGE_NBYTES)
             view[:] = history.content(version)
             self.ram.commit(reservation, [checksum(view, self.space.seed(history.key))])
-        return reservation.verdicts[0] in (Verdict.WRITE, Verdict.EXISTS)
+        return reservation.verdicts[0] in (PutStatus.WRITE, PutStatus.EXISTS)
 
     def look(self, history: History) -> int:
         """The version of a page on disk, 0 if there is none. Bytes that were never put are a failure."""

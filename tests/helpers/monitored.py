@@ -10,8 +10,8 @@ from deployed import program
 from node_fleet import HERE
 
 from kvstore import Client, ClientConfig, Exhausted, Forbidden, Keep, Namespace, PutOutcome, opaque_layout
-from kvstore.identity_file import add, new_token, token_line
-from kvstore.measure.node_process import NodeProcess
+from kvstore.identities import add, new_token, token_line
+from kvstore.tools.node_process import NodeProcess
 
 MEMBERS = ("n1", "n2", "n3")
 NBYTES = 32 << 10

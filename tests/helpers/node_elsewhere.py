@@ -2,7 +2,7 @@
 
 import os
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 DEFAULTS = NodeProcess.__init__.__kwdefaults__
 assert DEFAULTS is not None

@@ -19,7 +19,7 @@ from ports import free_port
 from kvstore.client import Client
 from kvstore.config import GRPC_PORT, client_config
 from kvstore.errors import ConfigError, Unavailable
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 NAME = "fleet"
 ETCD_PORT = 2379

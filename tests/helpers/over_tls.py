@@ -12,7 +12,7 @@ from authorities import HERE, client_context, pair
 
 from kvstore.cli.authority import Authority
 from kvstore.config import ClientConfig
-from kvstore.wires.tls_frames import TlsFrameSocket
+from kvstore.transports.tls import TlsFrameSocket
 from node.config import NodeConfig
 
 FOLDER = tempfile.TemporaryDirectory()

@@ -8,7 +8,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from node.disk.kept_dir import KeptDir
+from node.disk.io_process import ProcessStorage
 from node.server import Node
 
 SMALL: dict[str, Any] = {
@@ -95,7 +95,7 @@ class Fault:
 def keeper_of(node: Node) -> int:
     assert node.disk is not None
     directory = node.disk._directory
-    assert isinstance(directory, KeptDir)
+    assert isinstance(directory, ProcessStorage)
     return directory.keeper.pid
 
 

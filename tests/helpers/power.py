@@ -35,8 +35,8 @@ from lives import Failure, History, Life, Load, Stored
 from recorded import Event, Image, Record, RecordingLayer
 
 from node.disk import writer
-from node.disk.extent_files import FileLayer
-from node.disk.vault import PLAIN, Locked
+from node.disk.encryption import PLAIN, Locked
+from node.disk.extents import FileLayer
 
 THREADS, KEYS_OF_A_THREAD = 3, 12
 ROOMY_NBYTES, TIGHT_NBYTES = 1 << 20, 128 << 10

@@ -10,7 +10,7 @@ from ports import free_ports
 from waiting import wait_until
 
 from kvstore.errors import Unavailable
-from node.peers.etcd import Access, Etcd
+from node.cluster.etcd import Access, Etcd
 
 
 class RealEtcd:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from node.disk.extent_files import FileLayer
+from node.disk.extents import FileLayer
 
 SECTOR_NBYTES = 512
 

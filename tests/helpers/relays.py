@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig
-from kvstore.measure.node_process import NodeProcess
-from kvstore.wires.bulk_connector import BulkConnector
+from kvstore.tools.node_process import NodeProcess
+from kvstore.transports.bulk import BulkConnector
 
 STEP_NBYTES = 64 << 10
 WAIT_S = 20.0

@@ -10,7 +10,7 @@ from ports import free_port
 from stopping import stop
 
 from kvstore import Client, ClientConfig
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 FREE_S = 30.0
 Page = tuple[bytes, bytes]  # namespace digest, prefix hash

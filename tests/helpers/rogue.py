@@ -11,7 +11,7 @@ import pytest
 from fleets import SMALL
 
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import FrameSocket
+from kvstore.transports.frames import FrameSocket
 from node.config import NodeConfig
 from node.gateway.supervisor import Gateways
 from node.server import Node

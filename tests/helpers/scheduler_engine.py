@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # pytest makes errors of warnings; those while an engine is imported are its own

@@ -10,7 +10,7 @@ from typing import Any
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.messages import FRAME_NBYTES, chunk_frame, delimited
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import FrameSocket, pack_fixed
+from kvstore.transports.frames import FrameSocket, pack_fixed
 
 CHUNK_NBYTES = 1 << 20
 SIZES = (1, 300, 70_000, CHUNK_NBYTES - 1, CHUNK_NBYTES, CHUNK_NBYTES + 1, 2 * CHUNK_NBYTES)  # of page bytes

@@ -10,30 +10,28 @@ from typing import Any
 
 from virtual import Network, World
 
-from kvstore.batches import key_seeds
+from kvstore.buffers import Pieces
 from kvstore.checksum import checksum, kept, leaves, root
+from kvstore.cluster.calls import key_seeds
 from kvstore.cluster.fan_out import _some_routes
-from kvstore.cluster.spread import everywhere, spread
+from kvstore.cluster.routing import everywhere, spread
 from kvstore.cluster.view import Member, State, View
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, KVStoreError, Unavailable
 from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout
-from kvstore.measure.content import page_content
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.pieces import Pieces
-from kvstore.wires.bulk import Arrived
-from node.peers.hand_over import Batch, Group, HandOver, Ticket
-from node.peers.membership import Membership
-from node.peers.sweep import Sweep
-from node.ram.inventory import Inventory
-from node.ram.namespace import Namespaces
-from node.ram.page import Page
-from node.ram.page import State as PageState
-from node.ram.reservation import Reservation, Verdict
-from node.ram.tier import RamTier
-from node.slots import SlotAllocator
+from kvstore.tools.trace import page_content
+from kvstore.transports.bulk import Arrived
+from node.cluster.membership import Membership
+from node.cluster.rebalance import Rebalance
+from node.cluster.replication_queue import AckWaiter, Batch, Group, ReplicationQueue
+from node.memory.inventory import Inventory
+from node.memory.page import Namespaces, Page, PutStatus, Reservation
+from node.memory.page import State as PageState
+from node.memory.tier import RamTier
+from node.slab import SlotAllocator
 
 PAGE_NBYTES = 64
 RAM_NBYTES, EXTENT_NBYTES = 1 << 20, 1 << 18
@@ -41,7 +39,7 @@ SPACE = Namespace(model="simulated", layout=opaque_layout(PAGE_NBYTES))
 CALL_S = 2.0
 STALL_S = 5.0
 TICK_S = 0.05
-KEPT = (Verdict.WRITE, Verdict.EXISTS, Verdict.BUSY)
+KEPT = (PutStatus.WRITE, PutStatus.EXISTS, PutStatus.BUSY)
 
 
 def content(key: bytes) -> bytes:
@@ -63,11 +61,13 @@ class SimNode:
             lambda: int(self.world.now),
         )
         self.tier.open_namespace(SPACE, SPACE.digest)
-        self.queue: HandOver[Page] = HandOver(RAM_NBYTES // 8, lambda page: page.state is not PageState.VISIBLE)
+        self.queue: ReplicationQueue[Page] = ReplicationQueue(
+            RAM_NBYTES // 8, lambda page: page.state is not PageState.VISIBLE
+        )
         self.membership = Membership("", "")
         self.membership.become(cluster.view, name)
         self.membership.on_view(lambda view: self.queue.follow({m.id for m in view.members} - {name}))
-        self.sweep = Sweep(
+        self.sweep = Rebalance(
             SimLinks(self),  # type: ignore[arg-type]
             self.tier,
             self.memory,
@@ -124,8 +124,8 @@ class SimNode:
             self._hand_on(known, ack_all, limit)
 
     def _hand_on(self, keys: list[bytes], ack_all: bool, deadline: Deadline) -> None:
-        """As `node.serve.promises` has it."""
-        ticket, space = Ticket(), self.tier.namespace(SPACE.digest)
+        """As `node.serving.write_acks` has it."""
+        ticket, space = AckWaiter(), self.tier.namespace(SPACE.digest)
         for key, owners in zip(keys, self.view.owners.owners(SPACE.digest, keys), strict=True):
             page, targets = space.pages.get(key), set(owners) - {self.name}
             if page is None or not self.tier.hold_visible([page]):
@@ -181,7 +181,7 @@ class SimNode:
             pages = {p.prefix_hash: bytes(self.memory(p.page.offset, PAGE_NBYTES)) for p in batch.parcels}
             session, verdicts = self._ask(batch.target, lambda node: node.reserve(list(pages)), limit)
             taken = [k for k, verdict in zip(pages, verdicts, strict=True) if verdict in KEPT[:2]]
-            if any(p.page.state is not PageState.VISIBLE for p in batch.parcels):  # as `node.peers.couriers` has it
+            if any(p.page.state is not PageState.VISIBLE for p in batch.parcels):  # as `node.cluster.replicator` has it
                 taken = []
             else:
                 self._ask(batch.target, lambda node: node.commit(session, pages, True, False, limit), limit)
@@ -207,7 +207,7 @@ class SimNode:
 
 
 class SimLinks:
-    """`node.peers.links.PeerLinks`, as a sweep uses it."""
+    """`node.cluster.remote_pages.PeerLinks`, as a sweep uses it."""
 
     def __init__(self, node: SimNode) -> None:
         self._node = node
@@ -331,7 +331,7 @@ class SimClient:
         return self._spread(keys, ask, lambda page: page is None, None)
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """As `kvstore.management` has it."""
+        """As `kvstore.admin` has it."""
         deadline = Deadline(CALL_S)
         removed = self._remove(keys, deadline)
         self._remove([key for key, was in zip(keys, removed, strict=True) if was], deadline)

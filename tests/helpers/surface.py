@@ -16,18 +16,17 @@ from google.protobuf import descriptor_pb2
 
 import gpu_agent
 import kvstore
-from gpu_agent.config import AgentConfig
-from gpu_agent.options import Identity
+from gpu_agent.options import AgentConfig, Identity
 from kvstore import errors, results
 from kvstore.cli.commands import app
 from kvstore.cli.exits import ExitCode, code_of
 from kvstore.config import ClientConfig
 from kvstore.pb import kvstore_pb2 as pb
-from node.access.caller import THE_NODE
+from node.auth.access import THE_NODE
 from node.config import NodeConfig
 from node.main import _parser
-from node.serve.metrics import NodeCollector
-from node.serve.traffic import Traffic
+from node.serving.metrics import NodeCollector
+from node.serving.request_metrics import RequestMetrics
 
 ROOT = Path(__file__).parents[2]
 ENGINES = ROOT / "gpu_agent" / "engines"
@@ -185,7 +184,7 @@ def metrics() -> Tree:
     status.gateways.add(name="gateway-0")
     status.gateway_ends.add(why="memory")
     status.tls.certificates.add(setting="tls_cert")
-    traffic = Traffic()
+    traffic = RequestMetrics()
     traffic.took("bulk", 1)
     traffic.got("ram", "bulk", 1, 0)
     traffic.edge("bulk").answered("get", 0)

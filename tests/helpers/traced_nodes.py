@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 from kvstore import Client, ClientConfig, Namespace, opaque_layout
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 from kvstore.tracing import request
 
 PAGES = Namespace("llama", opaque_layout(4096))

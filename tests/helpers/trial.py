@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from kvstore.client import Client
 from kvstore.errors import KVStoreError
 from kvstore.keys import Namespace
-from kvstore.measure.replay import ReplayReport, replay
-from kvstore.measure.trace import TraceRequest
 from kvstore.results import LookupResult, PutOutcome
+from kvstore.tools.replay import ReplayReport, replay
+from kvstore.tools.trace import TraceRequest
 
 Result = TypeVar("Result")
 SLEEP_S = 0.01

@@ -12,16 +12,14 @@ import pytest
 from manifests import DOCUMENT, EXAMPLES, FOLDER, OVERLAYS, ROOT, Overlay, Workload, overlay, read, secrets_told
 from waiting import wait_until
 
-from gpu_agent.config import AgentConfig
-from gpu_agent.options import Identity
+from gpu_agent.options import AgentConfig, Identity
 from kvstore import __version__
 from kvstore.config import ClientConfig, load, parse_nbytes, split_address
+from node.cluster.membership import Membership, advertised, check_listens
+from node.cluster.registry import OF_ETCD, endpoints_and_name
 from node.config import NodeConfig
 from node.disk.data_dir import LOCK_WAIT_S
-from node.peers.address import advertised, check_listens
-from node.peers.membership import Membership
-from node.peers.scheme import OF_ETCD, endpoints_and_name
-from node.serve.metrics_server import HEALTH_PATH
+from node.serving.metrics_server import HEALTH_PATH
 
 DOCKERFILE = (ROOT / "docker" / "node.Dockerfile").read_text()
 NAMES = {"StatefulSet": "kvstore-1", "DaemonSet": "kvstore-near-x7k2p"}

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 from deployed import program
 
-from kvstore.identities import token_hash
-from kvstore.identity_file import add, new_token, read, revoke, token_line
+from kvstore.identities import add, new_token, read, revoke, token_hash, token_line
 
 NODES = ("node:7442", "n1:7442", "n2:9000")
 

@@ -18,11 +18,11 @@ from fleets import SMALL
 
 from kvstore import Client, ClientConfig, Forbidden, Namespace, opaque_layout
 from kvstore.cli.authority import Authority
-from kvstore.identity_file import add, new_token, token_line
+from kvstore.identities import add, new_token, token_line
 from node.config import NodeConfig
-from node.serve.http_server import Asker
-from node.serve.metrics import metrics_text
 from node.server import Node
+from node.serving.http_server import Asker
+from node.serving.metrics import metrics_text
 
 DOCUMENT = (ROOT / "docs" / "kubernetes.md").read_text()
 TABLES = (ROOT / "docs" / "metrics.md").read_text()

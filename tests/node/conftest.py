@@ -18,19 +18,15 @@ from visits import nothing_is_left_at_the_console as nothing_is_left_at_the_cons
 
 from kvstore import Client, ClientConfig, Exhausted, PutOutcome
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import FrameSocket
+from kvstore.transports.frames import FrameSocket
 from node.config import NodeConfig
-from node.ram.accounts import Limits
-from node.ram.holding import hold_all
-from node.ram.inventory import Inventory, PageInfo
-from node.ram.namespace import Namespaces
-from node.ram.page import Page
-from node.ram.pinning import Pinning
-from node.ram.regroup import set_ram_limits
-from node.ram.reservation import Reservation
-from node.ram.tier import RamTier
+from node.memory.inventory import Inventory, PageInfo
+from node.memory.page import Namespaces, Page, Reservation
+from node.memory.promotion import hold_all
+from node.memory.tenant_usage import Limits
+from node.memory.tier import Pinning, RamTier, set_ram_limits
 from node.server import Node
-from node.slots import SlotAllocator
+from node.slab import SlotAllocator
 
 StartNode = Callable[..., Node]
 STALL_S = 0.8  # where clients stall on purpose: the shortest that a machine with other things to do bears

@@ -13,9 +13,9 @@ import pytest
 from kvstore import ByteRange, Client, DeadlineExceeded, Exhausted, InvalidRequest, PutOutcome, Unavailable
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires import abreast, bulk
-from kvstore.wires.abreast import LANES_MAX, THREADS_MAX, Abreast, lane_count, shares
-from kvstore.wires.bulk import BulkWire
+from kvstore.transports import bulk, parallel
+from kvstore.transports.bulk import BulkWire
+from kvstore.transports.parallel import LANES_MAX, THREADS_MAX, ParallelTransfer, split, stream_count
 from node.server import Node
 
 LANES = 3
@@ -28,7 +28,7 @@ def node(start_node: Callable[..., Node]) -> Node:
 
 @pytest.fixture
 def client(node: Node, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> Client:
-    monkeypatch.setattr("kvstore.wires.bulk.lane_count", lambda pages, _: min(LANES, pages))
+    monkeypatch.setattr("kvstore.transports.bulk.stream_count", lambda pages, _: min(LANES, pages))
     return connect(node, "bulk")
 
 
@@ -213,7 +213,7 @@ def test_a_process_that_was_forked_off_is_told_and_does_not_wait(
 
 def test_a_process_that_was_forked_off_waits_for_no_thread_of_its_parent() -> None:
     """A cluster's members are asked by such threads, before any of their wires says what is wrong."""
-    threads = Abreast()
+    threads = ParallelTransfer()
     threads.run([os.getpid, os.getpid])
     time.sleep(0.1)  # until the thread is idle, and would be given more
     child = os.fork()
@@ -238,7 +238,7 @@ def test_one_that_breaks_otherwise_is_raised_when_the_others_have_ended() -> Non
 
     for calls in ([broken, slow, slow], [slow, broken, slow]):
         ended.clear()
-        threads = Abreast()
+        threads = ParallelTransfer()
         with pytest.raises(MemoryError):
             threads.run(calls)
         assert len(ended) == 2
@@ -263,7 +263,7 @@ def test_an_interrupted_call_ends_when_all_its_shares_have(monkeypatch: pytest.M
         ended.append(1)
 
     monkeypatch.setattr(concurrent.futures.Future, "exception", interrupted)
-    threads = Abreast()
+    threads = ParallelTransfer()
     with pytest.raises(KeyboardInterrupt):
         threads.run([lambda: None, slow, slow])
     assert ended == [1, 1]
@@ -272,7 +272,7 @@ def test_an_interrupted_call_ends_when_all_its_shares_have(monkeypatch: pytest.M
 
 def test_a_call_does_not_wait_for_the_threads_of_others() -> None:
     """One with half a second of time returned when those in front of it gave a hung node up, after fifteen."""
-    threads, go_on = Abreast(), threading.Event()
+    threads, go_on = ParallelTransfer(), threading.Event()
     with concurrent.futures.ThreadPoolExecutor(4) as callers:
         hung = [callers.submit(threads.run, [go_on.wait] * LANES_MAX) for _ in range(4)]
         try:
@@ -294,7 +294,7 @@ def test_a_chain_loses_its_end_first_whichever_share_was_the_last(
     monkeypatch: pytest.MonkeyPatch,
     op: str,
 ) -> None:
-    monkeypatch.setattr("kvstore.wires.bulk.lane_count", lambda pages, _: min(LANES, pages))
+    monkeypatch.setattr("kvstore.transports.bulk.stream_count", lambda pages, _: min(LANES, pages))
     client = connect(start_node(ram_nbytes=16 << 20, extent_nbytes=4 << 20), "bulk")
     pages = make_pages(f"order {op}", 1 << 20)
     keys, share = pages.keys(*range(6)), getattr(BulkWire, op)
@@ -336,13 +336,13 @@ def test_idle_connections_that_had_to_leave_are_no_failure(client: Client, pages
     [(2, 1024, 64, 1), (16, 8, 8, 1), (16, 64, 64, 4), (16, 48, 64, 3), (6, 1024, 64, 2), (16, 1024, 1, 1)],
 )
 def test_how_many(cores: int, mib: int, pages: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(abreast.os, "sched_getaffinity", lambda _: range(cores))
-    assert lane_count(pages, (mib << 20) // pages) == lanes
+    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: range(cores))
+    assert stream_count(pages, (mib << 20) // pages) == lanes
 
 
 def test_shares_are_all_of_it_in_order() -> None:
     for count in range(1, 40):
         for lanes in range(1, min(count, 8) + 1):
-            parts = [list(range(count))[part] for part in shares(count, lanes)]
+            parts = [list(range(count))[part] for part in split(count, lanes)]
             assert [number for part in parts for number in part] == list(range(count))
             assert max(map(len, parts)) - min(map(len, parts)) <= 1

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from node.ram.arena import Arena
+from node.memory.arena import Arena
 
 HALF = 8 << 20
 

@@ -14,7 +14,7 @@ from fleets import Start, members, stop
 from waiting import wait_until
 
 from kvstore.errors import ConfigError, KVStoreError
-from node.peers.identity import FILE_NAME, REMOVALS_KEPT_S, Identity
+from node.cluster.membership import FILE_NAME, REMOVALS_KEPT_S, Identity
 from node.server import Node
 
 DISK: dict[str, Any] = {"disk_nbytes": 16 << 20, "disk_extent_nbytes": 1 << 20, "scrub_nbytes_per_s": 0}
@@ -158,7 +158,7 @@ def test_a_member_whose_id_a_copy_has_taken_says_so_until_it_is_gone(
     data, said = tmp_path / "data", "is that of a copy of this data directory, at 127.0.0.1:{}"
     one = fleet("n1", data_dir=str(data), **DISK)
     copied(data, tmp_path / "copy")
-    monkeypatch.setattr("node.peers.registry.Registry._is_alive", lambda *_: False)
+    monkeypatch.setattr("node.cluster.registry.Registry._is_alive", lambda *_: False)
     twin = fleet("n1", data_dir=str(tmp_path / "copy"), **DISK)
     wait_until(lambda: said.format(twin.grpc.port) in one.peers.status().registry)
     assert twin.peers.status().registry == "etcd"

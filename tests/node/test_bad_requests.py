@@ -21,10 +21,10 @@ from kvstore.errors import (
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.bulk import BulkWire
-from kvstore.wires.grpc_wire import GrpcWire
-from kvstore.wires.shm import ShmWire
-from kvstore.wires.wire import Wire
+from kvstore.transports.bulk import BulkWire
+from kvstore.transports.grpc_wire import GrpcWire
+from kvstore.transports.shm import ShmWire
+from kvstore.transports.wire import Wire
 from node.server import Node
 
 Builder = Callable[[bytes], Any]

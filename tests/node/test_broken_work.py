@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from node.ram.below import Nothing
+from node.memory.lower_tier import NoLowerTier
 
 PAGE, COUNT = 4096, 16
 
 
-class Below(Nothing):
+class Below(NoLowerTier):
     """All pages with a first byte of 1 are there. `broken_at`: the reading that is begun and fails."""
 
     def __init__(self) -> None:

@@ -12,12 +12,12 @@ import pytest
 
 from kvstore.checksum import leaves
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import pack_fixed
-from node.access.caller import Caller
-from node.ram.inventory import Inventory
-from node.serve.bulk import BulkConnection
-from node.serve.limits import REQUEST_S_MAX
+from kvstore.transports.frames import pack_fixed
+from node.auth.access import Caller
+from node.memory.inventory import Inventory
 from node.server import Node
+from node.serving.bulk import BulkConnection
+from node.serving.limits import REQUEST_S_MAX
 
 CODE = grpc.StatusCode.UNIMPLEMENTED.value[0]
 INVALID = grpc.StatusCode.INVALID_ARGUMENT.value[0]

@@ -18,7 +18,7 @@ from fleets import SMALL
 
 from kvstore import Client, Namespace, PutOutcome, opaque_layout
 from kvstore.client import Keep
-from kvstore.measure.content import page_content
+from kvstore.tools.trace import page_content
 from node.config import NodeConfig
 from node.server import Node
 

@@ -10,7 +10,7 @@ import pytest
 from fleet import tell, view_of
 from log_windows import one_window
 
-from kvstore import InvalidRequest, ProtocolError, PutOutcome, Unavailable, management
+from kvstore import InvalidRequest, ProtocolError, PutOutcome, Unavailable, admin
 from kvstore.cluster import fan_out
 from kvstore.cluster.view import State, View, static_view
 from kvstore.log_rate import LINES
@@ -239,7 +239,7 @@ def test_a_member_that_is_full_is_not_away(start_node: Any, connect: Any, pages:
 def test_a_member_that_is_away_does_not_fill_an_engines_log(
     cluster: list[Node], connect: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one_window(management.log, monkeypatch)
+    one_window(admin.log, monkeypatch)
     view = view_of(cluster)
     tell(cluster, replace(view, members=(replace(view.members[0], address="127.0.0.1:9"), *view.members[1:])))
     client = connect(cluster[1])

@@ -10,8 +10,8 @@ from cli_runner import CliRunner
 from fleet import calm, tell, view_of
 from waiting import wait_until
 
-from kvstore.cli.cluster_top import cluster_samples
 from kvstore.cli.commands import app
+from kvstore.cli.top import cluster_samples
 from kvstore.cluster.view import Member, View
 from node.server import Node
 

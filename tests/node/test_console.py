@@ -13,19 +13,12 @@ from visits import OWN, connection, console_of, first, told, visit
 from waiting import wait_until
 
 from kvstore.config import split_address
+from node.cluster.membership import with_port
 from node.console.console import NAMES
-from node.peers.address import with_port
-from node.serve import http_server
-from node.serve.http_server import (
-    BODY_NBYTES_MAX,
-    HEAD_NBYTES_MAX,
-    POLICY,
-    Response,
-    is_trusted_host,
-    json_response,
-)
-from node.serve.limits import CONSOLE_CALLS_MAX, HTTP_CONNECTIONS_MAX
 from node.server import Node
+from node.serving import http_server
+from node.serving.http_server import BODY_NBYTES_MAX, HEAD_NBYTES_MAX, POLICY, Response, is_trusted_host, json_response
+from node.serving.limits import CONSOLE_CALLS_MAX, HTTP_CONNECTIONS_MAX
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_at_the_console")
 
@@ -107,7 +100,7 @@ def test_a_request_that_comes_in_pieces_is_answered(node: Node) -> None:
 
 
 def test_a_request_that_does_not_end_is_hung_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.serve.http_server.HTTP_REQUEST_S_MAX", 0.3)
+    monkeypatch.setattr("node.serving.http_server.HTTP_REQUEST_S_MAX", 0.3)
     with socket.create_connection(("127.0.0.1", node.metrics.port), 20.0) as sock:
         sock.sendall(b"GET /console/ HTTP/1.1\r\nX: ")
         assert sock.recv(1) == b""

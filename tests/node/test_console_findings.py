@@ -3,10 +3,10 @@
 import pytest
 
 from kvstore import Namespace, opaque_layout
-from kvstore.doctor.finding import State
+from kvstore.doctor.checks import State
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
-from node.console.findings import COMPARED_MAX, findings
+from node.console.snapshot import COMPARED_MAX, findings
 
 WELL = pb.NodeStatusReply(
     state="SERVING",

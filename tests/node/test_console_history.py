@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.identities import ALL, Principal, Role
 from node.console.history import EVERY_S, KEPT, TENANTS_MAX, History, Latency, quantile
-from node.ram.counters import Counters
+from node.memory.page import Counters
 
 OPERATOR = Principal("operator", ALL, Role.READ)
 

@@ -12,10 +12,10 @@ from kvstore.identities import Principal, Role
 from kvstore.layout import PageLayout as Layout
 from kvstore.messages import layout_value
 from kvstore.pb import kvstore_pb2 as pb
-from node.console.acts import SCRUB_NBYTES, Acts
+from node.console.console import SCRUB_NBYTES, Acts
 from node.console.pages import BYTES_MAX, FOUND_MAX
-from node.serve.limits import SCRUB_NBYTES_MAX
 from node.server import Node
+from node.serving.limits import SCRUB_NBYTES_MAX
 
 PLANES = (Plane("k", "bfloat16", (2, 8)), Plane("v", "float8_e4m3fn", (16,)))
 LAYOUT = PageLayout(4, (LayerGroup("attention", (0, 1), PLANES),))

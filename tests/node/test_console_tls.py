@@ -12,7 +12,7 @@ from authorities import client_context, of_node, pair
 from visits import OWN, connection, events
 
 from kvstore.cli.authority import Authority
-from kvstore.identity_file import add, certificate_line
+from kvstore.identities import add, certificate_line
 from node.server import Node
 
 
@@ -70,7 +70,7 @@ def test_files_that_are_larger_than_a_record_come_whole(node: Node, ours: Author
 
 
 def test_a_handshake_that_trickles_is_hung_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.serve.http_server.HTTP_REQUEST_S_MAX", 0.5)
+    monkeypatch.setattr("node.serving.http_server.HTTP_REQUEST_S_MAX", 0.5)
     with socket.create_connection(("127.0.0.1", node.metrics.port), 20.0) as sock:
         sock.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
         began, taken = time.monotonic(), 0

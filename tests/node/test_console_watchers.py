@@ -13,9 +13,9 @@ from kvstore.messages import namespace_message
 from node.console import console as console_module
 from node.console.history import KEPT
 from node.console.snapshot import HOT_MAX
-from node.serve.heat import Hot
-from node.serve.limits import HTTP_CONNECTIONS_MAX, WATCHERS_MAX
 from node.server import Node
+from node.serving.hot_prefixes import HotPrefix
+from node.serving.limits import HTTP_CONNECTIONS_MAX, WATCHERS_MAX
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_at_the_console")
 
@@ -57,7 +57,7 @@ def test_of_many_tenants_namespaces_and_hot_prefixes_the_largest_are_told(
             space.page_count, space.disk_page_count = number, number % 2 * 1000
         return status
 
-    heat = [Hot(number.to_bytes(16, "big"), b"12345678", 80 - number, 0, 1.0) for number in range(80)]
+    heat = [HotPrefix(number.to_bytes(16, "big"), b"12345678", 80 - number, 0, 1.0) for number in range(80)]
     monkeypatch.setattr(node.service, "call", told_more)
     monkeypatch.setattr(node.service.heat, "hottest", lambda: heat)
     assert node.console is not None

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
-from node.ram.ghosts import FREED, Ghosts
-from node.serve.content import ttls_ms
+from node.memory.page import FREED, MissReasons
+from node.serving.session import ttls_ms
 
 
 def test_a_page_that_ends_now_has_a_time_to_live_and_one_without_has_none() -> None:
@@ -15,7 +15,7 @@ def test_a_page_that_ends_now_has_a_time_to_live_and_one_without_has_none() -> N
 
 
 def test_an_old_generation_of_reasons_is_freed_bit_by_bit() -> None:
-    ghosts = Ghosts(10)
+    ghosts = MissReasons(10)
     for number in range(31):
         ghosts.remember(b"space", bytes([number]), "evicted")
     assert len(ghosts._gone) == 10 - FREED

@@ -15,9 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore import Client, ClientConfig, Unavailable
 from kvstore.checksum import leaves
-from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import pack_fixed
+from kvstore.tools.node_process import NodeProcess
+from kvstore.transports.frames import pack_fixed
 from node.config import NodeConfig
 from node.server import Node
 

@@ -15,8 +15,8 @@ from waiting import wait_until
 
 from kvstore.cluster.view import Member, State, View
 from kvstore.errors import Unavailable, UnknownNamespace
-from node.peers import draining
-from node.ram.inventory import Inventory
+from node.cluster import drain
+from node.memory.inventory import Inventory
 from node.server import Node
 
 
@@ -36,7 +36,7 @@ def test_a_member_that_is_drained_while_it_joins_does_not_serve_again(
 def test_a_member_that_is_drained_hands_all_it_has(
     fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draining, "PASS_PAUSE_S", 0.05)
+    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.05)
     view = tell()
     client = connect(fleet[0])
     pages.put(client, pages.keys(*NUMBERS))
@@ -58,7 +58,7 @@ def test_a_member_that_is_drained_hands_all_it_has(
 def test_an_owner_that_does_not_answer_is_asked_once_in_a_pass(
     fleet: list[Node], tell: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draining, "PAGES", 4)
+    monkeypatch.setattr(drain, "PAGES", 4)
     view = tell(n1=State.DRAINING)
     plant(fleet[1], pages, pages.keys(*NUMBERS))
     theirs = of(view, pages, "n2")
@@ -82,7 +82,7 @@ def test_a_drain_goes_on_when_its_member_was_out_of_the_view(
     fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lease ended, and it registered again."""
-    monkeypatch.setattr(draining, "PASS_PAUSE_S", 0.01)
+    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.01)
     tell()
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
     fleet[1].membership.announce = lambda state: tell(n1=state)  # type: ignore[method-assign]
@@ -100,8 +100,8 @@ def test_a_drain_goes_on_when_its_member_was_out_of_the_view(
 def test_what_nobody_takes_stays_and_is_said(
     fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draining, "PASS_PAUSE_S", 0.02)
-    monkeypatch.setattr(draining, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.02)
+    monkeypatch.setattr(drain, "PATIENCE_S", 0.2)
     view = tell()
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
     fleet[1].membership.announcer = lambda state: tell(n1=state)
@@ -115,8 +115,8 @@ def test_a_drain_goes_on_when_its_member_was_lost_for_a_while_and_a_namespace_go
     fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lease that ended, say: the view is told without it, until it has registered again."""
-    monkeypatch.setattr(draining, "PASS_PAUSE_S", 0.02)
-    monkeypatch.setattr(draining, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.02)
+    monkeypatch.setattr(drain, "PATIENCE_S", 0.2)
     view, own = tell(), fleet[1]
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
     direct = alone(own)
@@ -141,7 +141,7 @@ def test_a_drain_goes_on_when_its_member_was_lost_for_a_while_and_a_namespace_go
 def test_a_drain_asks_within_the_limits_of_who_takes_over(
     start_node: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draining, "PASS_PAUSE_S", 0.01)
+    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.01)
     nodes = [start_node(), start_node(batch_keys_max=3)]
     members = [Member(f"n{i}", f"127.0.0.1:{node.grpc.port}") for i, node in enumerate(nodes)]
     for node in nodes:

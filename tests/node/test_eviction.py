@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Exhausted
-from node.ram.page import State
-from node.ram.reservation import Verdict
-from node.ram.reserving import KEYS_A_TURN
+from node.memory.page import PutStatus, State
+from node.memory.tier import KEYS_A_TURN
 
 PAGE = 4096
 EXTENT = 16 * PAGE
@@ -77,7 +76,7 @@ def test_a_batch_of_several_turns_has_each_key_s_verdict_and_is_counted(sandbox:
     box.put(pages, [keys[number] for number in stored])
     counters = box.tier.namespace(pages.namespace.digest).counters
     result = box.reserve(pages, keys)
-    assert result.verdicts == [Verdict.EXISTS if number in stored else Verdict.WRITE for number in range(192)]
+    assert result.verdicts == [PutStatus.EXISTS if number in stored else PutStatus.WRITE for number in range(192)]
     assert [page.prefix_hash for page in result.pages] == [key for n, key in enumerate(keys) if n not in stored]
     assert counters.pages_put_exists == len(stored)
     box.tier.abort(result)
@@ -115,7 +114,7 @@ def test_a_put_does_not_evict_the_rest_of_its_own_chain(sandbox: Any) -> None:
     box.put(pages, pages.keys(*range(16)))
     chain = pages.keys(*range(20))
     verdicts = box.put(pages, chain)
-    assert verdicts == [Verdict.EXISTS] * 16 + [Verdict.FULL] * 4
+    assert verdicts == [PutStatus.EXISTS] * 16 + [PutStatus.FULL] * 4
     assert box.present(pages, chain) == set(chain[:16])
 
 
@@ -131,7 +130,7 @@ def test_slots_come_in_the_order_of_the_keys_whatever_goes_for_them(sandbox: Any
         assert next(work) is None
     box.commit(other)
     result = box.tier._in_turns(work)
-    assert result.verdicts == [Verdict.WRITE] * len(keys)
+    assert result.verdicts == [PutStatus.WRITE] * len(keys)
     assert [page.prefix_hash for page in result.pages] == keys
     box.commit(result)
     assert box.tier.check() == []
@@ -142,7 +141,7 @@ def test_after_a_page_that_does_not_fit_nothing_of_the_chain_is_stored(sandbox: 
     box = sandbox(EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     verdicts = box.put(pages, pages.keys(*range(20)))
-    assert verdicts == [Verdict.WRITE] * 16 + [Verdict.FULL] * 4
+    assert verdicts == [PutStatus.WRITE] * 16 + [PutStatus.FULL] * 4
 
 
 @pytest.mark.parametrize(
@@ -246,7 +245,7 @@ def test_the_one_place_that_can_be_cleared_is_found_wherever_it_is(sandbox: Any)
         box.put(small, keys[start : start + 16])
     box.acquire(small, keys[0 : 63 * 16 : 16])  # one of each extent but the last, whose pages are the newest
     box.now_ms += 1
-    assert box.put(large, large.keys(0)) == [Verdict.WRITE]
+    assert box.put(large, large.keys(0)) == [PutStatus.WRITE]
     assert box.present(small, keys) == set(keys[: 63 * 16])
 
 
@@ -274,7 +273,7 @@ def test_a_pin_ends_when_its_time_is_over(sandbox: Any) -> None:
     with pytest.raises(Exhausted):
         box.reserve(pages, pages.keys(32))
     box.now_ms += 1
-    assert box.put(pages, pages.keys(32)) == [Verdict.WRITE]
+    assert box.put(pages, pages.keys(32)) == [PutStatus.WRITE]
 
 
 def test_a_pin_that_is_renewed_without_end_takes_no_memory(sandbox: Any) -> None:
@@ -295,7 +294,7 @@ def test_removing_a_page_that_is_read_keeps_its_bytes_until_the_last_reader_is_d
     first, second = box.acquire(pages, keys[:1]), box.acquire(pages, keys[:1])
     assert box.remove(pages, keys[:1]) == [True]
     assert box.present(pages, keys[:1]) == set()
-    assert box.put(pages, pages.keys(50)) == [Verdict.WRITE]  # evicts another page, not this slot
+    assert box.put(pages, pages.keys(50)) == [PutStatus.WRITE]  # evicts another page, not this slot
     box.tier.release(first)
     assert box.intact(pages, second[0])
     used_nbytes = box.slots.used_nbytes

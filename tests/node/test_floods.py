@@ -16,7 +16,7 @@ from innocents import Innocent
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, KVStoreError
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 ATTACK_S = 1.5
 PATIENT_S = 60.0  # of calls: on a busy machine they take long, and must not fail

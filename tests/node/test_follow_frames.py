@@ -14,9 +14,9 @@ from kvstore import Client, ClientConfig
 from kvstore.cluster import follower
 from kvstore.errors import ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.bulk import BulkWire
-from kvstore.wires.grpc_wire import GrpcWire
-from kvstore.wires.status import Code
+from kvstore.transports.bulk import BulkWire
+from kvstore.transports.grpc_wire import GrpcWire
+from kvstore.transports.status import Code
 from node.server import Node
 
 LONG_MS = 60_000
@@ -154,7 +154,7 @@ def test_who_says_something_else_meanwhile_is_answered(one: Node, raw: Any) -> N
 @pytest.mark.parametrize("wire", ["bulk", "shm"])
 def test_clients_follow_by_frames(one: Node, connect: Any, pages: Any, wire: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(
-        "kvstore.wires.grpc_wire.GrpcWire.follow", lambda *_: pytest.fail("a client of frames followed over gRPC")
+        "kvstore.transports.grpc_wire.GrpcWire.follow", lambda *_: pytest.fail("a client of frames followed over gRPC")
     )
     client = connect(one, wire)
     pages.put(client, pages.keys(1))
@@ -223,7 +223,7 @@ def test_a_member_that_says_nothing_is_not_believed_for_ever(
 ) -> None:
     """It took the request, and never answers: another is asked."""
     monkeypatch.setattr(follower, "FOLLOW_S", 0.5)
-    monkeypatch.setattr("kvstore.wires.frame_views.ANSWER_S", 0.2)
+    monkeypatch.setattr("kvstore.transports.view_stream.ANSWER_S", 0.2)
     nodes = [start_node() for _ in range(2)]
     tell(nodes, view_of(nodes, number=1))
     client = connect(nodes[0])

@@ -10,7 +10,7 @@ from fleets import Start, stop
 from memory_search import found, found_in
 from waiting import wait_until
 
-from kvstore.cluster.spread import Away
+from kvstore.cluster.routing import Away
 from kvstore.errors import KVStoreError
 from node.server import Node
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 FORKING = Path(__file__).parent.parent / "helpers" / "fork_calls.py"
 FORKS = int(os.environ.get("FORKS", "20"))

@@ -18,9 +18,9 @@ from kvstore import ClientConfig, ConfigError, KVStoreError, Unavailable
 from kvstore.cli.authority import Authority
 from kvstore.cluster.view import Member, View, static_view
 from kvstore.deadline import Deadline
-from kvstore.link import NodeLink
-from kvstore.wires.grpc_wire import GrpcWire
-from kvstore.wires.negotiation import member_name
+from kvstore.transports.channel import NodeChannel
+from kvstore.transports.grpc_wire import GrpcWire
+from kvstore.transports.negotiation import member_name
 from node.server import Node
 
 PATIENT = {"timeout_s": 30.0, "connect_timeout_s": 20.0}
@@ -198,7 +198,7 @@ def test_a_client_of_grpc_says_hello_over_grpc(node: Node, connect: Any, monkeyp
     link = client._fan_out.nodes.only
     link.expect(node.bulk.port, "")
     link._drop(link._link)
-    monkeypatch.setattr("kvstore.wires.bulk.BulkWire.greet", lambda *_: pytest.fail("by frames"))
+    monkeypatch.setattr("kvstore.transports.bulk.BulkWire.greet", lambda *_: pytest.fail("by frames"))
     assert client.node_status().instance_id
 
 
@@ -274,7 +274,7 @@ def test_a_member_with_a_known_bulk_port_is_reached_by_frames_at_first(
 def test_another_member_at_a_known_port_is_not_taken_for_it(start_node: Any) -> None:
     nodes = [start_node() for _ in range(2)]
     tell(nodes, view_of(nodes))
-    link = NodeLink(f"127.0.0.1:{nodes[0].grpc.port}", ClientConfig(wire="bulk", **PATIENT))
+    link = NodeChannel(f"127.0.0.1:{nodes[0].grpc.port}", ClientConfig(wire="bulk", **PATIENT))
     link.expect(nodes[1].bulk.port, member_name("fleet", "n0"))
     hello = link.run(lambda link, limit: link.way.hello, None, Deadline(30.0))
     assert hello.member_id == "n0"

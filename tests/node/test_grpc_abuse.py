@@ -14,7 +14,7 @@ from kvstore.checksum import leaves
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
-from node.ram.inventory import Inventory
+from node.memory.inventory import Inventory
 from node.server import Node
 
 PAGE = 64 << 10

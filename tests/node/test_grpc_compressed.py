@@ -17,13 +17,13 @@ from http2 import GREETING, bomb
 from kvstore import Client, ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, KVStoreError, Unavailable
-from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
-from kvstore.wires.grpc_wire import GrpcWire
-from node.gateway.options import GRPCIO_MIN, GRPCIO_WITHOUT, check_grpcio
+from kvstore.tools.node_process import NodeProcess
+from kvstore.transports.grpc_wire import GrpcWire
+from node.cluster.etcd import Access, Etcd
+from node.gateway.gateway import GRPCIO_MIN, GRPCIO_WITHOUT, check_grpcio
 from node.pb import etcd_pb2 as etcd_pb
-from node.peers.etcd import Access, Etcd
 
 ROOT = Path(__file__).parent.parent.parent
 BOMB_MIB = 60  # in 59 KiB, which a stream takes before it has to be given more window

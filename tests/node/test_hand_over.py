@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from node.peers import hand_over
-from node.peers.hand_over import Batch, Group, HandOver, Ticket
+from node.cluster import replication_queue
+from node.cluster.replication_queue import AckWaiter, Batch, Group, ReplicationQueue
 
 DIGEST = b"d" * 16
 LASTING = Group(DIGEST, 0, False)
@@ -20,12 +20,12 @@ class Sheet:
     gone: bool = False
 
 
-def queue(nbytes_max: int = 1000, nbytes_per_s: int = 0) -> HandOver[Sheet]:
-    return HandOver(nbytes_max, lambda page: page.gone, nbytes_per_s)
+def queue(nbytes_max: int = 1000, nbytes_per_s: int = 0) -> ReplicationQueue[Sheet]:
+    return ReplicationQueue(nbytes_max, lambda page: page.gone, nbytes_per_s)
 
 
 def offered(
-    waiting: HandOver[Sheet], *numbers: int, to: str = "b", now: float = 0.0, ticket: Ticket | None = None
+    waiting: ReplicationQueue[Sheet], *numbers: int, to: str = "b", now: float = 0.0, ticket: AckWaiter | None = None
 ) -> list[Sheet]:
     pages = [Sheet(b"%03d" % number) for number in numbers]
     for page in pages:
@@ -39,7 +39,7 @@ def keys(batch: Batch[Sheet] | None) -> list[bytes]:
 
 
 def test_pages_go_to_all_their_targets_and_are_freed_with_the_last() -> None:
-    waiting, ticket = queue(), Ticket()
+    waiting, ticket = queue(), AckWaiter()
     pages = offered(waiting, 1, 2, to="bc", ticket=ticket)
     first, second = waiting.next(0.0), waiting.next(0.0)
     assert first is not None
@@ -66,13 +66,13 @@ def test_a_batch_has_one_namespace_one_end_of_life_and_its_bounds(monkeypatch: p
         found.append(keys(batch))
         waiting.done(batch, keys(batch), 0.0)
     assert found == [[b"0", b"4"], [b"1"], [b"2"], [b"3"]]
-    monkeypatch.setattr(hand_over, "BATCH_NBYTES_MAX", 25)
+    monkeypatch.setattr(replication_queue, "BATCH_NBYTES_MAX", 25)
     offered(waiting, 1, 2, 3)
     assert len(keys(waiting.next(0.0))) == 2
 
 
 def test_a_full_queue_drops_the_oldest_and_says_so() -> None:
-    waiting, ticket = queue(30), Ticket()
+    waiting, ticket = queue(30), AckWaiter()
     pages = offered(waiting, 1, 2, 3, 4, ticket=ticket)
     assert waiting.freed == pages[:1]
     assert (waiting.counts.pages_dropped, ticket.lost_count, waiting.nbytes) == (1, 1, 30)
@@ -89,14 +89,14 @@ def test_a_page_that_is_larger_than_the_queue_goes_when_it_is_alone() -> None:
 
 
 def test_so_many_pages_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hand_over, "PAGES_MAX", 3)
+    monkeypatch.setattr(replication_queue, "PAGES_MAX", 3)
     waiting = queue()
     offered(waiting, *range(10))
     assert waiting.page_count == 3
 
 
 def test_a_target_that_fails_is_paused_longer_each_time_and_then_given_up() -> None:
-    waiting, ticket, now, pauses = queue(), Ticket(), 0.0, []
+    waiting, ticket, now, pauses = queue(), AckWaiter(), 0.0, []
     (page,) = offered(waiting, 1, ticket=ticket)
     while batch := waiting.next(now):
         waiting.failed(batch, now)
@@ -106,8 +106,8 @@ def test_a_target_that_fails_is_paused_longer_each_time_and_then_given_up() -> N
             assert waiting.next(due - 0.001) is None
             now = due
     assert pauses[:5] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6])
-    assert max(pauses) == pytest.approx(hand_over.PAUSE_S_MAX)
-    assert hand_over.PATIENCE_S <= now <= hand_over.PATIENCE_S + hand_over.PAUSE_S_MAX
+    assert max(pauses) == pytest.approx(replication_queue.PAUSE_S_MAX)
+    assert replication_queue.PATIENCE_S <= now <= replication_queue.PATIENCE_S + replication_queue.PAUSE_S_MAX
     assert (ticket.lost_count, waiting.freed, waiting.counts.pages_dropped) == (1, [page], 1)
 
 
@@ -152,23 +152,23 @@ def test_what_a_target_has_no_room_for_comes_again() -> None:
     assert batch is not None
     waiting.done(batch, [b"001"], 0.0)
     assert waiting.next(0.0) is None
-    assert keys(waiting.next(hand_over.PAUSE_S_MIN)) == [b"002"]
+    assert keys(waiting.next(replication_queue.PAUSE_S_MIN)) == [b"002"]
 
 
 def test_a_page_that_is_refused_again_and_again_is_dropped() -> None:
     waiting, now = queue(), 0.0
     offered(waiting, 1)
-    for _ in range(hand_over.REFUSALS_MAX):
+    for _ in range(replication_queue.REFUSALS_MAX):
         batch = waiting.next(now)
         assert batch is not None
         waiting.failed(batch, now, refused=True)
-        now += hand_over.PAUSE_S_MAX
+        now += replication_queue.PAUSE_S_MAX
     assert waiting.next(now) is None
     assert (waiting.counts.pages_dropped, waiting.page_count) == (1, 0)
 
 
 def test_who_leaves_the_view_is_given_nothing_any_more() -> None:
-    waiting, ticket = queue(), Ticket()
+    waiting, ticket = queue(), AckWaiter()
     (first,) = offered(waiting, 1, to="b", ticket=ticket)
     under_way = waiting.next(0.0)
     assert under_way is not None
@@ -183,7 +183,7 @@ def test_who_leaves_the_view_is_given_nothing_any_more() -> None:
 
 
 def test_a_page_that_was_removed_is_not_sent() -> None:
-    waiting, ticket = queue(), Ticket()
+    waiting, ticket = queue(), AckWaiter()
     gone, there = offered(waiting, 1, 2, ticket=ticket)
     gone.gone = True
     assert keys(waiting.next(0.0)) == [there.key]
@@ -192,7 +192,7 @@ def test_a_page_that_was_removed_is_not_sent() -> None:
 
 @pytest.mark.parametrize("answered", [True, False])
 def test_a_page_that_was_removed_under_way_is_done_with(answered: bool) -> None:
-    waiting, ticket = queue(), Ticket()
+    waiting, ticket = queue(), AckWaiter()
     page, other = offered(waiting, 1, 2, ticket=ticket)
     batch = waiting.next(0.0)
     assert batch is not None
@@ -236,7 +236,7 @@ class Fleet:
     has: dict[str, set[bytes]] = field(default_factory=lambda: {name: set[bytes]() for name in "bcd"})
     under_way: list[Sent] = field(default_factory=list)
     late: list[Sent] = field(default_factory=list)  # given up here, and still to be committed there
-    tickets: list[Ticket] = field(default_factory=list)
+    tickets: list[AckWaiter] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.waiting = queue(200)
@@ -247,7 +247,7 @@ class Fleet:
         if page is None:
             page = self.pages[key] = Sheet(key)
         self.all.append(page)
-        ticket = Ticket()
+        ticket = AckWaiter()
         self.tickets.append(ticket)
         to = self.random.sample("bcd", self.random.randrange(1, 4))
         self.waiting.offer(page, key, 10, LASTING, to, self.now, ticket)

@@ -15,12 +15,12 @@ from ports import free_port
 from waiting import wait_until
 
 from kvstore import Keep, PutOutcome
-from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.tools.node_process import NodeProcess
+from node.cluster import replication_queue, replicator
 from node.config import NodeConfig
-from node.peers import couriers, hand_over
-from node.serve.session import Session
 from node.server import Node
+from node.serving.session import Session
 
 NUMBERS = range(24)
 LATE_S = 1.0
@@ -239,7 +239,7 @@ def test_a_node_stops_in_its_time_whatever_its_peers_do(hung: str, connect: Any,
         node.stop()
         assert time.monotonic() - began < 0.5 + LATE_S
     for thread in node.peers.couriers._threads:
-        thread.join(2 * couriers.HAND_S)
+        thread.join(2 * replicator.HAND_S)
         assert not thread.is_alive()
     assert node.tier.held_count == 0
 
@@ -261,7 +261,7 @@ def test_a_stop_hands_on_what_it_can(start_node: Any, connect: Any, pages: Any) 
 
 
 def test_patience_ends(pair: list[Node], hung: str, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hand_over, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(replication_queue, "PATIENCE_S", 0.3)
     tell(pair[:1], view_of(pair, 2, 2, elsewhere={1: "127.0.0.1:9"}))
     client = connect(pair[0], direct=True)
     pages.put(client, pages.keys(*NUMBERS))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 FLAGS = ("--ram-bytes", "4MiB", "--disk-bytes", "64MiB", "--disk-extent-bytes", "4MiB")
 PAGE = 4096

@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 
-from node.serve.heat import EVERY, HALVED_S, HEAD_NBYTES, SIZE, Heat
+from node.serving.hot_prefixes import EVERY, HALVED_S, HEAD_NBYTES, SIZE, HotPrefixes
 
 SPACE = b"n" * 16
 
@@ -13,7 +13,7 @@ def head(number: int) -> bytes:
 
 
 def test_a_prefix_that_is_found_often_is_told_first_and_about_how_often() -> None:
-    heat, asked, rng = Heat(seed=1), Counter[int](), random.Random(2)
+    heat, asked, rng = HotPrefixes(seed=1), Counter[int](), random.Random(2)
     for _ in range(200_000):
         number = rng.choice((1, 1, 1, 2, 2)) if rng.random() < 0.3 else rng.randrange(1000, 100_000)
         asked[number] += 1
@@ -27,7 +27,7 @@ def test_a_prefix_that_is_found_often_is_told_first_and_about_how_often() -> Non
 
 
 def test_only_what_was_found_counts() -> None:
-    heat = Heat(every=1)
+    heat = HotPrefixes(every=1)
     for _ in range(100):
         heat.asked(SPACE, [head(1)], [False])
         heat.asked(SPACE, [], [])
@@ -35,7 +35,7 @@ def test_only_what_was_found_counts() -> None:
 
 
 def test_one_lookup_in_so_many_is_looked_at_whatever_their_rhythm() -> None:
-    heat = Heat(seed=3)
+    heat = HotPrefixes(seed=3)
     for number in range(EVERY * 1000):
         heat.asked(SPACE, [head(number % EVERY)], [True])
     counts = [hot.lookups for hot in heat.hottest()]
@@ -45,7 +45,7 @@ def test_one_lookup_in_so_many_is_looked_at_whatever_their_rhythm() -> None:
 
 def test_what_was_hot_cools_down() -> None:
     now = [0.0]
-    heat = Heat(every=1, clock=lambda: now[0])
+    heat = HotPrefixes(every=1, clock=lambda: now[0])
     heat.asked(SPACE, [head(1)], [True])
     for _ in range(64):
         heat.asked(SPACE, [head(1)], [True])
@@ -58,7 +58,7 @@ def test_what_was_hot_cools_down() -> None:
 
 def test_pages_of_a_prefix_stay_as_many_while_it_cools() -> None:
     now = [0.0]
-    heat = Heat(every=1, clock=lambda: now[0])
+    heat = HotPrefixes(every=1, clock=lambda: now[0])
     for _ in range(64):
         heat.asked(SPACE, [head(1), head(2), head(3), head(4)], [True, True, False, True])
     assert heat.hottest()[0].pages == 2.0, "a leading run: what is behind a gap was not found"
@@ -68,7 +68,7 @@ def test_pages_of_a_prefix_stay_as_many_while_it_cools() -> None:
 
 def test_a_node_that_nobody_asked_for_weeks_answers_the_next_lookup() -> None:
     now = [0.0]
-    heat = Heat(every=1, clock=lambda: now[0])
+    heat = HotPrefixes(every=1, clock=lambda: now[0])
     heat.asked(SPACE, [head(1)], [True])
     now[0] += 5000 * HALVED_S
     heat.asked(SPACE, [head(2)], [True])
@@ -76,7 +76,7 @@ def test_a_node_that_nobody_asked_for_weeks_answers_the_next_lookup() -> None:
 
 
 def test_who_takes_a_place_takes_its_count_and_says_how_much_of_it_may_be_others() -> None:
-    heat = Heat(every=1, size=2)
+    heat = HotPrefixes(every=1, size=2)
     for number in (1, 1, 1, 1, 1, 2, 2, 2, 3):
         heat.asked(SPACE, [head(number)], [True])
     first, second = heat.hottest()
@@ -86,7 +86,7 @@ def test_who_takes_a_place_takes_its_count_and_says_how_much_of_it_may_be_others
 
 
 def test_it_keeps_no_whole_key() -> None:
-    heat = Heat(every=1)
+    heat = HotPrefixes(every=1)
     heat.asked(SPACE, [b"h" * 32], [True])
     heat.asked(SPACE, [b"h" * 32], [True])
     assert all(len(kept) == HEAD_NBYTES for _, kept in heat._entries)

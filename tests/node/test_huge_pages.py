@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.wires.arena_map import ArenaMap
-from node.ram.arena import Arena, huge_nbytes
-from node.serve.http_server import Asker
-from node.serve.metrics import metrics_text
+from kvstore.transports.mapped_memory import ArenaMap
+from node.memory.arena import Arena, huge_nbytes
+from node.serving.http_server import Asker
+from node.serving.metrics import metrics_text
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 HUGE = 2 << 20

@@ -10,8 +10,8 @@ import pytest
 
 from kvstore import Client
 from kvstore.buffers import _exported
-from kvstore.wires import grpc_wire, mapped_slots, shm
-from kvstore.wires.connections import request_header
+from kvstore.transports import grpc_wire, mapped_memory, shm
+from kvstore.transports.connections import request_header
 from node.server import Node
 
 
@@ -77,7 +77,7 @@ def test_a_get_over_shared_memory_that_is_interrupted_before_its_release_holds_n
             raise KeyboardInterrupt
         return request_header(op, request)
 
-    monkeypatch.setattr("kvstore.wires.mapped_slots.request_header", interrupted)
+    monkeypatch.setattr("kvstore.transports.mapped_memory.request_header", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pages.get(client, keys)
     settle(node, sessions=None)
@@ -101,7 +101,7 @@ def test_an_interrupt_while_pages_are_copied_is_told_as_what_it_is(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvstore.wires.shm.HELD_NBYTES_MAX", 0)
+        patch.setattr("kvstore.transports.shm.HELD_NBYTES_MAX", 0)
         patch.setattr("kvstore.buffers._exported", interrupted)
         with pytest.raises(KeyboardInterrupt):
             getattr(pages, op)(client, keys)
@@ -121,7 +121,7 @@ def test_a_second_interrupt_before_slots_are_released_does_not_break_the_next_ca
 
     with monkeypatch.context() as patched:
         patched.setattr(shm, "release", interrupted)
-        patched.setattr(mapped_slots, "release", interrupted)
+        patched.setattr(mapped_memory, "release", interrupted)
         with pytest.raises(KeyboardInterrupt), client.open_get(pages.namespace, keys):
             raise KeyboardInterrupt
     for _ in range(2):

@@ -9,7 +9,7 @@ from fleet import calm, owned, tell, view_of
 from forging import SECRET, forge
 
 from kvstore.errors import KVStoreError
-from kvstore.seals import PageKeys
+from kvstore.page_hmac import PageKeys
 from node.server import Node
 
 SEEDS = int(os.environ.get("SEEDS", "2"))

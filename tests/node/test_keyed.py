@@ -11,7 +11,7 @@ from forging import OTHER, SECRET, become, forge, key_id, pretender, stored
 
 from kvstore import ByteRange, Client, ConfigError, InvalidRequest, Namespace, PutOutcome, opaque_layout
 from kvstore.client import Keep
-from kvstore.seals import Seals
+from kvstore.page_hmac import Seals
 from node.server import Node
 
 NBYTES = 5 * 256 + 100  # five parts, where leaves are small
@@ -205,7 +205,7 @@ def test_bad_ranges_are_refused(client: Client, keyed: Any) -> None:
 
 
 def test_many_ranges_come_in_several_batches(client: Client, keyed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.calls.SCRATCH_NBYTES", 3 * 512)
+    monkeypatch.setattr("kvstore.cluster.calls.SCRATCH_NBYTES", 3 * 512)
     keys = keyed.keys(*range(10))
     keyed.put(client, keys)
     client.remove(keyed.namespace, [keys[4]])

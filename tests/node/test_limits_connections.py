@@ -14,10 +14,10 @@ from http2 import GREETING
 
 from kvstore import Client, ClientConfig, Exhausted, PutOutcome
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import pack_fixed
-from node.serve.bulk import BulkServer
-from node.serve.limits import peer_of
+from kvstore.transports.frames import pack_fixed
 from node.server import Node
+from node.serving.bulk import BulkServer
+from node.serving.limits import peer_of
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 PAGE = 1 << 20
@@ -123,7 +123,7 @@ def test_a_connection_has_no_session_before_its_first_valid_frame(
 def test_the_first_frame_must_be_complete_in_time(
     start_node: Callable[..., Node], dial: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("serve.connections", "gateway.options", "gateway.call"):
+    for module in ("serving.connection", "gateway.gateway", "gateway.call"):
         monkeypatch.setattr(f"node.{module}.REQUEST_S_MAX", 0.5)
     node = start_node(stall_s=30.0)
     assert node.shm is not None

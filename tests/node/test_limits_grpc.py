@@ -19,9 +19,9 @@ from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from node.config import NodeConfig
-from node.gateway.options import STREAMS_OF_CONNECTION_MAX
-from node.serve.limits import REFLECTION_STREAMS_MAX, REQUEST_NBYTES_FREE
+from node.gateway.gateway import STREAMS_OF_CONNECTION_MAX
 from node.server import Node
+from node.serving.limits import REFLECTION_STREAMS_MAX, REQUEST_NBYTES_FREE
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 SERVING = health_pb2.HealthCheckResponse.SERVING

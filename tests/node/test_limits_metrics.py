@@ -20,13 +20,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Exhausted, KVStoreError, Unavailable
-from kvstore.measure.node_process import NodeProcess
-from node.serve.doors import DESCRIPTORS_LEFT_MIN
-from node.serve.gateway import connections_max
-from node.serve.http_server import HEAD_NBYTES_MAX, Asker
-from node.serve.limits import HTTP_CONNECTIONS_MAX, HTTP_REQUEST_S_MAX, REQUEST_S_MAX
-from node.serve.metrics_server import _CACHED_MAX, Answer, MetricsServer
+from kvstore.tools.node_process import NodeProcess
 from node.server import DESCRIPTORS_OF_SESSION, Node
+from node.serving.acceptor import DESCRIPTORS_LEFT_MIN
+from node.serving.gateway import connections_max
+from node.serving.http_server import HEAD_NBYTES_MAX, Asker
+from node.serving.limits import HTTP_CONNECTIONS_MAX, HTTP_REQUEST_S_MAX, REQUEST_S_MAX
+from node.serving.metrics_server import _CACHED_MAX, Answer, MetricsServer
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ def test_silent_scrapes_take_few_threads_and_keep_nobody_out(node: Node, dial: A
 
 
 def test_a_scrape_that_does_not_end_is_hung_up(node: Node, dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.serve.http_server.HTTP_REQUEST_S_MAX", 0.3)
+    monkeypatch.setattr("node.serving.http_server.HTTP_REQUEST_S_MAX", 0.3)
     silent, trickling = dial(node.metrics.port), dial(node.metrics.port)
     assert silent.recv(1) == b""
     with pytest.raises(ConnectionError):
@@ -85,7 +85,7 @@ def test_who_says_no_more_before_the_end_of_a_head_is_hung_up_at_once(
     node: Node, dial: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not asked again and again for what does not come."""
-    monkeypatch.setattr("node.serve.http_server.HTTP_REQUEST_S_MAX", 3600.0)
+    monkeypatch.setattr("node.serving.http_server.HTTP_REQUEST_S_MAX", 3600.0)
     half = dial(node.metrics.port)
     half.sendall(b"GET /metr")
     half.shutdown(socket.SHUT_WR)
@@ -113,7 +113,7 @@ def test_texts_that_are_kept_are_few_and_a_head_is_asked_for_alone(node: Node) -
 def test_a_head_that_is_too_long_or_not_a_get_is_refused(
     node: Node, dial: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.serve.http_server.HTTP_REQUEST_S_MAX", 60.0)
+    monkeypatch.setattr("node.serving.http_server.HTTP_REQUEST_S_MAX", 60.0)
     long = dial(node.metrics.port)
     long.sendall(b"x" * (HEAD_NBYTES_MAX + 1))
     assert long.recv(100).startswith(b"HTTP/1.1 431 ")
@@ -271,7 +271,7 @@ def test_a_scrape_for_which_no_thread_can_be_started_is_answered(dial: Any, monk
 
 def test_who_takes_a_text_slowly_has_a_time_for_all_of_it(dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that takes a few bytes now and then would keep its connection as long as it likes."""
-    monkeypatch.setattr("node.serve.http_server.HTTP_REPLY_S_MAX", 0.5)
+    monkeypatch.setattr("node.serving.http_server.HTTP_REPLY_S_MAX", 0.5)
     large = Answer("text/plain", 0, lambda: bytes(64 << 20))
     server = MetricsServer("127.0.0.1", 0, lambda headers, asker: large, lambda: True)
     slow = dial(server.port)

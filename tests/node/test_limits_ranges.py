@@ -10,8 +10,8 @@ from kvstore.checksum import leaves
 from kvstore.config import GET_PIECES_MAX, GET_RANGES_MAX
 from kvstore.layout import ByteRange
 from kvstore.pb import kvstore_pb2 as pb
-from node.access.caller import Caller
-from node.ram.inventory import Inventory
+from node.auth.access import Caller
+from node.memory.inventory import Inventory
 from node.server import Node
 
 WIRES = ["shm", "bulk", "grpc"]

@@ -15,9 +15,9 @@ from kvstore.layout import ByteRange
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
-from node.access.caller import THE_NODE
-from node.serve import requests
+from node.auth.access import THE_NODE
 from node.server import Node
+from node.serving import limits
 
 
 class Errors:
@@ -91,7 +91,7 @@ def test_what_no_request_can_need_is_refused_before_it_is_parsed(
             raise AssertionError("it was parsed")
 
     with monkeypatch.context() as patch:
-        patch.setitem(requests._TYPES, op, (0, Unparsed))
+        patch.setitem(limits._TYPES, op, (0, Unparsed))
         for body in (b"\x12\x00" * 1_000_000, b"\x1a\x00" * 500_000):
             for said in refusals(node, raw, op, body):
                 assert "split the batch" in said

@@ -15,7 +15,7 @@ from waiting import wait_until
 
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.pb import kvstore_pb2 as pb
-from node.gateway.options import STREAM_NBYTES_MAX
+from node.gateway.gateway import STREAM_NBYTES_MAX
 from node.server import Node
 
 CALLS = 12

@@ -16,11 +16,11 @@ import pytest
 from kvstore import Exhausted, InvalidRequest, KVStoreError, Namespace, PutOutcome, Unavailable
 from kvstore.layout import ByteRange, LayerGroup, PageLayout, Plane
 from kvstore.pb import kvstore_pb2 as pb
-from node.access.caller import Caller
+from node.auth.access import Caller
 from node.config import NodeConfig
-from node.serve import limits
-from node.serve.pace import Pace
 from node.server import Node, _clock_ms
+from node.serving import limits
+from node.serving.bulk import Pace
 
 WIRES = ["shm", "bulk", "grpc"]
 PAGE = 1 << 20
@@ -122,7 +122,7 @@ def test_a_scrub_ends_after_so_many_bytes_or_seconds_and_goes_on_from_its_cursor
     client = connect(node, timeout_s=30.0)
     pages.put(client, [bytes([number]) * 32 for number in range(16)])
     client.flush()
-    monkeypatch.setattr("node.serve.disk_calls.SCRUB_NBYTES_MAX", 16 << 10)
+    monkeypatch.setattr("node.serving.admin_calls.SCRUB_NBYTES_MAX", 16 << 10)
     first = client.scrub(nbytes_max=1 << 60)
     assert (first.intact, first.nbytes) == (4, 16 << 10)
     intact, cursor = first.intact, first.next_cursor
@@ -130,9 +130,9 @@ def test_a_scrub_ends_after_so_many_bytes_or_seconds_and_goes_on_from_its_cursor
         reply = client.scrub(cursor, 1 << 60)
         intact, cursor = intact + reply.intact, reply.next_cursor
     assert intact == 16
-    monkeypatch.setattr("node.serve.disk_calls.SCRUB_NBYTES_MAX", 1 << 30)
+    monkeypatch.setattr("node.serving.admin_calls.SCRUB_NBYTES_MAX", 1 << 30)
     assert not client.scrub().next_cursor
-    monkeypatch.setattr("node.serve.disk_calls.SCRUB_S_MAX", 0.0)
+    monkeypatch.setattr("node.serving.admin_calls.SCRUB_S_MAX", 0.0)
     assert client.scrub().next_cursor
 
 
@@ -234,7 +234,7 @@ def test_nobody_goes_on_verifying_for_a_caller_who_has_left(
 
 def test_a_transfer_has_a_limit_that_does_not_renew(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("node.serve.pace.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("node.serving.bulk.time.monotonic", lambda: now[0])
     pace = Pace(10 << 20, stall_s=5.0)
     assert pace.limit_s == 15.0
     for second in range(0, 15, 3):

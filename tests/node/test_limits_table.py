@@ -7,8 +7,8 @@ from typing import Any
 
 from gateways import servicer_of
 
-from node.serve import limits
 from node.server import Node
+from node.serving import limits
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 

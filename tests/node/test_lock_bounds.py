@@ -8,7 +8,7 @@ import pytest
 from counted_lock import CountedLock
 
 from kvstore.errors import Exhausted
-from node.ram.inventory import Inventory
+from node.memory.inventory import Inventory
 
 PAGE = 4096
 EXTENT = 1 << 18

@@ -4,7 +4,7 @@ import logging
 import socket
 
 from kvstore.log_rate import LINES, WINDOW_S, LogRate
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 
 def test_lines_of_a_kind_are_few_and_the_others_are_counted() -> None:

@@ -7,7 +7,7 @@ import pytest
 from kvstore.cluster.view import Member, View
 from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
-from node.peers.membership import Membership
+from node.cluster.membership import Membership
 
 OF_ETCD = [("zone", "z1"), ("weight", 2.0), ("etcd_cert", "x.pem"), ("advertise", "h")]
 TEXT = "static:fleet/n1=h1:7440,n2=[::1]:7441@rack-2*2.5, n3=h3"

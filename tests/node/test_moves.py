@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Exhausted
-from node.ram.walk import walk
+from node.memory.scan import walk
 
 PAGE = 4096
 EXTENT = 16 * PAGE
@@ -106,9 +106,9 @@ def test_all_pages_of_a_namespace_go_though_one_moves_meanwhile(
         if step == 17:
             assert moving.put_large()
 
-    monkeypatch.setattr("node.ram.walk.SLOTS", 1)
-    monkeypatch.setattr("node.ram.walk.UNITS", 1)
-    monkeypatch.setattr("node.ram.walk.time.sleep", others)
+    monkeypatch.setattr("node.memory.scan.SLOTS", 1)
+    monkeypatch.setattr("node.memory.scan.UNITS", 1)
+    monkeypatch.setattr("node.memory.scan.time.sleep", others)
     box.tier.remove_namespace(moving.small.namespace.digest)
     assert moving.copies == 1
     assert moving.page.offset < moving.offset
@@ -128,9 +128,9 @@ def test_a_place_that_others_emptied_meanwhile_is_given_out_once(
     box.put(small, keys)
     box.now_ms += 1
     box.get(small, keys[:oldest] + keys[oldest + 4 :])
-    monkeypatch.setattr("node.ram.turn.STEPS", 1)
+    monkeypatch.setattr("node.memory.lock_slices.STEPS", 1)
     once = iter([keys])  # removing lets others in, too
-    monkeypatch.setattr("node.ram.turn.time.sleep", lambda _: [box.remove(small, some) for some in once])
+    monkeypatch.setattr("node.memory.lock_slices.time.sleep", lambda _: [box.remove(small, some) for some in once])
     box.put(middle, middle.keys(0))
     assert box.tier.check() == []
     monkeypatch.undo()

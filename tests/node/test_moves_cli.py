@@ -12,10 +12,10 @@ from fleet import tell, view_of
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig
-from kvstore.cli import moves
+from kvstore.cli import cluster
 from kvstore.cli.commands import app
 from kvstore.cluster.view import Member, State, View
-from node.peers import draining
+from node.cluster import drain
 from node.server import Node
 
 KEYS = range(30)
@@ -23,9 +23,9 @@ KEYS = range(30)
 
 @pytest.fixture
 def fleet(start_node: Any, monkeypatch: pytest.MonkeyPatch) -> list[Node]:
-    monkeypatch.setattr(draining, "PASS_PAUSE_S", 0.02)
-    monkeypatch.setattr(draining, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(moves, "LOOK_S", 0.02)
+    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.02)
+    monkeypatch.setattr(drain, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(cluster, "LOOK_S", 0.02)
     nodes = [start_node() for _ in range(2)]
     numbers = itertools.count(1)
     tell(nodes, view_of(nodes, number=next(numbers)))

@@ -11,8 +11,8 @@ from waiting import wait_until
 from kvstore import ByteRange, InvalidRequest, Keep, PutOutcome
 from kvstore.cluster.view import Member, State, View
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.bulk import BulkWire
-from node.access.caller import THE_NODE, Caller
+from kvstore.transports.bulk import BulkWire
+from node.auth.access import THE_NODE, Caller
 from node.server import Node
 
 # ---- what is fetched ---------------------------------------------------------------------

@@ -14,7 +14,7 @@ from waiting import wait_until
 
 from kvstore import DeadlineExceeded, PutOutcome
 from kvstore.checksum import leaves
-from kvstore.wires.bulk import Arrived, BulkWire
+from kvstore.transports.bulk import Arrived, BulkWire
 from node.config import NodeConfig
 from node.server import Node
 

@@ -12,7 +12,7 @@ from kvstore.checksum import leaves
 from kvstore.cluster.view import State, View
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
-from node.access.caller import Caller
+from node.auth.access import Caller
 from node.config import NodeConfig
 from node.server import Node
 

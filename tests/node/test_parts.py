@@ -5,16 +5,16 @@ import random
 import pytest
 
 from kvstore import Namespace, checksum, opaque_layout
-from node.ram.accounts import Accounts
-from node.ram.namespace import NamespaceIndex
-from node.ram.parts import SHARE_MAX, Parts, parts_wanted
-from node.slots import SlotAllocator
+from node.memory.page import NamespaceIndex
+from node.memory.promotion import SHARE_MAX, PartialPage, parts_wanted
+from node.memory.tenant_usage import TenantUsage
+from node.slab import SlotAllocator
 
 ALIGN = 4096
 
 
 def space_of(page_nbytes: int) -> NamespaceIndex:
-    account = Accounts(SlotAllocator(ALIGN, ALIGN), list).of("default")
+    account = TenantUsage(SlotAllocator(ALIGN, ALIGN), list).of("default")
     return NamespaceIndex(Namespace(model="m", layout=opaque_layout(page_nbytes)), account)
 
 
@@ -29,7 +29,7 @@ def test_every_byte_of_the_ranges_is_in_the_slot_beside_all_that_its_leaves_cove
         page_nbytes = rng.randint(1, 100_000)
         page = rng.randbytes(page_nbytes) + bytes(ALIGN)
         ranges = [(start, rng.randint(1, page_nbytes - start)) for start in rng.choices(range(page_nbytes), k=3)]
-        parts = Parts(space_of(page_nbytes), ranges)
+        parts = PartialPage(space_of(page_nbytes), ranges)
         assert all(start % ALIGN == end % ALIGN == 0 for start, end in parts.runs)
         slot = b"".join(page[start:end] for start, end in parts.runs)
         assert len(slot) == parts.slot_nbytes <= -(-page_nbytes // ALIGN) * ALIGN

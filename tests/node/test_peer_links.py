@@ -8,10 +8,9 @@ from fleet import view_of
 from kvstore import ConfigError, Unavailable
 from kvstore.cluster.view import Member, State, View
 from kvstore.deadline import Deadline
+from node.cluster.membership import Membership, advertised, check_address
+from node.cluster.remote_pages import PeerLinks, known_by
 from node.config import NodeConfig
-from node.peers.address import advertised, check_address
-from node.peers.links import PeerLinks, known_by
-from node.peers.membership import Membership
 
 ELSEWHERE = "192.0.2.1:7440"  # of an address range that nobody has
 

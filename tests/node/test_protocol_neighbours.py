@@ -19,8 +19,8 @@ from kvstore.cluster.view import Member, View, view_message
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
-from kvstore.wires.frames import FIXED_NBYTES, pack_fixed
-from node.access.caller import THE_NODE
+from kvstore.transports.frames import FIXED_NBYTES, pack_fixed
+from node.auth.access import THE_NODE
 from node.server import Node
 
 RECORDED = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Exhausted
-from node.ram.reservation import Verdict
+from node.memory.page import PutStatus
 
 PAGE = 4096
 EXTENT = 16 * PAGE
@@ -41,7 +41,7 @@ def test_a_batch_that_is_larger_than_a_quota_is_cut_at_it(sandbox: Any, there: i
     loud = box.open("m", PAGE, tenant="loud")
     old = fill(box, loud, *range(there))
     keys = loud.keys(*range(1000, 1050))
-    assert box.put(loud, keys) == [Verdict.WRITE] * 32 + [Verdict.FULL] * 18
+    assert box.put(loud, keys) == [PutStatus.WRITE] * 32 + [PutStatus.FULL] * 18
     assert box.nbytes("loud") == 32 * PAGE
     assert box.present(loud, [*old, *keys]) == set(keys[:32])
     assert box.tier.check() == []
@@ -141,10 +141,10 @@ def test_what_is_removed_while_it_is_read_counts_until_it_is_released(sandbox: A
     box.remove(loud, keys)
     with pytest.raises(Exhausted, match="tenant loud has 65536 of the 65536 bytes of its ram quota"):
         box.put(loud, loud.keys(50))
-    assert box.put(other, other.keys(1)) == [Verdict.WRITE]
+    assert box.put(other, other.keys(1)) == [PutStatus.WRITE]
     box.tier.release(held)
     assert box.nbytes("loud") == 0
-    assert box.put(loud, loud.keys(50)) == [Verdict.WRITE]
+    assert box.put(loud, loud.keys(50)) == [PutStatus.WRITE]
 
 
 def test_a_page_that_is_more_than_the_quota_is_refused(sandbox: Any) -> None:
@@ -233,7 +233,7 @@ def test_the_hit_rate_beside_a_flood_is_that_of_being_alone(seed: int, sandbox: 
             (hit,) = box.get(quiet, [key])
             hits += hit
             if not hit:
-                assert box.put(quiet, [key]) == [Verdict.WRITE], "a tenant within its quota always has room"
+                assert box.put(quiet, [key]) == [PutStatus.WRITE], "a tenant within its quota always has room"
         assert box.tier.check() == []
         return hits / 1500
 

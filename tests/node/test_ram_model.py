@@ -15,8 +15,7 @@ import pytest
 
 from kvstore.errors import Exhausted
 from kvstore.layout import slot_nbytes
-from node.ram.page import Page
-from node.ram.reservation import Reservation, Verdict
+from node.memory.page import Page, PutStatus, Reservation
 
 EXTENT = 64 << 10
 EXTENTS = 8
@@ -114,11 +113,11 @@ class Simulation:
             return
         verdicts = dict(zip(wanted, result.verdicts, strict=True))
         for key, verdict in verdicts.items():
-            assert (verdict == Verdict.EXISTS) == (key in self.model.visible)
-            assert (verdict == Verdict.BUSY) == (key in self.model.writing)
-        written = [key for key in wanted if verdicts[key] == Verdict.WRITE]
+            assert (verdict == PutStatus.EXISTS) == (key in self.model.visible)
+            assert (verdict == PutStatus.BUSY) == (key in self.model.writing)
+        written = [key for key in wanted if verdicts[key] == PutStatus.WRITE]
         assert [key for _, key in written] == [page.prefix_hash for page in result.pages]
-        if Verdict.FULL in result.verdicts:
+        if PutStatus.FULL in result.verdicts:
             self.check_full(name, set(wanted))
             self.done["full"] = self.done.get("full", 0) + 1
         self.box.write(self.spaces[name], result)

@@ -3,9 +3,9 @@
 import pytest
 
 from kvstore.errors import ConfigError, Exhausted
-from node.access.quotas import Quota, Quotas, quota_of
-from node.serve.limits import Budget, Places, Quoted, cap
-from node.serve.rates import Rates
+from node.auth.quotas import Quota, Quotas, quota_of
+from node.serving.limits import Budget, ConnectionLimiter, Quoted, cap
+from node.serving.tenants import Rates
 
 
 class Clock:
@@ -121,7 +121,7 @@ def test_a_tenants_quota_is_less_than_the_share_of_a_peer_and_tells_of_no_other(
 
 
 def test_a_connection_that_is_known_now_counts_to_its_tenant() -> None:
-    places = Places(cap("connections", 8, "wait"), Quoted(lambda tenant: 2, lambda tenant: None))
+    places = ConnectionLimiter(cap("connections", 8, "wait"), Quoted(lambda tenant: 2, lambda tenant: None))
     left: list[int] = []
     mine = [places.enter("10.0.0.1", lambda n=n: left.append(n)) for n in range(4)]  # type: ignore[misc]
     for place in mine[:2]:

@@ -9,9 +9,9 @@ import pytest
 
 from kvstore import Exhausted, InvalidRequest, Namespace, opaque_layout
 from kvstore.pb import kvstore_pb2 as pb
-from node.serve import recorder as module
-from node.serve.recorder import Recorder
 from node.server import Node
+from node.serving import recorder as module
+from node.serving.recorder import Recorder
 
 SPACE = Namespace("recorded", opaque_layout(300, page_tokens=64), tp_rank=1, tp_size=4)
 KEYS = [hashlib.sha256(bytes([number])).digest() for number in range(6)]

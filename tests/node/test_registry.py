@@ -15,7 +15,7 @@ from kvstore.cluster.view import State
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
-from node.access.caller import THE_NODE
+from node.auth.access import THE_NODE
 from node.config import NodeConfig
 from node.server import Node
 
@@ -173,7 +173,7 @@ def test_a_restart_takes_its_id_over_at_once(fleet: Start, etcd: FakeEtcd, tmp_p
 def test_what_ends_the_start(
     fleet: Start, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], said: str
 ) -> None:
-    monkeypatch.setattr("node.peers.address.TRIED_S", 0.3)
+    monkeypatch.setattr("node.cluster.membership.TRIED_S", 0.3)
     fleet("n1")
     with pytest.raises(ConfigError, match=said):
         fleet("n2", **settings)

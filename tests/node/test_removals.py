@@ -9,10 +9,9 @@ from fleets import Start, stop, value
 from waiting import wait_until
 
 from kvstore.errors import ConfigError
-from node.peers.etcd import Entry, Reading
-from node.peers.identity import REMOVALS_KEPT_S, Identity
-from node.peers.removals import Removals
-from node.peers.roster import Removal, Roster, parse_removed
+from node.cluster.etcd import Entry, Reading
+from node.cluster.membership import REMOVALS_KEPT_S, Identity
+from node.cluster.registry_state import NamespaceTombstones, RegistryState, Removal, parse_removed
 
 DISK = {"disk_nbytes": 64 << 20}
 KEYS = range(20)
@@ -170,7 +169,7 @@ def test_who_was_asked_to_erase_does_not_do_it_again_for_those_who_were_asked_to
     """Also for namespaces that it did not have then: by the time it hears of them they may have new pages."""
     removed: list[bytes] = []
     erased: list[list[bytes]] = []
-    removals = Removals(Identity(str(tmp_path), "fleet", ""), removed.append, lambda: None, erased.append)
+    removals = NamespaceTombstones(Identity(str(tmp_path), "fleet", ""), removed.append, lambda: None, erased.append)
     removals.begin_erasure(b"asked")
     one, two, three = (bytes([number]) * 16 for number in range(3))
     heard = [Removal(one, b"1", 1, b"asked"), Removal(two, b"2", 2, b"not asked"), Removal(three, b"3", 3)]
@@ -187,13 +186,13 @@ def test_a_node_that_ends_before_it_has_erased_does_it_in_its_next_life(
     tmp_path: Path, at_a_start: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The removal is done and written down, so it is not heard of again."""
-    monkeypatch.setattr("node.peers.removals.TOUCH_S", 0.1)
+    monkeypatch.setattr("node.cluster.registry_state.TOUCH_S", 0.1)
     digest, nobody = bytes(range(16)), cast(Any, None)
 
     def dies(digests: list[bytes]) -> None:
         raise SystemExit
 
-    first = Removals(Identity(str(tmp_path), "fleet", ""), lambda digest: None, lambda: None, dies)
+    first = NamespaceTombstones(Identity(str(tmp_path), "fleet", ""), lambda digest: None, lambda: None, dies)
     heard = [Removal(digest, b"1", 1, b"tenant")]
     if at_a_start:
         first.catch_up(heard, 1)
@@ -203,7 +202,7 @@ def test_a_node_that_ends_before_it_has_erased_does_it_in_its_next_life(
     with pytest.raises(SystemExit):
         first.work(nobody, nobody)
     erased: list[list[bytes]] = []
-    second = Removals(Identity(str(tmp_path), "fleet", ""), lambda digest: None, lambda: None, erased.append)
+    second = NamespaceTombstones(Identity(str(tmp_path), "fleet", ""), lambda digest: None, lambda: None, erased.append)
     second.catch_up(heard, 1)
     second.work(nobody, nobody)
     assert erased == [[digest]]
@@ -213,7 +212,7 @@ def test_a_node_that_ends_before_it_has_erased_does_it_in_its_next_life(
 def test_a_join_reads_more_removals_than_fit_one_answer(
     fleet: Start, etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.peers.etcd.KEYS_MAX", 3)
+    monkeypatch.setattr("node.cluster.etcd.KEYS_MAX", 3)
     etcd.keys_max = 3
     removed = [bytes([number]) * 16 for number in range(10)]
     for digest in removed:
@@ -225,7 +224,7 @@ def test_a_join_reads_more_removals_than_fit_one_answer(
 
 def test_what_was_heard_of_long_ago_is_not_gone_through_again() -> None:
     """Each change in etcd would cost all removals of 30 days, at all members."""
-    roster = Roster("fleet")
+    roster = RegistryState("fleet")
     written = {roster.removed_key(bytes([n])): Entry(b'{"removal": "%02x"}' % n, n, 0) for n in range(9)}
     roster.reset(Reading(9, {roster.config_key: Entry(b'{"replicas": 1, "base": 100}', 1, 0)} | written))
     assert [some.number for some in roster.removals()] == list(range(100, 109))

@@ -12,10 +12,10 @@ from waiting import wait_until
 from kvstore import Exhausted, InvalidRequest, Keep, PutOutcome
 from kvstore.checksum import leaves
 from kvstore.pb import kvstore_pb2 as pb
-from node.peers import hand_over
-from node.serve.http_server import Asker
-from node.serve.metrics import metrics_text
+from node.cluster import replication_queue
 from node.server import Node
+from node.serving.http_server import Asker
+from node.serving.metrics import metrics_text
 
 NUMBERS = range(24)
 
@@ -209,8 +209,8 @@ def test_the_head_of_a_chain_is_its_newest_page_there_too(
     pair: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the replica would evict it first, and the rest would be of no use."""
-    monkeypatch.setattr(hand_over, "BATCH_PAGES_MAX", 4)
-    monkeypatch.setattr(hand_over, "BATCH_NBYTES_MAX", 1 << 20)
+    monkeypatch.setattr(replication_queue, "BATCH_PAGES_MAX", 4)
+    monkeypatch.setattr(replication_queue, "BATCH_NBYTES_MAX", 1 << 20)
     asked: list[list[bytes]] = []
     begin_put = pair[1].service.begin_put
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore import ByteRange, Client, DeadlineExceeded, Namespace, PutOutcome, opaque_layout
-from kvstore.wires import abreast, shm
+from kvstore.transports import parallel, shm
 from node.server import Node
 
 LANES = 3
@@ -23,7 +23,7 @@ def node(start_node: Callable[..., Node]) -> Node:
 
 @pytest.fixture
 def client(node: Node, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> Client:
-    monkeypatch.setattr(shm, "lane_count", lambda pages, _: max(1, min(LANES, pages)))
+    monkeypatch.setattr(shm, "stream_count", lambda pages, _: max(1, min(LANES, pages)))
     return connect(node, "shm")
 
 
@@ -94,7 +94,7 @@ def test_small_batches_and_machines_take_no_other_thread(
     node: Node, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page_nbytes = 4096
-    monkeypatch.setattr(abreast, "LANE_NBYTES_MIN", 4 * page_nbytes)
+    monkeypatch.setattr(parallel, "LANE_NBYTES_MIN", 4 * page_nbytes)
     namespace = Namespace("shm-abreast", opaque_layout(page_nbytes))
     client = connect(node, "shm")
     client.open(namespace)

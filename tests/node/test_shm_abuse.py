@@ -19,8 +19,8 @@ import pytest
 from kvstore import ConfigError, Unavailable
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import pack_fixed
-from kvstore.wires.unix_sockets import DescriptorSocket
+from kvstore.transports.frames import pack_fixed
+from kvstore.transports.unix_sockets import DescriptorSocket
 from node.config import NodeConfig
 from node.server import Node
 
@@ -142,7 +142,7 @@ def test_descriptors_that_nobody_asked_for_are_not_kept(node: Node, raw: Any, se
 OUT_OF_ORDER = """
 import os, socket, sys
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.unix_sockets import DescriptorSocket
+from kvstore.transports.unix_sockets import DescriptorSocket
 for line in sys.stdin:
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(sys.argv[1])
@@ -283,7 +283,7 @@ def test_another_user_gets_an_error_that_says_so_even_if_he_finds_the_socket(
 import os, socket
 from kvstore import ClientConfig, Unavailable
 from kvstore.deadline import Deadline
-from kvstore.wires.shm import ShmWire
+from kvstore.transports.shm import ShmWire
 from node.server import Node
 os.setuid(12345)
 wire = ShmWire({str(path)!r}, {node.service.instance_id!r}, ClientConfig(shm_dir={str(path.parent)!r}))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, DeadlineExceeded
-from kvstore.wires import shm
+from kvstore.transports import shm
 from node.server import Node
 
 SECONDS = 1.0

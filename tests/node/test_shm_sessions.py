@@ -286,7 +286,7 @@ def test_a_client_that_stood_still_releases_all_the_same(
     node: Node, connect: Any, pages: Any, settle: Any, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """A thread that did not run for longer than a release may take: the node would keep the slots for good."""
-    monkeypatch.setattr("kvstore.wires.mapped_slots.RELEASE_S", -1.0)
+    monkeypatch.setattr("kvstore.transports.mapped_memory.RELEASE_S", -1.0)
     client, keys = connect(node, "shm"), pages.keys(0, 1)
     pages.put(client, keys)
     if what == "held":

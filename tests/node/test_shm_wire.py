@@ -14,7 +14,7 @@ from kvstore import ByteRange, Client, DeadlineExceeded, Exhausted, InvalidReque
 from kvstore.checksum import checksum, key_seed, leaves
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.shm import ShmWire
+from kvstore.transports.shm import ShmWire
 from node.server import Node
 
 PAGE = 64 << 10

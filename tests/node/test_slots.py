@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvstore.layout import SLOT_ALIGN_NBYTES, slot_nbytes
-from node.slots import SlotAllocator
+from node.slab import SlotAllocator
 
 EXTENT = 64 * SLOT_ALIGN_NBYTES
 SIZES = [SLOT_ALIGN_NBYTES * n for n in (1, 2, 3, 5, 16, 33, 64)]

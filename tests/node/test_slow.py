@@ -4,12 +4,11 @@ import threading
 import time
 from time import monotonic_ns
 
-from node.serve.slow import KEPT, LONG, SLOW_NS, STEPS_MAX, SlowCalls
-from node.serve.traffic import DISK, Traffic
+from node.serving.request_metrics import DISK, KEPT, LONG, SLOW_NS, STEPS_MAX, RequestMetrics, SlowCalls
 
 
 def test_only_calls_that_took_long_are_kept() -> None:
-    traffic = Traffic()
+    traffic = RequestMetrics()
     edge = traffic.edge("bulk")
     edge.answered("get", monotonic_ns())
     assert traffic.slow.newest() == []
@@ -20,7 +19,7 @@ def test_only_calls_that_took_long_are_kept() -> None:
 
 
 def test_what_it_waited_for_is_told_in_its_place() -> None:
-    traffic, began_ns = Traffic(), monotonic_ns() - 2 * SLOW_NS
+    traffic, began_ns = RequestMetrics(), monotonic_ns() - 2 * SLOW_NS
     entered_ns = monotonic_ns()
     with traffic.waiting(DISK):
         threading.Event().wait(0.02)
@@ -36,7 +35,7 @@ def test_what_it_waited_for_is_told_in_its_place() -> None:
 
 
 def test_what_others_waited_for_is_none_of_its() -> None:
-    traffic = Traffic()
+    traffic = RequestMetrics()
     with traffic.waiting(DISK):
         pass  # of a call before
     began_ns = monotonic_ns()
@@ -61,7 +60,7 @@ def test_it_began_so_long_before_it_ended() -> None:
 
 
 def test_of_many_steps_the_last_are_told() -> None:
-    traffic, began_ns = Traffic(), monotonic_ns()
+    traffic, began_ns = RequestMetrics(), monotonic_ns()
     for _ in range(3 * STEPS_MAX):
         with traffic.waiting(DISK):
             pass

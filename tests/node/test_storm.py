@@ -17,7 +17,7 @@ import pytest
 
 from kvstore import Client, ClientConfig, Exhausted, KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import pack_fixed
+from kvstore.transports.frames import pack_fixed
 from node.server import Node
 
 EVENTS = int(os.environ.get("KVSTORE_STORM_EVENTS") or 1000)

@@ -18,10 +18,10 @@ from waiting import wait_until
 from kvstore import InvalidRequest, PutOutcome
 from kvstore.cluster.view import Member, State, View
 from kvstore.errors import Unavailable
-from node.peers import draining, sweeper
-from node.peers import sweep as sweep_of
-from node.serve.limits import LONG_CALLS
+from node.cluster import drain, rebalance
+from node.cluster import rebalance as sweep_of
 from node.server import Node
+from node.serving.limits import LONG_CALLS
 
 
 def test_a_member_that_joins_fetches_its_share_and_serves_then(
@@ -145,7 +145,7 @@ def test_a_damaged_page_is_not_taken(fleet: list[Node], tell: Any, connect: Any,
 def test_a_member_that_is_away_is_asked_again(
     fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweeper, "AGAIN_S", 0.1)
+    monkeypatch.setattr(rebalance, "AGAIN_S", 0.1)
     view = tell()
     mine = sorted(of(view, pages, "n0"))[:4]
     plant(fleet[1], pages, mine)
@@ -160,7 +160,7 @@ def test_a_member_that_is_away_is_asked_again(
 def test_members_that_hang_are_waited_for_together(
     start_node: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.peers.sweep.CALL_S", 20.0)
+    monkeypatch.setattr("node.cluster.rebalance.CALL_S", 20.0)
     nodes = [start_node() for _ in range(2)]
     hung = [start_node() for _ in range(3)]
     all_asked = threading.Barrier(len(hung))
@@ -284,7 +284,7 @@ def test_a_node_stops_in_its_time_though_whom_it_asks_hangs(
     start_node: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a sweep and in a drain."""
-    monkeypatch.setattr(draining, "PASS_PAUSE_S", 0.02)
+    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.02)
     hangs = start_node()
     node = Node(replace(start_node().config, drain_s=0.3))
     go_on, asked = threading.Event(), threading.Semaphore(0)

@@ -19,8 +19,8 @@ from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig
 from node.gateway.call import Call, certificate_names
-from node.serve.bulk import BulkConnection
 from node.server import Node
+from node.serving.bulk import BulkConnection
 from node.tls import Certificates, Shown, certificates_of
 
 WIRES = ("bulk", "grpc", "shm")

@@ -13,7 +13,7 @@ from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Unavailable
 from kvstore.cli.authority import Authority
-from kvstore.wires.tls import ClientTls
+from kvstore.transports.tls import ClientTls
 from node.server import Node
 
 WIRES = ("bulk", "grpc")

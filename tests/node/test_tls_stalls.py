@@ -15,8 +15,8 @@ from kvstore.checksum import leaves
 from kvstore.cli.authority import Authority
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.bulk import BulkWire
-from kvstore.wires.tls_frames import TlsFrameSocket
+from kvstore.transports.bulk import BulkWire
+from kvstore.transports.tls import TlsFrameSocket
 from node.server import Node
 
 PAGE_NBYTES = 1 << 20

@@ -10,10 +10,10 @@ from waiting import wait_until
 
 from kvstore import InvalidRequest, KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
-from node.serve.http_server import Asker
-from node.serve.metrics import metrics_text
-from node.serve.traffic import BOUNDS_S, DISK, PEER, RAM, Histogram, Traffic
 from node.server import Node
+from node.serving.http_server import Asker
+from node.serving.metrics import metrics_text
+from node.serving.request_metrics import BOUNDS_S, DISK, PEER, RAM, Histogram, RequestMetrics
 
 WIRES = ["bulk", "shm", "grpc"]
 
@@ -45,8 +45,8 @@ def test_a_time_is_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
 
 def test_an_edge_counts_as_a_histogram_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the same code once more, which is what a request costs."""
-    now, traffic, wanted = [0], Traffic(), Histogram()
-    monkeypatch.setattr("node.serve.traffic.monotonic_ns", lambda: now[0])
+    now, traffic, wanted = [0], RequestMetrics(), Histogram()
+    monkeypatch.setattr("node.serving.request_metrics.monotonic_ns", lambda: now[0])
     for ns in (0, 49_999, 50_000, 50_001, 250_000, 250_001, 7_000_000, 10_000_000_001):
         now[0] = 10**12 + ns
         traffic.edge("bulk").answered("get", 10**12)
@@ -56,7 +56,7 @@ def test_an_edge_counts_as_a_histogram_does(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bytes_and_errors_add_up_and_no_fault_of_ours_is_a_number_too() -> None:
-    traffic = Traffic()
+    traffic = RequestMetrics()
     for nbytes in (3, 4):
         traffic.took("bulk", nbytes)
         traffic.edge("bulk").failed("get", InvalidRequest("no"))
@@ -67,7 +67,7 @@ def test_bytes_and_errors_add_up_and_no_fault_of_ours_is_a_number_too() -> None:
 
 def test_no_time_is_lost_between_threads() -> None:
     """They change as often as the interpreter lets them."""
-    traffic, interval = Traffic(), sys.getswitchinterval()
+    traffic, interval = RequestMetrics(), sys.getswitchinterval()
     start = threading.Barrier(4)
 
     def run() -> None:
@@ -101,7 +101,7 @@ def test_no_time_is_lost_between_threads() -> None:
     ],
 )
 def test_what_was_not_answered_has_no_time_but_a_code(error: BaseException, code: str) -> None:
-    traffic = Traffic()
+    traffic = RequestMetrics()
     traffic.edge("bulk").failed("get", error)
     assert traffic.errors() == {("get", "bulk", code): 1}
     assert traffic.requests() == {}

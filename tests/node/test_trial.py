@@ -8,8 +8,8 @@ from node_fleet import HERE, EtcdProcess, Fleet
 from trial import Event, Trial, plot
 
 from kvstore.errors import ConfigError
-from kvstore.measure.replay import replay_namespace
-from kvstore.measure.trace import TraceRequest, conversations
+from kvstore.tools.replay import replay_namespace
+from kvstore.tools.trace import TraceRequest, conversations
 
 FLAGS = ("--ram-bytes", "64MiB", "--log-level", "ERROR")
 

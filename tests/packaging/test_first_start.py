@@ -15,8 +15,7 @@ from fleets import SMALL
 
 from kvstore import Client, ClientConfig, Forbidden, Namespace, PutOutcome, Unauthenticated, Unavailable, opaque_layout
 from kvstore.cli.authority import Authority, hosts_of
-from kvstore.identities import token_hash
-from kvstore.identity_file import read, revoke
+from kvstore.identities import read, revoke, token_hash
 from node.config import NodeConfig
 from node.server import Node
 

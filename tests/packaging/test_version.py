@@ -14,7 +14,7 @@ from packaging.version import Version
 import kvstore
 from kvstore import Client, ClientConfig, __version__
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 from node.disk.rows import FORMAT_VERSION
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 from node.console.console import NAMES
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

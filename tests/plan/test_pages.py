@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvstore.errors import InvalidRequest
-from kvstore.measure.trace import TraceRequest
-from kvstore.plan.pages import TOKEN_NBYTES, page_size, token_nbytes
+from kvstore.tools.survey import TOKEN_NBYTES, page_size, token_nbytes
+from kvstore.tools.trace import TraceRequest
 
 LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 

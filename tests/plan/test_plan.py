@@ -9,10 +9,9 @@ from brute_force import lru_hits, trees
 
 from kvstore.errors import InvalidRequest
 from kvstore.layout import slot_nbytes
-from kvstore.measure.trace import TraceRequest
-from kvstore.plan.pages import PageSize
-from kvstore.plan.plan import NEARLY_ALL, ROWS_MAX, Plan, Rate, Row, Wishes, planned, surveyed
-from kvstore.plan.survey import EXACT, sampling
+from kvstore.tools.plan import NEARLY_ALL, ROWS_MAX, Plan, Rate, Row, Wishes, planned, surveyed
+from kvstore.tools.survey import EXACT, PageSize, sampling
+from kvstore.tools.trace import TraceRequest
 
 PAGE = PageSize(16.0, 4096)
 REQUESTS = trees(11, 400, fresh=0.1, deep=5)

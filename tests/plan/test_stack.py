@@ -8,9 +8,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 from brute_force import Chain, lru_hits, most_hits, trees
 
-from kvstore.plan.curve import GROW, Curve
-from kvstore.plan.optimum import Intervals
-from kvstore.plan.stack import Reuse, Stack
+from kvstore.tools.hit_curve import GROW, Curve, Intervals, Reuse, Stack
 
 
 def uses(chains: Iterable[Chain]) -> list[list[Reuse]]:

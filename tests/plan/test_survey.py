@@ -8,9 +8,9 @@ import pytest
 from brute_force import lru_hits, most_hits, trees
 
 from kvstore.errors import InvalidRequest
-from kvstore.measure.trace import TraceRequest, chatting
-from kvstore.plan import survey as module
-from kvstore.plan.survey import EXACT, Sampling, Survey, sampling
+from kvstore.tools import survey as module
+from kvstore.tools.survey import EXACT, Sampling, Survey, sampling
+from kvstore.tools.trace import TraceRequest, chatting
 
 PAGE_TOKENS = 16.0
 EIGHTH = Sampling(8, 64)

@@ -17,7 +17,7 @@ from kvstore import Client, ClientConfig, PutOutcome
 from kvstore.config import speaks
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
-from kvstore.wires.frames import pack_fixed
+from kvstore.transports.frames import pack_fixed
 from node.config import NodeConfig
 from node.server import Node
 

@@ -13,14 +13,12 @@ from typing import Any
 
 import xxhash
 
-from gpu_agent.identity.checkpoint import config_digest
-from gpu_agent.identity.weight_files import weight_files, weights_digest
+from gpu_agent.identity.checkpoint import config_digest, weight_files, weights_digest
 from gpu_agent.options import Identity, facts_text
 from kvstore import opaque_layout
-from kvstore.identities import Principal, Role, parse, token_hash
-from kvstore.identity_file import new_token, token_line
-from kvstore.page_keys import page_keys
-from node.access.quotas import quota_of
+from kvstore.identities import Principal, Role, new_token, parse, token_hash, token_line
+from kvstore.page_hmac import page_keys
+from node.auth.quotas import quota_of
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "golden" / "files.json").read_text())
 

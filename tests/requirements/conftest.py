@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig, Namespace, PutOutcome, opaque_layout
-from kvstore.measure.content import page_content
+from kvstore.tools.trace import page_content
 from node.config import NodeConfig
 from node.server import Node
 

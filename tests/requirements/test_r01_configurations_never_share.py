@@ -6,7 +6,7 @@ from itertools import permutations
 import pytest
 
 from kvstore import Client, LayerGroup, Namespace, PageLayout, Plane, prefix_hashes
-from kvstore.measure.content import page_content
+from kvstore.tools.trace import page_content
 
 
 def layout(dtype: str = "bfloat16", heads: int = 2, page_tokens: int = 16, order: str = "kv") -> PageLayout:

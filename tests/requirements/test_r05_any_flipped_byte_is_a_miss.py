@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvstore import ByteRange
-from node.ram.inventory import Inventory
-from node.ram.page import Page
+from node.memory.inventory import Inventory
+from node.memory.page import Page
 from node.server import Node
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvstore import KVStoreError
-from node.access.caller import Caller
-from node.ram.inventory import Inventory
+from node.auth.access import Caller
+from node.memory.inventory import Inventory
 from node.server import Node
 
 
@@ -39,7 +39,7 @@ def test_r06_a_writer_that_fails_in_the_middle_leaves_nothing(
         return run
 
     with monkeypatch.context() as patch:
-        name = "kvstore.wires.grpc_wire.joined_leaves" if wire == "grpc" else f"kvstore.wires.{wire}.Leaves"
+        name = "kvstore.transports.grpc_wire.joined_leaves" if wire == "grpc" else f"kvstore.transports.{wire}.Leaves"
         module, _, attribute = name.rpartition(".")
         original = getattr(__import__(module, fromlist=[attribute]), attribute)
         patch.setattr(name, failing(original))

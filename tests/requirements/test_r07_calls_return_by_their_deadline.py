@@ -15,7 +15,7 @@ import stopping
 
 from kvstore import Client, DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.layout import ByteRange
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 DEADLINE_S = 0.3
 PAUSE_S = 600.0  # of a breaker
@@ -106,7 +106,7 @@ def stop(node_process: NodeProcess) -> Iterator[Callable[[], None]]:
 @pytest.fixture(autouse=True)
 def long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shorter one may be over on a busy machine before a test has looked."""
-    monkeypatch.setattr("kvstore.breaker.PAUSE_S_MIN", PAUSE_S)
+    monkeypatch.setattr("kvstore.transports.channel.PAUSE_S_MIN", PAUSE_S)
 
 
 def refuse_at_once(clients: dict[str, Client], chain: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import FrameSocket
+from kvstore.transports.frames import FrameSocket
 from node.server import Node
 
 PAGE = 1 << 20

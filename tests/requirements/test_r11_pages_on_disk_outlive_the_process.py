@@ -10,7 +10,7 @@ import pytest
 
 from kvstore import KVStoreError
 from kvstore.client import Keep
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(64)]
 

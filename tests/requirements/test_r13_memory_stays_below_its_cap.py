@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore import PutOutcome
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 from node.server import Node
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.pb import kvstore_pb2 as pb
-from node.access.caller import Caller
+from node.auth.access import Caller
 from node.server import Node
 
 

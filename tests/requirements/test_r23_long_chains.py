@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvstore import Namespace, opaque_layout, prefix_hashes
-from kvstore.measure.content import page_content
+from kvstore.tools.trace import page_content
 from node.server import Node
 
 PAGE = 4096

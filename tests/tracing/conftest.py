@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvstore import spans, tracing
+from kvstore import otel, tracing
 
 SETTINGS = {"OTEL_TRACES_EXPORTER": "otlp"}
 
@@ -24,6 +24,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(tracing, "tracer", None)
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
-    spans.set_up()
+    otel.set_up()
     yield exporter
     provider.shutdown()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from traced_nodes import ask, traced_node
 
-from kvstore import spans, tracing
+from kvstore import otel, tracing
 from kvstore.errors import ConfigError, Unavailable
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 from kvstore.tracing import named
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install opentelemetry-sdk")
@@ -102,14 +102,14 @@ def test_otlp_is_the_exporter_of_its_protocol(
     modules: Path, monkeypatch: pytest.MonkeyPatch, name: str, protocol: str, used: str
 ) -> None:
     monkeypatch.syspath_prepend(modules)
-    assert spans._point(name, protocol).name == used
+    assert otel._point(name, protocol).name == used
 
 
 def test_otlp_without_a_protocol_is_the_one_that_is_there(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = modules / "of_the_tests-1.dist-info" / "entry_points.txt"
     facts.write_text(facts.read_text().replace("otlp_proto_grpc", "otlp_proto_pigeons"))
     monkeypatch.setattr("sys.path", [str(modules)])
-    assert spans._point("otlp", "").name == "otlp_proto_http"
+    assert otel._point("otlp", "").name == "otlp_proto_http"
 
 
 @pytest.mark.parametrize(
@@ -125,5 +125,5 @@ def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, environ: di
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
-        spans.set_up("kvstore-node")
+        otel.set_up("kvstore-node")
     assert tracing.tracer is None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvstore import spans, tracing
+from kvstore import otel, tracing
 from kvstore.tracing import Trace, current, named, request, within
 
 TRACE = Trace(bytes(range(16)), bytes(range(1, 9)), True)
@@ -25,7 +25,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def begin(provider: Any) -> None:
         monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
-        spans.set_up()
+        otel.set_up()
         assert tracing.tracer is not None
 
     return begin
@@ -82,7 +82,7 @@ def test_an_engine_starts_without_what_can_not_be_used(
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setattr(sys, "meta_path", [Finder])
     with caplog.at_level(logging.INFO):
-        spans.set_up()
+        otel.set_up()
     assert tracing.tracer is None
     assert "can not be used" in caplog.text
 

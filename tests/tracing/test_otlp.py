@@ -13,7 +13,7 @@ import grpc
 import pytest
 from traced_nodes import ask, traced_node
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 from kvstore.tracing import named
 
 reason = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http opentelemetry-exporter-otlp-proto-grpc"

@@ -12,14 +12,14 @@ import pytest
 from fleets import SMALL
 from waiting import wait_until
 
-from kvstore import Client, ClientConfig, KVStoreError, Namespace, opaque_layout, spans, tracing
+from kvstore import Client, ClientConfig, KVStoreError, Namespace, opaque_layout, otel, tracing
 from kvstore.cluster.view import Member, View
 from kvstore.errors import ConfigError
-from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.tools.node_process import NodeProcess
 from kvstore.tracing import named, request
-from kvstore.wires.connections import exchange
-from kvstore.wires.frames import FrameSocket
+from kvstore.transports.connections import exchange
+from kvstore.transports.frames import FrameSocket
 from node.config import NodeConfig
 from node.server import Node
 
@@ -196,7 +196,7 @@ def test_an_exporter_that_is_not_there_ends_a_nodes_start(monkeypatch: pytest.Mo
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nobodys")
     monkeypatch.setattr(tracing, "tracer", None)
     with pytest.raises(ConfigError, match="nobodys"):
-        spans.set_up("kvstore-node")
+        otel.set_up("kvstore-node")
     assert tracing.tracer is None
 
 

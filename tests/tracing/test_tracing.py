@@ -26,7 +26,7 @@ from kvstore.tracing import (
     unpacked_all,
     within,
 )
-from kvstore.wires.connections import TRACED_NBYTES_MAX, request_header
+from kvstore.transports.connections import TRACED_NBYTES_MAX, request_header
 from node.log_lines import formatter
 
 TRACE = Trace(bytes(range(16)), bytes(range(1, 9)), True)
@@ -134,18 +134,18 @@ def test_a_frame_has_the_trace_behind_its_request_unless_it_is_large() -> None:
 
 
 def line(form: str, error: Any = None) -> str:
-    record = logging.LogRecord("node.serve", logging.ERROR, "file", 1, "%s failed", ("get",), error)
+    record = logging.LogRecord("node.serving", logging.ERROR, "file", 1, "%s failed", ("get",), error)
     return formatter(form).format(record)
 
 
 def test_a_nodes_lines_name_the_request() -> None:
-    assert line("text").endswith("ERROR node.serve: get failed")
+    assert line("text").endswith("ERROR node.serving: get failed")
     assert set(json.loads(line("json"))) == {"time", "level", "logger", "message"}
     with within(TRACE):
         assert line("text").endswith(f"get failed [request {TRACE.request_id}]")
         found = json.loads(line("json"))
     assert (found["message"], found["request"], found["span"]) == ("get failed", TRACE.request_id, "0102030405060708")
-    assert (found["level"], found["logger"]) == ("ERROR", "node.serve")
+    assert (found["level"], found["logger"]) == ("ERROR", "node.serving")
     assert found["time"].endswith("Z")
 
 

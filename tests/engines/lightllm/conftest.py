@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from gpu_agent.engines.lightllm import light_mem_path
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 PAGE_TOKENS = 64
 PAGES = 24

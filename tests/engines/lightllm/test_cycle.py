@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 KINDS = ["bf16", "int8", "mla", "hybrid"]
 Make = Callable[..., Any]

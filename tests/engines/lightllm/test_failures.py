@@ -15,7 +15,7 @@ from stopping import stop
 
 from gpu_agent.engines.lightllm import PyState
 from kvstore import Client, ClientConfig
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 Make = Callable[..., Any]
 POISON = 0xA5

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 Make = Callable[..., Any]
 

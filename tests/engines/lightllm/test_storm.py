@@ -22,7 +22,7 @@ from stopping import stop
 from storms import storm_seeds
 
 from kvstore import Client, ClientConfig
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 Make = Callable[..., Any]
 REQUESTS, WRITER_TURN = 40, 0.4

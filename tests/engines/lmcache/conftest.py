@@ -31,7 +31,7 @@ with warnings.catch_warnings():  # LMCache and what it imports are not ours to m
     from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
     from lmcache.v1.platform import consume_fd
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 ROOT = Path(__file__).parents[3]
 SUITE = Path(sys.prefix) / "lmcache_sdist"

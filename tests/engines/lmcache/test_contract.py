@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 HERE = Path(__file__).parent
 SUITE = "tests/v1/distributed"

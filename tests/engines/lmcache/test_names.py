@@ -9,9 +9,9 @@ import pytest
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 
-from gpu_agent.objects.known_layouts import FIRST_S
+from gpu_agent.objects.store import FIRST_S
 from kvstore import ConfigError
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 SALT = {"salt": "same"}
 

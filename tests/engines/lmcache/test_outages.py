@@ -13,7 +13,7 @@ import torch
 from stopping import stop
 
 from kvstore import Client, ClientConfig
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 TIMES = {"lookup_timeout_s": 0.4, "load_timeout_s": 0.8, "save_timeout_s": 0.8, "backoff_s_max": 0.5}
 SLACK_S = 10.0  # for a machine that is busy; without a deadline none of these calls would ever return

@@ -19,7 +19,7 @@ import pytest
 from ports import free_ports
 from stopping import stop
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 START_S = 120.0
 REQUESTS = 2

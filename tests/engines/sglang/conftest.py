@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 HERE = Path(__file__).parent
 if importlib.util.find_spec("torchvision") is None:
@@ -63,7 +63,7 @@ def config(shared_node: NodeProcess) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of small pools, too, are sent from there and received there, where they are not mapped."""
-    monkeypatch.setattr("gpu_agent.host.unit_pieces.PIECE_NBYTES_MIN", 1)
+    monkeypatch.setattr("gpu_agent.host.slot_copies.PIECE_NBYTES_MIN", 1)
 
 
 @pytest.fixture

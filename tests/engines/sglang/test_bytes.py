@@ -56,7 +56,7 @@ def test_pages_come_back_through_both_interfaces(
     engine: Make, pool: str, writes: int, reads: int, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if wire == COPIED:
-        monkeypatch.setattr("gpu_agent.host.unit_pieces.PIECE_NBYTES_MIN", 1 << 40)
+        monkeypatch.setattr("gpu_agent.host.slot_copies.PIECE_NBYTES_MIN", 1 << 40)
         wire = "bulk"
     writer = engine(POOLS[pool](), interface_v1=writes, wire=wire)
     reader = engine(POOLS[pool](), interface_v1=reads, wire=wire)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import PAGE, buffers, fill, mha, mla, page_bytes
 
-from gpu_agent.host.unit_copies import UnitCopies
+from gpu_agent.host.slot_copies import SlotCopies
 
 Make = Callable[..., Any]
 TOKENS = list(range(12 * PAGE))
@@ -47,7 +47,7 @@ def test_a_page_is_copied_once_between_the_pool_and_the_nodes_memory(
     moved: list[int] = []
 
     def watched(name: str) -> Callable[..., None]:
-        inner = getattr(UnitCopies, name)
+        inner = getattr(SlotCopies, name)
 
         def move(self: Any, pool_: Any, units: Any, pages: Any, *args: Any, **more: Any) -> None:
             assert pool_ is pool
@@ -61,7 +61,7 @@ def test_a_page_is_copied_once_between_the_pool_and_the_nodes_memory(
         return move
 
     for name in ("gather", "scatter"):
-        monkeypatch.setattr(UnitCopies, name, watched(name))
+        monkeypatch.setattr(SlotCopies, name, watched(name))
     made.backup(TOKENS, SLOTS)
     tokens, target = made.prefetch(TOKENS)
     assert (tokens, moved) == (len(TOKENS), [12, 12])

@@ -12,7 +12,7 @@ import harness
 import pytest
 from ports import free_port
 
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 RANK = Path(__file__).parents[2] / "helpers" / "rank.py"
 PAGES = 10

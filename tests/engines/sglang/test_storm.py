@@ -28,7 +28,7 @@ from storms import storm_seeds
 
 import gpu_agent.engines.sglang_weights as weights
 from kvstore import Client, ClientConfig
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 REQUESTS = 70
 ENDS_S = 60.0

@@ -15,7 +15,7 @@ from scheduler_engine import BLOCK, Engines, answer, start_node, tokens
 from stopping import stop
 
 from gpu_agent.blocks.ranks import LoadsEnded
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -11,7 +11,7 @@ from scheduler_engine import BLOCK, Engines, adapter, answer, start_node, tokens
 
 from gpu_agent.blocks import scheduler
 from kvstore.client import Client
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 from kvstore.tracing import named
 
 pytestmark = pytest.mark.filterwarnings("default")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from scheduler_engine import Engines, answer, start_node, tokens
 
-from gpu_agent.process import child, choice
+from gpu_agent.worker import choice, worker_process
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -17,7 +17,7 @@ def test_a_request_that_needs_the_blocks_of_staged_saves_does_not_wait_for_the_p
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_tokens: int
 ) -> None:
     """It needs more than three quarters of all blocks, and a quarter is pinned until the agents' process is ready."""
-    monkeypatch.setattr(child, "_command", lambda: [sys.executable, "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(worker_process, "_command", lambda: [sys.executable, "-c", "import time; time.sleep(600)"])
     monkeypatch.setattr(choice, "READY_S", 0.1)
     with start_node() as node:
         make = Engines(tmp_path, monkeypatch, node.address)
@@ -29,7 +29,7 @@ def test_a_request_that_needs_the_blocks_of_staged_saves_does_not_wait_for_the_p
             began = time.monotonic()
             engine.add("second", tokens(11, 900), 2)
             engine.run(until=engine.requests["second"].is_finished)
-            assert time.monotonic() - began < child.START_S / 3
+            assert time.monotonic() - began < worker_process.START_S / 3
             assert engine.outputs["second"] == answer(tokens(11, 900), 2)
         finally:
             make.close()

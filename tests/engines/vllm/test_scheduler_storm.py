@@ -16,7 +16,7 @@ import pytest
 from scheduler_engine import BLOCK, Engine, Engines, answer, start_node, tokens
 
 from gpu_agent.blocks.ranks import LoadsEnded
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 pytestmark = pytest.mark.filterwarnings("default")
 FIRST, SEEDS = int(os.environ.get("KVSTORE_SEED") or 1), int(os.environ.get("SEEDS") or 6)

@@ -14,7 +14,7 @@ from asking import traces_of_calls
 from stopping import stop
 
 from kvstore import Client, ClientConfig
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 from kvstore.tracing import named
 
 with warnings.catch_warnings():

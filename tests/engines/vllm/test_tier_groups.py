@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvstore import ConfigError
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM imports warns

@@ -13,7 +13,7 @@ import pytest
 from stopping import stop
 
 from kvstore import Client, ClientConfig
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM imports warns

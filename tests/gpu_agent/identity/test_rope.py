@@ -13,9 +13,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from gpu_agent.engines.transformers import TransformersAdapter, cache_argument
 from gpu_agent.engines.transformers_paged import PagedAdapter
-from gpu_agent.identity.rope import length_dependent
+from gpu_agent.identity.checkpoint import length_dependent
 from kvstore import Client, ClientConfig, InvalidRequest
-from kvstore.measure.node_process import NodeProcess
+from kvstore.tools.node_process import NodeProcess
 
 TOKENS = torch.tensor([[(7 * i) % 120 + 5 for i in range(96)]])  # the models are made for 32
 LINEAR = {"rope_type": "linear", "factor": 2.0}

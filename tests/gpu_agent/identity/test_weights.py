@@ -16,9 +16,8 @@ import on_sglang
 import on_vllm
 import pytest
 
-from gpu_agent.identity import weight_files
-from gpu_agent.identity.checkpoint import also_loaded, named
-from gpu_agent.identity.hub_cache import process_start
+from gpu_agent.identity import checkpoint
+from gpu_agent.identity.checkpoint import also_loaded, named, process_start
 from gpu_agent.options import Identity
 from kvstore import ConfigError
 
@@ -302,7 +301,7 @@ def test_weights_that_can_not_be_read_or_change_meanwhile_end_the_start(
         return "weights=00"
 
     for reads, message in ((unreadable, r"can not be read.*model\.safetensors"), (replaced, "changed while they were")):
-        monkeypatch.setattr(weight_files, "_digest", reads)
+        monkeypatch.setattr(checkpoint, "_digest", reads)
         with pytest.raises(ConfigError, match=message):
             named(Identity(), str(path))
 
@@ -316,7 +315,7 @@ def test_the_hubs_revision_says_nothing_about_a_directory(told: Names, tmp_path:
 def test_a_start_that_reads_for_long_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_files, "SLOW_NBYTES", 1000)
+    monkeypatch.setattr(checkpoint, "SLOW_NBYTES", 1000)
     named(Identity(), str(directory(tmp_path / "llama")))
     assert [(record.levelno, "the option revision" in record.message) for record in caplog.records] == [
         (logging.WARNING, True)

@@ -1,0 +1,220 @@
+"""Whether a hit is worth its load: what computing costs the engine and what a load takes, learned while both happen.
+
+    a step     seconds above one that ends a hit = a x tokens + b x sum of their places in their prompts
+    loads      seconds from order to end = c x loads + d x tokens
+
+Both are least squares in which what is old fades. A hit that would be slower than computing is none (R16): without this
+a small model on a fast GPU waits longer for its KV than for itself.
+
+That loads seem slow is worse than that they seem fast, because a declined hit teaches nothing about them. So a load
+that waited for another one counts from that one's end, and one that is much faster than expected outweighs what was
+learned before. One whose end was seen behind somebody's prompt took no longer than until then, and no shorter than
+until two looks before: it counts where that says that loads are faster, or slower, than expected.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.log_rate import LogRate
+from kvstore.transports.channel import PAUSE_PER_COST, CircuitBreaker
+
+STEPS_MAX = 64  # whose end is awaited
+KEPT = 0.97  # of what was learned, at each new sample: the last thirty or so count
+SAMPLES_MIN = 8  # of both kinds; before that every hit is taken
+PROMPT_TOKENS_MIN = 64  # of one request in one step: less tells of answers, not of prompts
+PROBED = 32  # one in so many of the hits that seem slow is taken, for the world changes
+ALIKE = 0.02  # samples whose lengths differ by less than a seventh tell nothing about other lengths
+FADES = 0.9  # of what is usual, at each new sample
+STEP_S_MAX = 0.1  # a step without a prompt that took longer was disturbed
+OUTLIER = 3.0  # times what was expected counts as that: another load of the machine, a compiler
+OUTLIER_S_MIN = 0.01  # less is no outlier: nothing was expected where the first samples were disturbed
+SURPRISE = 0.5  # of what was expected: so much less says that the world has changed, or was never such
+KEPT_SURPRISED = 0.25  # of what was learned, then
+PROBED_SOON = 2  # after a surprise one in so many is taken
+
+
+class Line:
+    """`y = p * u + q * v`, with p and q at least 0. Where the samples were too much alike to tell u's share from v's,
+    `at` gives the two ends of what it may be."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._uu = self._uv = self._vv = self._uy = self._vy = 0.0
+
+    def learn(self, u: float, v: float, y: float, kept: float = KEPT) -> None:
+        if self.samples >= SAMPLES_MIN:
+            y = min(y, max(OUTLIER * self.at(u, v)[1], OUTLIER_S_MIN))
+        self.samples += 1
+        self._uu = kept * self._uu + u * u
+        self._uv = kept * self._uv + u * v
+        self._vv = kept * self._vv + v * v
+        self._uy = kept * self._uy + u * y
+        self._vy = kept * self._vy + v * y
+
+    def at(self, u: float, v: float) -> tuple[float, float]:
+        """The least and the greatest that y may be there."""
+        by_u = u * self._uy / self._uu if self._uu else 0.0
+        by_v = v * self._vy / self._vv if self._vv else 0.0
+        determinant = self._uu * self._vv - self._uv**2
+        if determinant <= ALIKE * self._uu * self._vv:
+            return min(by_u, by_v), max(by_u, by_v)
+        p = (self._uy * self._vv - self._vy * self._uv) / determinant
+        q = (self._vy * self._uu - self._uy * self._uv) / determinant
+        if p < 0:
+            return by_v, by_v
+        if q < 0:
+            return by_u, by_u
+        return p * u + q * v, p * u + q * v
+
+
+class Usual:
+    """What something takes lately. One that took long is soon forgotten."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def learn(self, seconds: float) -> None:
+        fades = FADES if seconds > SURPRISE * self.seconds else SURPRISE
+        self.seconds = fades * self.seconds + (1 - fades) * seconds if self.seconds else seconds
+
+
+@dataclass(frozen=True)
+class _Step:
+    began_at: float
+    short: bool  # a few tokens of a prompt, as after a hit
+    tokens: int  # of prompts
+    places: float  # of these tokens in their prompts, summed
+
+
+class LoadCostModel:
+    """Not thread-safe. Times are of one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._computing, self._loading = Line(), Line()
+        self._answering, self._short = Usual(), Usual()  # steps without a prompt, and with a few tokens of one
+        self._steps: dict[int, _Step] = {}
+        self._ended_at = 0.0
+        self._prompts_at = 0.0  # when the newest step with a prompt in it ended
+        self._looks = (0.0, 0.0)  # when loads were looked at before that; steps that overlap tell one step late
+        self._loaded_at = 0.0  # when the newest load did
+        self._beside = 0  # tokens of prompts in the newest step
+        self._slow = 0  # hits that seemed slow since one of them was taken
+
+    def begins(self, step: int, now: float, parts: list[tuple[int, int]], short: bool) -> None:
+        """A step is scheduled: for each request with PROMPT_TOKENS_MIN tokens or more in it, how many are computed
+        already, and how many more in this step. `short`: another has more than one, and fewer."""
+        self._beside = sum(count for _, count in parts)
+        places = sum(count * (start + count / 2) for start, count in parts)
+        self._steps[step] = _Step(now, short, self._beside, places)
+        self._steps.pop(step - STEPS_MAX, None)  # nobody told of its end
+
+    def ended(self, step: int, now: float) -> None:
+        """The engine has the results of a step, and of all before it."""
+        ours = self._steps.get(step)
+        self._steps = {number: later for number, later in self._steps.items() if number > step}
+        since, self._ended_at, self._looks = self._ended_at, now, (self._looks[1], self._ended_at)
+        if ours is None or not since:
+            return
+        seconds = now - max(since, ours.began_at)
+        if ours.tokens:
+            self._prompts_at = now
+            # A hit ends with a short step, which no graph may have been made for: it costs what most of a short
+            # prompt does.
+            fixed_s = self._short.seconds or self._answering.seconds
+            self._computing.learn(ours.tokens, ours.places, max(0.0, seconds - fixed_s))
+        else:
+            (self._short if ours.short else self._answering).learn(min(seconds, STEP_S_MAX))
+
+    def loaded(self, loads: int, tokens: int, began_at: float, now: float) -> None:
+        """So many ended, which is seen now; the first of them was ordered at `began_at`."""
+        since, self._loaded_at = max(began_at, self._loaded_at), now
+        seconds = now - since
+        expected_s, _ = self._loading.at(loads, tokens)
+        if self._prompts_at > since and seconds > expected_s:
+            seconds = max(0.0, self._looks[0] - since)
+            if seconds < expected_s:
+                return
+        surprised = seconds < SURPRISE * expected_s
+        self._loading.learn(loads, tokens, seconds, KEPT_SURPRISED if surprised else KEPT)
+        if surprised:
+            self._slow = PROBED - PROBED_SOON
+
+    def takes(self, start: int, end: int, alone: bool) -> bool:
+        """Whether to load these tokens of a prompt. They would be computed `alone`, or beside prompts such as are in
+        the newest step."""
+        if min(self._computing.samples, self._loading.samples) < SAMPLES_MIN:
+            return True
+        _, computed_s = self._computing.at(
+            end - start + (0 if alone else self._beside), (end - start) * (start + end) / 2
+        )
+        loaded_s, _ = self._loading.at(1.0, end - start)
+        if loaded_s <= computed_s:  # in doubt it is taken, and something is learned
+            return True
+        self._slow = (self._slow + 1) % PROBED
+        return self._slow == 0
+
+
+# Which hits are taken: those that are worth their load, and none while loads hang.
+
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
+
+# Where lookups are answered and loads are not, each request would wait for one. A load that fails sooner met a page
+# that is gone.
+HUNG_S = 1.0
+PAUSE_S_MAX = 60.0
+
+
+class HitPolicy:
+    """Not thread-safe. Without `worth` a hit is taken though computing were faster."""
+
+    def __init__(self, worth: LoadCostModel | None) -> None:
+        self._worth = worth
+        self._hangs = CircuitBreaker("loads", PAUSE_S_MAX, chance=lambda: 0.0)
+        self._hung = 0  # loads since one ended well
+        self._away = 0  # ranks that can load nothing now
+
+    def takes(self, start: int, end: int, alone: bool, granted: bool) -> bool:
+        """Whether to load these tokens of a prompt; `granted`: so it was for fewer or more tokens of this request."""
+        if self._away or (self._worth and not self._worth.takes(start, end, alone)):
+            return False
+        return granted or self._loads_end()
+
+    def begins(self, step: int, now: float, prompts: list[tuple[int, int]], short: bool) -> None:
+        """See `LoadCostModel.begins`."""
+        if self._worth:
+            self._worth.begins(step, now, prompts, short)
+
+    def ended(self, step: int, now: float, away: int) -> None:
+        """See `LoadCostModel.ended`; `away`: so many ranks can load nothing, for their agents' process is not there."""
+        self._away = away
+        if self._worth:
+            self._worth.ended(step, now)
+
+    def loaded(self, loads: int, tokens: int, began_at: float, now: float) -> None:
+        """So many ended well, which is seen now; the first of them was ordered at `began_at`."""
+        self.succeeded()
+        if self._worth:
+            self._worth.loaded(loads, tokens, began_at, now)
+
+    def succeeded(self) -> None:
+        """A load ended well."""
+        self._hung = 0
+        self._hangs.success()
+
+    def failed(self, seconds: float) -> None:
+        """A load brought less than ordered, after so long. For as long hits are none, twice as long after the next."""
+        if seconds >= HUNG_S:
+            self._hung += 1
+            pause_s = min(PAUSE_S_MAX, seconds * 2 ** min(self._hung - 1, 10))
+            self._hangs.failure(DeadlineExceeded(f"after {seconds:.1f} s"), pause_s / PAUSE_PER_COST)
+            log.warning("a load was given up after %.1f s; while loads hang, hits are computed", seconds)
+
+    def _loads_end(self) -> bool:
+        """Whether the last load did not hang; now and then one request tries."""
+        try:
+            self._hangs.enter()
+        except Unavailable:
+            return False
+        return True

@@ -1,8 +1,0 @@
-"""A process beside an engine's: `python -m gpu_agent.process DESCRIPTOR`, started by its adapter. Not for users."""
-
-import sys
-
-from gpu_agent.process.task import main
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -1,0 +1,440 @@
+"""What an engine's process and its agents' process say to each other.
+
+    0                 4      5
+    | body nbytes u32 | kind | body ... |          little endian, both processes run on one machine
+
+    SETUP     engine -> agents   JSON: configuration, the engine's tensors, the agents; answered by READY
+    ADD       engine -> agents   JSON: one more agent, after a change of the epoch
+    SAVE      engine -> agents   order, agent, mark, deadline; keys; block numbers per index space; whose it is
+    LOAD      engine -> agents   likewise
+    RETIRE    engine -> agents   agent: it ends what it has and takes no more
+    ASK       engine -> agents   question, deadline; namespaces and keys per group: which pages are stored? trace
+    TOUCH     engine -> agents   likewise: they are used
+    CLOSE     engine -> agents   seconds: all end what they have, then the process ends
+    READY     agents -> engine   when it became ready, on the monotonic clock
+    GATHERED  agents -> engine   order: its blocks have been read
+    SAVED     agents -> engine   order, pages stored, existing, dropped; why
+    LOADED    agents -> engine   order, pages in place, pages loaded; why it ended early
+    ANSWER    agents -> engine   question, status; a byte per key and group, or the error
+
+Every length is checked before it is believed. A peer that breaks the framing is not talked to any more.
+"""
+
+import contextlib
+import enum
+import json
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.errors import Exhausted, InvalidRequest, ProtocolError
+from kvstore.keys import PREFIX_HASH_NBYTES_MAX
+from kvstore.tracing import PACKED_NBYTES, REQUESTS_MAX
+
+HEADER = struct.Struct("<IB")
+# An order of 128k pages of 64-byte keys needs 9 MiB.
+BODY_NBYTES_MAX = 16 << 20
+TEXT_NBYTES_MAX = 4096
+
+_ORDER = struct.Struct("<QIidI")  # order, agent, mark (-1: none), until, keys
+_SPACE = struct.Struct("<BI")  # length of the name, indices
+_NUMBER = struct.Struct("<Q")
+_SECONDS = struct.Struct("<d")
+_SAVED = struct.Struct("<QIII")
+_LOADED = struct.Struct("<QII")
+_QUESTION = struct.Struct("<QdH")  # question, until, groups
+_GROUP = struct.Struct("<HI")  # namespaces, keys
+_NAMESPACE = struct.Struct("<H")
+_ANSWER = struct.Struct("<QIB")  # question, status, groups
+_COUNT = struct.Struct("<I")
+_INDEX_NBYTES = 8
+_TRACES = range(0, (REQUESTS_MAX + 1) * PACKED_NBYTES, PACKED_NBYTES)  # bytes of a trace: none, or of each request
+
+
+class Kind(enum.IntEnum):
+    SETUP = 1
+    ADD = 2
+    SAVE = 3
+    LOAD = 4
+    RETIRE = 5
+    CLOSE = 6
+    ASK = 7
+    TOUCH = 8
+    READY = 17
+    GATHERED = 18
+    SAVED = 19
+    LOADED = 20
+    ANSWER = 21
+
+
+@dataclass(frozen=True)
+class Order:
+    """A save or a load. `units`: per index space int64 indices as they lie in memory; `mark`: the number of
+    the event that it begins after, -1 for none; `until`: its deadline on the monotonic clock, which the
+    processes of a machine share."""
+
+    number: int
+    agent: int
+    mark: int
+    until: float
+    keys: Sequence[bytes]
+    units: Mapping[str, bytes]
+    trace: bytes = b""  # of the requests that it is for (`kvstore.tracing.packed_now`)
+
+
+@dataclass(frozen=True)
+class Saved:
+    order: int
+    stored: int
+    existing: int
+    dropped: int
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    order: int
+    pages: int
+    loaded: int
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Question:
+    """Per group the numbers of namespaces, by the order in which they were named, and keys."""
+
+    number: int
+    until: float
+    groups: Sequence[tuple[Sequence[int], Sequence[bytes]]]
+    trace: bytes = b""  # as an order's
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`status`: 0, or an error's by kvstore.errors; `groups`: per key a byte that is 1 for a page that is there."""
+
+    question: int
+    status: int
+    error: str | None
+    groups: Sequence[bytes]
+
+
+def frame(kind: Kind, body: bytes = b"") -> bytes:
+    """Raises InvalidRequest for a body that the other side would refuse."""
+    if len(body) > BODY_NBYTES_MAX:
+        raise InvalidRequest(f"an order of {len(body)} bytes; at most {BODY_NBYTES_MAX} go to the agents' process")
+    return HEADER.pack(len(body), kind) + body
+
+
+def header(data: bytes | bytearray) -> tuple[int, Kind]:
+    """(body nbytes, kind) of the frame that `data` begins with. Raises ProtocolError."""
+    nbytes, number = HEADER.unpack_from(data)
+    if nbytes > BODY_NBYTES_MAX:
+        raise ProtocolError(f"a frame with a body of {nbytes} bytes, at most {BODY_NBYTES_MAX}")
+    try:
+        return nbytes, Kind(number)
+    except ValueError as error:
+        raise ProtocolError(f"a frame of kind {number}, which nobody knows") from error
+
+
+def facts_frame(kind: Kind, facts: Mapping[str, Any]) -> bytes:
+    return frame(kind, json.dumps(facts).encode())
+
+
+def parse_facts(body: bytes) -> dict[str, Any]:
+    """Raises ProtocolError."""
+    try:
+        facts = json.loads(body)
+    except ValueError as error:
+        raise ProtocolError(f"facts that are no JSON: {error}") from error
+    if not isinstance(facts, dict):
+        raise ProtocolError(f"facts that are a JSON {type(facts).__name__}, not an object")
+    return facts
+
+
+def order_frame(kind: Kind, order: Order) -> bytes:
+    head = _ORDER.pack(order.number, order.agent, order.mark, order.until, len(order.keys))
+    parts = [head, _lengths(order.keys), *order.keys, bytes((len(order.units),))]
+    for name, indices in order.units.items():
+        parts += (_SPACE.pack(len(name.encode()), len(indices) // _INDEX_NBYTES), name.encode(), indices)
+    parts += (bytes((len(order.trace),)), order.trace)
+    return frame(kind, b"".join(parts))
+
+
+def parse_order(body: bytes) -> Order:
+    """Raises ProtocolError. Whether the indices suit a pool is for its agent to say."""
+    reader = _Reader(body)
+    number, agent, mark, until, count = reader.unpack(_ORDER)
+    keys = reader.keys(count)
+    units = {}
+    for _ in range(reader.take(1)[0]):
+        name_nbytes, indices = reader.unpack(_SPACE)
+        name = reader.take(name_nbytes).decode(errors="replace")
+        units[name] = reader.take(indices * _INDEX_NBYTES)
+    trace = reader.trace()
+    reader.end()
+    return Order(number, agent, mark, until, keys, units, trace)
+
+
+def question_frame(kind: Kind, question: Question) -> bytes:
+    parts = [_QUESTION.pack(question.number, question.until, len(question.groups))]
+    for namespaces, keys in question.groups:
+        parts += (_GROUP.pack(len(namespaces), len(keys)), *map(_NAMESPACE.pack, namespaces), _lengths(keys), *keys)
+    parts += (bytes((len(question.trace),)), question.trace)
+    return frame(kind, b"".join(parts))
+
+
+def parse_question(body: bytes) -> Question:
+    reader = _Reader(body)
+    number, until, count = reader.unpack(_QUESTION)
+    groups = []
+    for _ in range(count):
+        namespaces, keys = reader.unpack(_GROUP)
+        numbers = [reader.unpack(_NAMESPACE)[0] for _ in range(namespaces)]
+        groups.append((numbers, reader.keys(keys)))
+    trace = reader.trace()
+    reader.end()
+    return Question(number, until, groups, trace)
+
+
+def answer_frame(answer: Answer) -> bytes:
+    parts = [_ANSWER.pack(answer.question, answer.status, len(answer.groups))]
+    for there in answer.groups:
+        parts += (_COUNT.pack(len(there)), there)
+    return frame(Kind.ANSWER, b"".join(parts) + _text(answer.error))
+
+
+def parse_answer(body: bytes) -> Answer:
+    reader = _Reader(body)
+    question, status, count = reader.unpack(_ANSWER)
+    groups = [reader.take(reader.unpack(_COUNT)[0]) for _ in range(count)]
+    return Answer(question, status, reader.text(), groups)
+
+
+def number_frame(kind: Kind, number: int) -> bytes:
+    return frame(kind, _NUMBER.pack(number))
+
+
+def parse_number(body: bytes) -> int:
+    return int(_whole(_NUMBER, body)[0])
+
+
+def close_frame(seconds: float) -> bytes:
+    return frame(Kind.CLOSE, _SECONDS.pack(seconds))
+
+
+def parse_close(body: bytes) -> float:
+    return float(_whole(_SECONDS, body)[0])
+
+
+def ready_frame(at: float) -> bytes:
+    return frame(Kind.READY, _SECONDS.pack(at))
+
+
+def parse_ready(body: bytes) -> float:
+    return float(_whole(_SECONDS, body)[0])
+
+
+def saved_frame(saved: Saved) -> bytes:
+    head = _SAVED.pack(saved.order, saved.stored, saved.existing, saved.dropped)
+    return frame(Kind.SAVED, head + _text(saved.reason))
+
+
+def parse_saved(body: bytes) -> Saved:
+    reader = _Reader(body)
+    order, stored, existing, dropped = reader.unpack(_SAVED)
+    return Saved(order, stored, existing, dropped, reader.text())
+
+
+def loaded_frame(loaded: Loaded) -> bytes:
+    return frame(Kind.LOADED, _LOADED.pack(loaded.order, loaded.pages, loaded.loaded) + _text(loaded.error))
+
+
+def parse_loaded(body: bytes) -> Loaded:
+    reader = _Reader(body)
+    order, pages, loaded = reader.unpack(_LOADED)
+    return Loaded(order, pages, loaded, reader.text())
+
+
+def _lengths(keys: Sequence[bytes]) -> bytes:
+    try:
+        return bytes(map(len, keys))
+    except ValueError as error:
+        raise InvalidRequest(f"a key of {max(map(len, keys))} bytes, at most {PREFIX_HASH_NBYTES_MAX}") from error
+
+
+def _text(text: str | None) -> bytes:
+    return (text or "").encode()[:TEXT_NBYTES_MAX]
+
+
+def _whole(form: struct.Struct, body: bytes) -> tuple[Any, ...]:
+    reader = _Reader(body)
+    values = reader.unpack(form)
+    reader.end()
+    return values
+
+
+class _Reader:
+    """Takes a body apart. Raises ProtocolError where it is shorter or longer than it says."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self._at = 0
+
+    def take(self, nbytes: int) -> bytes:
+        part = self._body[self._at : self._at + nbytes]
+        if len(part) < nbytes:
+            raise ProtocolError(f"a frame of {len(self._body)} bytes ends {nbytes - len(part)} bytes too early")
+        self._at += nbytes
+        return part
+
+    def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
+        return form.unpack(self.take(form.size))
+
+    def keys(self, count: int) -> list[bytes]:
+        lengths = self.take(count)
+        longest = max(lengths, default=0)
+        if longest > PREFIX_HASH_NBYTES_MAX:
+            raise ProtocolError(f"a key of {longest} bytes, at most {PREFIX_HASH_NBYTES_MAX}")
+        if longest and min(lengths) == longest:  # as an engine's are: a prompt has thousands
+            keys = self.take(count * longest)
+            return [keys[start : start + longest] for start in range(0, len(keys), longest)]
+        return [self.take(length) for length in lengths]
+
+    def trace(self) -> bytes:
+        nbytes = self.take(1)[0]
+        if nbytes not in _TRACES:
+            raise ProtocolError(f"a trace of {nbytes} bytes; each has {PACKED_NBYTES}, at most {REQUESTS_MAX}")
+        return self.take(nbytes)
+
+    def text(self) -> str | None:
+        """What is left; None for nothing."""
+        return self.take(len(self._body) - self._at).decode(errors="replace") or None
+
+    def end(self) -> None:
+        if self._at != len(self._body):
+            raise ProtocolError(f"a frame of {len(self._body)} bytes has {len(self._body) - self._at} too many")
+
+
+# The socket between an engine's process and its agents' process: one end never waits, the other
+# does.
+#
+# EngineEnd    sends what the kernel takes and keeps the rest; hands out the frames that have come
+# AgentsEnd    waits for frames, or for the engine's end; sends from any thread
+
+# Of orders that the agents' process has not taken yet: it is starting, or stands still.
+UNSENT_NBYTES_MAX = 32 << 20
+_RECEIVED_NBYTES = 256 << 10
+_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+
+
+class EngineEnd:
+    """Not thread-safe, as little as an engine's worker. Errors of the socket are OSErrors: the peer is gone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._unsent = bytearray()
+        self._received = bytearray()
+
+    def put(self, data: bytes) -> None:
+        """To be sent with the next `flush`. Raises Exhausted if too much is unsent; then `data` is forgotten."""
+        if len(self._unsent) + len(data) > UNSENT_NBYTES_MAX:
+            raise Exhausted(f"{len(self._unsent)} bytes of orders wait for the agents' process")
+        self._unsent += data
+
+    @property
+    def unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def send(self, data: bytes) -> None:
+        """Never waits. Raises as `put`."""
+        self.put(data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what can be sent now."""
+        while self._unsent:
+            try:
+                sent = self._sock.send(self._unsent, _FLAGS)
+            except BlockingIOError:
+                return
+            del self._unsent[:sent]
+
+    def received(self) -> Iterator[tuple[Kind, bytes]]:
+        """The frames that have come. Raises ProtocolError, and ConnectionError when the peer is gone and
+        all that it said was handed out."""
+        ended = False
+        while not ended:
+            try:
+                data = self._sock.recv(_RECEIVED_NBYTES, _FLAGS)
+            except BlockingIOError:
+                break
+            self._received += data
+            ended = not data
+        while (found := _first(self._received)) is not None:
+            yield found
+        if ended:
+            raise ConnectionError("the agents' process has ended")
+
+    def wait(self, timeout_s: float) -> None:
+        """Until there is something to receive. An engine may have more descriptors than `select` can name."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        poll.poll(1000 * timeout_s)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class AgentsEnd:
+    """`receive` belongs to one thread, `send` to all. `engine`: the process id of the other end, whose death
+    counts as the end of the channel even while somebody else holds its socket open."""
+
+    def __init__(self, sock: socket.socket, engine: int) -> None:
+        sock.setblocking(True)
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._received = bytearray()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        try:
+            self._pidfd = os.pidfd_open(engine)
+        except ProcessLookupError as error:
+            raise ConnectionError("the engine's process has ended") from error
+        self._poll.register(self._pidfd, select.POLLIN)
+
+    def receive(self) -> tuple[Kind, bytes]:
+        """Waits for the next frame. Raises ProtocolError; ConnectionError when the engine is gone."""
+        while (found := _first(self._received)) is None:
+            ready = dict(self._poll.poll())
+            if self._pidfd in ready:
+                raise ConnectionError("the engine's process has ended")
+            data = self._sock.recv(_RECEIVED_NBYTES)
+            if not data:
+                raise ConnectionError("the engine has hung up")
+            self._received += data
+        return found
+
+    def send(self, data: bytes) -> None:
+        """Waits for room. When the engine is gone there is nobody to tell: `receive` finds out."""
+        with self._lock, contextlib.suppress(OSError):
+            self._sock.sendall(data)
+
+
+def _first(data: bytearray) -> tuple[Kind, bytes] | None:
+    """Takes the first frame out of `data`; None as long as it is not whole. Raises ProtocolError."""
+    if len(data) < HEADER.size:
+        return None
+    nbytes, kind = header(data)
+    end = HEADER.size + nbytes
+    if len(data) < end:
+        return None
+    body = bytes(data[HEADER.size : end])
+    del data[:end]
+    return kind, body

@@ -1,0 +1,194 @@
+"""An engine's tensors in another process: the same memory, mapped there.
+
+    GPU   CUDA IPC, as torch shares tensors between processes
+    CPU   a file in shared memory, whose descriptor the child inherits: for tests
+
+What is described here goes to the other process as JSON: numbers, names, and handles as hex.
+"""
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from gpu_agent.pool import KVPool
+from gpu_agent.transfer import Fence
+from kvstore.errors import ConfigError, ProtocolError
+from kvstore.layout import DTYPE_NBYTES, PageLayout
+
+# What an engine's stream had to do when an order was given, told to another process.
+#
+# A mark is an event of CUDA that both processes know. The engine records it, which costs
+# microseconds and waits for nothing; the agents' process waits for it before it reads or writes
+# the engine's blocks. Marks are recorded again in turn: who waits for an old number waits for
+# newer work too, which is late, never wrong.
+
+MARKS = 16
+NO_MARK = -1
+
+
+class IpcEvents:
+    """The engine's side. Memory that no stream writes, a CPU's, needs none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._next = 0
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self._events = [torch.cuda.Event(interprocess=True) for _ in range(MARKS)]  # type: ignore[no-untyped-call]
+
+    def handles(self) -> list[str]:
+        """For the other process. Raises ConfigError."""
+        try:
+            with torch.cuda.device(self._device) if self._events else contextlib.nullcontext():
+                return [event.ipc_handle().hex() for event in self._events]  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise ConfigError(f"events on {self._device} can not be shared with another process: {error}") from error
+
+    def record(self) -> int:
+        """The number of a mark behind all that the calling thread's stream was given so far."""
+        if not self._events:
+            return NO_MARK
+        number, self._next = self._next, (self._next + 1) % MARKS
+        self._events[number].record(torch.cuda.current_stream(self._device))
+        return number
+
+
+class OpenedEvents:
+    """The other side."""
+
+    def __init__(self, device: torch.device, handles: list[str]) -> None:
+        try:
+            raw = [bytes.fromhex(handle) for handle in handles]
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"no handles of events: {error!r}") from error
+        self._events: list[Fence] = [torch.cuda.Event.from_ipc_handle(device, handle) for handle in raw]  # type: ignore[no-untyped-call]
+
+    def fence(self, number: int) -> Fence:
+        """Raises ProtocolError for a mark that nobody recorded."""
+        if number == NO_MARK and not self._events:
+            return None
+        if not 0 <= number < len(self._events):
+            raise ProtocolError(f"mark {number} of {len(self._events)}")
+        return self._events[number]
+
+
+# The order of what torch's `_share_cuda_` returns and `_new_shared_cuda` takes.
+_CUDA_FIELDS = ("device", "handle", "nbytes", "offset", "counter", "counter_offset", "event", "event_sync")
+
+
+def described_pools(pools: Iterable[KVPool]) -> tuple[list[Any], list[Any], list[int]]:
+    """The storages under these pools, the pools as views of them, and descriptors that a child must inherit.
+
+    A description serves one process: torch counts who has the memory mapped. Raises ConfigError if the
+    memory can not be shared.
+    """
+    numbers: dict[int, int] = {}
+    storages: list[Any] = []
+    inherited: list[int] = []
+    described = []
+    for pool in pools:
+        views = []
+        for plane in pool.planes:
+            storage = plane.bits.untyped_storage()
+            if storage._cdata not in numbers:  # not its address: that changes when memory becomes shared
+                numbers[storage._cdata] = len(storages)
+                storages.append(described_storage(storage, inherited))
+            views.append(
+                {
+                    "storage": numbers[storage._cdata],
+                    "offset": plane.bits.storage_offset(),
+                    "shape": list(plane.bits.shape),
+                    "stride": list(plane.bits.stride()),
+                    "space": plane.space,
+                }
+            )
+        described.append(views)
+    return storages, described, inherited
+
+
+def described_storage(storage: torch.UntypedStorage, inherited: list[int]) -> dict[str, Any]:
+    try:
+        if storage.device.type == "cuda":
+            values = storage._share_cuda_()  # type: ignore[no-untyped-call]
+            return {
+                name: value.hex() if isinstance(value, bytes) else value
+                for name, value in zip(_CUDA_FIELDS, values, strict=True)
+            }
+        descriptor, nbytes = storage._share_fd_cpu_()
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"the engine's memory on {storage.device} can not be mapped elsewhere: {error}") from error
+    inherited.append(descriptor)
+    return {"descriptor": descriptor, "nbytes": nbytes}
+
+
+def opened_memory(setup: Mapping[str, Any]) -> tuple[OpenedEvents, list[torch.UntypedStorage]]:
+    """Open the engine's marks and storages that `SETUP` describes, in the other process.
+
+    The agents' process and the probe of `kvstore doctor --gpu` both use this, so that the probe finds what the
+    agents will find. Raises KeyError, ProtocolError or ConfigError.
+    """
+    device = torch.device(setup["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        _begin_cuda()
+    return OpenedEvents(device, setup["marks"]), opened_storages(setup["storages"])
+
+
+def _begin_cuda() -> None:
+    """Initialise CUDA, because opening a storage does not.
+
+    Until then torch's allocator has no devices, looks one up all the same, and crashes with SIGSEGV.
+    """
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"CUDA can not be used here: {error}") from error
+
+
+def opened_storages(described: Iterable[Mapping[str, Any]]) -> list[torch.UntypedStorage]:
+    """In the other process. Raises ProtocolError for what is no description, ConfigError if mapping fails."""
+    return [_opened_storage(storage) for storage in described]
+
+
+def _opened_storage(described: Mapping[str, Any]) -> torch.UntypedStorage:
+    storages: Any = torch.UntypedStorage
+    try:
+        if "descriptor" in described:
+            opened: torch.UntypedStorage = storages._new_shared_fd_cpu(described["descriptor"], described["nbytes"])
+            return opened
+        values = [described[name] for name in _CUDA_FIELDS]
+        _begin_cuda()
+        opened = storages._new_shared_cuda(*(bytes.fromhex(v) if isinstance(v, str) else v for v in values))
+        return opened
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"no description of memory: {error!r}") from error
+    except RuntimeError as error:
+        raise ConfigError(f"the engine's memory can not be mapped: {error}") from error
+
+
+def opened_pool(views: Iterable[Mapping[str, Any]], layout: PageLayout, storages: list[torch.UntypedStorage]) -> KVPool:
+    """The pool that was described, over memory mapped here. Raises ProtocolError or InvalidRequest."""
+    tensors, spaces = {}, {}
+    try:
+        for piece, view in zip(layout.slices, views, strict=True):
+            storage = storages[view["storage"]]
+            dtype = getattr(torch, piece.plane.dtype)
+            _check_inside(view, DTYPE_NBYTES[piece.plane.dtype], storage.nbytes())
+            empty = torch.empty(0, dtype=dtype, device=storage.device)
+            tensor = empty.set_(storage, view["offset"], view["shape"], view["stride"])
+            tensors[piece.group, piece.layer, piece.plane.name] = tensor
+            spaces[piece.group, piece.plane.name] = view["space"]
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise ProtocolError(f"no description of a pool: {error!r}") from error
+    return KVPool(layout, tensors, spaces)
+
+
+def _check_inside(view: Mapping[str, Any], item_nbytes: int, nbytes: int) -> None:
+    """torch would make a storage larger that a view does not fit in."""
+    steps = ((size - 1) * stride for size, stride in zip(view["shape"], view["stride"], strict=True))
+    end = (view["offset"] + sum(steps) + 1) * item_nbytes
+    if view["offset"] < 0 or min(view["stride"], default=0) < 0 or end > nbytes:
+        raise ValueError(f"a view of {end} bytes in memory of {nbytes}")

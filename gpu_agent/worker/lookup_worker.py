@@ -1,0 +1,79 @@
+"""The process that asks the store for a scheduler: the other side of `asking.py`.
+
+SETUP ---> a client, the namespaces opened ---> READY          ADD: one namespace more
+ASK, TOUCH ---> threads, one lookup per namespace ---> ANSWER
+"""
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from gpu_agent.blocks.lookups import ThreadLookups
+from gpu_agent.worker import frames
+from gpu_agent.worker.frames import AgentsEnd, Kind
+from kvstore.client import Client
+from kvstore.config import ClientConfig
+from kvstore.errors import KVStoreError, ProtocolError
+from kvstore.keys import Namespace
+from kvstore.messages import parse_namespace
+from kvstore.tracing import unpacked_all, within
+from kvstore.transports.status import status_code
+
+_OVER_S = 0.001  # for a question that comes too late
+_OPEN_S = 5.0
+
+
+class LookupWorker:
+    """What runs in the process."""
+
+    def __init__(self, channel: AgentsEnd, setup: Mapping[str, Any]) -> None:
+        try:
+            self._client = Client(ClientConfig(**setup["client"]))
+            named = [{"namespace": text} for text in setup["namespaces"]]
+        except (KeyError, TypeError) as error:
+            raise ProtocolError(f"not a setup: {error!r}") from error
+        self._channel = channel
+        self._asker = ThreadLookups(self._client)
+        self._namespaces: list[Namespace] = []
+        for facts in named:
+            self._add(facts)
+        channel.send(frames.ready_frame(time.monotonic()))
+
+    def run(self) -> None:
+        """Until CLOSE. Raises ConnectionError when the engine is gone, ProtocolError for what it may not say."""
+        while True:
+            kind, body = self._channel.receive()
+            if kind in (Kind.ASK, Kind.TOUCH):
+                self._ask(kind, frames.parse_question(body))
+            elif kind is Kind.ADD:
+                self._add(frames.parse_facts(body))
+            elif kind is Kind.CLOSE:
+                return
+            else:
+                raise ProtocolError(f"the engine sent {kind.name}")
+
+    def _add(self, facts: Mapping[str, Any]) -> None:
+        try:
+            self._namespaces.append(parse_namespace(bytes.fromhex(facts["namespace"])))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"no namespace: {error!r}") from error
+        self._asker.open(self._namespaces[-1:], _OPEN_S)  # so that the first request need not wait for it
+
+    def _ask(self, kind: Kind, asked: frames.Question) -> None:
+        try:
+            question = [([self._namespaces[number] for number in numbers], keys) for numbers, keys in asked.groups]
+        except IndexError as error:
+            raise ProtocolError("a question about a namespace that was not named") from error
+        left_s = max(_OVER_S, asked.until - time.monotonic())
+        with within(unpacked_all(asked.trace)):
+            done = (self._asker.look_up if kind is Kind.ASK else self._asker.touch)(question, left_s)
+        done.add_done_callback(partial(self._answer, asked.number))
+
+    def _answer(self, number: int, done: Any) -> None:
+        error = done.exception()
+        if isinstance(error, KVStoreError):
+            answer = frames.Answer(number, status_code(error), str(error), ())
+        else:
+            answer = frames.Answer(number, 0, None, done.result() or ())
+        self._channel.send(frames.answer_frame(answer))

@@ -1,0 +1,437 @@
+"""`AgentProcess`: the engine's side. Gives orders to the agents' process, and reads what became of them.
+
+Nothing here waits and nothing runs beside the engine: no thread, and of CUDA an event per order. The death of
+the process (`child.py`) is a miss: orders fail, a save when nobody reads its blocks any more, a load when
+nobody writes them.
+"""
+
+import concurrent.futures
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from gpu_agent.blocks.backends import BlockAgent, GroupPool, check_blocks, config_at
+from gpu_agent.load_pipeline import LoadJob, LoadResult, SaveJob, SaveResult
+from gpu_agent.options import AgentConfig
+from gpu_agent.worker import frames
+from gpu_agent.worker.frames import Kind, Loaded, Saved
+from gpu_agent.worker.ipc_memory import IpcEvents, described_pools
+from gpu_agent.worker.worker_process import GRACE_S, IDLE_S, START_S, WorkerProcess
+from kvstore.config import ClientConfig
+from kvstore.errors import Exhausted, InvalidRequest, ProtocolError
+from kvstore.keys import Namespace
+from kvstore.messages import namespace_message
+from kvstore.sync import Future
+from kvstore.tracing import packed_now
+
+# Orders that an engine's process has given and not seen the end of.
+#
+# save ---> GATHERED ---> SAVED          each order ends once: by an answer, or when the process
+# that had load -----------------> LOADED         it is gone, for then nothing reads or writes its
+# blocks any more
+
+AnyOrder = TypeVar("AnyOrder")
+
+
+@dataclass(frozen=True)
+class _Save:
+    job: SaveJob
+    pages: int
+    overdue_at: float
+
+    def fail(self, reason: str) -> None:
+        self.end(SaveResult(0, 0, self.pages, reason))
+
+    def end(self, result: SaveResult) -> None:
+        if not self.job.gathered.done():
+            self.job.gathered.set_result(None)
+        self.job.done.set_result(result)
+
+
+@dataclass(frozen=True)
+class _Load:
+    job: LoadJob
+    pages: int
+    overdue_at: float
+
+    def fail(self, reason: str) -> None:
+        self.job.done.set_result(LoadResult(0, 0, reason))
+
+
+class InflightOrders:
+    """Not thread-safe. Numbers are never used again, so that a late answer is nobody else's."""
+
+    def __init__(self) -> None:
+        self._saves: dict[int, _Save] = {}  # in the order of their deadlines, for all have as long
+        self._loads: dict[int, _Load] = {}
+        self._next = 0
+
+    def save(self, pages: int, overdue_at: float, job: SaveJob) -> int:
+        number = self._number()
+        self._saves[number] = _Save(job, pages, overdue_at)
+        return number
+
+    def load(self, pages: int, overdue_at: float) -> tuple[int, LoadJob]:
+        number, load = self._number(), _Load(new_load(), pages, overdue_at)
+        self._loads[number] = load
+        return number, load.job
+
+    def gathered(self, number: int) -> None:
+        """This and the following raise ProtocolError for what no such order can have brought."""
+        future = _known(self._saves, number).job.gathered
+        if future.done():
+            raise ProtocolError(f"the blocks of save {number} were read twice")
+        future.set_result(None)
+
+    def saved(self, said: Saved) -> None:
+        save = _known(self._saves, said.order)
+        if said.stored + said.existing + said.dropped != save.pages:
+            raise ProtocolError(f"a save of {save.pages} pages ended with {said}")
+        del self._saves[said.order]
+        save.end(SaveResult(said.stored, said.existing, said.dropped, said.reason))
+
+    def loaded(self, said: Loaded) -> None:
+        load = _known(self._loads, said.order)
+        if not said.loaded <= said.pages <= load.pages:
+            raise ProtocolError(f"a load of {load.pages} pages ended with {said}")
+        del self._loads[said.order]
+        load.job.done.set_result(LoadResult(said.pages, said.loaded, said.error))
+
+    def fail(self, number: int, reason: str) -> None:
+        """An order that could not be given."""
+        order = self._saves.pop(number, None) or self._loads.pop(number)
+        order.fail(reason)
+
+    def fail_all(self, reason: str) -> int:
+        """How many there were. Only when nothing touches their blocks any more."""
+        orders: list[_Save | _Load] = [*self._saves.values(), *self._loads.values()]
+        self._saves, self._loads = {}, {}
+        for order in orders:
+            order.fail(reason)
+        return len(orders)
+
+    def overdue(self, now: float) -> bool:
+        """Whether one should have ended by now."""
+        save, load = next(iter(self._saves.values()), None), next(iter(self._loads.values()), None)
+        return bool((save and save.overdue_at < now) or (load and load.overdue_at < now))
+
+    @property
+    def loading(self) -> bool:
+        return bool(self._loads)
+
+    def __len__(self) -> int:
+        return len(self._saves) + len(self._loads)
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+
+def new_save() -> SaveJob:
+    return SaveJob(Future(), Future())
+
+
+def new_load() -> LoadJob:
+    return LoadJob(Future())
+
+
+def _known(orders: dict[int, AnyOrder], number: int) -> AnyOrder:
+    if number not in orders:
+        raise ProtocolError(f"an answer to order {number}, which was not given or has ended")
+    return orders[number]
+
+
+# `StagedSaves`: saves that an engine ordered before its agents' process was ready.
+#
+# save ---> staged ---> the process is ready ---> sent to it, each with its whole deadline
+#              +------> STAGED_S passed, the start failed, the namespace was replaced,
+#                       or the engine lacks blocks: dropped
+#
+# The engine keeps the blocks of staged saves pinned, so a save may not wait for ever, and no
+# request waits for one. Their number is bounded by what an engine pins
+# (`gpu_agent.blocks.save_plan`), their bytes by UNSENT_NBYTES_MAX. Pages of a dropped save count
+# as dropped in its result.
+
+STAGED_S = START_S  # a process that is not ready by then is ended
+
+
+@dataclass(frozen=True)
+class StagedSave:
+    """An order that is sent later.
+
+    `mark` is a CUDA event (`Marks`) that the engine recorded with the order, so that the agents wait
+    for the step that computed the blocks. Marks are reused: one that was recorded again since only
+    makes them wait longer.
+    """
+
+    job: SaveJob
+    agent: int
+    mark: int
+    keys: Sequence[bytes]
+    units: dict[str, bytes]
+    trace: bytes
+    until: float
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.keys)) + sum(map(len, self.units.values())) + len(self.trace)
+
+    def drop(self, reason: str) -> None:
+        self.job.gathered.set_result(None)
+        self.job.done.set_result(SaveResult(0, 0, len(self.keys), reason))
+
+
+class StagedSaves:
+    """A queue of saves, sent in the order in which they were staged. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._saves: deque[StagedSave] = deque()
+        self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._saves)
+
+    def add(self, agent: int, mark: int, keys: Sequence[bytes], units: dict[str, bytes], trace: bytes) -> SaveJob:
+        save = StagedSave(new_save(), agent, mark, keys, units, trace, time.monotonic() + STAGED_S)
+        if self._nbytes + save.nbytes > frames.UNSENT_NBYTES_MAX:
+            save.drop(f"{self._nbytes} bytes of orders wait for the agents' process")
+        else:
+            self._saves.append(save)
+            self._nbytes += save.nbytes
+        return save.job
+
+    def take(self) -> StagedSave:
+        save = self._saves.popleft()
+        self._nbytes -= save.nbytes
+        return save
+
+    def expire(self, now: float) -> None:
+        """Drop those that have waited too long."""
+        while self._saves and self._saves[0].until < now:
+            self.take().drop(f"the agents' process was not ready within {STAGED_S:.0f} s")
+
+    def drop(self, reason: str, which: Callable[[StagedSave], bool] = lambda _: True) -> None:
+        """Drop all, or those that `which` names."""
+        gone = [save for save in self._saves if which(save)]
+        self._saves = deque(save for save in self._saves if not which(save))
+        for save in gone:
+            self._nbytes -= save.nbytes
+            save.drop(reason)
+
+
+STAGED_SENDS_MAX = 16  # staged saves sent per poll: each costs the engine's step some microseconds
+SAVING_S = 0.01  # that the engine may not know of blocks that have been read; of loads it wants to know at once
+
+
+class ProcessBackend:
+    """`gpu_agent.blocks.backends.AgentBackend` in a child process. Not thread-safe.
+
+    Raises ConfigError if the engine's memory can not be mapped by another process, OSError if the process
+    can not be started.
+    """
+
+    name = "agents"
+
+    def __init__(
+        self,
+        places: Sequence[GroupPool | None],
+        client: ClientConfig,
+        config: AgentConfig,
+        command: Sequence[str] = (),
+    ) -> None:
+        self._places = places
+        self._client = client
+        self._config = config
+        self._device = next(place.pool.device for place in places if place)
+        self._marks = IpcEvents(self._device)
+        self._orders = InflightOrders()
+        self._staged = StagedSaves()
+        self._agents: dict[int, RemoteAgent] = {}
+        self._made = 0
+        self._child = WorkerProcess(self, command)
+        self._child.start()
+
+    # ---- Home ------------------------------------------------------------------------------
+
+    def agents(self, epoch: int | None) -> list["RemoteAgent | None"]:
+        made: list[RemoteAgent | None] = []
+        for group, place in enumerate(self._places):
+            if place is None:
+                made.append(None)
+                continue
+            self._made += 1
+            agent = self._agents[self._made] = RemoteAgent(self, self._made, group, place.at(epoch), place)
+            self._child.tell(frames.facts_frame(Kind.ADD, self._facts_of(agent)))
+            made.append(agent)
+        return made
+
+    @property
+    def loads(self) -> bool:
+        return self._child.listens and self._child.ready
+
+    @property
+    def startup_seconds(self) -> deque[float]:
+        return self._child.startup_seconds
+
+    def poll(self) -> None:
+        saving_s = SAVING_S if len(self._orders) else IDLE_S
+        self._child.poll(0.0 if self._orders.loading else saving_s)
+        if len(self._staged):
+            self._send_or_drop_staged()
+
+    def _send_or_drop_staged(self) -> None:
+        """Send staged saves once the process is ready, a few at a time. Drop those that it will not get."""
+        if self.loads:
+            self._send_staged(STAGED_SENDS_MAX)
+        elif not self._child.awaited:
+            self._staged.drop("the agents' process could not be started")
+        else:
+            self._staged.expire(time.monotonic())
+
+    def _send_staged(self, at_most: int) -> None:
+        for _ in range(min(at_most, len(self._staged))):
+            save = self._staged.take()
+            number, until = self._order(len(save.keys), save.job)
+            self._give(Kind.SAVE, number, save.agent, until, save.keys, save.units, save.mark, save.trace)
+
+    def release(self) -> None:
+        if len(self._staged) and not self.loads:
+            self._staged.drop("the engine lacks blocks, and the agents' process is not ready")
+
+    def wait(self, futures: Iterable["concurrent.futures.Future[Any]"]) -> None:
+        waited = list(futures)
+        if self.loads:
+            self._send_staged(len(self._staged))
+        self._staged.drop("the engine waits for its blocks, and the agents' process is not ready")
+        self._child.poll()
+        while not all(future.done() for future in waited):
+            self._child.pause()
+            self._child.poll()
+
+    def retire(self, agents: Sequence[BlockAgent | None]) -> None:
+        for agent in agents:
+            if isinstance(agent, RemoteAgent) and agent.number in self._agents:
+                del self._agents[agent.number]
+                self._child.tell(frames.number_frame(Kind.RETIRE, agent.number))
+        self._staged.drop("its namespace is not used any more", lambda save: save.agent not in self._agents)
+
+    def close(self) -> None:
+        if self.loads:
+            self._send_staged(len(self._staged))
+        self._staged.drop("the engine ends")
+        self._child.close(lambda: len(self._orders) > 0)
+
+    def check(self) -> list[str]:
+        if self._child.pid is None and len(self._orders):
+            return [f"{len(self._orders)} orders are under way in a process that is not there"]
+        return []
+
+    # ---- the agents' calls -----------------------------------------------------------------
+
+    def save(self, agent: "RemoteAgent", keys: Sequence[bytes], units: dict[str, bytes]) -> SaveJob:
+        """Start a save, or stage it while the process starts. Its deadline begins when it is sent."""
+        if self.loads:
+            job = new_save()
+            number, until = self._order(len(keys), job)
+            self._give(Kind.SAVE, number, agent.number, until, keys, units, self._marks.record(), packed_now())
+            return job
+        if self._child.awaited:
+            return self._staged.add(agent.number, self._marks.record(), keys, units, packed_now())
+        job = new_save()
+        job.gathered.set_result(None)
+        job.done.set_result(SaveResult(0, 0, len(keys), "the agents' process is not there"))
+        return job
+
+    def _order(self, pages: int, job: SaveJob) -> tuple[int, float]:
+        """Return the number of a save that is sent now, and its deadline."""
+        until = time.monotonic() + self._config.save_timeout_s
+        return self._orders.save(pages, until + GRACE_S, job), until
+
+    def load(self, agent: "RemoteAgent", keys: Sequence[bytes], units: dict[str, bytes]) -> LoadJob:
+        """Only when the process is ready: computing is sooner done than a process started."""
+        if not self.loads:
+            job = new_load()
+            job.done.set_result(LoadResult(0, 0, "the agents' process is not ready"))
+            return job
+        until = time.monotonic() + self._config.load_timeout_s
+        number, job = self._orders.load(len(keys), until + GRACE_S)
+        self._give(Kind.LOAD, number, agent.number, until, keys, units, self._marks.record(), packed_now())
+        return job
+
+    def _give(
+        self,
+        kind: Kind,
+        number: int,
+        agent: int,
+        until: float,
+        keys: Sequence[bytes],
+        units: dict[str, bytes],
+        mark: int,
+        trace: bytes,
+    ) -> None:
+        order = frames.Order(number, agent, mark, until, keys, units, trace)
+        try:
+            self._child.give(frames.order_frame(kind, order))
+        except (Exhausted, InvalidRequest) as error:  # it was not given
+            self._orders.fail(number, str(error))
+
+    # ---- Owner -----------------------------------------------------------------------------
+
+    def setup(self) -> tuple[dict[str, Any], Sequence[int]]:
+        storages, pools, inherited = described_pools(place.pool for place in self._places if place)
+        return {
+            "task": self.name,
+            "device": str(self._device),
+            "client": asdict(self._client),
+            "marks": self._marks.handles(),
+            "storages": storages,
+            "pools": pools,
+            "agents": [self._facts_of(agent) for agent in self._agents.values()],
+        }, inherited
+
+    def hear(self, kind: Kind, body: bytes) -> None:
+        if kind is Kind.GATHERED:
+            self._orders.gathered(frames.parse_number(body))
+        elif kind is Kind.SAVED:
+            self._orders.saved(frames.parse_saved(body))
+        elif kind is Kind.LOADED:
+            self._orders.loaded(frames.parse_loaded(body))
+        else:
+            raise ProtocolError(f"the agents' process sent {kind.name}")
+
+    def overdue(self, now: float) -> bool:
+        return self._orders.overdue(now)
+
+    def lost(self) -> int:
+        return self._orders.fail_all("the agents' process died")
+
+    def _facts_of(self, agent: "RemoteAgent") -> dict[str, Any]:
+        pools = [group for group, place in enumerate(self._places) if place]
+        return {
+            "number": agent.number,
+            "pool": pools.index(agent.group),
+            "namespace": namespace_message(agent.namespace).SerializeToString().hex(),
+            "config": asdict(config_at(self._config, self._places, agent.place)),
+        }
+
+
+class RemoteAgent:
+    """`gpu_agent.blocks.backends.BlockAgent`: a group's agent in the other process."""
+
+    def __init__(self, home: ProcessBackend, number: int, group: int, namespace: Namespace, place: GroupPool) -> None:
+        self.namespace = namespace
+        self.number = number
+        self.group = group
+        self.place = place
+        self._home = home
+
+    def save(self, keys: Sequence[bytes], blocks: Sequence[int]) -> SaveJob:
+        check_blocks(self.place, keys, blocks)
+        return self._home.save(self, keys, {self.place.space: array("q", blocks).tobytes()})
+
+    def load(self, keys: Sequence[bytes], blocks: Sequence[int]) -> LoadJob:
+        check_blocks(self.place, keys, blocks)
+        return self._home.load(self, keys, {self.place.space: array("q", blocks).tobytes()})

@@ -1,0 +1,264 @@
+"""`WorkerProcess`: the life of a process beside the engine's. Started, listened to, ended, buried, started again.
+
+    absent ---> starting ---> ready ---> ending ---> buried ---> absent, for a while that grows
+                              READY      killed      what it had is lost
+
+Nothing here waits, but for `close`, and nothing runs beside the engine: all happens in `poll`. What the child
+had under way is lost when it is buried and not before: as long as it lives it may read and write the engine's
+memory. For the same reason one that is overdue (stopped, hung) is killed.
+"""
+
+import logging
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from gpu_agent.worker import frames
+from gpu_agent.worker.frames import EngineEnd, Kind
+from kvstore.errors import ConfigError, Exhausted, ProtocolError
+
+log = logging.getLogger(__name__)
+
+# What is under way ends by its deadline, but for a call to the node that is under way then.
+GRACE_S = 2.0
+START_S = 60.0  # importing torch, a context of the GPU, mapping the engine's memory
+CLOSE_S = 5.0  # for what is under way when the engine ends, and as long for the end itself
+RESTART_S, RESTART_S_MAX = 1.0, 60.0
+SOON_S = 5.0  # saves are staged for a process whose next start is at most this far away
+STARTS_MAX = 64
+LIVED_S = 60.0  # after so long a death is the first again
+_POLL_S = 0.01
+# Asking the system whether something was said costs an engine's step 10 us (a machine with an H200). Of a child that
+# owes nothing only its death could be heard.
+IDLE_S = 0.1
+
+
+class Delegate(Protocol):
+    """Whose child it is. `name`: what it does, for the log."""
+
+    name: str
+
+    def setup(self) -> tuple[dict[str, Any], Sequence[int]]:
+        """Facts for a new process, and descriptors that it inherits. Raises ConfigError."""
+
+    def hear(self, kind: Kind, body: bytes) -> None:
+        """What it says. Raises ProtocolError for what it may not say."""
+
+    def overdue(self, now: float) -> bool:
+        """Whether something is under way that should have ended."""
+
+    def lost(self) -> int:
+        """It is gone: what was under way ends now. How much that was."""
+
+
+class WorkerProcess:
+    """Not thread-safe. One that was started by the main thread dies with the engine even while it is stopped."""
+
+    def __init__(self, owner: Delegate, command: Sequence[str] = ()) -> None:
+        self._owner = owner
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: EngineEnd | None = None  # None: nothing is said any more
+        self._started_at = 0.0
+        self._looked_at = 0.0
+        self._overdue_since: float | None = None  # of what was seen
+        self._deaths = 0
+        self._restart_at = 0.0
+        self._closed = False
+        self._failed = False  # the process of the last start never became ready
+        self.ready = False
+        self.startup_seconds: deque[float] = deque(maxlen=STARTS_MAX)  # until it was ready; the owner removes them
+
+    @property
+    def awaited(self) -> bool:
+        """Return whether the process is expected to be ready soon: it is starting, or about to.
+
+        After a failed start it is False until a start succeeds.
+        """
+        if self._closed or self._failed:
+            return False
+        return self.listens or self._restart_at <= time.monotonic() + SOON_S
+
+    @property
+    def listens(self) -> bool:
+        """Whether what is sent may arrive: it is starting, or ready."""
+        return self._channel is not None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Raises ConfigError, OSError, or InvalidRequest for a setup that is too long."""
+        command = self._command or _command()
+        facts, inherited = self._owner.setup()
+        facts |= {"engine": os.getpid(), "log_level": logging.getLogger("gpu_agent").getEffectiveLevel()}
+        facts["outlived"] = threading.current_thread() is threading.main_thread()
+        setup = frames.facts_frame(Kind.SETUP, facts)
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *inherited),
+                start_new_session=True,  # a Ctrl-C at the terminal is the engine's
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._channel, self.ready, self._started_at = EngineEnd(ours), False, time.monotonic()
+        self._overdue_since = None
+        self.tell(setup)
+
+    def give(self, frame: bytes) -> None:
+        """Sent by the next `poll`, with others. Raises Exhausted: it is not."""
+        if self._channel is not None:
+            self._channel.put(frame)
+
+    def tell(self, frame: bytes) -> None:
+        """Sent now, as far as that goes without waiting. A child that can not be told is of no use."""
+        if self._channel is None:
+            return
+        try:
+            self._channel.send(frame)
+        except (Exhausted, OSError) as error:
+            self._end(str(error))
+
+    def await_ready(self, timeout_s: float) -> bool:
+        """Waits, at the engine's start; whether it is ready then."""
+        end = time.monotonic() + timeout_s
+        while not self.ready and time.monotonic() < end:
+            self.poll()
+            self.pause()
+        return self.ready
+
+    def poll(self, patience_s: float = 0.0) -> None:
+        """Hears what was said, sees to the end, and starts the next one. `patience_s`: for so long since the last time
+        what was said may wait; what is to be sent does not."""
+        now = time.monotonic()
+        if self._process is None:
+            if now >= self._restart_at and not self._closed:
+                self._restart()
+            return
+        if self._channel is not None:
+            if now < self._looked_at + patience_s and self.ready and not self._channel.unsent:
+                return
+            self._looked_at = now
+            self._listen(self._channel)
+        if self._channel is not None and self._stands_still(now):
+            self._end("it stands still")
+        if self._channel is None and self._process.poll() is not None:
+            self._bury()
+
+    def pause(self, timeout_s: float = _POLL_S) -> None:
+        """Until it may have said something."""
+        if self._channel is not None:
+            self._channel.wait(timeout_s)
+        else:
+            time.sleep(timeout_s)
+
+    def close(self, busy: Callable[[], bool]) -> None:
+        """Ends it: when it is not `busy` any more, or CLOSE_S are over. Returns when it is gone."""
+        self._closed = True
+        end = time.monotonic() + CLOSE_S
+        if self.ready and busy():
+            self.tell(frames.close_frame(CLOSE_S))
+            while self._channel is not None and busy() and time.monotonic() < end:
+                self.pause()
+                self.poll()
+        if self._channel is not None:
+            self._end("the engine ends", logging.DEBUG)
+        while self._process is not None and time.monotonic() < end + CLOSE_S:
+            self.pause()
+            self.poll()
+
+    # ---- in detail -------------------------------------------------------------------------
+
+    def _listen(self, channel: EngineEnd) -> None:
+        try:
+            channel.flush()
+            for kind, body in channel.received():
+                if kind is Kind.READY:
+                    self._on_ready(frames.parse_ready(body))
+                else:
+                    self._owner.hear(kind, body)
+        except (OSError, ProtocolError) as error:
+            self._end(str(error))
+
+    def _on_ready(self, at: float) -> None:
+        """Record that the process was ready `at` its own time. An idle engine may read that much later."""
+        took_s = min(max(at, self._started_at), time.monotonic()) - self._started_at
+        self.ready, self._failed = True, False
+        self.startup_seconds.append(took_s)
+        log.info("the process of the %s, %s, was ready after %.1f s", self._owner.name, self.pid, took_s)
+
+    def _stands_still(self, now: float) -> bool:
+        """It is no fault of its own that it had to start first, or that the engine stood still and did not listen: when
+        it is seen that something is overdue, there is some time left for that to end."""
+        if not self.ready:
+            return now > self._started_at + START_S
+        if not self._owner.overdue(now):
+            self._overdue_since = None
+            return False
+        if self._overdue_since is None:
+            self._overdue_since = now
+        return now > self._overdue_since + GRACE_S
+
+    def _restart(self) -> None:
+        try:
+            self.start()
+        except Exception as error:  # noqa: BLE001 the edge to an engine's step, which any of them would end
+            log.warning("the process of the %s can not be started: %r", self._owner.name, error)
+            self._failed = True
+            self._died()
+
+    def replace(self, why: str) -> None:
+        """Ends it, so that another begins."""
+        if self._channel is not None:
+            self._end(why, logging.INFO)
+
+    def _end(self, why: str, level: int = logging.WARNING) -> None:
+        """Kills it. It is buried when the system says that it is gone."""
+        assert self._process is not None
+        log.log(level, "the process of the %s, %d, is ended: %s", self._owner.name, self._process.pid, why)
+        self._process.kill()
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
+
+    def _bury(self) -> None:
+        lost = self._owner.lost()
+        if self.ready and time.monotonic() - self._started_at > LIVED_S:
+            self._deaths = 0
+        self._failed = not self.ready
+        self._process, self.ready = None, False
+        if not self._closed:
+            self._died()
+            log.warning(
+                "the process of the %s is gone with %d orders; the engine recomputes, the next one starts in %.1f s",
+                self._owner.name,
+                lost,
+                self._restart_at - time.monotonic(),
+            )
+
+    def _died(self) -> None:
+        self._restart_at = time.monotonic() + min(RESTART_S_MAX, RESTART_S * 2 ** min(self._deaths, 10))
+        self._deaths += 1
+
+
+def _command() -> list[str]:
+    """Modules are found as the engine finds them: not first of all where it works, unless this package is there."""
+    if not sys.executable:
+        raise ConfigError("this interpreter does not know its own file (sys.executable)")
+    here = pathlib.Path(__file__).resolve().parents[2]
+    safe = ["-P"] if sys.version_info >= (3, 11) and here != pathlib.Path.cwd() else []
+    return [sys.executable, *safe, "-m", "gpu_agent.worker"]

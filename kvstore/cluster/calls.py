@@ -1,0 +1,309 @@
+"""What a call does at one node, batch by batch."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvstore.buffers import Pieces, copy_segments
+from kvstore.checksum import hashed_nbytes, key_seed
+from kvstore.config import GET_PIECES_MAX
+from kvstore.deadline import Deadline
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, ProtocolError
+from kvstore.keys import Namespace
+from kvstore.layout import ByteRange, check_ranges
+from kvstore.page_hmac import SealedRanges, Seals
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import ACK_ALL, Keep, PutOutcome
+from kvstore.transports.channel import NodeConnection
+
+# A call's keys in batches: the node's limits, and what must hold across them.
+
+# So long before a caller's deadline a node ends its waiting for the disk, at least.
+WAIT_MARGIN_S = 0.05
+_OUTCOMES = {outcome.value: outcome for outcome in PutOutcome}  # to call the enum takes ten times as long
+NEAR_SHARE = 0.8  # of the time that is left, for what a near node asks of others
+
+
+def look_up(
+    link: NodeConnection,
+    namespace: Namespace,
+    prefix_hashes: Sequence[bytes],
+    touch: bool,
+    deadline: Deadline,
+    near: bool = False,
+) -> list[bool]:
+    """Presence per key; `near`: at this node or at others. Several batches go tail first: touching must end with the
+    head, and after a transfer in batches this puts the whole chain's order right."""
+    found: list[list[bool]] = []
+    step = link.limits.batch_keys_max
+    for start in reversed(range(0, len(prefix_hashes), step)):
+        hashes = prefix_hashes[start : start + step]
+        request = pb.LookupRequest(namespace=namespace.digest, prefix_hashes=hashes, touch=touch)
+        if near:
+            request.near, request.wait_ms = True, near_wait_ms(deadline)
+        with _too_many(len(found) * step, deadline):
+            present = link.wire.call("lookup", request, deadline).present[:]
+        if len(present) != len(hashes):
+            raise ProtocolError(f"the node answered a lookup of {len(hashes)} keys for {len(present)}")
+        found.append(present)
+    return list(itertools.chain.from_iterable(reversed(found)))
+
+
+def keyed_replies(
+    link: NodeConnection,
+    op: str,
+    message: Any,
+    namespace: Namespace,
+    prefix_hashes: Sequence[bytes],
+    deadline: Deadline,
+) -> list[Any]:
+    """Replies of a request per key, one for each batch. `message`: makes the request."""
+    step = batch_pages_max(namespace.stored_nbytes if op == "verify" else 0, link.limits)
+    replies: list[Any] = []
+    for start in range(0, len(prefix_hashes), step):
+        request = message(namespace=namespace.digest, prefix_hashes=prefix_hashes[start : start + step])
+        with _too_many(start, deadline):
+            replies.append(link.wire.call(op, request, deadline))
+    return replies
+
+
+@contextlib.contextmanager
+def _too_many(answered: int, deadline: Deadline) -> Iterator[None]:
+    """Around each batch of a call that has answers for so many keys. If its time ends, so many keys were too many for
+    it: Exhausted, which is no failure of a node that answers."""
+    try:
+        yield
+    except DeadlineExceeded as error:
+        if not answered:
+            raise
+        raise Exhausted(f"only {answered} keys were answered in {deadline.seconds:g} s") from error
+
+
+def put_request(namespace: Namespace, prefix_hashes: Sequence[bytes], keep: Keep, deadline: Deadline) -> pb.PutRequest:
+    return pb.PutRequest(
+        namespace=namespace.digest,
+        prefix_hashes=prefix_hashes,
+        page_nbytes=namespace.stored_nbytes,
+        ttl_ms=max(0, round(keep.ttl_s * 1000)),
+        durable=keep.durable,
+        ack_all=keep.ack == ACK_ALL,
+        wait_ms=wait_ms(deadline) if keep.promised else 0,
+    )
+
+
+def wait_ms(deadline: Deadline) -> int:
+    """How long a node may wait for its disk: it answers before the deadline, so that a disk that hangs is not taken
+    for a node that does."""
+    left_s = deadline.remaining()
+    return max(1, int(1000 * (left_s - max(WAIT_MARGIN_S, left_s / 10))))
+
+
+def near_wait_ms(deadline: Deadline) -> int:
+    """How long a near node may ask others: it answers before the deadline, so that others that hang are not taken for
+    a near node that does. The least is for one that asks next to nobody."""
+    return max(1, int(1000 * deadline.remaining() * NEAR_SHARE))
+
+
+def put_outcomes(verdicts: Sequence[int]) -> list[PutOutcome]:
+    try:
+        return [_OUTCOMES[verdict] for verdict in verdicts]
+    except KeyError as error:
+        raise ProtocolError(f"the node answered a put with a verdict that nobody knows: {error}") from error
+
+
+def per_key(replies: Sequence[Any], field: str, prefix_hashes: Sequence[bytes]) -> list[Any]:
+    """What the replies' `field` says of each key."""
+    found = [value for reply in replies for value in getattr(reply, field)]
+    if len(found) != len(prefix_hashes):
+        raise ProtocolError(f"the node said what is {field} of {len(found)} keys, asked about {len(prefix_hashes)}")
+    return found
+
+
+def check_goes_on(request: pb.ListRequest, reply: pb.ListReply) -> None:
+    """A list that did not go on would be asked for without end."""
+    if reply.next_page_token and reply.next_page_token <= request.page_token:
+        raise ProtocolError("the node's list of pages goes in a circle")
+
+
+def leading(present: Sequence[bool]) -> int:
+    """Length of the leading run of True."""
+    return present.index(False) if False in present else len(present)
+
+
+def key_seeds(namespace: Namespace, prefix_hashes: Sequence[bytes]) -> list[int]:
+    return [key_seed(namespace.digest, prefix_hash) for prefix_hash in prefix_hashes]
+
+
+def batches(count: int, nbytes: int, limits: pb.Limits, pieces: int = 1) -> Iterator[slice]:
+    """Slices of a batch that keep the limits on keys, bytes and pieces; the latter two are per key."""
+    step = batch_pages_max(nbytes, limits, pieces)
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def batch_pages_max(nbytes: int, limits: pb.Limits, pieces: int = 1) -> int:
+    """Pages in one batch, of each of which `nbytes` bytes in so many pieces are moved."""
+    return max(1, min(limits.batch_keys_max, limits.batch_nbytes_max // max(nbytes, 1), GET_PIECES_MAX // pieces))
+
+
+def check_lengths(prefix_hashes: Sequence[bytes], pages: Sequence[Pieces]) -> None:
+    if len(prefix_hashes) != len(pages):
+        raise InvalidRequest(f"{len(prefix_hashes)} prefix hashes for {len(pages)} buffers")
+
+
+SCRATCH_NBYTES = 64 << 20  # of parts of sealed pages, in which the ranges that are wanted lie
+
+
+def put_pages(
+    link: NodeConnection,
+    namespace: Namespace,
+    prefix_hashes: Sequence[bytes],
+    pages: Sequence[Pieces],
+    keep: Keep,
+    deadline: Deadline,
+    key: bytes | None = None,
+) -> list[PutOutcome]:
+    """An outcome per key. `key`: of a keyed namespace. Raises Exhausted if nothing at all could be kept."""
+    outcomes: list[PutOutcome] = []
+    seals = None if key is None else Seals(key, namespace.layout.page_nbytes)
+    parts = list(batches(len(pages), namespace.stored_nbytes, link.limits))
+    for part in parts:
+        hashes = prefix_hashes[part]
+        if outcomes:  # what was sent is the newest now: a chain that is too long loses its end
+            look_up(link, namespace, prefix_hashes[: part.start], True, deadline)
+        request = put_request(namespace, hashes, keep, deadline)
+        try:
+            verdicts = link.wire.put(request, pages[part], deadline, seals)
+        except Exhausted:
+            if not outcomes or keep.promised:
+                raise
+            verdicts = [pb.FULL] * len(hashes)
+        outcomes.extend(put_outcomes(verdicts))
+    if len(parts) > 1:
+        look_up(link, namespace, prefix_hashes, True, deadline)
+    return outcomes
+
+
+@dataclass(frozen=True)
+class GetOptions:
+    """What a get asks of each page. `prefix`: nothing behind the first miss; `near`: the node may fetch it from
+    others; `key`: of a keyed namespace."""
+
+    ranges: tuple[ByteRange, ...]
+    prefix: bool
+    near: bool = False
+    key: bytes | None = field(default=None, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.ranges)
+
+
+class GetResult(NamedTuple):
+    """`hits`: whether each is there and good. Keys of pages that are there: `corrupt` do not match their checksum,
+    `forged` do and have not their seal."""
+
+    hits: list[bool]
+    corrupt: list[bytes]
+    forged: list[bytes]
+
+
+def get_pages(
+    link: NodeConnection,
+    namespace: Namespace,
+    prefix_hashes: Sequence[bytes],
+    pages: Sequence[Pieces],
+    wanted: GetOptions,
+    deadline: Deadline,
+) -> GetResult:
+    page_nbytes = namespace.layout.page_nbytes
+    whole = wanted.ranges == (ByteRange(0, page_nbytes),)
+    ranges = tuple((part.offset, part.nbytes) for part in wanted.ranges)
+    if wanted.key is None:
+        return _get(link, namespace, prefix_hashes, pages, _NodeGet(() if whole else ranges), wanted, deadline)
+    if whole:
+        asked = _NodeGet((), Seals(wanted.key, page_nbytes))
+        return _get(link, namespace, prefix_hashes, pages, asked, wanted, deadline)
+    return _get_sealed_ranges(link, namespace, prefix_hashes, pages, ranges, wanted, deadline)
+
+
+@dataclass(frozen=True)
+class _NodeGet:
+    """What a node is asked for, of each page: its `ranges`, none for all of it; with `seals` what the last of them, or
+    the page, ends with is the seal."""
+
+    ranges: tuple[tuple[int, int], ...]
+    seals: Seals | None = None
+
+
+def _get(
+    link: NodeConnection,
+    namespace: Namespace,
+    prefix_hashes: Sequence[bytes],
+    pages: Sequence[Pieces],
+    asked: _NodeGet,
+    wanted: GetOptions,
+    deadline: Deadline,
+) -> GetResult:
+    stored_nbytes, ranges = namespace.stored_nbytes, asked.ranges
+    messages = [pb.ByteRange(offset=offset, nbytes=nbytes) for offset, nbytes in ranges]
+    # By the node, for the ranges; no less than it sends.
+    checked = hashed_nbytes(stored_nbytes, ranges or [(0, stored_nbytes)])
+    hits: list[bool] = []
+    corrupt: list[bytes] = []
+    parts = list(batches(len(pages), checked, link.limits, max(1, len(ranges))))
+    for part in parts:
+        hashes = prefix_hashes[part]
+        request = pb.GetRequest(
+            namespace=namespace.digest,
+            prefix_hashes=hashes,
+            ranges=messages,
+            prefix_only=wanted.prefix,
+            near=wanted.near,
+            wait_ms=near_wait_ms(deadline) if wanted.near else 0,
+        )
+        seeds = key_seeds(namespace, hashes)
+        found, damaged = link.wire.get(request, pages[part], seeds, deadline, asked.seals)
+        hits.extend(found)
+        corrupt.extend(hashes[place] for place in damaged)
+        if wanted.prefix and not all(found):
+            break
+    if len(parts) > 1:
+        look_up(link, namespace, prefix_hashes[: len(hits)], True, deadline)
+    length = leading(hits) if wanted.prefix else len(hits)
+    forged = asked.seals.forged if asked.seals else []
+    return GetResult(hits[:length] + [False] * (len(pages) - length), corrupt, forged)
+
+
+def _get_sealed_ranges(
+    link: NodeConnection,
+    namespace: Namespace,
+    prefix_hashes: Sequence[bytes],
+    pages: Sequence[Pieces],
+    ranges: Sequence[tuple[int, int]],
+    wanted: GetOptions,
+    deadline: Deadline,
+) -> GetResult:
+    """All of the parts in which the ranges lie come, into memory of our own, with the seal; the ranges are copied from
+    there when that fits."""
+    assert wanted.key is not None
+    page_nbytes = namespace.layout.page_nbytes
+    check_ranges(ranges, page_nbytes)
+    sealed = SealedRanges(page_nbytes, ranges)
+    behind = (page_nbytes, namespace.stored_nbytes - page_nbytes)
+    found = GetResult([], [], [])
+    step = min(len(pages), max(1, SCRATCH_NBYTES // sealed.nbytes))
+    scratch = [(memoryview(bytearray(sealed.nbytes)),) for _ in range(step)]
+    for start in range(0, len(pages), step):
+        hashes = prefix_hashes[start : start + step]
+        asked = _NodeGet((*sealed.runs, behind), Seals(wanted.key, page_nbytes, sealed.numbers))
+        some = _get(link, namespace, hashes, scratch[: len(hashes)], asked, wanted, deadline)
+        for hit, page, (parts,) in zip(some.hits, pages[start : start + step], scratch, strict=False):
+            if hit:
+                copy_segments(page, sealed.pick(parts))
+        found = GetResult(found.hits + some.hits, found.corrupt + some.corrupt, found.forged + some.forged)
+    if step < len(pages):
+        look_up(link, namespace, prefix_hashes, True, deadline)
+    return found

@@ -1,0 +1,220 @@
+"""What a check found, and what to do about it."""
+
+import enum
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from kvstore.errors import Forbidden, KVStoreError, ProtocolError, Unauthenticated
+
+
+class State(enum.Enum):
+    OK = "ok"
+    WARN = "warn"  # it works, and not as well as it could, or not for long
+    FAIL = "fail"  # somebody has to do something
+    SKIPPED = "skipped"  # it could not be looked at, or there is nothing to look at
+
+
+class Finding(NamedTuple):
+    """`remedy`: what to do; empty: nothing. `of`: the node that it is about, where there are several."""
+
+    name: str
+    state: State
+    found: str
+    remedy: str = ""
+    of: str = ""
+
+
+def ok(name: str, found: str) -> Finding:
+    return Finding(name, State.OK, found)
+
+
+def warn(name: str, found: str, remedy: str) -> Finding:
+    return Finding(name, State.WARN, found, remedy)
+
+
+def fail(name: str, found: str, remedy: str) -> Finding:
+    return Finding(name, State.FAIL, found, remedy)
+
+
+def skipped(name: str, why: str, remedy: str = "") -> Finding:
+    return Finding(name, State.SKIPPED, why, remedy)
+
+
+def remedy_of(error: KVStoreError, otherwise: str = "") -> str:
+    """What to do about an error whose message does not say it."""
+    if isinstance(error, Unauthenticated):
+        return (
+            "set KVSTORE_TOKEN_FILE, or KVSTORE_TLS_CERT and KVSTORE_TLS_KEY, to what the node's file of identities "
+            "has, and has not let expire: kvstore tokens list shows it"
+        )
+    if isinstance(error, Forbidden):
+        return "use a token whose role, tenant and models allow it: kvstore tokens list shows them"
+    if isinstance(error, ProtocolError):
+        return (
+            "update the older of both: versions work together that are one step apart; or a node is not what is there"
+        )
+    return otherwise
+
+
+# Checks in a process of their own, which may hang in a driver or a disk and be left there.
+#
+# module --one finding per line, as JSON, then an end line--> findings
+
+END = "end"  # of the last line: all findings were printed
+KILLED_S = 0.5  # one that hangs in the kernel does not even end then
+
+
+def tell(findings: Iterable[Finding]) -> None:
+    """What such a module does: each as soon as it is there."""
+    for finding in findings:
+        said = {"name": finding.name, "state": finding.state.value, "found": finding.found, "remedy": finding.remedy}
+        print(json.dumps(said), flush=True)
+    print(json.dumps({END: True}), flush=True)
+
+
+def ending(status: int) -> str:
+    """Describe how a process ended, with the name of a signal."""
+    if status >= 0:
+        return f"it ended with status {status}"
+    try:
+        return f"it was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"it was ended by signal {-status}"
+
+
+def probed(name: str, module: str, arguments: Sequence[str], limit_s: float, remedy: str) -> Iterator[Finding]:
+    """Yield the findings of `python -m module`.
+
+    `remedy` is for a process that hangs or fails. One that fails after its end line is a warning only.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        said, complained = process.communicate(timeout=limit_s)
+        hung = False
+    except subprocess.TimeoutExpired as late:
+        said, complained, hung = late.output or b"", late.stderr or b"", True
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILLED_S)
+    finally:
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+    yield from _parsed(said)
+    if hung:
+        yield fail(name, f"hangs: no end in {limit_s:g} s", remedy)
+    elif process.returncode:
+        last = complained.decode(errors="replace").strip().splitlines()[-1:] or [ending(process.returncode)]
+        if _ended(said):
+            yield warn(name, f"the checks completed, then their process failed: {last[0]}", remedy)
+        else:
+            yield fail(name, last[0], remedy)
+
+
+def _ended(said: bytes) -> bool:
+    return json.dumps({END: True}).encode() in said.splitlines()
+
+
+def _parsed(said: bytes) -> Iterator[Finding]:
+    for line in said.splitlines():
+        with suppress(ValueError, KeyError, TypeError):  # libraries talk, too
+            told = json.loads(line)
+            yield Finding(told["name"], State(told["state"]), told["found"], told["remedy"])
+
+
+# Running checks: some at a time, each in a thread of its own and for so long at most. Whatever
+# one does, the others go on.
+#
+#     checks --abreast--> threads --findings, as they come--> a list in the order of the checks
+
+log = logging.getLogger(__name__)
+
+ABREAST = 16
+STEP_S = 0.05  # between two looks at who has ended
+
+Tick = Callable[[float], None]
+
+
+class Check(NamedTuple):
+    """`find` is told nothing, may take `limit_s`, and is left alone then: it must end by itself some time. What it
+    yielded by then counts."""
+
+    name: str
+    find: Callable[[], Iterable[Finding]]
+    limit_s: float
+    of: str = ""
+
+
+def one(name: str, find: Callable[[], Finding], limit_s: float) -> Check:
+    """Of a function that finds one thing."""
+    return Check(name, lambda: [find()], limit_s)
+
+
+class Group(NamedTuple):
+    title: str
+    checks: Sequence[Check]
+
+
+def run_all(checks: Sequence[Check], tick: Tick = lambda done: None) -> list[Finding]:
+    """`tick` is told again and again how many have ended; what it raises ends this, and leaves checks alone that are
+    under way."""
+    runs = [_Run(check) for check in checks]
+    waiting, under_way = deque(runs), list[_Run]()
+    while waiting or under_way:
+        while waiting and len(under_way) < ABREAST:
+            under_way.append(waiting.popleft())
+            under_way[-1].begin()
+        under_way[0].ended.wait(STEP_S)
+        under_way = [run for run in under_way if not run.over]
+        tick(len(runs) - len(waiting) - len(under_way))
+    return [finding._replace(of=run.check.of) for run in runs for finding in run.findings()]
+
+
+class _Run:
+    def __init__(self, check: Check) -> None:
+        self.check = check
+        self.ended = threading.Event()
+        self._found: list[Finding] = []
+        self._until = 0.0
+
+    def begin(self) -> None:
+        self._until = time.monotonic() + self.check.limit_s
+        try:
+            threading.Thread(target=self._run, name=f"kvstore-doctor-{self.check.name}", daemon=True).start()
+        except RuntimeError as error:
+            self._found.append(fail(self.check.name, f"no thread for it: {error}", "raise the limit of processes"))
+            self.ended.set()
+
+    @property
+    def over(self) -> bool:
+        return self.ended.is_set() or time.monotonic() >= self._until
+
+    def findings(self) -> list[Finding]:
+        found = list(self._found)
+        if not self.ended.is_set():
+            hung = f"it has not ended in {self.check.limit_s:g} s; it was left alone"
+            found.append(fail(self.check.name, hung, "what it asked hangs, or allow more time with --timeout"))
+        return found
+
+    def _run(self) -> None:
+        try:
+            for finding in self.check.find():
+                self._found.append(finding)
+        except KVStoreError as error:
+            self._found.append(fail(self.check.name, str(error), remedy_of(error)))
+        except Exception as error:
+            log.debug("%s", self.check.name, exc_info=True)
+            said = f"the check itself failed: {type(error).__name__}: {error}"
+            self._found.append(fail(self.check.name, said, "tell the maintainers; all other checks hold"))
+        finally:
+            self.ended.set()

@@ -1,0 +1,294 @@
+"""The way to one node, step by step: what fails there ends it, and the steps behind it are skipped.
+
+name -> TCP -> TLS -> certificate -> gRPC -> who this is there; then what the node tells of itself, and its clock
+
+At an address of bulk:// frames are in gRPC's place, and at one of unix: there is nothing before them.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+from kvstore.client import Client
+from kvstore.cluster.nodes import is_here
+from kvstore.config import ClientConfig, is_loopback, parse_address
+from kvstore.deadline import Deadline
+from kvstore.doctor.checks import Finding, State, fail, ok, remedy_of, skipped, warn
+from kvstore.doctor.host import ends
+from kvstore.errors import ConfigError, DeadlineExceeded, Forbidden, KVStoreError, Unavailable
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.transports.negotiation import Addresses, Negotiated, Negotiation
+from kvstore.transports.shm import socket_here
+from kvstore.transports.tls import PROBE_S, SPEAKS_TLS, client_tls, greeted, shown
+from kvstore.x509 import hosts, validity
+
+GRACE_S = 2.0  # for threads to come by, beside what the steps themselves may take
+_NO_ANSWER = (
+    "the port is open and nobody answers: a node that starts, hangs or is stopped, or something else; look at the "
+    "log of kvstore-node there"
+)
+
+
+class Clock(NamedTuple):
+    """How far a node's clock is ahead of this host's, give or take half of what the question took."""
+
+    ahead_s: float
+    within_s: float
+
+
+class Connectivity:
+    """To the node at an address. What was found on it is there when `findings` has been gone through."""
+
+    def __init__(self, address: str, config: ClientConfig) -> None:
+        self.address = address
+        self.config = replace(config, address=address, direct=True)  # whatever a cluster says: this node
+        self.scheme, self.host, self.port, _ = parse_address(address)
+        self.found: tuple[str, ...] = ()  # its IP addresses that answer
+        self.hello: pb.HelloReply | None = None
+        self.status: pb.NodeStatusReply | None = None
+        self.clock: Clock | None = None
+        self._tls = client_tls(self.config, self.host)
+        self._step_s = config.connect_timeout_s
+
+    @property
+    def limit_s(self) -> float:
+        """For all of it: six steps that connect, and one call."""
+        return 6 * self._step_s + self.config.timeout_s + GRACE_S
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the node's address is this host's."""
+        return self.scheme == "unix" or any(map(is_here, self.found))
+
+    def findings(self) -> Iterator[Finding]:
+        steps: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
+            ("name", self._resolve),
+            ("TCP", self._connect),
+            ("TLS", self._greet),
+            (self._asks_over, self._ask),
+            ("status", self._look),
+        ]
+        if self.scheme == "unix":
+            del steps[:3]
+        failed = ""
+        for name, step in steps:
+            if failed:
+                yield skipped(name, f"not without {failed}")
+                continue
+            for finding in step():
+                failed = finding.name if finding.state is State.FAIL else failed
+                yield finding
+
+    def _resolve(self) -> Iterator[Finding]:
+        try:
+            self.found = Addresses(self.host).resolve(Deadline(self._step_s))
+        except (Unavailable, DeadlineExceeded) as error:
+            yield fail("name", str(error), f"correct the address {self.address}, DNS or /etc/hosts")
+            return
+        if self.found != (self.host,):
+            yield ok("name", f"{self.host} is {' and '.join(self.found)}")
+
+    def _connect(self) -> Iterator[Finding]:
+        answering, errors = dict[str, float](), dict[str, OSError]()
+        for address in self.found:
+            began = time.monotonic()
+            try:
+                with self._open(address):
+                    answering[address] = time.monotonic() - began
+            except OSError as error:
+                errors[address] = error
+        if not answering:
+            address, first = next(iter(errors.items()))
+            yield fail("TCP", f"{address}:{self.port}: {first}", _remedy_of_tcp(first))
+            return
+        self.found = tuple(answering)
+        address, seconds = next(iter(answering.items()))
+        also = f"; not {' and '.join(errors)}" if errors else ""
+        yield ok("TCP", f"{address}:{self.port} in {1000 * seconds:.1f} ms{also}")
+
+    def _open(self, address: str) -> socket.socket:
+        return socket.create_connection((address, self.port), self._step_s / len(self.found))
+
+    def _greet(self) -> Iterator[Finding]:
+        certificate = b""
+        with suppress(OSError), self._open(self.found[0]) as sock:
+            certificate = shown(sock)
+        if self._tls is None:
+            yield self._plain(bool(certificate))
+            return
+        try:
+            with self._open(self.found[0]) as sock:
+                if self.scheme == "bulk":  # whose server says nothing before it is asked
+                    sock.settimeout(min(PROBE_S, self._step_s))
+                problem = greeted(sock, self._tls)
+        except (OSError, KVStoreError) as error:
+            problem = str(error)
+        yield self._of_handshake(problem, certificate)
+        if certificate:
+            with suppress(ConfigError):
+                yield ends("certificate", "the node's", validity(certificate)[1])
+
+    def _plain(self, speaks_tls: bool) -> Finding:
+        if speaks_tls:
+            return fail("TLS", SPEAKS_TLS, "set KVSTORE_TLS_CA to the file of the authority (ca.pem), or to system")
+        if all(map(is_loopback, self.found)):
+            return ok("TLS", "none, and nothing leaves this host")
+        remedy = "give nodes --tls-cert and --tls-key and clients KVSTORE_TLS_CA: docs/operations.md, TLS"
+        return warn("TLS", "none: whoever is on the way reads and changes all that is sent", remedy)
+
+    def _of_handshake(self, problem: str, certificate: bytes) -> Finding:
+        called = "no name"
+        with suppress(ConfigError):
+            called = ", ".join(hosts(certificate)) or called if certificate else "unknown"
+        if problem:
+            remedy = (
+                "renew or correct the files of KVSTORE_TLS_CA, KVSTORE_TLS_CERT, KVSTORE_TLS_NAME or the node's own"
+            )
+            return fail("TLS", f"{problem}; its certificate is for {called}", f"{remedy}: docs/operations.md, TLS")
+        return ok("TLS", f"its certificate is believed, and for {called}")
+
+    def _ask(self) -> Iterator[Finding]:
+        began = time.monotonic()
+        try:
+            way = self._opened()
+        except KVStoreError as error:
+            yield fail(self._asks_over, str(error), remedy_of(error, _NO_ANSWER))
+            return
+        self._wire, self.hello = way.wire, way.hello
+        took_ms = 1000 * (time.monotonic() - began)
+        yield ok(self._asks_over, f"node {way.hello.version} answers in {took_ms:.1f} ms")
+        who = f"{way.hello.role} of {'all tenants' if way.hello.tenant == '*' else way.hello.tenant}"
+        yield ok("who this is", f"{who} there" if way.hello.role else "the node asks nobody who he is")
+
+    @property
+    def _asks_over(self) -> str:
+        return "gRPC" if self.scheme == "grpc" else "frames"
+
+    def _opened(self) -> Negotiated:
+        """By the wire that an address of this kind always has."""
+        wire = {"unix": "shm"}.get(self.scheme, self.scheme)
+        return Negotiation(self.address, replace(self.config, wire=wire)).open(Deadline(self.config.timeout_s))
+
+    def ask_again(self) -> None:
+        """What it says at hello, as it is now; as it was, if it does not answer."""
+        with suppress(KVStoreError):
+            way = self._opened()
+            way.close()
+            self.hello = way.hello
+
+    def _look(self) -> Iterator[Finding]:
+        """One question for which time was taken before and after."""
+        began, asked = time.time(), time.monotonic()
+        try:
+            deadline = Deadline(self.config.timeout_s)
+            status = cast(pb.NodeStatusReply, self._wire.call("node_status", pb.NodeStatusRequest(), deadline))
+        except Forbidden as error:
+            yield skipped("status", str(error), remedy_of(error))
+            return
+        except KVStoreError as error:
+            yield fail("status", str(error), remedy_of(error, _NO_ANSWER))
+            return
+        finally:
+            self._wire.close()
+        within_s = (time.monotonic() - asked) / 2
+        self.status = status
+        if status.now_unix_ms:  # an older node does not say
+            self.clock = Clock(status.now_unix_ms / 1000 - (began + within_s), within_s)
+
+
+def _remedy_of_tcp(error: OSError) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return (
+            "nobody listens there: is kvstore-node running, with this --port, and with a --host that is reached from "
+            "here (the default is its own loopback)? Of a container: is the port published?"
+        )
+    if isinstance(error, TimeoutError):
+        return "nothing answers: the host is down, or a firewall, a security group or a NetworkPolicy drops it"
+    return "there is no way to that address from here: correct the address, or the network"
+
+
+# Which wires to a node work from here, and why the others do not.
+
+NAMES = ("shm", "bulk", "grpc")  # the best one first
+IN_CONTAINERS = "docs/operations.md, Shared memory between containers"
+
+
+class Wires:
+    """To a node that said hello. `clients`: of the wires that work, by name; to be closed. `keep`: they stay open until
+    then, with some seven descriptors."""
+
+    def __init__(self, way: Connectivity, keep: bool = True) -> None:
+        self.way = way
+        self.keep = keep
+        self.clients: dict[str, Client] = {}
+
+    def findings(self) -> Iterator[Finding]:
+        yield self._shm()
+        yield self._bulk()
+        yield self._grpc()
+        if not self.keep:
+            self.close()
+
+    def close(self) -> None:
+        for client in self.clients.values():
+            client.close()
+
+    def _shm(self) -> Finding:
+        hello, config = self.way.hello, self.way.config
+        assert hello is not None
+        wrong = fail if config.wire == "shm" else warn
+        if not hello.shm_socket:
+            if hello.shm_refused and (self.way.is_here or config.wire == "shm"):
+                return wrong("shm", hello.shm_refused, "--shm-trust of the node names tenants that may: SECURITY.md")
+            if config.wire == "shm":
+                return fail("shm", "the node serves none", "start it without --shm-socket none, or take another wire")
+            return skipped("shm", hello.shm_refused or "the node serves none (--shm-socket none)")
+        named = self.way.scheme == "unix"
+        path = parse_address(self.way.address).path if named else socket_here(hello.shm_socket, config)
+        try:
+            os.stat(path)
+        except FileNotFoundError:
+            said = f"its socket {path} is not on this host"
+            remedy = f"if the node runs in a container here, mount its socket and set KVSTORE_SHM_DIR: {IN_CONTAINERS}"
+            if self.way.is_here or config.wire == "shm":
+                return wrong("shm", said, remedy)
+            return skipped("shm", f"{said}: the node is on another, or in a container")
+        except OSError:
+            pass  # connecting says why
+        remedy = f"run as the node's user or root, or set KVSTORE_SHM_DIR; clients take TCP meanwhile: {IN_CONTAINERS}"
+        problem = self._try("shm")
+        return wrong("shm", problem, remedy) if problem else ok("shm", f"works, through {path}")
+
+    def _bulk(self) -> Finding:
+        hello = self.way.hello
+        assert hello is not None
+        if self.way.scheme == "unix":
+            return skipped("bulk", "the address is that of a Unix socket")
+        problem = self._try("bulk")
+        if problem:
+            remedy = f"open TCP port {hello.bulk_port} (--bulk-port) from here to the node; over gRPC all is slower"
+            return fail("bulk", problem, remedy)
+        return ok("bulk", f"works, at port {hello.bulk_port}")
+
+    def _grpc(self) -> Finding:
+        if self.way.scheme != "grpc":
+            return skipped("grpc", "the address is one of frames")
+        problem = self._try("grpc")
+        return fail("grpc", problem, "look at the log of kvstore-node") if problem else ok("grpc", "works")
+
+    def _try(self, wire: str) -> str:
+        """Why it does not work; empty: it does."""
+        config = replace(self.way.config, wire=wire, connections_max=1, page_key="", page_key_file="")
+        client = Client(config)
+        try:
+            client.view()
+        except KVStoreError as error:
+            client.close()
+            remedy = remedy_of(error)
+            return f"{error}{'; ' * bool(remedy)}{remedy}"
+        self.clients[wire] = client
+        return ""

@@ -1,0 +1,235 @@
+"""What a node tells of itself: whether its version, clock, disk and certificates are as they should be. Pure."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import kvstore
+from kvstore.cluster.view import REGISTRIES, View, parse_view
+from kvstore.config import PROTOCOL_VERSION, ClientConfig
+from kvstore.doctor.checks import Finding, State, fail, ok, skipped, warn
+from kvstore.doctor.connectivity import Clock, Connectivity
+from kvstore.doctor.host import ends
+from kvstore.errors import ConfigError
+from kvstore.pb import kvstore_pb2 as pb
+
+# What the members of a cluster tell of each other: one view, one list, who is near.
+
+SETTLE_S = 1.0  # a view that has just changed reaches everybody within that
+
+Views = dict[str, View]
+
+
+def findings(view: View, ways: Mapping[str, Connectivity]) -> Iterator[Finding]:
+    """`ways`: to the members of the view, by id; gone through."""
+    there = {member: way for member, way in ways.items() if way.hello is not None}
+    yield _answers(view, there)
+    if there:
+        yield _agreement(there)
+        yield _registry(there)
+    if view.replicas > len(view.members):
+        remedy = "start more members, or lower --replicas"
+        yield warn("replicas", f"{view.replicas} are wanted of {len(view.members)} members: there are fewer", remedy)
+
+
+def near(view: View, config: ClientConfig, shared: Mapping[str, bool]) -> Finding:
+    """`shared`: by member, whether its shared memory can be mapped from here."""
+    if config.near == "none":
+        return ok("near node", "none is wanted (KVSTORE_NEAR=none): each page's owners are asked")
+    if config.near != "auto":
+        if config.near in view.by_id:
+            return ok("near node", f"{config.near}, as KVSTORE_NEAR says")
+        known = ", ".join(sorted(view.by_id))
+        return fail("near node", f"KVSTORE_NEAR={config.near} is no member", f"name one of {known}, or auto")
+    if config.wire not in ("auto", "shm"):
+        return ok("near node", f"none by wire {config.wire}: each page's owners are asked")
+    found = [member for member, mapped in shared.items() if mapped]
+    if found:
+        which = f"one of {', '.join(found)}" if len(found) > 1 else found[0]
+        return ok("near node", f"{which}, by shared memory: it is asked for everything")
+    return skipped("near node", "no member's shared memory can be mapped here: each page's owners are asked")
+
+
+def _answers(view: View, there: Mapping[str, Connectivity]) -> Finding:
+    away = [member.id for member in view.members if member.id not in there]
+    said = f"{len(there)} of {len(view.members)} answer here"
+    if away:
+        remedy = "see each of them above; their pages come from other owners, or are misses"
+        return fail("members", f"{said}; not {', '.join(away)}", remedy)
+    return ok("members", said)
+
+
+def _agreement(there: Mapping[str, Connectivity]) -> Finding:
+    """Who is behind is asked once more, a moment later."""
+    views = _told(there)
+    if len({seen.number for seen in views.values()}) > 1:
+        time.sleep(SETTLE_S)
+        for way in there.values():
+            way.ask_again()
+        views = _told(there)
+    alone = sorted(there.keys() - views.keys())
+    if alone:
+        remedy = "start it with the same --cluster as the others"
+        return fail("view", f"{', '.join(alone)} is in no cluster, or tells of one that can not be", remedy)
+    numbers = {seen.number for seen in views.values()}
+    if len(numbers) > 1:
+        said = ", ".join(f"{member} has {seen.number}" for member, seen in sorted(views.items()))
+        return fail("view", said, "who is behind does not hear of changes: look at its registry, and at etcd")
+    lists = {seen.members: member for member, seen in sorted(views.items())}
+    if len(lists) > 1:
+        said = f"{' and '.join(lists.values())} have lists of members that differ"
+        return fail(
+            "view", said, "give all members the same text as --cluster static:..., and restart those that differ"
+        )
+    if len({(seen.cluster, seen.replicas) for seen in views.values()}) > 1:
+        return fail("view", "members differ in the cluster's name or in --replicas", "give all of them the same")
+    return ok("view", f"number {numbers.pop()}, the same at all that answer")
+
+
+def _told(there: Mapping[str, Connectivity]) -> Views:
+    views = Views()
+    for member, way in there.items():
+        if way.hello is not None and way.hello.HasField("view"):
+            try:
+                views[member] = parse_view(way.hello.view)
+            except ConfigError:
+                continue
+    return views
+
+
+def _registry(there: Mapping[str, Connectivity]) -> Finding:
+    wrong: dict[str, None] = {}
+    told = False
+    for member, way in sorted(there.items()):
+        if way.status is None or not way.status.HasField("peers"):
+            continue
+        told, peers = True, way.status.peers
+        if peers.registry not in REGISTRIES:
+            wrong[f"{member} can not ask its registry: {peers.registry}"] = None
+        wrong |= dict.fromkeys(f"not of the view: {line}" for line in peers.apart)
+    if wrong:
+        return warn("registry", "; ".join(wrong), "mend etcd, or the way to it; who is apart says why: docs/cluster.md")
+    if not told:
+        return skipped("registry", "told to an identity of all tenants only")
+    return ok("registry", "all members can ask it, and nobody is apart")
+
+
+CLOCK_WARN_S, CLOCK_FAIL_S = 2.0, 300.0  # certificates of `kvstore certs` are valid from five minutes before on
+QUEUE_FULL_SHARE = 0.9
+STREAK_MIN = 3  # ends of gateways within a minute, which are no accident
+NOT_TOLD = "told to an identity of all tenants only"
+GIB = 1 << 30
+
+
+def about(way: Connectivity) -> Iterator[Finding]:
+    """Of a node that said hello."""
+    assert way.hello is not None
+    yield version(way.hello)
+    if way.status is None:
+        return
+    yield state(way.status)
+    yield clock(way.clock)
+    if not way.status.HasField("ram"):
+        yield skipped("memory and disk", NOT_TOLD, "use a token of tenant '*'")
+        return
+    yield from told(way.status)
+
+
+def told(status: pb.NodeStatusReply) -> Iterator[Finding]:
+    """Of all that it tells of itself."""
+    yield ram(status.ram)
+    yield disk(status)
+    yield from certificates(status.tls)
+    yield from gateways(status)
+    if status.insecure:
+        remedy = "--identities, --tls-cert and --tls-key in place of --insecure, unless nobody else is on this network"
+        yield warn("strangers", status.insecure, remedy)
+
+
+def version(hello: pb.HelloReply) -> Finding:
+    said = f"kvstore {hello.version}, protocol {hello.protocol_version}"
+    if hello.protocol_version != PROTOCOL_VERSION:
+        remedy = "update the older one soon: versions work together that are one step apart"
+        return warn("version", f"{said}; here {PROTOCOL_VERSION}", remedy)
+    if hello.version != kvstore.__version__:
+        return warn("version", f"{said}; here {kvstore.__version__}", "update the older one; they work together")
+    return ok("version", said)
+
+
+def state(status: pb.NodeStatusReply) -> Finding:
+    said = f"{status.state}, up {status.uptime_ms / 3_600_000:,.1f} h"
+    if status.state == "DRAINING":
+        return warn("state", said, "it is being stopped, and takes no new pages")
+    return ok("state", said)
+
+
+def clock(told: Clock | None) -> Finding:
+    if told is None:
+        return skipped("clock", "an older node does not tell what its clock says")
+    off_s = max(0.0, abs(told.ahead_s) - told.within_s)
+    said = (
+        f"{abs(told.ahead_s):.3f} s {'ahead of' if told.ahead_s > 0 else 'behind'} this host's, ± {told.within_s:.3f} s"
+    )
+    remedy = "set the clock that is wrong, and run chrony or systemd-timesyncd there: certificates go by it"
+    if off_s >= CLOCK_FAIL_S:
+        return fail("clock", said, remedy)
+    return warn("clock", said, remedy) if off_s >= CLOCK_WARN_S else ok("clock", said)
+
+
+def ram(status: pb.RamStatus) -> Finding:
+    said = f"{status.used_nbytes / GIB:.1f} of {status.capacity_nbytes / GIB:.1f} GiB, {status.page_count:,} pages"
+    return ok("RAM", f"{said}, {status.huge_nbytes / GIB:.1f} GiB in huge pages")
+
+
+def disk(status: pb.NodeStatusReply) -> Finding:
+    told = status.disk
+    if not status.HasField("disk"):
+        return skipped("disk", "this node has none (--data-dir)")
+    said = f"{told.used_nbytes / GIB:.1f} of {told.capacity_nbytes / GIB:.1f} GiB in {told.data_dir}"
+    if told.state != "SERVING":
+        return fail("disk", f"STOPPED, RAM serves on: {told.reason}", "mend the cause, then: kvstore recover")
+    if told.pages_corrupt:
+        remedy = "the medium, or the memory, changes what was written: replace it; kvstore scrub reads everything once"
+        return warn("disk", f"{said}; {told.pages_corrupt:,} pages were found damaged, and dropped", remedy)
+    if told.queue_nbytes > QUEUE_FULL_SHARE * told.queue_nbytes_max:
+        remedy = "the disk is slower than the puts: a faster one, more members, or a larger --disk-queue-bytes"
+        return warn("disk", f"{said}; what waits to be written is at its limit", remedy)
+    if not told.direct_io:
+        remedy = "put --data-dir on ext4 or xfs on a local disk: here pages go through the page cache, and its memory"
+        return warn("disk", f"{said}, which has no O_DIRECT", remedy)
+    return ok("disk", f"{said}, {told.page_count:,} pages, O_DIRECT")
+
+
+def gateways(status: pb.NodeStatusReply) -> Iterator[Finding]:
+    """Of the processes that serve gRPC: whether they stay. An older node tells of none."""
+    if not status.gateways:
+        return
+    ended = sum(gateway.recent_ends for gateway in status.gateways)
+    ready = sum(gateway.ready for gateway in status.gateways)
+    why = ", ".join(f"{end.why} {end.count:,}" for end in status.gateway_ends if end.count)
+    said = f"{ready} of {len(status.gateways)} serve" + (f"; ended since its start: {why}" if why else "")
+    if ended >= STREAK_MIN or not ready:
+        remedy = (
+            "somebody floods the gRPC port, or --grpc-memory-bytes is too little for its callers: bind it to another "
+            "network (--grpc-host), or ask for client certificates"
+        )
+        finding = warn if ready else fail
+        yield finding("gRPC gateways", f"{said}; {ended} times in the last minute", remedy)
+        return
+    yield ok("gRPC gateways", said)
+
+
+def certificates(tls: pb.TlsStatus) -> Iterator[Finding]:
+    for some in tls.certificates:
+        yield ends(some.setting, "its own", some.ends_unix_s)
+    if tls.problem:
+        remedy = "correct the files; it takes them up within a second"
+        yield warn("its TLS files", f"as they are now they are not in force: {tls.problem}", remedy)
+
+
+def reached(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Of the way to a node: one line if all is well, else what is not."""
+    bad = [finding for finding in findings if finding.state in (State.FAIL, State.WARN)]
+    tcp = next((finding for finding in findings if finding.name == "TCP"), None)
+    if tcp is not None and not bad:
+        yield ok("reached", tcp.found)
+    yield from bad

@@ -1,0 +1,191 @@
+"""Which checks there are, in which order: what one group finds out, the next ones use.
+
+this host [data directory] [GPU] --> this client --> the way to the nodes --> members --> wires --> cluster
+                                                                             --> pages, there and back, and gone
+"""
+
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kvstore.cluster.nodes import is_here
+from kvstore.cluster.view import State, View, parse_view
+from kvstore.config import ClientConfig, parse_address
+from kvstore.doctor import host as settings
+from kvstore.doctor import members
+from kvstore.doctor.checks import Check, Finding, Group, one, probed, skipped
+from kvstore.doctor.connectivity import GRACE_S, Connectivity, Wires
+from kvstore.doctor.host import Host
+from kvstore.doctor.pages import Pages
+from kvstore.errors import ConfigError
+from kvstore.pb import kvstore_pb2 as pb
+
+HOST_S, DIRECTORY_S, GPU_S = 10.0, 30.0, 120.0
+PAGE_CALLS = 12  # three wires and a disk
+NOBODY = "no node answers"
+MEMBERS_MAX = 16  # that pages are put at: a few, however large the cluster is
+WHERE_ENGINES_ARE = (
+    "run this with the Python of the engine, which has torch, CuPy and the agent: python -m kvstore.cli.app"
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """`data_dir`: of a node on this host. `gpu`: an agent moves pages of a GPU here."""
+
+    data_dir: Path | None = None
+    gpu: bool = False
+
+
+class Runner:
+    """Of what a client with these settings has before it. To be gone through once: the groups one after the other, each
+    when its findings are there. What it has put is removed in the end, also when that comes early."""
+
+    def __init__(self, config: ClientConfig, wanted: Wanted = Wanted()) -> None:
+        self._config = config
+        self._wanted = wanted
+        self._ways: dict[str, Connectivity] = {}  # by address
+        self._wires: dict[str, Wires] = {}  # by member's id, or address
+        self._reached: dict[str, list[Finding]] = {}  # by address: what was found on the way
+        self._pages: Pages | None = None
+
+    def groups(self) -> Generator[Group, None, None]:
+        try:
+            yield from self._here()
+            given = list(dict.fromkeys(self._config.addresses))
+            yield Group("the way to the nodes" if len(given) > 1 else "the way to the node", self._way_checks(given))
+            yield from self._there()
+        finally:
+            if self._pages is not None:
+                list(self._pages.clean())  # nothing, if that has been done
+            for wires in self._wires.values():
+                wires.close()
+
+    # ---- here ----------------------------------------------------------------------------
+
+    def _here(self) -> Iterator[Group]:
+        wanted = self._wanted
+        host = Host(wanted.data_dir is not None or self._names_this_host, wanted.gpu)
+        yield Group("this host", [Check("this host", host.findings, HOST_S)])
+        if wanted.data_dir is not None:
+            remedy = "the disk hangs, or can not be used: the kernel's log (dmesg) says more"
+            arguments = ("data directory", "kvstore.doctor.data_dir", [str(wanted.data_dir)], DIRECTORY_S, remedy)
+            limit_s = DIRECTORY_S + GRACE_S
+            yield Group("data directory", [Check("data directory", partial(probed, *arguments), limit_s)])
+        if wanted.gpu:
+            find = partial(probed, "GPU", "gpu_agent.worker.probe", [], GPU_S, WHERE_ENGINES_ARE)
+            yield Group("GPU", [Check("GPU", find, GPU_S + GRACE_S)])
+        yield Group("this client", [Check("this client", partial(settings.findings, self._config), HOST_S)])
+
+    @property
+    def _names_this_host(self) -> bool:
+        return any(is_here(parse_address(address).host) for address in self._config.addresses)
+
+    # ---- there ---------------------------------------------------------------------------
+
+    def _way_checks(self, addresses: list[str]) -> list[Check]:
+        checks = []
+        for address in addresses:
+            way = self._ways[address] = Connectivity(address, self._config)
+            of = address if len(addresses) > 1 else ""
+            checks.append(Check("way", partial(self._go, way), way.limit_s, of))
+        return checks
+
+    def _go(self, way: Connectivity) -> Iterator[Finding]:
+        found = self._reached[way.address] = []
+        for finding in way.findings():
+            found.append(finding)
+            yield finding
+
+    def _there(self) -> Iterator[Group]:
+        answered = [way for way in self._ways.values() if way.hello is not None]
+        if not answered:
+            beyond = [one(name, partial(skipped, name, NOBODY), HOST_S) for name in ("node", "wires", "pages")]
+            yield Group("beyond it", beyond)
+            return
+        view = None if self._config.direct else newest(answered)
+        ways = {way.address: way for way in answered} if view is None else self._members(view)
+        several = len(ways) > 1 or view is not None
+        title = "what the node tells" if view is None else f"members of {view.cluster}"
+        yield Group(title, [self._member_check(way, key if several else "") for key, way in ways.items()])
+        there = {key: way for key, way in ways.items() if way.hello is not None}
+        takes = [key for key, way in there.items() if _takes_pages(way, view, key)][:MEMBERS_MAX]
+        self._wires = {key: Wires(way, keep=key in takes) for key, way in there.items()}
+        yield Group("wires", [_wires_check(wires, key if several else "") for key, wires in self._wires.items()])
+        if view is not None:
+            yield self._cluster(view, ways)
+        yield from self._there_and_back(view, [way.hello for way in there.values() if way.hello is not None])
+
+    def _members(self, view: View) -> dict[str, Connectivity]:
+        """Those that were gone to already are not gone to again."""
+        return {
+            some.id: self._ways.get(some.address) or Connectivity(some.address, self._config) for some in view.members
+        }
+
+    def _member_check(self, way: Connectivity, of: str) -> Check:
+        def find() -> Iterator[Finding]:
+            if way.address not in self._reached:
+                yield from members.reached(list(self._go(way)))
+            elif way.hello is None:
+                yield skipped("reached", f"{way.address} does not answer, see above")
+            if way.hello is not None:
+                yield from members.about(way)
+
+        return Check("member", find, way.limit_s, of)
+
+    def _cluster(self, view: View, ways: dict[str, Connectivity]) -> Group:
+        shared = {key: "shm" in wires.clients for key, wires in self._wires.items()}
+        limit_s = len(ways) * self._config.timeout_s + HOST_S
+        return Group(
+            f"cluster {view.cluster}",
+            [
+                Check("cluster", partial(members.findings, view, ways), limit_s),
+                one("near node", partial(members.near, view, self._config, shared), HOST_S),
+            ],
+        )
+
+    def _there_and_back(self, view: View | None, hellos: list[pb.HelloReply]) -> Iterator[Group]:
+        if not hellos:
+            yield Group("pages", [one("round trip", partial(skipped, "round trip", NOBODY), HOST_S)])
+            return
+        pages = Pages(self._config, hellos[0], view)
+        if pages.why_not is not None:
+            yield Group("pages", [one("round trip", partial(_same, pages.why_not), HOST_S)])
+            return
+        self._pages, limit_s = pages, PAGE_CALLS * self._config.timeout_s + GRACE_S
+        checks = [Check("as a client", pages.of_client, limit_s)]
+        for key, wires in self._wires.items():
+            if not wires.keep:
+                continue
+            owner = key if view is not None else ""
+            of = key if len(self._wires) > 1 or view is not None else ""
+            checks.append(Check("round trip", partial(pages.of_node, wires, owner), limit_s, of))
+        yield Group("pages, there and back", checks)
+        yield Group("pages, gone again", [Check("removed", pages.clean, limit_s)])
+
+
+def newest(ways: list[Connectivity]) -> View | None:
+    """The newest view that one of these nodes tells; None: they are in no cluster."""
+    views = []
+    for way in ways:
+        if way.hello is not None and way.hello.HasField("view"):
+            with suppress(ConfigError):
+                views.append(parse_view(way.hello.view))
+    return max(views, key=lambda view: view.number, default=None)
+
+
+def _wires_check(wires: Wires, of: str) -> Check:
+    return Check("wires", wires.findings, 2 * wires.way.limit_s, of)
+
+
+def _takes_pages(way: Connectivity, view: View | None, key: str) -> bool:
+    """Not one that is to go."""
+    if way.status is not None and way.status.state == "DRAINING":
+        return False
+    return view is None or view.by_id[key].state is not State.DRAINING
+
+
+def _same(finding: Finding) -> Finding:
+    return finding

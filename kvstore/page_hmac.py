@@ -1,0 +1,154 @@
+"""Seals: what a node can not forge. A keyed namespace's page is stored with its seal behind it, a MAC for each part.
+
+    stored page  | part 0 | part 1 | ... | last part | MAC 0 | MAC 1 | ... | last MAC |      parts: `checksum.cuts`
+                 |<--------- page_nbytes ----------->|<-------- seal_nbytes --------->|
+
+    secret --+-- key id: in the namespace's description, says whose pages these are and nothing of the secret
+             +-- digest of the namespace --> its key --+-- prefix hash, number of the part, bytes --> MAC
+
+The secret is the engines' alone. A node keeps and checks such a page as any other, seal and all; only who has the
+secret can tell it from one that another made, changed, or moved from another key. Byte-exact: docs/FORMAT.md, "Seal".
+"""
+
+import hmac
+import stat
+import struct
+from collections.abc import Iterable, Sequence
+
+from kvstore.buffers import Pieces, chunks
+from kvstore.checksum import cuts, parts_of
+from kvstore.config import PageKeyConfig
+from kvstore.errors import ConfigError
+from kvstore.secrets import SECRET_NBYTES_MAX, read_guarded
+
+SECRET_NBYTES = 32
+MAC_NBYTES = 16
+_KEY_ID_NBYTES = 8
+
+
+def seal_nbytes(page_nbytes: int) -> int:
+    """Of a page of so many bytes."""
+    return MAC_NBYTES * len(cuts(page_nbytes))
+
+
+class PageKeys:
+    """Made from one secret, a key for each namespace. `key_id`: 16 hex digits."""
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) != SECRET_NBYTES:
+            raise ConfigError(f"a page key has {SECRET_NBYTES} bytes, this one {len(secret)}")
+        self._secret = secret
+        self.key_id = _hmac(secret, b"kvstore-page-key-id-1\0")[:_KEY_ID_NBYTES].hex()
+
+    def of(self, digest: bytes) -> bytes:
+        """The key of the namespace with this digest."""
+        return _hmac(self._secret, b"kvstore-page-key-1\0" + digest)
+
+
+class Seals:
+    """Those of the pages of one call: made where pages are sent, checked where they arrive. Thread-safe.
+
+    `nbytes`: of each. `forged`: prefix hashes of pages that arrived without the seal of this key; some perhaps twice.
+    `numbers`: of the parts that arrive of each page, by default all of them.
+    """
+
+    def __init__(self, key: bytes, page_nbytes: int, numbers: Sequence[int] | None = None) -> None:
+        self._begun = hmac.new(key, b"kvstore-page-seal-1\0", "sha256")
+        self._cuts = cuts(page_nbytes)
+        self._numbers = range(len(self._cuts)) if numbers is None else numbers
+        self.nbytes = seal_nbytes(page_nbytes)
+        self.forged: list[bytes] = []
+
+    def made(self, prefix_hash: bytes, page: Pieces) -> memoryview:
+        """Of a whole page."""
+        parts = enumerate(chunks(page, [end - start for start, end in self._cuts]))
+        return memoryview(b"".join([self._mac(prefix_hash, number, part) for number, part in parts]))
+
+    def fits(self, prefix_hash: bytes, arrived: Pieces, seal: memoryview) -> bool:
+        """Whether what arrived was made with this key, for this page; counts what was not. `arrived`: its parts, one
+        after the other."""
+        sizes = [end - start for start, end in (self._cuts[number] for number in self._numbers)]
+        for number, part in zip(self._numbers, chunks(arrived, sizes), strict=True):
+            mac = seal[MAC_NBYTES * number : MAC_NBYTES * (number + 1)]
+            if not hmac.compare_digest(mac, self._mac(prefix_hash, number, part)):
+                self.forged.append(prefix_hash)
+                return False
+        return True
+
+    def _mac(self, prefix_hash: bytes, number: int, part: Iterable[memoryview]) -> bytes:
+        """The GIL is given up meanwhile, as hashlib does it from 2 KiB on."""
+        running = self._begun.copy()
+        running.update(struct.pack("<I", len(prefix_hash)) + prefix_hash + struct.pack("<II", number, len(self._cuts)))
+        for piece in part:
+            running.update(piece)
+        return running.digest()[:MAC_NBYTES]
+
+
+def sealed(page: Pieces, prefix_hash: bytes, seals: Seals | None) -> Pieces:
+    """What is stored of a page: its bytes and, if it has one, its seal, which is made now."""
+    return page if seals is None else (*page, seals.made(prefix_hash, page))
+
+
+def room(page: Pieces, seals: Seals | None) -> Pieces:
+    """Where what arrives of a page goes: the caller's memory and, if there is one, a place for its seal."""
+    return page if seals is None else (*page, memoryview(bytearray(seals.nbytes)))
+
+
+class SealedRanges:
+    """Ranges (offset, nbytes) of sealed pages of so many bytes: the parts in which they lie, which must all be here
+    to be checked, and where the ranges are in these. Pure.
+
+        page    | 0 | 1 | 2 | 3 | 4 |     ranges lie in 1, 3 and 4
+        runs        | 1 |   | 3 | 4 |     arrive one after the other: `nbytes`
+    """
+
+    def __init__(self, page_nbytes: int, ranges: Iterable[tuple[int, int]]) -> None:
+        self._ranges = list(ranges)
+        self.numbers = sorted(parts_of(page_nbytes, self._ranges))
+        self.runs: list[tuple[int, int]] = []  # (offset, nbytes)
+        at, self.nbytes = dict[int, int](), 0  # of each part: where its first byte is in what arrives
+        for number in self.numbers:
+            start, end = cuts(page_nbytes)[number]
+            at[number], self.nbytes = self.nbytes, self.nbytes + end - start
+            if self.runs and sum(self.runs[-1]) == start:
+                start = self.runs.pop()[0]
+            self.runs.append((start, end - start))
+        firsts = [min(parts_of(page_nbytes, [(offset, 1)])) for offset, _ in self._ranges]
+        self._places = [
+            at[first] + offset - cuts(page_nbytes)[first][0]
+            for first, (offset, _) in zip(firsts, self._ranges, strict=True)
+        ]
+
+    def pick(self, parts: memoryview) -> Iterable[memoryview]:
+        """The ranges, of the parts of a page that arrived."""
+        return [parts[place : place + nbytes] for place, (_, nbytes) in zip(self._places, self._ranges, strict=True)]
+
+
+def _hmac(key: bytes, data: bytes) -> bytes:
+    return hmac.digest(key, data, "sha256")
+
+
+# The secret that pages are sealed with, from where the settings say it is.
+
+_EVERYBODY = stat.S_IROTH | stat.S_IWOTH
+
+
+def page_keys(config: PageKeyConfig) -> PageKeys | None:
+    """None where no secret is set. Raises ConfigError, in which no part of the secret stands."""
+    if config.page_key and config.page_key_file:
+        raise ConfigError("page_key and page_key_file are both set; leave one of them out")
+    if config.page_key_file:
+        file = f"page_key_file={config.page_key_file}"
+        content = read_guarded(file, _EVERYBODY, SECRET_NBYTES_MAX)
+        return _parsed(content.decode("ascii", "replace"), f"the file {file}")
+    return _parsed(config.page_key, "page_key") if config.page_key else None
+
+
+def _parsed(text: str, where: str) -> PageKeys:
+    try:
+        secret = bytes.fromhex(text)
+    except ValueError:
+        secret = b""
+    if len(secret) != SECRET_NBYTES:
+        raise ConfigError(f"{where} does not hold {2 * SECRET_NBYTES} hex digits; make some with: openssl rand -hex 32")
+    return PageKeys(secret)

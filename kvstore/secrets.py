@@ -1,0 +1,144 @@
+"""Files that hold a secret, or say who may do what: regular ones, closed to others, no longer than they need be.
+
+A file is named as `setting=path`, and so errors name it. They say nothing of what it holds.
+"""
+
+import contextlib
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstore.config import ClientConfig, is_loopback
+from kvstore.errors import ConfigError
+
+# Files that are replaced whole or not at all: somebody may be reading them, or the power may go.
+
+
+def write_whole(path: Path, content: bytes, mode: int, owner: tuple[int, int] | None = None) -> None:
+    """`owner`: (user, group), another than this process's. It is there after a loss of power, too, and nobody has read
+    it with another mode. Raises OSError."""
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fchmod(fd, mode)
+            if owner is not None and owner != (os.geteuid(), os.getegid()):
+                os.fchown(fd, *owner)
+            os.fsync(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+SECRET_NBYTES_MAX = 4096  # of a file that holds one secret
+
+
+def look_at(file: str, forbidden: int = 0) -> os.stat_result:
+    """`forbidden`: bits of the mode that it may not have. Raises ConfigError."""
+    try:
+        return _checked(file, forbidden, os.stat(path_of(file)))
+    except OSError as error:
+        raise _unread(file, error) from error
+
+
+def stamp(about: os.stat_result) -> tuple[int, ...]:
+    """Other than it was when the file was written, replaced or made readable."""
+    return about.st_mtime_ns, about.st_ctime_ns, about.st_ino, about.st_size
+
+
+def read_guarded(file: str, forbidden: int, nbytes_max: int) -> bytes:
+    """All of it, as its mode is while it is read. Never waits for who would write to a pipe. Raises ConfigError."""
+    try:
+        with open(path_of(file), "rb", opener=_at_once) as opened:
+            _checked(file, forbidden, os.fstat(opened.fileno()))
+            content: bytes = opened.read(nbytes_max + 1)
+    except OSError as error:
+        raise _unread(file, error) from error
+    if len(content) > nbytes_max:
+        raise ConfigError(f"{file} has more than {nbytes_max} bytes")
+    return content
+
+
+def path_of(file: str) -> str:
+    return file.partition("=")[2]
+
+
+def _at_once(path: Any, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _checked(file: str, forbidden: int, about: os.stat_result) -> os.stat_result:
+    if not stat.S_ISREG(about.st_mode):
+        raise ConfigError(f"{file} is no regular file")
+    if about.st_mode & forbidden:
+        raise ConfigError(
+            f"{file} is open to others (mode {stat.S_IMODE(about.st_mode):04o}); chmod "
+            f"{_closing(about.st_mode & forbidden)} {path_of(file)}, or, of a Kubernetes secret, defaultMode: 0400"
+        )
+    return about
+
+
+def _closing(bits: int) -> str:
+    """0o026 -> 'g-w,o-rw', as chmod takes it."""
+    shown = stat.filemode(bits)
+    letters = {"g": shown[4:7].replace("-", ""), "o": shown[7:].replace("-", "")}
+    return ",".join(f"{who}-{some}" for who, some in letters.items() if some)
+
+
+def _unread(file: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{file} can not be read: {error.strerror}")
+
+
+# Who a client is, to a node that asks: a token, and the tenant with whose name it begins.
+#
+# team-a.Yq3...43 characters      of tenant team-a
+# Yq3...43 characters             of all tenants
+
+DEFAULT_TENANT = "default"
+TOKEN_NBYTES_MAX = 1024
+_TOKEN = re.compile(r"[!-~]+")  # what a header of HTTP may carry
+
+
+def token_of(config: ClientConfig) -> str:
+    """As it is now: a file is read again. Raises ConfigError, which does not say it."""
+    token = config.token
+    if config.token_file:
+        content = read_guarded(f"token_file={config.token_file}", stat.S_IROTH, SECRET_NBYTES_MAX)
+        token = content.decode("ascii", "replace").strip()
+    if token and (len(token) > TOKEN_NBYTES_MAX or not _TOKEN.fullmatch(token)):
+        raise ConfigError(f"the token is no word of 1 to {TOKEN_NBYTES_MAX} characters of ASCII")
+    return token
+
+
+def tenant_of(config: ClientConfig) -> str:
+    """Return a client's tenant: the configured one, else its token's, else "default".
+
+    Programs and all adapters use this. With a client certificate, configure the tenant. It may differ from the
+    token's, because tenants can share namespaces; otherwise the node refuses it with an error that names both.
+    Raises ConfigError if the tenant must come from a token that can not be read.
+    """
+    if config.tenant:
+        return config.tenant
+    tenant, dot, _ = token_of(config).partition(".")
+    return tenant if dot and tenant else DEFAULT_TENANT
+
+
+def check_stays_private(token: str, config: ClientConfig, addresses: Sequence[str]) -> None:
+    """Raises ConfigError for a token that would cross a network unencrypted."""
+    if token and not (config.tls_ca or config.insecure) and not all(map(is_loopback, addresses)):
+        raise ConfigError(
+            "a token would cross the network unencrypted; set tls_ca (KVSTORE_TLS_CA), or insecure if that is as it "
+            "should be"
+        )

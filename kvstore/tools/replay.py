@@ -1,0 +1,182 @@
+"""Replays a trace against a node: what would a store of this size have been worth?
+
+For each request, in order and one at a time (the order decides the hit rate):
+
+    lookup all its pages -> get the leading run, verify every byte -> put the whole chain
+
+The put names the pages that exist, too: the node is told of the use of the whole chain and ages it
+tail first. What a recorded trace has as `stored` is only put. Content follows from the key, so hits
+are verified without remembering what was stored.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.keys import Namespace
+from kvstore.layout import opaque_layout, slot_nbytes
+from kvstore.results import LookupResult, PutOutcome
+from kvstore.secrets import DEFAULT_TENANT
+from kvstore.tools.bench import Stopwatch, latency_ms
+from kvstore.tools.node_process import NodeProcess
+from kvstore.tools.trace import TraceRequest, page_content, trace_prefix_hash
+
+PAUSE_S = 0.2  # how long to wait between two reports of progress
+
+
+class Store(Protocol):
+    """What a replay needs of a client."""
+
+    @property
+    def wire_name(self) -> str: ...
+    def lookup(self, namespace: Namespace, prefix_hashes: list[bytes]) -> LookupResult: ...
+    def get(
+        self, namespace: Namespace, prefix_hashes: list[bytes], buffers: list[bytearray], prefix: bool
+    ) -> list[bool]: ...
+    def put(self, namespace: Namespace, prefix_hashes: list[bytes], pages: list[Any]) -> list[PutOutcome]: ...
+
+
+@dataclass
+class ReplayReport:
+    """Counts are pages unless they say otherwise. A page is hit if it is in the leading run of
+    stored pages of its request; `pages_lost` were found by the lookup but not by the get."""
+
+    requests: int = 0
+    pages_asked: int = 0
+    pages_hit: int = 0
+    prefix_hit_rate: float = 0.0
+    pages_stored: int = 0
+    pages_full: int = 0
+    pages_lost: int = 0
+    bytes_verified: int = 0
+    mismatches: int = 0
+    page_nbytes: int = 0
+    seconds: float = 0.0
+    put_gb_per_s: float = 0.0
+    get_gb_per_s: float = 0.0
+    wire: str = ""
+    latency_ms: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def replay_namespace(page_nbytes: int, tenant: str = DEFAULT_TENANT) -> Namespace:
+    """A namespace of its own for each replay, so that no replay hits the pages of another."""
+    if page_nbytes < 1:
+        raise InvalidRequest(f"page size {page_nbytes} must be at least 1 byte")
+    return Namespace("kvstore-replay", opaque_layout(page_nbytes), tenant, salt=secrets.token_hex(8))
+
+
+def throwaway_node(capacity_pages: int, page_nbytes: int) -> NodeProcess:
+    """A node in a child process that holds exactly `capacity_pages` pages: one extent of so many slots."""
+    if capacity_pages < 1:
+        raise InvalidRequest(f"capacity {capacity_pages} must be at least 1 page")
+    nbytes = capacity_pages * slot_nbytes(page_nbytes)
+    return NodeProcess("--ram-bytes", str(nbytes), "--extent-bytes", str(nbytes), "--log-level", "WARNING")
+
+
+def replay(
+    store: Store,
+    requests: Iterable[TraceRequest],
+    namespace: Namespace,
+    speed: float | None = None,
+    on_progress: Callable[[ReplayReport], None] = lambda report: None,
+) -> ReplayReport:
+    """Replays `requests`; `on_progress` sees the report, without its figures, after each of them
+    and while waiting. What it raises ends the replay.
+
+    `speed`: so many times as fast as the trace's clock; None: as fast as possible. Raises the
+    client's errors; a page that differs from what was stored is counted, not raised.
+    """
+    return _Replay(store, namespace, speed, on_progress).run(requests)
+
+
+class _Replay:
+    def __init__(
+        self, store: Store, namespace: Namespace, speed: float | None, on_progress: Callable[[ReplayReport], None]
+    ) -> None:
+        self._store = store
+        self._namespace = namespace
+        self._speed = speed
+        self._on_progress = on_progress
+        self._page_nbytes = namespace.layout.page_nbytes
+        self._blank = bytes(self._page_nbytes)
+        self._report = ReplayReport(page_nbytes=self._page_nbytes)
+        self._watches = {"lookup": Stopwatch(), "get": Stopwatch(), "put": Stopwatch()}
+        self._buffers: list[bytearray] = []  # as many as the longest leading run so far, reused
+
+    def run(self, requests: Iterable[TraceRequest]) -> ReplayReport:
+        report, start = self._report, time.perf_counter()
+        for request in requests:
+            if self._speed is not None:
+                due = start + request.timestamp_ms / 1000 / self._speed
+                while (wait_s := due - time.perf_counter()) > 0:
+                    time.sleep(min(wait_s, PAUSE_S))
+                    self._on_progress(report)
+            report.requests += not request.stored
+            if request.hash_ids:
+                hashes = [trace_prefix_hash(hash_id) for hash_id in request.hash_ids]
+                (self._store_all if request.stored else self._serve)(hashes)
+            self._on_progress(report)
+        report.seconds = round(time.perf_counter() - start, 3)
+        report.prefix_hit_rate = report.pages_hit / report.pages_asked if report.pages_asked else 0.0
+        report.put_gb_per_s = round(self._watches["put"].gb_per_s(), 3)
+        report.get_gb_per_s = round(self._watches["get"].gb_per_s(), 3)
+        report.latency_ms = {name: latency_ms(watch.seconds) for name, watch in self._watches.items()}
+        report.wire = self._store.wire_name
+        return report
+
+    def _serve(self, hashes: list[bytes]) -> None:
+        self._report.pages_asked += len(hashes)
+        with self._watches["lookup"].timed():
+            found = self._store.lookup(self._namespace, hashes).prefix_pages
+        pages: list[Any] = self._load(hashes[:found])
+        pages += [self._content(prefix_hash) for prefix_hash in hashes[len(pages) :]]
+        self._save(hashes, pages)
+
+    def _store_all(self, hashes: list[bytes]) -> None:
+        self._save(hashes, [self._content(prefix_hash) for prefix_hash in hashes])
+
+    def _load(self, hashes: list[bytes]) -> list[bytearray]:
+        """Gets and verifies pages; the leading run that was there."""
+        if not hashes:
+            return []
+        while len(self._buffers) < len(hashes):
+            self._buffers.append(bytearray(self._page_nbytes))
+        for buffer in self._buffers[: len(hashes)]:
+            buffer[:] = self._blank  # an earlier round's bytes could pass for this one's
+        with self._watches["get"].timed():
+            hits = self._store.get(self._namespace, hashes, self._buffers[: len(hashes)], prefix=True)
+        count = (*hits, False).index(False)
+        self._watches["get"].nbytes += count * self._page_nbytes
+        report = self._report
+        report.pages_hit += count
+        report.pages_lost += len(hashes) - count
+        for i in range(count):
+            content = self._content(hashes[i])
+            if self._buffers[i] == content:
+                report.bytes_verified += self._page_nbytes
+            else:
+                report.mismatches += 1
+                self._buffers[i][:] = content  # what is put below must be right in any case
+        return self._buffers[:count]
+
+    def _save(self, hashes: list[bytes], pages: list[Any]) -> None:
+        watch, report = self._watches["put"], self._report
+        try:
+            with watch.timed():
+                outcomes = self._store.put(self._namespace, hashes, pages)
+        except Exhausted:
+            report.pages_full += len(hashes)
+            return
+        stored = outcomes.count(PutOutcome.STORED)
+        watch.nbytes += stored * self._page_nbytes
+        report.pages_stored += stored
+        report.pages_full += sum(not outcome.kept for outcome in outcomes)
+
+    def _content(self, prefix_hash: bytes) -> bytes:
+        return page_content(self._namespace.digest, prefix_hash, self._page_nbytes)

@@ -1,0 +1,372 @@
+"""One pass over a trace: all that a plan is made from. Exact, or from a sample of the pages.
+
+A sample (SHARDS: Waldspurger et al. 2015) takes pages by a hash of their id, all uses of a page or none. What is left
+of a chain is a chain, so all that `stack` says holds; a store of C pages becomes one of C/n. Several such groups are
+taken, disjoint and each of one page in n: how they differ gives the error. *Misses* are estimated, and taken from what
+was asked, which is known: whether the sample has the few pages that all requests begin with matters little then.
+"""
+
+import itertools
+import json
+import math
+import statistics
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+from kvstore.tools.hit_curve import ID_NBYTES, Curve, Intervals, Stack, Starts, Windows
+from kvstore.tools.trace import TraceRequest
+
+# What a page of a trace is: how many tokens, how many bytes. Said by the user, by the trace, or
+# found out.
+#
+# A trace whose requests have `input_length` tokens in n pages says how many tokens a page has:
+# either the last page may be part of one (Mooncake's traces), or only full pages have ids
+# (engines):
+#
+#     (n - 1) * t <  input_length <=  n * t            n * t <= input_length < (n + 1) * t
+
+LOOKED_AT = 2000  # requests
+LEAST, MOST = 1e-9, 1e15  # of what is said: sums and products of such stay finite
+PAGE_NBYTES_MAX = 1 << 40
+TOKEN_NBYTES = 128 << 10  # of a model of 32 layers with 8 KV heads of 128, two bytes each (Llama 3 8B)
+_DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+@dataclass(frozen=True)
+class PageSize:
+    """`assumed`: what was neither said nor found, in words."""
+
+    tokens: float
+    nbytes: int
+    assumed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_positive("--tokens-per-page", self.tokens)
+        if not 1 <= self.nbytes <= PAGE_NBYTES_MAX:
+            raise InvalidRequest(f"--page-bytes {self.nbytes} must be in 1..{PAGE_NBYTES_MAX}")
+
+
+def check_positive(option: str, value: float) -> None:
+    """Raises InvalidRequest, which names the option."""
+    if not LEAST <= value <= MOST:
+        raise InvalidRequest(f"{option} {value:g} must be above 0: in {LEAST:g}..{MOST:g}")
+
+
+def page_size(
+    requests: Iterable[TraceRequest], tokens: float | None, nbytes: int | None, token_nbytes: int | None
+) -> PageSize:
+    """Of the pages of a trace. What is None is found out from its first requests, or assumed. Raises InvalidRequest."""
+    some = [request for request in itertools.islice(requests, LOOKED_AT) if request.hash_ids]
+    assumed = []
+    if tokens is None:
+        tokens = _said([(request.page_tokens, len(request.hash_ids)) for request in some]) or _tokens(some)
+    if tokens is None:
+        raise InvalidRequest("the trace does not tell how many tokens a page has; say --tokens-per-page")
+    if nbytes is None and token_nbytes is None:
+        said = {request.page_nbytes for request in some} - {0}
+        if said:
+            nbytes = round(_said([(request.page_nbytes, len(request.hash_ids)) for request in some]))
+        if len(said) > 1:
+            assumed.append(f"the trace has pages of {len(said)} sizes; all are taken for pages of their mean")
+        elif not said:
+            token_nbytes = TOKEN_NBYTES
+            assumed.append(
+                f"a token takes {TOKEN_NBYTES >> 10} KiB, as in Llama 3 8B at 16 bits; else say --model-config "
+                "or --page-bytes"
+            )
+    check_positive("--tokens-per-page", tokens)
+    if nbytes is None:
+        nbytes = math.ceil(tokens * (token_nbytes or 0))
+    return PageSize(tokens, nbytes, tuple(assumed))
+
+
+def _said(found: list[tuple[float, int]]) -> float:
+    """The mean of what requests of so many pages say; 0: they do not."""
+    told = [(value, pages) for value, pages in found if value]
+    return sum(value * pages for value, pages in told) / sum(pages for _, pages in told) if told else 0.0
+
+
+def _tokens(requests: list[TraceRequest]) -> float | None:
+    """As the lengths have it."""
+    told = [(request.input_length, len(request.hash_ids)) for request in requests if request.input_length]
+    if not told:
+        return None
+    most = min((tokens / (pages - 1) for tokens, pages in told if pages > 1), default=math.inf)
+    least = math.ceil(max(tokens / pages for tokens, pages in told))
+    if least < most:
+        return float(least)
+    full = math.floor(min(tokens / pages for tokens, pages in told))
+    if full > max(tokens / (pages + 1) for tokens, pages in told):
+        return float(full)
+    return sum(tokens for tokens, _ in told) / sum(pages for _, pages in told)
+
+
+# ---- models ----------------------------------------------------------------------------------
+
+
+def token_nbytes(config: Path) -> int:
+    """KV bytes of a token, of all ranks together, by a model's config.json. Raises InvalidRequest."""
+    try:
+        found = json.loads(config.read_bytes())
+        nbytes = _token_nbytes(found.get("text_config", found))
+        if not 1 <= nbytes <= PAGE_NBYTES_MAX:
+            raise ValueError(f"a token would take {nbytes} bytes")
+        return nbytes
+    except OSError as error:
+        raise InvalidRequest(f"can not read {config}: {error.strerror}") from error
+    except (ValueError, AttributeError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+        raise InvalidRequest(
+            f"{config} describes no model that is known here ({type(error).__name__}: {error}); say --page-bytes"
+        ) from error
+
+
+def _token_nbytes(model: dict[str, Any]) -> int:
+    kinds = set(model.get("layer_types") or ("full_attention",))
+    if kinds != {"full_attention"}:
+        raise ValueError(f"it has layers of {', '.join(sorted(kinds))}, whose pages are not all alike")
+    dtype = model.get("dtype") or model.get("torch_dtype") or "bfloat16"
+    if dtype not in _DTYPE_NBYTES:
+        raise ValueError(f"unknown dtype {dtype!r}")
+    layers = int(model["num_hidden_layers"])
+    if model.get("kv_lora_rank"):  # MLA: one latent for all heads
+        return layers * (int(model["kv_lora_rank"]) + int(model["qk_rope_head_dim"])) * _DTYPE_NBYTES[dtype]
+    heads = int(model["num_attention_heads"])
+    head_dim = int(model.get("head_dim") or int(model["hidden_size"]) // heads)
+    return 2 * layers * int(model.get("num_key_value_heads") or heads) * head_dim * _DTYPE_NBYTES[dtype]
+
+
+GROUPS = 8  # of a sample
+GROUP_PAGES_MIN = 10  # of fewer nothing can be said
+SCALED_MIN = 4  # pages of a store in a group
+WINDOWS_MAX = 100_000  # 1 GiB
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """`groups` disjoint ones, each of one page in `one_in`."""
+
+    groups: int = 1
+    one_in: int = 1
+
+    @property
+    def rate(self) -> float:
+        return self.groups / self.one_in
+
+    @property
+    def pages_min(self) -> int:
+        """Of a store that it can tell of: in a group a store has whole pages, and of one or two their place among the
+        others is all chance."""
+        return SCALED_MIN * self.one_in if self.one_in > 1 else 1
+
+
+EXACT = Sampling()
+
+
+def sampling(one_in: float) -> Sampling:
+    """Of about one page in so many, in all groups together."""
+    return EXACT if one_in <= 1 else Sampling(GROUPS, round(GROUPS * one_in))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """`error`: standard error, 0 if it is exact."""
+
+    value: float
+    error: float = 0.0
+
+
+class Survey:
+    """Filled with `add`, request by request, and asked then. `sizes`: in pages, rising: those that can be asked about
+    windows of time; all else can be asked of any size. `page_tokens`: of a full page."""
+
+    def __init__(self, sizes: Sequence[int], window_ms: float, page_tokens: float, sample: Sampling = EXACT) -> None:
+        self.sizes = list(sizes)
+        self.sample = sample
+        self.window_ms = window_ms
+        self._page_tokens = page_tokens
+        scaled = [-(-size // sample.one_in) for size in sizes]
+        self._groups = [_Group(scaled) for _ in range(sample.groups)]
+        self.requests = 0
+        self.pages_asked = 0
+        self.tokens_asked = 0
+        self.asked: Counter[int] = Counter()  # pages, by window
+        self._stored: Counter[int] = Counter()  # of requests that do not ask
+        self.first_ms, self.last_ms = math.inf, -math.inf
+
+    def add(self, request: TraceRequest) -> None:
+        ids, now = request.hash_ids, request.timestamp_ms
+        window, pages, asks = int(now // self.window_ms), len(ids), not request.stored
+        if now < self.first_ms:
+            self.first_ms = now
+        if now > self.last_ms:
+            self.last_ms = now
+        if asks:
+            self.requests += 1
+            self.pages_asked += pages
+            self.tokens_asked += request.input_length
+            self.asked[window] += pages
+        else:
+            self._stored[window] += pages
+        if len(self.asked) + len(self._stored) > WINDOWS_MAX:
+            raise InvalidRequest(
+                f"the trace has more than {WINDOWS_MAX:,} stretches of {self.window_ms / 1000:g} s: "
+                "take a longer --window"
+            )
+        lacks = pages * self._page_tokens - request.input_length if request.input_length else 0.0
+        if self.sample is EXACT:
+            self._groups[0].add(window, array("Q", ids).tobytes(), asks, lacks)
+        else:
+            self._add_sampled(window, ids, asks, lacks)
+
+    def _add_sampled(self, window: int, ids: Sequence[int], asks: bool, lacks: float) -> None:
+        one_in, count = self.sample.one_in, self.sample.groups
+        chains: list[list[int]] = [[] for _ in range(count)]
+        for hash_id in ids:
+            mixed = (hash_id + 0x632BE59BD9B4E019) * 0x9E3779B97F4A7C15 & _MASK
+            mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & _MASK
+            group = (mixed >> 32) % one_in
+            if group < count:
+                chains[group].append(hash_id)
+        for some, chain in zip(self._groups, chains, strict=True):
+            if chain:
+                short = lacks if chain[-1] == ids[-1] else 0.0
+                some.add(window, array("Q", chain).tobytes(), asks, short)
+
+    def check(self) -> None:
+        """When all requests are there. Raises InvalidRequest if nothing can be said of them."""
+        if not self.pages_asked:
+            raise InvalidRequest("the trace has no request that asks for a page")
+        least = min(group.stack.pages for group in self._groups)
+        if self.sample is not EXACT and least < GROUP_PAGES_MIN:
+            raise InvalidRequest(
+                f"a sample of one page in {1 / self.sample.rate:g} has {least} pages in one of its {len(self._groups)} "
+                "groups, too few to say anything: take a smaller --sample, or 1 for all pages"
+            )
+
+    # ---- what was found ------------------------------------------------------------------
+
+    @property
+    def used(self) -> Counter[int]:
+        """Pages of all requests, by window, asked for or not."""
+        return self.asked + self._stored
+
+    @property
+    def seconds(self) -> float:
+        """From the first to the last request; 0: the trace has no times, which are in milliseconds."""
+        span_ms = self.last_ms - self.first_ms if self.asked else 0.0
+        return span_ms / 1000 if span_ms >= 1 else 0.0
+
+    @property
+    def pages(self) -> int:
+        """Distinct ones."""
+        return round(sum(group.stack.pages for group in self._groups) / self.sample.rate)
+
+    @property
+    def pages_wanted(self) -> int:
+        """The least size with all hits."""
+        return max(group.curve.pages_wanted for group in self._groups) * self.sample.one_in
+
+    def hits(self, pages: int) -> Estimate:
+        """Pages that a store of this size has had when they were asked for, each with all before it."""
+        scaled = -(-pages // self.sample.one_in)
+        return self._estimate(lambda group: group.curve.hits(scaled))
+
+    def most_hits(self, pages: int) -> Estimate:
+        """The bound: see `optimum`. Between two sizes that a group can have it is taken to be on a line. Of a sample it
+        is low: how many of a request's pages a group has varies, and fewer gain it less than more cost it."""
+        scaled, rest = divmod(pages, self.sample.one_in)
+        share = rest / self.sample.one_in
+
+        def hits(group: _Group) -> float:
+            least = group.most_hits(scaled)
+            return least + share * (group.most_hits(scaled + 1) - least) if rest else least
+
+        return self._estimate(hits)
+
+    def tokens(self, pages: int) -> float:
+        """That those hits stand for."""
+        scaled, full = -(-pages // self.sample.one_in), self._page_tokens
+        lacking = sum(group.curve.hits(scaled) * full - group.curve.tokens(scaled, full) for group in self._groups)
+        return max(0.0, self.hits(pages).value * full - lacking / self.sample.rate)
+
+    def size_for(self, hits: float) -> int:
+        """The least with so many."""
+        if self.sample is EXACT:
+            return self._groups[0].curve.size_for(hits)
+        sizes = range(0, self.pages_wanted + 1, self.sample.one_in)
+        return sizes[min(bisect_left(sizes, hits, key=lambda size: self.hits(size).value), len(sizes) - 1)]
+
+    def by_window(self, stored: bool = False) -> dict[int, list[float]]:
+        """Hits in each window, at each of `sizes`; `stored`: of pages that were used, asked for or not."""
+        asked = self.used if stored else self.asked
+        found = {window: [float(pages)] * len(self.sizes) for window, pages in asked.items()}
+        for group in self._groups:
+            hits, uses = group.of_windows(stored)
+            for window, used in uses.items():
+                there = hits.get(window, [0] * len(self.sizes))
+                found[window] = [
+                    rest - (used - some) / self.sample.rate for rest, some in zip(found[window], there, strict=True)
+                ]
+        return found
+
+    def _estimate(self, hits: Callable[["_Group"], float]) -> Estimate:
+        misses = [(group.pages_asked - hits(group)) * self.sample.one_in for group in self._groups]
+        error = statistics.stdev(misses) / math.sqrt(len(misses)) if len(misses) > 1 else 0.0
+        return Estimate(min(max(0.0, self.pages_asked - statistics.fmean(misses)), self.pages_asked), error)
+
+
+class _Group:
+    """Pages of one sample, or all."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.stack = Stack()
+        self.curve = Curve()
+        self.pages_asked = 0
+        self._intervals = Intervals()
+        self._starts: Starts | None = None  # made when all are there
+        self._overlap = 0
+        self._asked, self._stored = Windows(sizes), Windows(sizes)
+        self._asks: Counter[int] = Counter()
+        self._stores: Counter[int] = Counter()
+
+    def add(self, window: int, chain: bytes, asks: bool, lacks: float) -> None:
+        """`lacks`: tokens, of the last page."""
+        here, found, pages = self.stack.requests, self.stack.use(chain), len(chain) // ID_NBYTES
+        if not asks:
+            self._stores[window] += pages
+            for reuse in found:
+                self._stored.add(window, reuse)
+            return
+        self.pages_asked += pages
+        self._asks[window] += pages
+        left = pages
+        for reuse in found:
+            self.curve.add(reuse)
+            self._asked.add(window, reuse)
+            self._intervals.add(reuse.last, here, reuse.pages)
+            left -= reuse.pages
+        if not left and lacks > 0:
+            self.curve.lacks(reuse.distance + reuse.pages - 1, lacks)
+
+    def most_hits(self, pages: int) -> int:
+        if self._starts is None:
+            self._starts, self._overlap = self._intervals.by_start(), self._intervals.overlap()
+        if pages >= self._overlap:
+            return self.curve.total
+        return self._starts.most_hits(pages)
+
+    def of_windows(self, stored: bool) -> tuple[dict[int, list[int]], Counter[int]]:
+        """(hits, pages used) by window; `stored`: asked for or not."""
+        hits = self._asked.hits()
+        if not stored:
+            return hits, self._asks
+        for window, more in self._stored.hits().items():
+            hits[window] = [a + b for a, b in zip(hits.get(window, [0] * len(more)), more, strict=True)]
+        return hits, self._asks + self._stores

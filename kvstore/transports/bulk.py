@@ -1,0 +1,340 @@
+"""The bulk TCP wire, client side: protobuf headers, then raw page bytes straight between the
+caller's buffers and the socket."""
+
+import contextlib
+import itertools
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from kvstore.buffers import Pieces, chunks, segments_nbytes
+from kvstore.checksum import CHUNK_NBYTES, Leaves, root
+from kvstore.config import PROTOCOL_VERSION, ClientConfig
+from kvstore.deadline import Deadline
+from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
+from kvstore.page_hmac import Seals, room, sealed
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.secrets import token_of
+from kvstore.transports.connections import ConnectionPool, common_version, exchange, greeting
+from kvstore.transports.frames import FrameSocket
+from kvstore.transports.parallel import ParallelTransfer, split, stream_count
+from kvstore.transports.tls import ClientTls, TlsFrameSocket, client_tls, means_no_place
+from kvstore.transports.view_stream import FrameViews
+
+# Connections to a node's bulk port, each greeted with a hello: plain or over TLS, at the
+# addresses of its name.
+
+
+class BulkConnector:
+    """Thread-safe. `where` names the peer in messages, `version` is that of the protocol in which it begins."""
+
+    def __init__(
+        self, host: str, port: int, config: ClientConfig, found: Sequence[str] = (), tls: ClientTls | None = None
+    ) -> None:
+        """`found`: the addresses of `host`, in the order in which they are tried; none: it is an address. `tls`: what
+        `config` asks for, where it was made already."""
+        self.where = f"{host}:{port} (bulk)"
+        self.version = PROTOCOL_VERSION
+        self._found = found or (host,)
+        self._port = port
+        self._config = config
+        self._tls = tls or client_tls(config, host)
+
+    def connect(self, limit: Deadline, only_asks: bool = False) -> tuple[FrameSocket, pb.HelloReply]:
+        """A connection, and what the node said of itself. `only_asks`: of any version, and of a node that joins its
+        cluster just now, too. Raises OSError or `Refused` for what `ConnectionPool.raise_named` names."""
+        connection = self._socket(limit)
+        with greeting(connection, self.where, limit), self._meant():
+            connection.handshake()
+            version = 0 if only_asks else self.version
+            request = pb.HelloRequest(protocol_version=version, token=token_of(self._config))
+            hello: pb.HelloReply = exchange(connection, "hello", request)[0]
+        return connection, hello
+
+    def _socket(self, limit: Deadline) -> FrameSocket:
+        if self._tls is None:
+            return FrameSocket(self._connected(limit), self.version)
+        context = self._tls.context()
+        return TlsFrameSocket(self._connected(limit), context, self._tls.name, self.version)
+
+    @contextlib.contextmanager
+    def _meant(self) -> Iterator[None]:
+        """Around a greeting: what fails in TLS, in plain words."""
+        try:
+            yield
+        except ssl.SSLError as error:
+            if means_no_place(error):
+                raise Exhausted(
+                    f"{self.where}: the node refuses one more connection; most likely all that it has are in "
+                    "use, or all of this host's: use fewer per client, or raise its sessions_max (its log says which)"
+                ) from error
+            raise Unavailable(self._tls.meaning(error) if self._tls else str(error)) from error
+
+    def _connected(self, limit: Deadline) -> socket.socket:
+        """Each address has its share of the time, so that one that swallows packets leaves some for the next."""
+        for number, address in enumerate(self._found):
+            share_s = limit.remaining() / (len(self._found) - number)
+            try:
+                return socket.create_connection((address, self._port), timeout=share_s)
+            except OSError as error:
+                failed = error
+        if isinstance(failed, TimeoutError):
+            raise Unavailable(f"no connection to {self.where} in {limit.seconds:.3g} s") from failed
+        raise failed
+
+
+Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
+Result = TypeVar("Result")
+Good = Callable[[bytes, bytes], bool]
+
+
+class Arrived(NamedTuple):
+    """A page that was received. `leaves`: none if they do not match its checksum. `ttl_ms`: until it is forgotten;
+    0: it has no time to live."""
+
+    leaves: bytes
+    checksum: bytes
+    ttl_ms: int
+
+
+class BulkWire:
+    """Page bytes follow the frames' headers. A connection is a session: one that fails is closed, and
+    with it everything the node held for it."""
+
+    name = "bulk"
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        config: ClientConfig,
+        found: Sequence[str] = (),
+        instance_id: bytes = b"",
+        version: int = PROTOCOL_VERSION,
+        tls: ClientTls | None = None,
+    ) -> None:
+        """`found`: the addresses of `host`, in the order in which they are tried; none: it is an address. All
+        connections are to one run of the node, `instance_id` where that is known; it speaks this `version`. `tls`:
+        what `config` asks for, where it was made already."""
+        self.port = port
+        self.hello = pb.HelloReply()  # to the first connection
+        self._instance_id = instance_id
+        self._config = config
+        self._connector = BulkConnector(host, port, config, found, tls)
+        self._connector.version = version
+        self._pool = ConnectionPool(self._connector.where, self._connect, config.connections_max)
+        self._abreast = ParallelTransfer()
+
+    def connect(self, deadline: Deadline) -> None:
+        """Makes sure that one connection can be had. Raises Unavailable or ProtocolError."""
+        with self._pool.connection(deadline):
+            pass
+
+    def greet(self, deadline: Deadline) -> pb.HelloReply:
+        """Makes the first connection, of a wire of which nothing is known: it is to the run of the node that answers
+        now, in the version that both speak. Raises what the node answers, Unavailable or ProtocolError."""
+        try:
+            self.connect(deadline)
+        except ProtocolError:  # an older node may refuse even the first frame of another version than its own
+            self._connector.version = PROTOCOL_VERSION - 1
+            self.connect(deadline)
+        self._instance_id = self.hello.instance_id
+        self._connector.version = common_version(self.hello)
+        return self.hello
+
+    def call(self, op: str, request: Any, deadline: Deadline) -> Any:
+        return self._pool.talk(deadline, lambda connection: exchange(connection, op, request)[0])
+
+    def put(
+        self,
+        request: pb.PutRequest,
+        pages: Sequence[Pieces],
+        deadline: Deadline,
+        seals: Seals | None = None,
+        good: Good | None = None,
+    ) -> list[int]:
+        """`good` is told the key of each page that was sent, and the leaves of what was sent: False, and nothing of the
+        batch is committed, InvalidRequest."""
+        found = self._shared(
+            request, pages, lambda one, part: self._put(one, pages[part], deadline, seals, good), deadline
+        )
+        failed = [error for _, error in found if isinstance(error, KVStoreError)]
+        worse = [error for error in failed if not isinstance(error, Exhausted)]
+        if worse or len(failed) == len(found) or (failed and (request.durable or request.ack_all)):
+            raise (worse or failed)[0]
+        verdicts: list[int] = []
+        for part, said in found:  # a share without room is no failure of the others
+            verdicts += [pb.FULL] * (part.stop - part.start) if isinstance(said, KVStoreError) else said
+        return verdicts
+
+    def _put(
+        self,
+        request: pb.PutRequest,
+        pages: Sequence[Pieces],
+        deadline: Deadline,
+        seals: Seals | None,
+        good: Good | None,
+    ) -> list[int]:
+        def talk(connection: FrameSocket) -> list[int]:
+            verdicts = list(exchange(connection, "put", request)[0].verdicts)
+            if len(verdicts) != len(pages):
+                raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
+            chosen = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
+            if not chosen:
+                return verdicts
+            # The bytes, then their leaves in the commit: each chunk is hashed right behind its sending,
+            # while it is in the cache.
+            connection.send_frame(b"", sum(segments_nbytes(pages[i]) + _nbytes(seals) for i in chosen))
+            leaves = [_send_page(connection, sealed(pages[i], request.prefix_hashes[i], seals)) for i in chosen]
+            said = (
+                [good(request.prefix_hashes[i], some) for i, some in zip(chosen, leaves, strict=True)] if good else []
+            )
+            if not all(said):
+                raise InvalidRequest("a page is not what it was: its bytes changed in memory")
+            exchange(connection, "commit", pb.CommitRequest(leaves=leaves))
+            return verdicts
+
+        return self._pool.talk(deadline, talk)
+
+    def get(
+        self,
+        request: pb.GetRequest,
+        buffers: Sequence[Pieces],
+        seeds: Sequence[int],
+        deadline: Deadline,
+        seals: Seals | None = None,
+    ) -> tuple[list[bool], list[int]]:
+        found = self.fetch(request, buffers, seeds, deadline, seals)
+        hits = [page is not None and bool(page.leaves) for page in found]
+        return hits, [i for i, page in enumerate(found) if page is not None and not page.leaves]
+
+    def fetch(
+        self,
+        request: pb.GetRequest,
+        buffers: Sequence[Pieces],
+        seeds: Sequence[int],
+        deadline: Deadline,
+        seals: Seals | None = None,
+    ) -> list[Arrived | None]:
+        """The same, with what else is known of each page that is there, with its seal if it has to have one."""
+        found = self._shared(
+            request, buffers, lambda one, part: self._get(one, buffers[part], seeds[part], deadline, seals), deadline
+        )
+        arrived = list[Arrived | None]()
+        for _, said in found:
+            if isinstance(said, KVStoreError):
+                raise said
+            arrived += said
+        return arrived
+
+    def _shared(
+        self,
+        request: Request,
+        pages: Sequence[Pieces],
+        call: Callable[[Request, slice], Result],
+        deadline: Deadline,
+    ) -> list[tuple[slice, Result | KVStoreError]]:
+        """What `call` returned or raised for each share of the request's keys, over a connection each. The share that
+        ended last is the newest then, so the chain is touched as a whole: its end must go before its head."""
+        self._pool.check_process()
+        parts = split(len(pages), stream_count(len(pages), segments_nbytes(pages[0]) if pages else 0))
+        if len(parts) == 1:
+            return [(parts[0], call(request, parts[0]))]
+        said = self._abreast.run([partial(call, _share(request, part), part) for part in parts])
+        if not any(isinstance(one, KVStoreError) for one in said):
+            touch = pb.LookupRequest(namespace=request.namespace, prefix_hashes=request.prefix_hashes, touch=True)
+            with contextlib.suppress(KVStoreError):  # the pages are there all the same
+                self.call("lookup", touch, deadline)
+        return list(zip(parts, said, strict=True))
+
+    def _get(
+        self,
+        request: pb.GetRequest,
+        buffers: Sequence[Pieces],
+        seeds: Sequence[int],
+        deadline: Deadline,
+        seals: Seals | None,
+    ) -> list[Arrived | None]:
+        def talk(connection: FrameSocket) -> list[Arrived | None]:
+            reply, payload_nbytes = exchange(connection, "get", request)
+            hits = list(reply.hits)
+            found = [i for i, hit in enumerate(hits) if hit]
+            if (
+                len(hits) != len(buffers)
+                or payload_nbytes != sum(segments_nbytes(buffers[i]) + _nbytes(seals) for i in found)
+                or len(reply.checksums) != len(found)
+                or len(reply.ttls_ms) not in (0, len(found))
+            ):
+                raise ProtocolError("the reply to a get does not fit its request")
+            arrived: list[Arrived | None] = [None] * len(hits)
+            ttls_ms = reply.ttls_ms or [0] * len(found)
+            for i, expected, ttl_ms in zip(found, reply.checksums, ttls_ms, strict=True):
+                target = room(buffers[i], seals)
+                leaves = _recv_page(connection, target)
+                intact = root(leaves, seeds[i]) == expected
+                if not (intact and seals) or seals.fits(request.prefix_hashes[i], target[:-1], target[-1]):
+                    arrived[i] = Arrived(leaves if intact else b"", expected, ttl_ms)
+            return arrived
+
+        return self._pool.talk(deadline, talk)
+
+    def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
+        """Views from now on, for so long. `number`: of the one that is known. Raises ProtocolError for a node that
+        knows no such frame."""
+        return FrameViews(self._pool.separate(deadline), number, seconds, deadline, self._pool.raise_named)
+
+    def _connect(self, deadline: Deadline) -> FrameSocket:
+        connection, hello = self._connector.connect(deadline.sooner(self._config.connect_timeout_s))
+        if hello.instance_id and hello.instance_id != (self._instance_id or hello.instance_id):
+            connection.close()
+            raise Unavailable(f"{self._pool.where} is another node's, or the node was restarted")
+        if not self.hello.ByteSize():
+            self.hello = hello
+        return connection
+
+    def close(self) -> None:
+        """Closes idle connections; those in use close when their call ends."""
+        self._pool.close()
+        self._abreast.close()
+
+
+def _share(request: Request, part: slice) -> Request:
+    """The same request for some of its keys."""
+    share = type(request)()
+    share.CopyFrom(request)
+    del share.prefix_hashes[:]
+    share.prefix_hashes.extend(request.prefix_hashes[part])
+    return share
+
+
+def _nbytes(seals: Seals | None) -> int:
+    """That follow each page."""
+    return seals.nbytes if seals else 0
+
+
+def _send_page(connection: FrameSocket, page: Pieces) -> bytes:
+    """The leaves of what was sent."""
+    running = Leaves(segments_nbytes(page))
+    for chunk in chunks(page, itertools.repeat(CHUNK_NBYTES)):
+        if len(chunk) == 1:  # most are, and small pages feel the difference
+            connection.send(chunk[0])
+        else:
+            connection.send_all(chunk)
+        for piece in chunk:
+            running.update(piece)
+    return running.digest()
+
+
+def _recv_page(connection: FrameSocket, page: Pieces) -> bytes:
+    """The leaves of what was received."""
+    running = Leaves(segments_nbytes(page))
+    for chunk in chunks(page, itertools.repeat(CHUNK_NBYTES)):
+        if len(chunk) == 1:
+            connection.recv_into(chunk[0])
+        else:
+            connection.recv_all(chunk)
+        for piece in chunk:
+            running.update(piece)
+    return running.digest()

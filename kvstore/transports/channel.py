@@ -1,0 +1,484 @@
+"""The link to a node: negotiated at connect, dropped when it fails, made again by the next call.
+
+A link that fell back to a slower wire goes on working while a better one is tried beside it, and ends when the
+calls that are on it have ended.
+"""
+
+import contextlib
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
+
+import kvstore.tracing as tracing
+from kvstore.config import MEMBERS_VERSION, ClientConfig
+from kvstore.deadline import Deadline
+from kvstore.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Forbidden,
+    KVStoreError,
+    ProtocolError,
+    Unauthenticated,
+    Unavailable,
+    UnknownNamespace,
+)
+from kvstore.keys import Namespace
+from kvstore.messages import namespace_message
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.sync import LeaseTable, NoThread, run_in_helper_thread, start_thread
+from kvstore.transports.connections import check_process
+from kvstore.transports.negotiation import Negotiated, Negotiation
+from kvstore.transports.wire import Wire
+
+# Circuit breaker: a node that failed is left alone for a while, so that it costs a caller at most
+# one deadline and not one per call.
+#
+#     closed --failure--> open for `pause` --time--> half open: one call may try
+#       ^                                               |            |
+#       +------------------- success -------------------+   failure: open again, pause doubled
+
+PAUSE_S_MIN = 0.1
+PAUSE_PER_COST = 4
+PAUSE_JITTER = 0.25
+
+
+class CircuitBreaker:
+    """Thread-safe. The clock is an argument so that tests need not wait."""
+
+    def __init__(
+        self,
+        name: str,
+        pause_s_max: float,
+        clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        """`chance`: 0 to 1, by which a pause is shorter, so that many clients do not come back at once."""
+        self._name = name
+        self._pause_s_max = pause_s_max
+        self._clock = clock
+        self._chance = chance
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._open_until = 0.0
+        self._trying = False
+        self._cause = ""
+        self._cost_s = 0.0
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last that was heard is a failure."""
+        return self._failures > 0
+
+    def enter(self) -> None:
+        """Call before trying. Raises Unavailable at once while the breaker is open."""
+        with self._lock:
+            if self._failures == 0:
+                return
+            wait_s = self._open_until - self._clock()
+            if wait_s > 0:
+                raise Unavailable(
+                    f"{self._name} failed {self._failures} times, next try in {wait_s:.1f} s; last: {self._cause}"
+                )
+            # This caller tries; the others stay out until it reports or the pause is over again.
+            self._open_until = self._clock() + self._pause_s()
+            self._trying = True
+
+    def success(self) -> None:
+        if self._failures:  # unlocked on purpose: only a call that saw a failure pays for the lock
+            with self._lock:
+                self._failures = 0
+                self._trying = False
+
+    def failure(self, cause: Exception, cost_s: float = 0.0) -> None:
+        """`cost_s`: how long the caller had waited for it."""
+        with self._lock:
+            # Calls that were under way when it opened tell of the same outage: it counts once.
+            if self._failures and not self._trying and self._clock() < self._open_until:
+                return
+            self._trying = False
+            self._failures += 1
+            self._cause = str(cause)
+            self._cost_s = cost_s
+            self._open_until = self._clock() + self._pause_s()
+
+    def _pause_s(self) -> float:
+        doubled = PAUSE_S_MIN * (1 << min(self._failures - 1, 16))
+        longest = min(self._pause_s_max, max(doubled, PAUSE_PER_COST * self._cost_s))
+        return longest * (1 - PAUSE_JITTER * self._chance())
+
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+# After falling back to a slower wire, how long until the better one is tried again.
+BETTER_RETRY_S = 30.0
+# A call that had less time than this and got no answer says little about the node: it must not
+# make the breaker refuse the calls of other threads.
+EVIDENCE_S = 0.1
+REFUSED = (Unauthenticated, Forbidden, ConfigError)
+LIVES_S = 1.0  # in which a node that lives says so
+
+
+class NodeConnection:
+    """A way to one node, the namespaces opened on it, and how many calls are on it. Thread-safe."""
+
+    def __init__(self, way: Negotiated, retry_at: float) -> None:
+        """`retry_at`: when a better wire is to be tried, in the clock's time."""
+        self.way = way
+        self.retry_at = retry_at
+        self.opened: set[bytes] = set()
+        self._lock = threading.Lock()
+        self._leases: LeaseTable[None] = LeaseTable()
+        self._retired = False
+        self._closed = False
+
+    @property
+    def wire(self) -> Wire:
+        return self.way.wire
+
+    @property
+    def knows_members(self) -> bool:
+        """Whether the node does what is asked of it about other members."""
+        return self.way.hello.protocol_version >= MEMBERS_VERSION
+
+    @property
+    def limits(self) -> pb.Limits:
+        return self.way.hello.limits
+
+    def enter(self) -> "ConnectionLease | None":
+        """A call begins, and ends with `ConnectionLease.leave`. None: this link takes no more."""
+        lease = ConnectionLease(self)
+        with self._lock:
+            if self._retired:
+                return None
+            self._leases.acquire(lease, None)
+        return lease
+
+    def leave(self, lease: "ConnectionLease") -> None:
+        self._leases.release(lease)
+        if self._retired:
+            self.close_when_left()
+
+    def retire(self) -> None:
+        """Takes no more calls and closes when those on it have ended: a closed channel would end them."""
+        with self._lock:
+            self._retired = True
+        self.close_when_left()
+
+    def close_when_left(self) -> bool:
+        """Whether it is closed, now or before. Once more does no harm: an interrupt may have come in between."""
+        if not self._closed and not self._leases.count:
+            self.way.close()
+            self._closed = True
+        return self._closed
+
+
+class ConnectionLease:
+    """Keep a link open during a call. If an interrupt skips `leave`, the lease ends when it is collected."""
+
+    __slots__ = ("__weakref__", "fresh", "link")
+
+    def __init__(self, link: NodeConnection) -> None:
+        self.link = link
+        self.fresh = False  # whether the link was made for it
+
+    def leave(self) -> None:
+        self.link.leave(self)
+
+
+class NodeChannel:
+    """Keeps at most one `NodeConnection` to one node and runs calls on it. Thread-safe."""
+
+    def __init__(
+        self,
+        address: str,
+        config: ClientConfig,
+        clock: Callable[[], float] = time.monotonic,
+        learn: Callable[[pb.HelloReply], None] = lambda hello: None,
+    ) -> None:
+        """`learn` is told what the node says of itself, whenever it is connected to; what it raises ends the call."""
+        self.address = address
+        self._learn = learn
+        self._config = config
+        self._clock = clock
+        self._breaker = CircuitBreaker(address, config.backoff_s_max, clock)
+        self._negotiation = Negotiation(address, config)
+        self._turn = threading.Lock()  # held while one thread connects
+        self._lock = threading.Lock()  # held for moments
+        self._link: NodeConnection | None = None
+        self._closed = False
+        self._running: set[str] = set()  # what is done beside the calls
+        self._retired: list[NodeConnection] = []  # which may not be closed yet
+        self._pid = os.getpid()
+        self.connect_count = 0
+        self.failure_count = 0
+
+    def expect(self, bulk_port: int, member: str) -> None:
+        """A view says where this member serves frames (`Negotiation.expect`)."""
+        self._negotiation.expect(bulk_port, member)
+
+    @property
+    def wire_name(self) -> str:
+        """'shm', 'bulk' or 'grpc'; 'none' before the first call and while the node is unreachable."""
+        link = self._link
+        return link.wire.name if link else "none"
+
+    @property
+    def limits(self) -> pb.Limits | None:
+        """Of the node, while it is connected to."""
+        link = self._link
+        return link.limits if link else None
+
+    @property
+    def failing(self) -> bool:
+        return self._breaker.failing
+
+    @property
+    def is_older(self) -> bool:
+        """Whether the node, as far as it is connected to, does not know of other members."""
+        link = self._link
+        return link is not None and not link.knows_members
+
+    def run(
+        self, call: Callable[[NodeConnection, Deadline], Result], namespace: Namespace | None, deadline: Deadline
+    ) -> Result:
+        """Runs one call under breaker and deadline."""
+        if tracing.tracer is None:
+            return self._tried(call, namespace, deadline)
+        with tracing.span("kvstore.call", "client", address=self.address):
+            return self._tried(call, namespace, deadline)
+
+    def _tried(
+        self, call: Callable[[NodeConnection, Deadline], Result], namespace: Namespace | None, deadline: Deadline
+    ) -> Result:
+        deadline.remaining()  # a caller who comes too late says nothing about the node
+        check_process(self._pid)  # first: in a child of a fork a lock may be taken by a thread that is not there
+        if self._retired:
+            self._close_retired()
+        self._breaker.enter()
+        began = self._clock()
+        try:
+            result = self._run(call, namespace, deadline)
+        except (Unavailable, DeadlineExceeded) as error:
+            self.failure_count += 1
+            if isinstance(error, Unavailable) or deadline.seconds >= EVIDENCE_S:
+                self._breaker.failure(error, self._clock() - began)
+                if _hurried(deadline):
+                    self._beside("kvstore-connects", self._connect)
+            if isinstance(error, DeadlineExceeded):
+                self._beside("kvstore-lives", self._look_whether_it_lives)
+            raise
+        except KVStoreError as error:
+            if self._link is None and isinstance(error, REFUSED):  # at the door: each call would knock again
+                self._breaker.failure(error, self._clock() - began)
+            elif error.answered:  # a refusal of the node; one of ours, such as a full pool, says nothing about it
+                self._breaker.success()
+            raise
+        self._breaker.success()
+        return result
+
+    def _run(
+        self, call: Callable[[NodeConnection, Deadline], Result], namespace: Namespace | None, deadline: Deadline
+    ) -> Result:
+        """Once more if a link that had worked is dead (the node was restarted) or the node does not
+        know the namespace (any more). A link that fails when new is not tried again."""
+        lease = self._connected(deadline)
+        try:
+            return self._attempt(lease.link, call, namespace, deadline)
+        except UnknownNamespace:
+            lease.link.opened.clear()
+        except Unauthenticated:  # the token may be another by now
+            self._drop(lease.link)
+            if lease.fresh:
+                raise
+        except Unavailable as error:
+            if lease.fresh:
+                raise
+            log.info("%s: connecting again: %s", self.address, error)
+        finally:
+            lease.leave()
+        lease = self._connected(deadline)
+        try:
+            return self._attempt(lease.link, call, namespace, deadline)
+        finally:
+            lease.leave()
+
+    def _attempt(
+        self,
+        link: NodeConnection,
+        call: Callable[[NodeConnection, Deadline], Result],
+        namespace: Namespace | None,
+        deadline: Deadline,
+    ) -> Result:
+        try:
+            if namespace is not None and namespace.digest not in link.opened:
+                request = pb.OpenNamespaceRequest(namespace=namespace_message(namespace), digest=namespace.digest)
+                link.wire.call("open_namespace", request, deadline)
+                link.opened.add(namespace.digest)
+            return call(link, deadline)
+        except (Unavailable, ProtocolError) as error:
+            if isinstance(error, ProtocolError) or not _hurried(deadline):
+                self._drop(link)
+            raise
+
+    def _connected(self, deadline: Deadline) -> ConnectionLease:
+        """A lease on the link, which may have been made just now."""
+        link = self._link  # read without the lock: one that is retired meanwhile lets nobody in
+        if link is not None and (lease := link.enter()):
+            if self._clock() >= link.retry_at:
+                self._try_better(link)
+            return lease
+        try:
+            return run_in_helper_thread(partial(self._made, deadline))
+        except NoThread as error:
+            raise Unavailable(f"no thread to connect to {self.address} in: {error}") from error
+
+    def _made(self, deadline: Deadline) -> ConnectionLease:
+        """In a thread in which no signal handler raises, and which goes on if its caller is interrupted."""
+        with self._connecting(deadline):
+            link = self._link
+            if link is not None and (lease := link.enter()):
+                return lease
+            if self._closed:
+                raise Unavailable("this client is closed")
+            way = self._negotiation.open(deadline)
+            try:
+                self._learn(way.hello)
+            except BaseException:
+                way.close()
+                raise
+            link = self._linked(way)
+            lease = link.enter()
+            assert lease is not None, "it is new"
+            lease.fresh = True
+            if not self._take(None, link):
+                lease.leave()
+                raise Unavailable("this client is closed")
+            return lease
+
+    def _connect(self) -> None:
+        """For who had no time for it, and for all others: if it is always such a one who tries, nobody gets in."""
+        try:
+            self._connected(Deadline(self._config.timeout_s)).leave()
+            self._breaker.success()
+        except KVStoreError as error:
+            log.info("%s: no connection: %s", self.address, error)
+
+    @contextlib.contextmanager
+    def _connecting(self, deadline: Deadline) -> Iterator[None]:
+        """One thread connects; the others wait no longer than they may."""
+        if not self._turn.acquire(timeout=deadline.remaining()):
+            raise DeadlineExceeded(f"{self.address} was still being connected to after {deadline.seconds:g} s")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _linked(self, way: Negotiated) -> NodeConnection:
+        return NodeConnection(way, self._clock() + BETTER_RETRY_S if way.better else float("inf"))
+
+    def _take(self, old: NodeConnection | None, link: NodeConnection) -> bool:
+        """Puts a new link in the place of `old`. False, and the new one retires, if that is gone or all is closed."""
+        with self._lock:
+            taken = self._link is old and not self._closed
+            if taken:
+                self._link = link
+                self.connect_count += 1
+        loser = old if taken else link
+        if loser:
+            self._retire(loser)
+        return taken
+
+    def _drop(self, link: NodeConnection) -> None:
+        with self._lock:
+            if self._link is link:
+                self._link = None
+        self._retire(link)
+
+    def _retire(self, link: NodeConnection) -> None:
+        self._retired.append(link)
+        link.retire()
+        self._close_retired()
+
+    def _close_retired(self) -> None:
+        """Those of which the last call was interrupted are closed by whoever comes next."""
+        for link in tuple(self._retired):
+            if link.close_when_left():
+                with contextlib.suppress(ValueError):  # another was faster
+                    self._retired.remove(link)
+
+    # ---- a better wire -------------------------------------------------------------------
+
+    def _try_better(self, link: NodeConnection) -> None:
+        """In a thread of its own: no call waits for what may hang."""
+        link.retry_at = self._clock() + BETTER_RETRY_S
+        self._beside("kvstore-better-wire", lambda: self._better(link))
+
+    def _beside(self, name: str, work: Callable[[], None]) -> None:
+        """Once at a time."""
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._running.discard(name)
+
+        with self._lock:
+            if name in self._running or self._closed:
+                return
+            self._running.add(name)
+        try:
+            start_thread(run, name)
+        except RuntimeError as error:  # no more threads can be had
+            self._running.discard(name)
+            log.warning("%s: no thread for %s: %s", self.address, name, error)
+
+    def _look_whether_it_lives(self) -> None:
+        """A call that was late says little of a node that answers others at once: its disk may hang, its RAM not."""
+        link = self._link
+        if link is None or not (lease := link.enter()):
+            return
+        try:
+            link.wire.call("hello", pb.HelloRequest(), Deadline(LIVES_S))
+            self._breaker.success()
+        except KVStoreError as error:
+            log.info("%s: it does not say that it lives: %s", self.address, error)
+            if not self._breaker.failing:  # calls in a hurry say nothing
+                self._breaker.failure(error, LIVES_S)
+        finally:
+            lease.leave()
+
+    def _better(self, link: NodeConnection) -> None:
+        try:
+            way = self._negotiation.open(Deadline(self._config.timeout_s))
+            if way.rank < link.way.rank:
+                self._take(link, self._linked(way))
+            else:
+                way.close()
+        except KVStoreError as error:  # calls go on over the link that is there, and notice if that fails too
+            log.info("%s: no better wire: %s", self.address, error)
+        finally:
+            link.retry_at = self._clock() + BETTER_RETRY_S
+
+    def close(self) -> None:
+        """Closes idle connections now and those in use when their call ends."""
+        if os.getpid() != self._pid:  # in a child of a fork: a lock may be taken by a thread that is not there
+            if self._link:
+                self._link.way.close()
+            return
+        with self._lock:
+            self._closed = True
+            link, self._link = self._link, None
+        if link:
+            self._retire(link)
+        self._close_retired()
+
+
+def _hurried(deadline: Deadline) -> bool:
+    """Whether what failed had too little time, such as one more connection: the others' link is as it was."""
+    return deadline.seconds < EVIDENCE_S and deadline.passed

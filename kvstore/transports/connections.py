@@ -1,0 +1,280 @@
+"""Connections that carry frames: a pool of them to one node, and one request with its reply.
+
+Shared by the bulk wire and the shared-memory wire, which differ in how they connect and in where the
+page bytes are.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
+from kvstore.deadline import Deadline
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.sync import LeaseTable, NoThread, run_in_helper_thread
+from kvstore.tracing import current
+from kvstore.transports.frames import FrameSocket
+from kvstore.transports.status import from_status
+
+Socket = TypeVar("Socket", bound=FrameSocket)
+
+
+Result = TypeVar("Result")
+
+TRACED_NBYTES_MAX = 63 << 10  # a header over 64 KiB is one operation and nothing else (docs/FORMAT.md)
+
+
+class Refused(Exception):
+    """The node answered with an error; the stream is in step."""
+
+    def __init__(self, error: KVStoreError) -> None:
+        self.error = error
+
+
+def check_process(pid: int) -> None:
+    """Raises InvalidRequest in another process than that one, which a fork made."""
+    if os.getpid() != pid:
+        raise InvalidRequest("this client was connected before a fork; make a client of its own in each process")
+
+
+class ConnectionPool(Generic[Socket]):
+    """At most `count_max` connections to one node; a thread leases one for the length of a call.
+
+    The last one returned is the first one taken, so that an idle pool keeps few of them warm.
+    `where` names the peer in messages, `connect` makes a connection that was greeted, `let_go` is called with one
+    that is about to be closed, perhaps twice.
+
+    A thread may be interrupted anywhere, so nothing here depends on what comes next: a connection is always in one
+    list at most, and one that is in none is closed when it is collected.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        connect: Callable[[Deadline], Socket],
+        count_max: int,
+        let_go: Callable[[Socket], None] = lambda connection: None,
+    ) -> None:
+        self.where = where
+        self._connect = connect
+        self._count_max = count_max
+        self._let_go = let_go
+        # Of leases; each has its connection in a list.
+        self._leases: LeaseTable[list[Socket]] = LeaseTable(count_max, self._end_all)
+        self._lock = threading.Lock()
+        self._idle: list[Socket] = []
+        self._closed = False
+        self._pid = os.getpid()
+
+    @contextlib.contextmanager
+    def connection(self, deadline: Deadline) -> Iterator[Socket]:
+        """A connection for one exchange. One that fails is closed, and with it everything the node
+        held for it."""
+        lease = self.lease(deadline)
+        try:
+            with lease as connection:
+                yield connection
+        finally:
+            lease.end()
+
+    def talk(self, deadline: Deadline, exchanges: Callable[[Socket], Result]) -> Result:
+        """`exchanges` over a connection; over another where the node had let that one go before it heard a word."""
+        while True:
+            lease = self.lease(deadline)
+            try:
+                with lease as connection:
+                    return exchanges(connection)
+            except Unavailable:
+                if lease.fresh or connection.heard:
+                    raise
+            finally:
+                lease.end()
+
+    def lease(self, deadline: Deadline) -> "Lease[Socket]":
+        """A connection until `Lease.end`; armed with the deadline."""
+        self.check_process()
+        lease = Lease(self, deadline)
+        if not self._leases.acquire(lease, lease.held, deadline.remaining()):
+            raise Exhausted(
+                f"all {self._count_max} connections (connections_max) stayed busy for {deadline.seconds:g} s"
+            )
+        try:
+            self._begin(lease, deadline)
+        except BaseException:
+            lease.in_step = False
+            lease.end()
+            raise
+        return lease
+
+    def _begin(self, lease: "Lease[Socket]", deadline: Deadline) -> None:
+        held = lease.held
+        self._take_idle(held)
+        if not held:
+            lease.fresh = True
+            try:
+                held.append(run_in_helper_thread(partial(self._connect, deadline)))  # descriptors come and go there
+            except Exception as error:
+                self.raise_named(error, deadline)
+                raise
+        connection = lease.connection = held[0]
+        connection.arm(deadline.remaining())
+        connection.heard = False
+
+    def _take_idle(self, held: list[Socket]) -> None:
+        """An idle connection that the node has not ended meanwhile: it lets the longest idle go when it is full, which
+        is no failure of a call."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return
+                held.append(self._idle.pop())
+            if held[0].quiet:
+                return
+            self._end_all(held)
+
+    def _end_all(self, held: list[Socket]) -> None:
+        for connection in tuple(held):
+            self._let_go(connection)
+            connection.close()
+        held.clear()
+
+    @property
+    def forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raises InvalidRequest after a fork: two processes on one stream would read each other's answers."""
+        check_process(self._pid)
+
+    def separate(self, deadline: Deadline) -> Socket:
+        """Open a connection beside those of the pool, which the caller closes. Raise errors of ours."""
+        self.check_process()
+        try:
+            return self._connect(deadline)
+        except Exception as error:
+            self.raise_named(error, deadline)
+            raise
+
+    def raise_named(self, error: BaseException, deadline: Deadline) -> None:
+        """Raises what went wrong on a connection as an error of ours, if it is none."""
+        if isinstance(error, Refused):
+            raise error.error from None
+        if isinstance(error, TimeoutError):
+            raise DeadlineExceeded(f"no answer from {self.where} in {deadline.seconds:g} s") from error
+        if isinstance(error, OSError):
+            raise Unavailable(f"connection to {self.where} failed: {error}") from error
+        if isinstance(error, NoThread):
+            raise Unavailable(f"no thread to connect to {self.where} in: {error}") from error
+
+    def take_back(self, lease: "Lease[Socket]") -> None:
+        """Ends a lease. A connection that is out of step is closed, and one for which the node still holds slots, as
+        after two interrupts: its next request would be refused, and the slots would be kept as long."""
+        if lease.in_step and not (lease.held and lease.held[0].holds):
+            with self._lock:
+                if lease.held and not self._closed:
+                    self._idle.append(lease.held.pop())  # never in two places
+        if lease.held:
+            self._end_all(lease.held)
+        self._leases.release(lease)
+
+    def close(self) -> None:
+        """Closes idle connections; those in use close when their call ends. In a child of a fork, whose parent's
+        threads may have held the lock, only this process's copies of their descriptors."""
+        if self.forked:
+            for connection in tuple(self._idle):
+                connection.close()
+            return
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        self._end_all(idle)
+        self._leases.reclaim()
+
+
+class Lease(Generic[Socket]):
+    """One connection in the hands of one thread; `fresh`: made for it.
+
+    A context around exchanges: gives their errors our names. After one, nobody knows what the next bytes of the stream
+    are, so the connection is not used again; a refusal leaves it in step.
+    """
+
+    connection: Socket
+
+    def __init__(self, pool: ConnectionPool[Socket], deadline: Deadline) -> None:
+        self._pool = pool
+        self.held: list[Socket] = []  # its connection, until that is somebody else's
+        self.fresh = False
+        self._deadline = deadline
+        self.in_step = True
+
+    def __enter__(self) -> Socket:
+        self.in_step = False
+        return self.connection
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self.in_step = True
+            return
+        # After a ProtocolError the node hangs up.
+        self.in_step = isinstance(error, Refused) and not isinstance(error.error, ProtocolError)
+        self._pool.raise_named(error, self._deadline)
+
+    def end(self) -> None:
+        """Gives the connection back. Once more does no harm."""
+        self._pool.take_back(self)
+
+
+@contextlib.contextmanager
+def greeting(connection: FrameSocket, where: str, limit: Deadline) -> Iterator[None]:
+    """Around the first exchange of a new connection, which is closed if that fails. `limit` began before the
+    connecting: both together have its time."""
+    try:
+        connection.arm(limit.remaining())
+        yield
+    except TimeoutError as error:
+        connection.close()
+        raise Unavailable(f"{where} accepts connections but does not answer") from error
+    except BaseException:
+        connection.close()
+        raise
+
+
+def common_version(hello: pb.HelloReply) -> int:
+    """The version in which to speak with a node: the older of both."""
+    return min(hello.protocol_version or PROTOCOL_VERSION, PROTOCOL_VERSION)
+
+
+def exchange(connection: FrameSocket, op: str, request: Any) -> tuple[Any, int]:
+    """Sends one request; returns the reply of the same kind and its payload's length."""
+    connection.send_frame(request_header(op, request))
+    header, payload_nbytes = connection.recv_frame(MESSAGE_NBYTES_MAX)
+    return parse_reply(op, header), payload_nbytes
+
+
+def request_header(op: str, request: Any) -> bytes:
+    header = pb.BulkRequest(**{op: request}).SerializeToString()
+    trace = current()
+    if trace is None or len(header) > TRACED_NBYTES_MAX:
+        return header
+    return header + pb.BulkRequest(trace=trace.packed()).SerializeToString()  # a message may come in parts
+
+
+def parse_reply(op: str, header: bytes) -> Any:
+    """The reply to `op`. Raises Refused for an error in its place, ProtocolError for anything else."""
+    try:
+        reply = pb.BulkReply.FromString(header)
+    except DecodeError as error:
+        raise ProtocolError(f"the answer to {op} is not a BulkReply message") from error
+    kind = reply.WhichOneof("op")
+    if kind == "error":
+        raise Refused(from_status(reply.error.code, reply.error.message))
+    if kind != op:
+        raise ProtocolError(f"the node answered {op} with {kind}")
+    return getattr(reply, op)

@@ -1,0 +1,321 @@
+"""Frames of the bulk and the shared-memory wire, and a socket that sends and receives them under a deadline.
+
+    0        2      3      4              8                      16
+    | 'K''V' | ver  | 0    | header u32le | payload u64le        | header ... | payload ... |
+
+The header is a BulkRequest or BulkReply; the payload is raw page bytes, received straight into
+the memory they are for. Lengths are checked against limits before they are believed. A peer that
+breaks the framing loses its connection: there is no way to find the next frame.
+"""
+
+import collections
+import functools
+import itertools
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kvstore.buffers import chunks as grouped
+from kvstore.buffers import copy
+from kvstore.checksum import CHUNK_NBYTES, Leaves
+from kvstore.config import GRPC_CHUNK_NBYTES, PROTOCOL_VERSION, speaks
+from kvstore.errors import InvalidRequest, ProtocolError
+
+# Page bytes in gRPC messages: a run of pages is cut into chunks that know no page borders.
+
+
+def runs(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The concatenated views in chunks of GRPC_CHUNK_NBYTES, each as the pieces that it is made of; the last one may
+    be shorter. A view is taken when those before it are used up."""
+    return grouped(views, itertools.repeat(GRPC_CHUNK_NBYTES))
+
+
+def fill(pages: Iterable[Sequence[memoryview]], chunks: Iterator[memoryview]) -> list[bytes]:
+    """Copies chunks one after the other through the views of each page, and hashes each right behind, while it is in
+    the cache: the leaves of each page. Takes no chunk more than it needs.
+
+    Raises InvalidRequest if the chunks are too few, empty, or leave bytes over.
+    """
+    made = []
+    rest = empty = memoryview(b"")
+    for page in pages:
+        running = Leaves(sum(view.nbytes for view in page))
+        for view in page:
+            while view.nbytes:
+                if not rest.nbytes:
+                    rest = next(chunks, empty)
+                    if not rest.nbytes:
+                        raise InvalidRequest(f"page bytes ended early: {view.nbytes} bytes of a page are missing")
+                count = min(rest.nbytes, view.nbytes)
+                copy(view[:count], rest[:count])
+                running.update(view[:count])
+                view, rest = view[count:], rest[count:]
+        made.append(running.digest())
+    if rest.nbytes:
+        raise InvalidRequest(f"{rest.nbytes} page bytes more than announced")
+    return made
+
+
+_FIXED = struct.Struct("<2sBBIQ")
+FIXED_NBYTES = _FIXED.size
+_MAGIC = b"KV"
+_VERSION_AT = len(_MAGIC)
+_TIMEVAL = struct.Struct("@ll")
+# Asked for where a frame begins, so that a small one takes a single system call. What it gets of
+# a large payload is copied once more, which costs less than the call.
+_AHEAD_NBYTES = 4096
+_VIEWS_MAX = 1024  # that a system call takes, IOV_MAX
+
+
+def pack_fixed(header_nbytes: int, payload_nbytes: int, version: int = PROTOCOL_VERSION) -> bytes:
+    return _FIXED.pack(_MAGIC, version, 0, header_nbytes, payload_nbytes)
+
+
+def unpack_fixed(fixed: bytes | bytearray, header_nbytes_max: int) -> tuple[int, int]:
+    """(header_nbytes, payload_nbytes). Raises ProtocolError for anything that is not a frame."""
+    magic, version, zero, header_nbytes, payload_nbytes = _FIXED.unpack(fixed)
+    if magic != _MAGIC or zero != 0:
+        raise ProtocolError(f"not a kvstore bulk frame: it starts with {bytes(fixed[:4]).hex()}")
+    if not speaks(version):
+        raise ProtocolError(f"the peer speaks protocol {version}, this side {PROTOCOL_VERSION}; update the older one")
+    if header_nbytes > header_nbytes_max:
+        raise ProtocolError(f"a frame's header has {header_nbytes} bytes, at most {header_nbytes_max}")
+    return header_nbytes, payload_nbytes
+
+
+def set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
+    """SO_RCVTIMEO or SO_SNDTIMEO of a blocking socket; a millisecond at least, because zero would mean: for ever."""
+    seconds = max(seconds, 0.001)
+    sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6)))
+
+
+class FrameSocket:
+    """A connected stream socket, TCP or Unix. One thread at a time; a failure leaves it unusable: close it.
+
+    `arm(seconds)` sets the time until which the following transfers must be done; they raise
+    TimeoutError after it, ConnectionError if the peer is gone and ProtocolError for bad framing.
+    The kernel's own send and receive timeouts do the waiting, so there is no poll before each call.
+    """
+
+    holds = False  # whether the node may hold slots for it, as over shared memory
+
+    def __init__(self, sock: socket.socket, version: int = PROTOCOL_VERSION) -> None:
+        """`version`: of the protocol, in which it begins; then the one that the peer answered in."""
+        sock.setblocking(True)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._sock = sock
+        self.version = version
+        self._timeout_s = 0.0
+        self._deadline = 0.0
+        self._ahead = memoryview(bytearray(_AHEAD_NBYTES))
+        self._early = self._ahead[:0]  # the part of it that was received and not handed out yet
+        self.heard = False  # whether anything came since somebody reset this
+        self.torn = False  # the peer got the beginning of something only: what is sent next would be taken for its end
+        self.holds = False  # whether the node may hold slots for it; on some wires it never does
+        # Called with the length of a header before it is received; may raise to refuse it.
+        self.admit: Callable[[int], None] = lambda header_nbytes: None
+
+    def handshake(self) -> None:
+        """What both sides say before the first frame: nothing, on a plain connection."""
+
+    @property
+    def certificate(self) -> Mapping[str, Any]:
+        """Of the peer, verified, as `ssl.SSLSocket.getpeercert` tells it; empty: it showed none."""
+        return {}
+
+    def arm(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+
+    def _set_timeouts(self, seconds: float) -> None:
+        """Somewhat shorter ones than asked for will do: who wakes early looks at the deadline. So a
+        row of calls that all have about the same time left sets them once."""
+        self._timeout_s = seconds * 0.75
+        set_timeout(self._sock, socket.SO_RCVTIMEO, self._timeout_s)
+        set_timeout(self._sock, socket.SO_SNDTIMEO, self._timeout_s)
+
+    def send_frame(self, header: bytes, payload_nbytes: int = 0, at_once: bool = False) -> None:
+        """Sends all of a frame but its payload, which follows by `send`."""
+        self.send(self.begun(header, payload_nbytes), at_once)
+
+    def begun(self, header: bytes, payload_nbytes: int) -> bytes:
+        """A frame, all but its payload."""
+        return pack_fixed(len(header), payload_nbytes, self.version) + header
+
+    def send(self, data: bytes | memoryview, at_once: bool = False) -> None:
+        """`at_once`: what the socket takes without waiting is sent whatever time it is."""
+        view = memoryview(data)
+        nbytes = view.nbytes
+        flags = socket.MSG_DONTWAIT if at_once else 0
+        try:
+            while view.nbytes:
+                if not flags:
+                    self._check_deadline("send")
+                try:
+                    view = view[self._sock.send(view, flags) :]
+                except BlockingIOError:
+                    flags = 0
+        finally:
+            self.torn = self.torn or 0 < view.nbytes < nbytes
+
+    def recv_frame(self, header_nbytes_max: int) -> tuple[bytes, int]:
+        """(header, payload_nbytes); the payload is still to be received."""
+        while True:
+            self._check_deadline("receive")
+            if self._receive_ahead():
+                return self._recv_header(header_nbytes_max)
+
+    def wait_frame(self, header_nbytes_max: int, frame_s: float) -> tuple[bytes, int] | None:
+        """Like recv_frame, but waits for the first byte no longer than was armed, and may give up
+        somewhat earlier: None if none came.
+
+        From the first byte on, the frame has `frame_s` seconds to arrive.
+        """
+        left_s = self._deadline - time.monotonic()
+        if not left_s / 2 <= self._timeout_s <= left_s:
+            self._set_timeouts(left_s)
+        if not self._receive_ahead():
+            return None
+        self.arm(frame_s)
+        return self._recv_header(header_nbytes_max)
+
+    def _receive_ahead(self) -> bool:
+        """Waits until there are early bytes. False if none came before the socket's timeout."""
+        if self._early.nbytes:
+            return True
+        try:
+            got = self._receive(self._ahead)
+        except BlockingIOError:
+            return False
+        if got == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        self.heard = True
+        self._early = self._ahead[:got]
+        return True
+
+    def _receive(self, view: memoryview, flags: int = 0) -> int:
+        """What is there, at least a byte, or 0 from who has hung up. BlockingIOError: the socket's timeout passed."""
+        return self._sock.recv_into(view, view.nbytes, flags)
+
+    def _recv_header(self, header_nbytes_max: int) -> tuple[bytes, int]:
+        fixed = self._recv(FIXED_NBYTES)
+        header_nbytes, payload_nbytes = unpack_fixed(fixed, header_nbytes_max)
+        self.version = fixed[_VERSION_AT]
+        self.admit(header_nbytes)
+        return self._recv(header_nbytes), payload_nbytes
+
+    def _recv(self, nbytes: int) -> bytes:
+        if nbytes <= self._early.nbytes:
+            data, self._early = self._early[:nbytes], self._early[nbytes:]
+            return bytes(data)
+        buffer = bytearray(nbytes)
+        self.recv_into(memoryview(buffer))
+        return bytes(buffer)
+
+    def recv_into(self, view: memoryview) -> None:
+        """Fills the view."""
+        if self._early.nbytes:
+            count = min(self._early.nbytes, view.nbytes)
+            view[:count] = self._early[:count]
+            self._early, view = self._early[count:], view[count:]
+        while view.nbytes:
+            self._check_deadline("receive")
+            try:
+                got = self._receive(view, socket.MSG_WAITALL)
+            except BlockingIOError:
+                continue
+            if got == 0:
+                raise ConnectionResetError("the peer closed the connection")
+            view = view[got:]
+
+    def send_all(self, views: Iterable[memoryview], next_s: Callable[[], float] | None = None) -> None:
+        """All the views in few system calls: after each, a thread among many waits for its turn at the GIL. `next_s`:
+        seconds that the next CHUNK_NBYTES, or what is left, may take; it may raise. None: what was armed is for all."""
+        left = collections.deque(views)
+        try:
+            self._through(left, next_s, "send", self._send_some)
+        finally:
+            self.torn = self.torn or bool(left)
+
+    def recv_all(self, views: Iterable[memoryview], next_s: Callable[[], float] | None = None) -> None:
+        """Fills the views, as `send_all` sends them."""
+        left = collections.deque(views)
+        while left and self._early.nbytes:
+            early = left[0][: self._early.nbytes]
+            self.recv_into(early)
+            _pass(left, early.nbytes)
+        self._through(left, next_s, "receive", self._recv_some)
+
+    def _send_some(self, views: list[memoryview]) -> int:
+        return self._sock.sendmsg(views)
+
+    def _recv_some(self, views: list[memoryview]) -> int:
+        got: int = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+        if got == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        return got
+
+    def _through(
+        self,
+        left: collections.deque[memoryview],
+        next_s: Callable[[], float] | None,
+        doing: str,
+        some: Callable[[list[memoryview]], int],
+    ) -> None:
+        moved = CHUNK_NBYTES
+        while left:
+            if next_s and moved >= CHUNK_NBYTES:
+                self.arm(next_s())
+                moved = 0
+            self._check_deadline(doing)
+            try:
+                count = some(list(itertools.islice(left, _VIEWS_MAX)))
+            except BlockingIOError:
+                continue
+            moved += count
+            _pass(left, count)
+
+    def _check_deadline(self, doing: str) -> None:
+        """Before each system call, also after one that did all it should: its timeout must be what is left now."""
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"the deadline passed while trying to {doing}")
+        if not left_s / 2 <= self._timeout_s <= left_s:
+            self._set_timeouts(left_s)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the peer has said nothing more, and not hung up. Each lease asks: in 3 us, by an exception in 15."""
+        return not self._early.nbytes and not self._news.poll(0)
+
+    @functools.cached_property
+    def _news(self) -> select.poll:
+        """Told of what `quiet` looks for."""
+        news = select.poll()
+        news.register(self._sock, select.POLLIN)
+        return news
+
+    def shutdown(self) -> None:
+        """Wakes a thread that is blocked in this socket; it gets ConnectionError."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # not connected any more
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def _pass(views: collections.deque[memoryview], nbytes: int) -> None:
+    """Leaves what is behind their first `nbytes`."""
+    while views and nbytes >= views[0].nbytes:
+        nbytes -= views.popleft().nbytes
+    if nbytes:
+        views[0] = views[0][nbytes:]

@@ -1,0 +1,367 @@
+"""The gRPC wire, client side: works through proxies and from any language; pages cross in chunks."""
+
+import contextlib
+import ctypes
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvstore.buffers import Pieces, segments_nbytes
+from kvstore.checksum import joined_leaves, root
+from kvstore.config import MESSAGE_NBYTES_MAX
+from kvstore.deadline import Deadline
+from kvstore.errors import InvalidRequest, ProtocolError, Unavailable
+from kvstore.messages import chunk_frame, chunk_of
+from kvstore.page_hmac import Seals, room, sealed
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from kvstore.sync import NoThread, in_main_thread, run_in_helper_thread, start_thread
+from kvstore.tracing import HEADER, current
+from kvstore.transports.connections import check_process
+from kvstore.transports.frames import fill, runs
+from kvstore.transports.grpc_process import gate
+from kvstore.transports.status import from_status
+from kvstore.transports.tls import ClientTls
+
+# Frames on their way from the thread that makes them to gRPC's, which sends them.
+
+FRAMES_MAX = 2  # that wait to be sent: while one is sent the next one is made
+
+
+class Outbox:
+    """One thread puts, another iterates, any may `end` it. What a frame is made of is read by who puts it alone, so
+    a call that is over touches it no more, however it ended."""
+
+    def __init__(self) -> None:
+        self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(FRAMES_MAX)
+        self._ended = False
+
+    def put(self, frame: bytes) -> bool:
+        """Waits for room. False: nobody takes it, because it was ended."""
+        self._room.acquire()
+        if self._ended:
+            self._room.release()  # the next one does not wait either
+            return False
+        self._frames.put(frame)
+        return True
+
+    def end(self, *_: object) -> None:
+        """No more frames come, or nobody sends them."""
+        self._ended = True
+        self._room.release()
+        self._frames.put(None)
+
+    def __iter__(self) -> Iterator[bytes]:
+        while (frame := self._frames.get()) is not None:
+            self._room.release()
+            yield frame
+
+
+# Refuse compressed answers by their head. Some grpcio that engines have unpack a message without a limit and compare
+# its size afterwards, so that a node could fill an engine's memory.
+IDENTITY_ONLY = 1
+
+_Metadata = tuple[tuple[str, str], ...]
+_METHODS = {
+    "hello": "Hello",
+    "open_namespace": "OpenNamespace",
+    "list_namespaces": "ListNamespaces",
+    "lookup": "Lookup",
+    "verify": "Verify",
+    "remove": "Remove",
+    "pin": "Pin",
+    "unpin": "Unpin",
+    "list": "List",
+    "stat": "Stat",
+    "node_status": "NodeStatus",
+    "remove_namespace": "RemoveNamespace",
+    "forget": "Forget",
+    "flush": "Flush",
+    "scrub": "Scrub",
+    "recover": "Recover",
+    "drain": "Drain",
+    "sweep": "Sweep",
+    "record": "Record",
+}
+
+
+Result = TypeVar("Result")
+
+
+class GrpcWire:
+    """One channel. gRPC multiplexes calls of many threads over it.
+
+    The channel has a condition that all its calls take, in any thread. A signal handler that raises just then leaves it
+    taken, and every later call and `close` would hang: so the main thread does not enter gRPC, another does it.
+    """
+
+    name = "grpc"
+
+    def __init__(self, target: str, authority: str = "", tls: ClientTls | None = None, token: str = "") -> None:
+        """`target`: host:port, which gRPC's own resolver then has to find, or what `grpc_target` makes of addresses;
+        the peer and what is between are told `authority`. `tls`: None: plain. `token`: who asks. Raises Unavailable
+        if files of TLS are no good."""
+        self._pid = os.getpid()
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        if tls is not None and tls.renamed:
+            authority = tls.name  # gRPC compares that, too, with the certificate at each call
+        options = [
+            ("grpc.default_authority", authority or target),
+            ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
+            ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
+            ("grpc.compression_enabled_algorithms_bitset", IDENTITY_ONLY),
+            # A new channel starts without the old one's reconnect pause.
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.enable_http_proxy", 0),
+        ]
+        pems = None if tls is None else tls.pems()
+        named = (
+            () if tls is None else (("grpc.ssl_target_name_override", tls.name),)
+        )  # also of who is called by an address
+
+        def channel() -> grpc.Channel:
+            if pems is None:
+                return grpc.insecure_channel(target, options)
+            credentials = grpc.ssl_channel_credentials(pems.roots, pems.key or None, pems.chain or None)
+            return grpc.secure_channel(target, credentials, [*options, *named])
+
+        self._channel = _in_grpc(channel)
+        self._stub = KVStoreStub(self._channel)  # type: ignore[no-untyped-call]
+        # Frames with page bytes stay in their wire form: see `chunk_frame`.
+        self._put = self._channel.stream_stream("/kvstore.KVStore/Put", None, pb.PutFrameReply.FromString)
+        self._get = self._channel.unary_stream("/kvstore.KVStore/Get", pb.GetRequest.SerializeToString, None)
+        _wires.add(self)
+
+    @property
+    def _told(self) -> _Metadata:
+        """Metadata of a call."""
+        trace = current()
+        return self._metadata if trace is None else (*self._metadata, (HEADER, trace.header()))
+
+    def call(self, op: str, request: Any, deadline: Deadline) -> Any:
+        check_process(self._pid)
+        told, call = self._told, getattr(self._stub, _METHODS[op])
+        try:
+            return _in_grpc(lambda: call(request, timeout=deadline.remaining(), metadata=told))
+        except (grpc.RpcError, ValueError) as error:
+            raise _translated(error) from error
+
+    def put(
+        self, request: pb.PutRequest, pages: Sequence[Pieces], deadline: Deadline, seals: Seals | None = None
+    ) -> list[int]:
+        check_process(self._pid)
+        stream, told = _Stream(), self._told
+        return _in_grpc(partial(self._put_all, stream, told, request, pages, deadline, seals), stream.stop)
+
+    def _put_all(
+        self,
+        stream: "_Stream",
+        told: _Metadata,
+        request: pb.PutRequest,
+        pages: Sequence[Pieces],
+        deadline: Deadline,
+        seals: Seals | None,
+    ) -> list[int]:
+        outbox = Outbox()
+        try:
+            with stream.whole(self._put(iter(outbox), timeout=deadline.remaining(), metadata=told)) as replies:
+                replies.add_done_callback(outbox.end)  # nothing waits for a stream that the node or the time ended
+                outbox.put(pb.PutFrame(begin=request).SerializeToString())
+                verdicts = list(next(replies).begin.verdicts)
+                if len(verdicts) != len(pages):
+                    raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
+                chosen = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
+                if chosen:
+                    _send((sealed(pages[i], request.prefix_hashes[i], seals) for i in chosen), outbox)
+                outbox.end()
+                if chosen:
+                    next(replies)  # of the commit
+                for _ in replies:
+                    pass  # an error would be raised here
+            return verdicts
+        except (grpc.RpcError, ValueError) as error:
+            raise _translated(error) from error
+        except StopIteration as error:
+            raise ProtocolError("the node ended a put without an answer") from error
+        finally:
+            outbox.end()  # gRPC's sending thread waits there; it must not stay
+
+    def get(
+        self,
+        request: pb.GetRequest,
+        buffers: Sequence[Pieces],
+        seeds: Sequence[int],
+        deadline: Deadline,
+        seals: Seals | None = None,
+    ) -> tuple[list[bool], list[int]]:
+        check_process(self._pid)
+        stream, told = _Stream(), self._told
+        return _in_grpc(partial(self._get_all, stream, told, request, buffers, seeds, deadline, seals), stream.stop)
+
+    def _get_all(
+        self,
+        stream: "_Stream",
+        told: _Metadata,
+        request: pb.GetRequest,
+        buffers: Sequence[Pieces],
+        seeds: Sequence[int],
+        deadline: Deadline,
+        seals: Seals | None,
+    ) -> tuple[list[bool], list[int]]:
+        try:
+            with stream.whole(self._get(request, timeout=deadline.remaining(), metadata=told)) as frames:
+                begin = pb.GetFrame.FromString(next(frames)).begin
+                hits = list(begin.hits)
+                found = [i for i, hit in enumerate(hits) if hit]
+                if len(hits) != len(buffers) or len(begin.checksums) != len(found):
+                    raise ProtocolError("the reply to a get does not fit its request")
+                targets = [room(buffers[i], seals) for i in found]
+                made = fill(targets, map(_page_bytes, frames))
+                if next(frames, None) is not None:
+                    raise ProtocolError("the node sent more page bytes than it announced")
+        except (grpc.RpcError, ValueError) as error:
+            raise _translated(error) from error
+        except (StopIteration, InvalidRequest, DecodeError) as error:
+            raise ProtocolError(f"the node's answer to a get is incomplete: {error}") from error
+        corrupt = []
+        for i, target, of, expected in zip(found, targets, made, begin.checksums, strict=True):
+            if root(of, seeds[i]) != expected:
+                hits[i] = False
+                corrupt.append(i)
+            elif seals:
+                hits[i] = seals.fits(request.prefix_hashes[i], target[:-1], target[-1])
+        return hits, corrupt
+
+    def follow(self, number: int, seconds: float, end: Callable[[], object] = lambda: None) -> "Followed":
+        """Views from now on, for so long. `number`: of the one that is known. `end` is called when all is over."""
+        check_process(self._pid)
+        request, told = pb.FollowRequest(number=number), self._told
+        return Followed(lambda: self._stub.Follow(request, timeout=seconds, metadata=told), end)
+
+    def close(self) -> None:
+        """Ends its calls. In a child of a fork it does nothing: the channel is the parent's."""
+        if os.getpid() != self._pid:
+            return
+        close = partial(gate.run, self._channel.close)
+        if in_main_thread():
+            with contextlib.suppress(RuntimeError):
+                start_thread(close, "kvstore-close")  # nobody waits for it
+        else:
+            close()
+
+
+class Followed:
+    """A stream of views, to be iterated once. It begins then; nobody is inside gRPC before."""
+
+    in_grpc = True
+
+    def __init__(self, begin: Callable[[], Any], end: Callable[[], object]) -> None:
+        self._begin, self._at_end = begin, end
+        self._views: Any = None
+        self._cancelled = False
+
+    def __iter__(self) -> Iterator[pb.View]:
+        try:
+            self._views = self._begin()
+            if self._cancelled:
+                return
+            yield from self._views
+        except ValueError as error:
+            raise _translated(error) from error
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # which is how it ends when all is well
+                raise _translated(error) from error
+        finally:
+            self.cancel()
+            self._at_end()
+
+    def cancel(self) -> None:
+        """Ends it, from any thread."""
+        self._cancelled = True
+        views = self._views
+        if views is not None:
+            views.cancel()
+
+
+def _send(pages: Iterable[Pieces], outbox: Outbox) -> None:
+    """The pages, of one or more pieces, in chunks, each page hashed right behind its last one, then the commit."""
+    made = []
+
+    def hashed() -> Iterator[memoryview]:
+        for page in pages:
+            yield from page
+            made.append(joined_leaves(page, segments_nbytes(page)))
+
+    if all(outbox.put(chunk_frame(run)) for run in runs(hashed())):
+        outbox.put(pb.PutFrame(commit=pb.CommitRequest(leaves=made)).SerializeToString())
+
+
+class _Stream:
+    """A call that moves pages. Whatever ends it early, an interrupt of its caller too, ends it at the node."""
+
+    def __init__(self) -> None:
+        self._replies: list[Any] = []
+        self._stopped = False
+
+    @contextlib.contextmanager
+    def whole(self, replies: Any) -> Iterator[Any]:
+        """Around hearing all that it answers."""
+        self._replies.append(replies)
+        try:
+            if self._stopped:
+                replies.cancel()
+            yield replies
+        except BaseException:
+            replies.cancel()
+            raise
+        finally:
+            self._replies.clear()
+
+    def stop(self) -> None:
+        """From another thread: it ends soon."""
+        self._stopped = True
+        for replies in tuple(self._replies):
+            replies.cancel()
+
+
+def _in_grpc(work: Callable[[], Result], stop: Callable[[], object] | None = None) -> Result:
+    """`run_in_helper_thread`, and not while this process forks."""
+    try:
+        return run_in_helper_thread(partial(gate.run, work), stop)
+    except NoThread as error:
+        raise Unavailable(f"gRPC has no thread: {error}") from error
+
+
+def _translated(error: grpc.RpcError | ValueError) -> Exception:
+    if isinstance(error, ValueError):  # how gRPC says that the channel is closed
+        return Unavailable(f"the connection was closed: {error}")
+    return from_status(error.code().value[0], error.details() or error.code().name)
+
+
+def _page_bytes(frame: bytes) -> memoryview:
+    """Of a GetFrame with a chunk; none of any other. Raises DecodeError for what is no GetFrame."""
+    data = chunk_of(frame)
+    return memoryview(pb.GetFrame.FromString(frame).chunk.data) if data is None else data
+
+
+_wires: "weakref.WeakSet[GrpcWire]" = weakref.WeakSet()
+
+
+def _keep_channels() -> None:
+    """In a child of a fork nobody may end its parent's channels: gRPC would wait for threads, and for locks of threads,
+    that are not there. They are never collected, not even when the interpreter ends."""
+    for wire in list(_wires):
+        for kept in (wire._channel, wire._stub, wire._put, wire._get):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+os.register_at_fork(after_in_child=_keep_channels)

@@ -1,0 +1,234 @@
+"""Slots of the node's arena in a client's hands: reserved to be written, acquired to be read.
+
+Both are made and ended by the contexts of `kvstore.transports.shm`. Views are released when the slot is not the
+client's any more, so that a use after that raises ValueError. What a caller made of a view and kept
+(a numpy array) is its own to drop before; one that still stands is InvalidRequest.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import operator
+import os
+from collections.abc import Sequence
+
+from kvstore.buffers import advise
+from kvstore.deadline import Deadline
+from kvstore.errors import InvalidRequest, ProtocolError
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.sync import Event
+from kvstore.transports.connections import Lease, exchange, request_header
+from kvstore.transports.unix_sockets import DescriptorSocket
+
+# A node's arena in this process: mapped once, read and written in place.
+
+_MADV_POPULATE_READ = 22  # Linux 5.14; mmap does not name it
+# Entered into the page table by one call: about 75 us, for which a thread that maps or unmaps memory may wait.
+_POPULATE_STEP_NBYTES = 1 << 20
+_DEPOPULATE_STEP_NBYTES = 64 << 20
+
+
+class ArenaMap:
+    """`nbytes` of the node's memory, shared and writable. Thread-safe.
+
+    There is no `close`: the map goes when the last view of it is gone, so that no thread can touch
+    memory that was unmapped, and memory of a node that died stays valid, if dead, for who still reads.
+
+    `memory`, at `address`, is all of it, for a GPU driver that must be told once which memory to expect. Offsets and
+    views come from the contexts of `kvstore.transports.shm`; other bytes belong to other clients.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """`fd` stays the caller's. Raises ProtocolError if it is not an arena of `nbytes` bytes."""
+        size = os.fstat(fd).st_size
+        if size != nbytes or not nbytes:
+            raise ProtocolError(f"the node passed an arena of {size} bytes and said that it has {nbytes}")
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as error:
+            raise ProtocolError("the node passed a file that is no arena: it can not be sealed") from error
+        if not seals & fcntl.F_SEAL_SHRINK:  # reading behind the end of a file that shrank kills the reader
+            raise ProtocolError("the node passed an arena that could shrink under its readers")
+        self.nbytes = nbytes
+        self._map = mmap.mmap(fd, nbytes)
+        # A forked child may live on when this process is gone and its slots belong to others.
+        self._map.madvise(mmap.MADV_DONTFORK)
+        self.memory = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def check(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+        """Raises ProtocolError if one of these slots lies outside the arena."""
+        if max(map(operator.add, offsets, sizes), default=0) > self.nbytes:
+            for offset, nbytes in zip(offsets, sizes, strict=True):
+                if offset + nbytes > self.nbytes:
+                    raise ProtocolError(f"a slot at {offset}+{nbytes} in an arena of {self.nbytes} bytes")
+
+    def views(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+        """Of slots that were checked."""
+        return [self.memory[offset : offset + nbytes] for offset, nbytes in zip(offsets, sizes, strict=True)]
+
+    def populate(self, stop: Event) -> None:
+        """Enters the arena into this process's page table, until done or told to stop.
+
+        Otherwise the first use of each 4 KiB pays for it, which makes the first pass over the arena
+        three times slower (measured). 75 ms per GiB, in small steps between which others may run.
+        """
+        for start in range(0, self.nbytes, _POPULATE_STEP_NBYTES):
+            try:
+                advise(self._map, _MADV_POPULATE_READ, start, min(_POPULATE_STEP_NBYTES, self.nbytes - start))
+            except OSError:
+                return  # an older kernel: each page enters when it is first used
+            if stop.wait(0.0001):
+                return
+
+    def depopulate(self) -> None:
+        """Takes the arena out of the page table again. Bytes and views stay: who still uses one enters its page anew.
+
+        Python unmaps with the GIL, 60 ms and more for each GiB that is entered, in whichever thread drops the last
+        view; after this, next to nothing is left to do then.
+        """
+        for start in range(0, self.nbytes, _DEPOPULATE_STEP_NBYTES):
+            advise(self._map, mmap.MADV_DONTNEED, start, min(_DEPOPULATE_STEP_NBYTES, self.nbytes - start))
+
+
+# A release is a few bytes, for which a socket has room at once, also that of a node that is stopped. If it has none,
+# this is after the deadline of a call that failed, so short.
+RELEASE_S = 0.1
+
+
+class _Slots:
+    """`offsets`: where each slot is in `arena`. Used by one thread."""
+
+    def __init__(
+        self, lease: Lease[DescriptorSocket], arena: ArenaMap, offsets: list[int], sizes: list[int], writable: bool
+    ) -> None:
+        arena.check(offsets, sizes)
+        self.arena = arena
+        self.offsets = offsets
+        self._sizes = sizes
+        self._writable = writable
+        self._lease = lease
+        self._pages: list[memoryview] | None = None
+        self._dropped = False
+
+    @property
+    def pages(self) -> list[memoryview]:
+        """A view of each slot. Made when they are first asked for: who copies with a GPU needs none."""
+        if self._pages is None:
+            views = self.arena.views(self.offsets, self._sizes)
+            self._pages = views if self._writable else [view.toreadonly() for view in views]
+            if self._dropped:
+                self._drop()
+        return self._pages
+
+    def _drop(self) -> None:
+        self._dropped = True
+        kept = None
+        for view in self._pages or ():
+            try:
+                view.release()
+            except BufferError as error:
+                kept = error
+        if kept is not None:
+            raise InvalidRequest(f"something made of a page's view is still in use; drop it first ({kept})") from kept
+
+
+class ReservedSlots(_Slots):
+    """`verdicts`: a PutVerdict per key. `pages`, `offsets`: of the keys with verdict WRITE, in order: a
+    writable view of `page_nbytes` bytes each, and where in `arena` it is."""
+
+    def __init__(
+        self,
+        lease: Lease[DescriptorSocket],
+        arena: ArenaMap,
+        request: pb.PutRequest,
+        reply: pb.PutReply,
+        deadline: Deadline,
+    ) -> None:
+        self.verdicts: list[int] = list(reply.verdicts)
+        offsets = reply.offsets[:]
+        if len(self.verdicts) != len(request.prefix_hashes) or len(offsets) != self.verdicts.count(pb.WRITE):
+            raise ProtocolError("the reply to a put does not fit its request")
+        super().__init__(lease, arena, offsets, [request.page_nbytes] * len(offsets), writable=True)
+        self._deadline = deadline
+        self._waiting = bool(offsets)
+
+    def commit(self, leaves: Sequence[bytes]) -> None:
+        """The bytes are in place: makes the pages visible. `kvstore.checksum.leaves` of each page. Nothing may
+        write to them any more, neither a thread nor a GPU."""
+        if not self._waiting:
+            raise InvalidRequest("there is nothing to commit: no page was to be written, or it was done already")
+        self._drop()
+        self._lease.connection.arm(self._deadline.remaining())
+        with self._lease as connection:
+            exchange(connection, "commit", pb.CommitRequest(leaves=leaves))
+            connection.holds = False
+        self._waiting = False
+
+    def end(self) -> None:
+        """Gives the slots back if they were not committed."""
+        try:
+            self._drop()
+        finally:
+            if self._waiting:
+                self._waiting = False
+                release(self._lease)
+
+
+class AcquiredSlots(_Slots):
+    """`hits`: a bool per key. `pages`, `checksums`, `offsets`: of the hits, in order: a read-only view
+    each, the checksum that its bytes must have, and where in `arena` it is. Of a request with ranges `pages` and
+    `offsets` have each range of each hit."""
+
+    def __init__(
+        self,
+        lease: Lease[DescriptorSocket],
+        arena: ArenaMap,
+        request: pb.GetRequest,
+        reply: pb.GetReply,
+        page_nbytes: int,
+    ) -> None:
+        self.hits = reply.hits[:]
+        self.checksums = reply.checksums[:]
+        offsets = reply.offsets[:]
+        sizes = [part.nbytes for part in request.ranges] or [page_nbytes]
+        count = self.hits.count(True)
+        fits = len(self.hits) == len(request.prefix_hashes) and len(self.checksums) == count
+        if not fits or len(offsets) != count * len(sizes):
+            raise ProtocolError("the reply to a get does not fit its request")
+        super().__init__(lease, arena, offsets, sizes * count, writable=False)
+
+    def end(self) -> None:
+        """Lets the node evict the pages again."""
+        try:
+            self._drop()
+        finally:
+            if self.offsets:
+                release(self._lease)
+
+
+def release(lease: Lease[DescriptorSocket]) -> None:
+    """Sent even when the deadline passed or the exchange before failed: without it the node, which can
+    not tell a client that is still writing from one that is not, keeps the slots until the process ends. Not behind
+    half a frame: of a request that did not arrive the node holds nothing."""
+    if not give_back(lease.connection):
+        lease.in_step = False
+
+
+def give_back(connection: DescriptorSocket) -> bool:
+    """Tells the node that this connection holds no slots. False: it could not be told."""
+    if connection.torn:
+        return False
+    try:
+        connection.arm(RELEASE_S)
+        connection.send_frame(request_header("release", pb.ReleaseRequest()), at_once=True)
+    except OSError:
+        return False
+    connection.holds = False
+    return True
+
+
+def let_go(connection: DescriptorSocket) -> None:
+    """Before a connection is closed of which nobody gave back what it holds: an interrupt came twice."""
+    if connection.holds:
+        give_back(connection)

@@ -1,0 +1,366 @@
+"""The shared-memory wire, client side: requests over a Unix socket, page bytes in the node's own memory,
+which is mapped here.
+
+    put   {put} -> verdicts, offsets; write in place; {commit} -> reply
+    get   {get} -> hits, checksums, offsets; read in place; {release}, not answered
+
+What the node reserved or held stays as it is for as long as this process lives or until it is
+released: no time limit, and no eviction under a reader (docs/decisions/0009).
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from kvstore.buffers import HELD_NBYTES_MAX, Pieces, copy, copying, segments_nbytes, zip_segments
+from kvstore.checksum import Leaves, root
+from kvstore.config import MESSAGE_NBYTES_MAX, PATH_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
+from kvstore.deadline import Deadline
+from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
+from kvstore.page_hmac import Seals, room, sealed
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.secrets import token_of
+from kvstore.sync import Event, start_thread
+from kvstore.transports.connections import (
+    ConnectionPool,
+    Lease,
+    common_version,
+    exchange,
+    greeting,
+    parse_reply,
+    request_header,
+)
+from kvstore.transports.mapped_memory import AcquiredSlots, ArenaMap, ReservedSlots, let_go, release
+from kvstore.transports.parallel import ParallelTransfer, split, stream_count
+from kvstore.transports.unix_sockets import DescriptorSocket, connected
+from kvstore.transports.view_stream import FrameViews
+
+log = logging.getLogger(__name__)
+# Copied, then hashed while a core's own cache still has them: 1 MiB and its copy are as much as that holds.
+STEP_NBYTES = 512 << 10
+# Copied and hashed a second; slower than this a thread waits for the GIL, which both give up.
+CROWDED_BELOW = 400e6
+
+T = TypeVar("T")
+Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
+
+
+def socket_here(node_path: str, config: ClientConfig) -> str:
+    """Where the socket lies that is at `node_path` where the node is."""
+    return os.path.join(config.shm_dir, os.path.basename(node_path)) if config.shm_dir else node_path
+
+
+class ShmWire:
+    """Connections to one run of one node, and the map of its arena.
+
+    `elsewhere`: the node's socket was not found here, as is normal with a node on another host.
+    """
+
+    name = "shm"
+
+    def __init__(
+        self,
+        node_path: str,
+        instance_id: bytes,
+        config: ClientConfig,
+        version: int = PROTOCOL_VERSION,
+        is_here: bool = False,
+    ) -> None:
+        """`node_path`: the socket's path where the node is, which may be mounted elsewhere here; `is_here`: the path
+        here. It speaks this `version`. `instance_id`: of the run of the node; empty: the one that answers first."""
+        self.hello = pb.HelloReply()  # to the first connection
+        self._version = version
+        self._config = config
+        self._path = node_path if is_here else socket_here(node_path, config)
+        self._instance_id = instance_id
+        self._pool = ConnectionPool(self._path, self._connect, config.connections_max, let_go)
+        self._lock = threading.Lock()
+        self._arena: ArenaMap | None = None
+        self._closed = Event()
+        self._abreast = ParallelTransfer()
+        self.elsewhere = False
+
+    @property
+    def arena(self) -> ArenaMap:
+        assert self._arena is not None, "there is none before the first connection"
+        return self._arena
+
+    def connect(self, deadline: Deadline) -> None:
+        """Makes sure that the arena is mapped. Raises Unavailable or ProtocolError."""
+        try:
+            os.stat(self._path)
+        except FileNotFoundError as error:
+            self.elsewhere = True
+            raise Unavailable(f"the node's socket {self._path} does not exist here") from error
+        except OSError as error:  # such as a folder that may not be entered
+            raise Unavailable(f"the node's socket {self._path} can not be reached: {error}") from error
+        with self._pool.connection(deadline):
+            pass
+
+    def greet(self, deadline: Deadline) -> pb.HelloReply:
+        """As that of `BulkWire`."""
+        try:
+            self.connect(deadline)
+        except ProtocolError:
+            self._version = PROTOCOL_VERSION - 1
+            self.connect(deadline)
+        self._version = common_version(self.hello)
+        return self.hello
+
+    def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
+        """As that of `BulkWire`."""
+        return FrameViews(self._pool.separate(deadline), number, seconds, deadline, self._pool.raise_named)
+
+    def call(self, op: str, request: Any, deadline: Deadline) -> Any:
+        with self._pool.connection(deadline) as connection:
+            return exchange(connection, op, request)[0]
+
+    # ---- in place ------------------------------------------------------------------------
+
+    def reserving(
+        self, request: pb.PutRequest, deadline: Deadline, until: Deadline | None = None
+    ) -> contextlib.AbstractContextManager[ReservedSlots]:
+        """Slots to write in; leaving the context without a commit gives them back. `until`: the deadline of the
+        commit, if it is another one."""
+        commit = until or deadline
+        return self._slots(
+            "put", request, lambda lease, reply: ReservedSlots(lease, self.arena, request, reply, commit), deadline
+        )
+
+    def acquiring(
+        self, request: pb.GetRequest, page_nbytes: int, deadline: Deadline
+    ) -> contextlib.AbstractContextManager[AcquiredSlots]:
+        """Slots to read from, until the context is left."""
+        return self._slots(
+            "get", request, lambda lease, reply: AcquiredSlots(lease, self.arena, request, reply, page_nbytes), deadline
+        )
+
+    @contextlib.contextmanager
+    def _slots(
+        self, op: str, request: Any, make: Callable[[Lease[DescriptorSocket], Any], Slots], deadline: Deadline
+    ) -> Iterator[Slots]:
+        lease = self._pool.lease(deadline)
+        try:
+            try:
+                with lease as connection:
+                    connection.holds = True
+                    slots = make(lease, exchange(connection, op, request)[0])
+                try:
+                    yield slots
+                except BaseException:
+                    with contextlib.suppress(InvalidRequest):  # a view in use: what ended the context says more
+                        slots.end()
+                    raise
+                slots.end()
+                connection.holds = False
+            except BaseException:
+                # The answer may be on its way, or an interrupt came before the node was told; twice does no harm.
+                release(lease)
+                raise
+        finally:
+            lease.end()
+
+    # ---- with the caller's buffers -------------------------------------------------------
+
+    def put(
+        self, request: pb.PutRequest, pages: Sequence[Pieces], deadline: Deadline, seals: Seals | None = None
+    ) -> list[int]:
+        with self.reserving(request, deadline) as reserved:
+            chosen = [i for i, verdict in enumerate(reserved.verdicts) if verdict == pb.WRITE]
+
+            def write(number: int) -> bytes:
+                i = chosen[number]
+                return _write_page(reserved.pages[number], sealed(pages[i], request.prefix_hashes[i], seals))
+
+            leaves = self._each(write, len(chosen), request.page_nbytes, deadline)
+            if chosen:
+                reserved.commit(leaves)
+            return reserved.verdicts
+
+    def get(
+        self,
+        request: pb.GetRequest,
+        buffers: Sequence[Pieces],
+        seeds: Sequence[int],
+        deadline: Deadline,
+        seals: Seals | None = None,
+    ) -> tuple[list[bool], list[int]]:
+        nbytes = (segments_nbytes(buffers[0]) if buffers else 0) + (seals.nbytes if seals else 0)
+        count = max(1, len(request.ranges))  # of the parts of each hit
+        with self.acquiring(request, nbytes, deadline) as acquired:
+            hits = acquired.hits
+            found = [i for i, hit in enumerate(hits) if hit]
+
+            def read(number: int) -> bool:
+                i, parts = found[number], acquired.pages[number * count : (number + 1) * count]
+                target = room(buffers[i], seals)
+                intact = root(_read_page(target, parts), seeds[i]) == acquired.checksums[number]
+                if intact and seals and not seals.fits(request.prefix_hashes[i], target[:-1], target[-1]):
+                    hits[i] = False
+                return intact
+
+            intact = self._each(read, len(found), nbytes, deadline)
+            corrupt = [i for i, good in zip(found, intact, strict=True) if not good]
+            for i in corrupt:
+                hits[i] = False
+            return hits, corrupt
+
+    def _each(self, work: Callable[[int], T], count: int, nbytes: int, deadline: Deadline) -> list[T]:
+        """What `work` makes of each of so many pages, of each of which it moves `nbytes`: by several threads where
+        there are cores for them, of which none touches a page any more when this ends."""
+
+        def of_share(share: slice) -> list[T]:
+            made = []
+            for number in range(count)[share]:
+                deadline.remaining()
+                made.append(work(number))
+            return made
+
+        lanes = stream_count(count, nbytes)
+        if lanes == 1:
+            return of_share(slice(count))
+        made = []
+        for result in self._abreast.run([functools.partial(of_share, share) for share in split(count, lanes)]):
+            if isinstance(result, KVStoreError):
+                raise result
+            made += result
+        return made
+
+    # ---- connecting ----------------------------------------------------------------------
+
+    def _connect(self, deadline: Deadline) -> DescriptorSocket:
+        limit = deadline.sooner(self._config.connect_timeout_s)
+        connection = DescriptorSocket(self._connected(limit), self._version)
+        with greeting(connection, self._path, limit):
+            uid = connection.peer.uid
+            # Who could put a socket where the node's should be would be handed our pages.
+            if uid not in (os.geteuid(), 0) and not self._config.shm_dir:
+                raise Unavailable(f"{self._path} is served by uid {uid}; set shm_dir if that is as it should be")
+            hello = pb.HelloRequest(protocol_version=self._version, token=token_of(self._config))
+            with _own_pidfd() as pidfd:
+                connection.send_frame_with(pidfd, request_header("hello", hello))
+            header, _, fd = connection.recv_frame_with(MESSAGE_NBYTES_MAX)
+            try:
+                reply = parse_reply("hello", header)
+                if reply.instance_id != (self._instance_id or reply.instance_id):
+                    self.elsewhere = True
+                    raise Unavailable(f"{self._path} is another node's, or the node was restarted")
+                self._map(fd, reply.arena_nbytes)
+                if not self.hello.ByteSize():
+                    self.hello, self._instance_id = reply, reply.instance_id
+            finally:
+                if fd is not None:
+                    os.close(fd)
+        return connection
+
+    def _connected(self, limit: Deadline) -> socket.socket:
+        if len(os.fsencode(self._path)) > PATH_NBYTES_MAX:
+            raise Unavailable(f"{self._path} is longer than a Unix socket's path may be; set a shorter shm_dir")
+        try:
+            return connected(self._path, limit.remaining())
+        except TimeoutError as error:
+            raise Unavailable(f"no connection to {self._path} in {limit.seconds:.3g} s") from error
+
+    def _map(self, fd: int | None, nbytes: int) -> None:
+        """All connections are to one run of the node, so the first one's arena is everybody's."""
+        if fd is None:
+            raise ProtocolError("the node passed no arena")
+        with self._lock:
+            if self._arena is not None:
+                return
+            self._arena = arena = ArenaMap(fd, nbytes)
+        _beside("kvstore-populate", lambda: arena.populate(self._closed))
+
+    def close(self) -> None:
+        """Closes idle connections; those in use close when their call or context ends. The map goes
+        with the last view of it."""
+        if self._pool.forked:
+            return self._pool.close()
+        with self._lock:
+            arena = None if self._closed.is_set() else self._arena
+            self._closed.set()
+        self._pool.close()
+        self._abreast.close()
+        if arena is not None:
+            _beside("kvstore-depopulate", arena.depopulate)
+
+
+def _beside(name: str, work: Callable[[], None]) -> None:
+    """In a thread of its own. Where none can be had the arena's page tables are as they are, which is only slower."""
+    try:
+        start_thread(work, name)
+    except RuntimeError as error:
+        log.warning("no thread for %s: %s", name, error)
+
+
+@contextlib.contextmanager
+def _own_pidfd() -> Iterator[int]:
+    """By it the node learns for certain that this process is gone, in whatever container it is."""
+    try:
+        pidfd = os.pidfd_open(os.getpid())
+    except OSError as error:
+        raise Unavailable(f"shared memory needs pidfd_open, Linux 5.3 or newer: {error}") from error
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+class _Pace:
+    """In which steps pages are copied and hashed. After each step the GIL is asked for twice, which takes a few us,
+    and beside a thread that computes 5 ms each time: there it is one step for all that is left. One for the process,
+    as the GIL is."""
+
+    def __init__(self) -> None:
+        self._crowded = False
+
+    def end_of_step(self, start: int, nbytes: int) -> int:
+        """No short one remains."""
+        return nbytes if self._crowded or nbytes - start < 2 * STEP_NBYTES else start + STEP_NBYTES
+
+    def took(self, nbytes: int, seconds: float) -> None:
+        self._crowded = nbytes < seconds * CROWDED_BELOW
+
+
+_pace = _Pace()
+
+
+def _write_page(slot: memoryview, page: Pieces) -> bytes:
+    """Copies the pieces of a page and hashes the caller's bytes. Returns their leaves."""
+    running = Leaves(segments_nbytes(page))
+    for target, piece in zip_segments([slot], page):
+        _copy_hashed(target, piece, piece, running)
+    return running.digest()
+
+
+def _read_page(page: Pieces, parts: Sequence[memoryview]) -> bytes:
+    """Copies the parts one after the other and hashes the copy: that, not the slot, is what the caller
+    is going to use. Returns its leaves."""
+    running = Leaves(segments_nbytes(page))
+    for target, part in zip_segments(page, parts):
+        _copy_hashed(target, part, target, running)
+    return running.digest()
+
+
+def _copy_hashed(target: memoryview, source: memoryview, hashed: memoryview, running: Leaves) -> None:
+    """Step by step; `hashed` is one of the two."""
+    nbytes = source.nbytes
+    if nbytes <= HELD_NBYTES_MAX:
+        copy(target, source)
+        running.update(hashed)
+        return
+    with copying(target, source) as copy_piece:
+        start, began = 0, time.perf_counter()
+        while start < nbytes:
+            end = _pace.end_of_step(start, nbytes)
+            copy_piece(start, end)
+            running.update(hashed[start:end])
+            ended = time.perf_counter()
+            _pace.took(end - start, ended - began)
+            start, began = end, ended

@@ -1,0 +1,268 @@
+"""TLS of a client: whom it believes, what it shows, and in plain words why a node could not be greeted.
+
+tls_ca, tls_cert, tls_key --> files --looked at for each connection--> bulk: a context; gRPC: the same bytes
+tls_name, or else the host --> the name that the node's certificate must have
+"""
+
+import contextlib
+import re
+import socket
+import ssl
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvstore.certificates import PemFiles, Pems
+from kvstore.config import PROTOCOL_VERSION, ClientConfig
+from kvstore.errors import ConfigError, Unavailable
+from kvstore.transports.frames import FrameSocket
+
+# A `FrameSocket` over TLS 1.3: frames and page bytes, encrypted in memory beside the socket.
+#
+#     send      page bytes --encrypt--> records --> socket          128 KiB at a time, 8 records in one system call
+#     receive   socket --> records --decrypt--> the memory they are for
+#
+# Python's own TLS socket knows neither the kernel's timeouts nor MSG_WAITALL, takes two system
+# calls for each record of 16 KiB, and reads what is still encrypted as if it were not once
+# another thread has shut it down. Here the socket stays the plain one that it was, with its
+# deadlines, and whoever shuts it down or looks whether it is quiet knows of no TLS.
+
+# Encrypted and sent, or received, at a time. Each connection that has moved pages keeps three times as much memory.
+STEP_NBYTES = 128 << 10
+RECORD_NBYTES = 17 << 10  # the largest record of TLS: until pages come, no more is received at a time
+# What a node without a place says in place of its part of a handshake, which would cost what the limit saves: a record
+# (alert, TLS 1.2 as in all records, 2 bytes) with a fatal `internal_error`, which RFC 8446 has for a lack of memory.
+NO_PLACE = bytes((21, 3, 3, 0, 2, 2, 80))
+_NO_PLACE_REASON = "ALERT_INTERNAL_ERROR"  # as OpenSSL calls it
+
+
+def means_no_place(error: ssl.SSLError) -> bool:
+    return _NO_PLACE_REASON in (error.reason or "")
+
+
+class TlsFrameSocket(FrameSocket):
+    """Used like a plain one, once `handshake` is over. Raises ssl.SSLError, an OSError, for what is no TLS, for a
+    certificate that is not believed, and for bytes that were changed on the way."""
+
+    def __init__(self, sock: Any, context: ssl.SSLContext, name: str = "", version: int = PROTOCOL_VERSION) -> None:
+        """`name`: that the peer's certificate must have; none: the peer is the client."""
+        super().__init__(sock, version)
+        self._encrypted, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._encrypted, self._to_send, server_side=not name, server_hostname=name or None)
+        self._record = memoryview(bytearray(RECORD_NBYTES))
+
+    def handshake(self) -> None:
+        """By the time that was armed."""
+        while True:
+            try:
+                self._tls.do_handshake()
+                return self._flush()
+            except ssl.SSLWantReadError:
+                self._flush()
+            except ssl.SSLError:
+                self._tell()
+                raise
+            self._check_deadline("greet")
+            with contextlib.suppress(BlockingIOError):
+                self._fetch()
+
+    @property
+    def certificate(self) -> Mapping[str, Any]:
+        return self._tls.getpeercert() or {}
+
+    # ---- sending -------------------------------------------------------------------------
+
+    def send(self, data: bytes | memoryview, at_once: bool = False) -> None:
+        view = memoryview(data)
+        while view.nbytes:
+            self._tls.write(view[:STEP_NBYTES])
+            self._flush(at_once)
+            view = view[STEP_NBYTES:]
+
+    def _send_some(self, views: list[memoryview]) -> int:
+        moved = 0
+        for view in views:
+            moved += self._tls.write(view[: STEP_NBYTES - moved])
+            if moved == STEP_NBYTES:
+                break
+        self._flush()
+        return moved
+
+    def _flush(self, at_once: bool = False) -> None:
+        """What was encrypted is on its way, or the connection is lost: nobody could go on in the middle of it."""
+        if not self._to_send.pending:
+            return
+        try:
+            super().send(self._to_send.read(), at_once)
+        except BaseException:
+            self.torn = True
+            raise
+
+    def _tell(self) -> None:
+        """The peer, why this ends."""
+        with contextlib.suppress(OSError):
+            self._flush()
+
+    # ---- receiving -----------------------------------------------------------------------
+
+    def _receive(self, view: memoryview, flags: int = 0) -> int:
+        """Of one record, which is decrypted to where it is wanted."""
+        fetched = False
+        while True:
+            try:
+                return self._tls.read(view.nbytes, view)  # type: ignore[return-value]
+            except ssl.SSLWantReadError:
+                if fetched:  # half a record: its end has no more time than was armed
+                    self._check_deadline("receive")
+                self._flush()  # an answer of TLS's own, such as a new key's
+                fetched = self._fetch(view.nbytes)
+            except ssl.SSLZeroReturnError:
+                return 0
+            except ssl.SSLError:
+                self._tell()
+                raise
+
+    def _recv_some(self, views: list[memoryview]) -> int:
+        moved = 0
+        for view in views:
+            self.recv_into(view[: STEP_NBYTES - moved])
+            moved += min(view.nbytes, STEP_NBYTES - moved)
+            if moved == STEP_NBYTES:
+                break
+        return moved
+
+    def _fetch(self, wanted_nbytes: int = 0) -> bool:
+        """More of what is encrypted. BlockingIOError when the socket's timeout passed."""
+        if wanted_nbytes > self._record.nbytes:
+            self._record = memoryview(bytearray(STEP_NBYTES))
+        got = self._sock.recv_into(self._record)
+        if got == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        self._encrypted.write(self._record[:got])
+        return True
+
+    @property
+    def quiet(self) -> bool:
+        """What is decrypted and was not asked for is no quiet either."""
+        return super().quiet and not self._tls.pending() and not self._encrypted.pending
+
+
+PROBE_S = 0.5  # to find out why a node could not be reached over gRPC, which says little
+
+# Of OpenSSL's reasons, and what they mean to who runs a client.
+_MEANINGS = {
+    "CERTIFICATE_HAS_EXPIRED": "the node's certificate has expired; renew it, or set this host's clock",
+    "CERTIFICATE_IS_NOT_YET_VALID": "the node's certificate is not valid yet; set this host's clock, or the node's",
+    "MISMATCH": "the node's certificate does not name {name}; call it by a name that it has, or set tls_name to one",
+    "CERTIFICATE_VERIFY_FAILED": "the node's certificate is not from an authority in tls_ca={ca}",
+    "ALERT_CERTIFICATE_REQUIRED": "the node asks for a client certificate (--tls-client-ca); set tls_cert and tls_key",
+    "ALERT_UNKNOWN_CA": "the node does not know the authority of tls_cert={cert} (its --tls-client-ca)",
+    "ALERT_CERTIFICATE_EXPIRED": "the node says that tls_cert={cert} has expired; renew it, or set the node's clock",
+    "ALERT_(BAD_CERTIFICATE|CERTIFICATE_UNKNOWN|UNSUPPORTED|DECRYPT)": "the node does not take tls_cert={cert}",
+    "ALERT_PROTOCOL_VERSION|UNSUPPORTED_PROTOCOL": "the other side speaks no TLS 1.3",
+    "WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH|HTTP_REQUEST": "the other side speaks no TLS; start the "
+    "node with --tls-cert and --tls-key, or this client without tls_ca",
+}
+SPEAKS_TLS = "the node speaks TLS; name the authority of its certificate with tls_ca (KVSTORE_TLS_CA)"
+
+
+class ClientTls:
+    """Of all connections to one host. Thread-safe."""
+
+    def __init__(self, config: ClientConfig, host: str) -> None:
+        self.name = config.tls_name or host
+        self.renamed = bool(config.tls_name)
+        self._config = config
+        self.files = PemFiles(config.tls_ca, config.tls_cert, config.tls_key)
+        self._made: tuple[Pems, ssl.SSLContext] | None = None
+
+    def pems(self) -> Pems:
+        """For a new connection. Raises Unavailable: without them there is none, and there is no other way."""
+        try:
+            return self.files.look()
+        except ConfigError as error:
+            raise Unavailable(str(error)) from error
+
+    def context(self) -> ssl.SSLContext:
+        """For a new connection of ours. Raises Unavailable."""
+        pems, made = self.pems(), self._made
+        if made is None or made[0] is not pems:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # which verifies certificate and name
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            try:
+                made = self._made = pems, pems.into(context)
+            except OSError as error:
+                raise Unavailable(f"TLS: {error}") from error
+        return made[1]
+
+    @property
+    def refused(self) -> str:
+        """What it means when the node hangs up on who has greeted it well."""
+        cert = self._config.tls_cert
+        if not cert:
+            return "the node hung up: it asks for client certificates (--tls-client-ca); set tls_cert and tls_key"
+        return f"the node hung up: tls_cert={cert} has expired, or is not from an authority in its --tls-client-ca"
+
+    def meaning(self, error: OSError) -> str:
+        """What is wrong, and its remedy."""
+        said = str(error)
+        sign = re.sub("[^A-Z]+", "_", said.upper())
+        config = self._config
+        told = next((told for reason, told in _MEANINGS.items() if re.search(reason, sign)), "")
+        told = told.format(name=self.name, ca=config.tls_ca, cert=config.tls_cert or "(none)")
+        return f"{told} ({said})" if told else said
+
+
+def client_tls(config: ClientConfig, host: str) -> ClientTls | None:
+    """None: this client speaks plainly."""
+    return ClientTls(config, host) if config.tls_ca else None
+
+
+def check_tls(config: ClientConfig) -> None:
+    """Raises ConfigError for files that can never work. An expired certificate may be renewed before it is needed."""
+    tls = client_tls(config, "")
+    if tls is not None:
+        tls.files.look()
+
+
+def why_not(found: Sequence[str], port: int, tls: ClientTls | None, seconds: float) -> str:
+    """What TLS has to do with it that the gRPC port of a node could not be reached; empty: nothing. One handshake with
+    each address, of at most so many seconds in all."""
+    for address in found:
+        with contextlib.suppress(OSError), socket.create_connection((address, port), seconds / len(found)) as sock:
+            if said := _plain(sock) if tls is None else greeted(sock, tls):
+                return said
+    return ""
+
+
+def shown(sock: socket.socket) -> bytes:
+    """The certificate that is shown to anybody, in PEM form, believed or not; it takes the socket. Raises OSError for
+    who speaks no TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said to it
+    with context.wrap_socket(sock) as wrapped:
+        return ssl.DER_cert_to_PEM_cert(wrapped.getpeercert(binary_form=True) or b"").encode()
+
+
+def _plain(sock: socket.socket) -> str:
+    """Whether a TLS server is there that a plain client was talking to."""
+    try:
+        shown(sock)
+    except ssl.SSLError as error:
+        return SPEAKS_TLS if "ALERT" in str(error.reason) else ""
+    return SPEAKS_TLS
+
+
+def greeted(sock: socket.socket, tls: ClientTls) -> str:
+    """What keeps a client from greeting the node at the other end; empty: nothing. It takes the socket."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    try:
+        with tls.pems().into(context).wrap_socket(sock, server_hostname=tls.name) as greeted:
+            # Of TLS 1.3 a server says only then what it thinks of our certificate; gRPC's says it by hanging up.
+            return "" if greeted.recv(1) else tls.refused
+    except TimeoutError:
+        return ""
+    except (ConnectionResetError, ssl.SSLEOFError):
+        return tls.refused
+    except ssl.SSLError as error:
+        return tls.meaning(error)

@@ -1,0 +1,111 @@
+"""Unix sockets: who is at the other end, and frames that bring an open descriptor along."""
+
+import array
+import os
+import socket
+import struct
+from typing import NamedTuple
+
+from kvstore.config import PATH_NBYTES_MAX, PROTOCOL_VERSION
+from kvstore.errors import ConfigError
+from kvstore.transports.frames import FrameSocket, pack_fixed, set_timeout
+
+_UCRED = struct.Struct("@iII")
+_FD_NBYTES = array.array("i").itemsize
+
+
+class Peer(NamedTuple):
+    """The process at the other end, as it was when it connected. `pid` is 0 if it is in a container
+    whose processes can not be seen from here."""
+
+    pid: int
+    uid: int
+
+
+def peer_of(sock: socket.socket) -> Peer:
+    pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return Peer(pid, uid)
+
+
+def check_path(path: str, setting: str) -> None:
+    """Raises ConfigError if no socket can have this path."""
+    nbytes = len(os.fsencode(path))
+    if nbytes > PATH_NBYTES_MAX:
+        raise ConfigError(
+            f"{setting}={path!r} has {nbytes} bytes; a Unix socket's path has at most {PATH_NBYTES_MAX}, "
+            "choose a shorter directory"
+        )
+    if not os.path.isabs(path):
+        raise ConfigError(f"{setting}={path!r} must be an absolute path")
+
+
+def connected(path: str, seconds: float) -> socket.socket:
+    """Raises TimeoutError if the listener takes no connection in that time.
+
+    The kernel waits, as a blocking socket is told: with Python's own timeout a connection is refused at once while
+    the listener's backlog is full, which many clients that come together do to a healthy node.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        set_timeout(sock, socket.SO_SNDTIMEO, seconds)
+        sock.connect(path)
+    except BlockingIOError as error:
+        sock.close()
+        raise TimeoutError(f"{path} took no connection in {seconds:g} s") from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+class DescriptorSocket(FrameSocket):
+    """A connected Unix stream socket. A frame may bring one descriptor along, on its first byte."""
+
+    def __init__(self, sock: socket.socket, version: int = PROTOCOL_VERSION) -> None:
+        super().__init__(sock, version)
+        self.peer = peer_of(sock)
+
+    def send_frame_with(self, fd: int, header: bytes) -> None:
+        """Sends a frame without payload and a copy of `fd`, which stays the caller's."""
+        frame = pack_fixed(len(header), 0, self.version) + header
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        sent = 0
+        while not sent:  # the descriptor goes with the first byte, so only a first byte is waited for here
+            self._check_deadline("send")
+            try:
+                sent = self._sock.sendmsg([frame], rights)
+            except BlockingIOError:
+                pass
+        self.send(frame[sent:])
+
+    def recv_frame_with(self, header_nbytes_max: int) -> tuple[bytes, int, int | None]:
+        """(header, payload_nbytes, fd); the descriptor, if one came, is the caller's to close.
+
+        No other way lets one in: `recv_frame` has no room for any, and the kernel closes those.
+        """
+        assert not self._early.nbytes, "a descriptor comes with the first byte of a frame"
+        while True:
+            self._check_deadline("receive")
+            try:
+                # CMSG_LEN and not CMSG_SPACE: the padding of the latter would take a second descriptor.
+                data, rights, _, _ = self._sock.recvmsg(
+                    self._ahead.nbytes, socket.CMSG_LEN(_FD_NBYTES), socket.MSG_CMSG_CLOEXEC
+                )
+                break
+            except BlockingIOError:
+                pass
+        if not data:
+            raise ConnectionResetError("the peer closed the connection")
+        self._ahead[: len(data)] = data
+        self._early = self._ahead[: len(data)]
+        fds = array.array("i")
+        for level, kind, content in rights:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(content[: len(content) // _FD_NBYTES * _FD_NBYTES])
+        try:
+            header, payload_nbytes = self._recv_header(header_nbytes_max)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return header, payload_nbytes, fds[0] if fds else None

@@ -1,0 +1,91 @@
+"""Views of the cluster by frames: long polls of `follow`, one after the other, on a connection of their own."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from kvstore.deadline import Deadline
+from kvstore.errors import ProtocolError
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.transports.connections import exchange
+from kvstore.transports.frames import FrameSocket
+
+ANSWER_S = 5.0  # that a node has for an answer, beside what it is asked to wait
+EARLY_S = 1.0  # before that time it says of no view that there is none
+
+
+class Views(Protocol):
+    """What a member tells from now on. Iterating raises KVStoreError when it can not go on. `in_grpc`: whoever iterates
+    is inside gRPC, and a fork has to wait until he is not."""
+
+    in_grpc: bool
+
+    def __iter__(self) -> Iterator[pb.View]: ...
+
+    def cancel(self) -> object: ...
+
+
+class FrameViews:
+    """To be iterated once; ends after `seconds`, or when somebody cancels it.
+
+    A fork does it no harm: a child has a copy of the socket, which nobody there uses, and not the thread.
+    """
+
+    in_grpc = False
+
+    def __init__(
+        self,
+        connection: FrameSocket,
+        number: int,
+        seconds: float,
+        deadline: Deadline,
+        raise_named: Callable[[BaseException, Deadline], None],
+    ) -> None:
+        """Takes the connection. `number`: of the view that is known. Asks once without waiting, so that a node that
+        knows no such request says so here: ProtocolError. `raise_named`: as `ConnectionPool` has it."""
+        self._connection = connection
+        self._number = number
+        self._end = time.monotonic() + seconds
+        self._raise_named = raise_named
+        self._cancelled = False
+        self._first = self._ask(0.0, deadline)
+
+    def __iter__(self) -> Iterator[pb.View]:
+        try:
+            view = self._first
+            while True:
+                if _is_one(view):
+                    # What this member has told, though it is older than what others did: it is not to be told again.
+                    self._number = view.number
+                    yield view
+                left_s = self._end - time.monotonic()
+                if left_s <= 0 or self._cancelled:
+                    return
+                view = self._ask(left_s, Deadline(left_s + ANSWER_S))
+                if not _is_one(view) and self._end - time.monotonic() > EARLY_S:  # and so it would go on all the time
+                    raise ProtocolError("a node that was to wait for a view did not wait")
+        finally:
+            self.cancel()
+            self._connection.close()
+
+    def _ask(self, wait_s: float, deadline: Deadline) -> pb.View:
+        """An empty view: there was none in that time."""
+        request = pb.FollowRequest(number=self._number, wait_ms=round(1000 * wait_s))
+        try:
+            self._connection.arm(deadline.remaining())
+            view: pb.View = exchange(self._connection, "follow", request)[0]
+        except BaseException as error:
+            self.cancel()
+            self._connection.close()
+            self._raise_named(error, deadline)
+            raise
+        return view
+
+    def cancel(self) -> None:
+        """Ends it, from any thread, at the node, too. Children of forks have the socket: closing would not do."""
+        self._cancelled = True
+        self._connection.shutdown()
+
+
+def _is_one(view: pb.View) -> bool:
+    return bool(view.members or view.number)

@@ -1,0 +1,235 @@
+"""Who there is: the identities that are in force, read again when their file changes."""
+
+import logging
+import math
+import stat
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvstore.errors import ConfigError, Unauthenticated
+from kvstore.identities import ALL, Identities, Principal, Role, parse, share_of, token_hash
+from kvstore.secrets import look_at, read_guarded, stamp
+from node.auth.quotas import tenant_of
+
+# Who asks: the caller of a request, and who may be one without a credential.
+
+EVERYBODY = Principal("everybody", ALL, Role.ADMIN)  # at a node that asks nobody who he is
+ITSELF = Principal("the node itself", ALL, Role.ADMIN)
+
+
+def nobody() -> Principal:
+    raise Unauthenticated("this node asks who you are: set a token (KVSTORE_TOKEN) or a client certificate")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Of a request. `peer` is whose share it counts to; `gone` says that nobody waits for the answer any more.
+    `may_wait`: for other nodes, without keeping others from their answers. `who` raises Unauthenticated, also when
+    what it was known by is not valid any more. `at`: the address, where `peer` is a tenant. `wire`: on which he
+    asks."""
+
+    peer: str
+    gone: Callable[[], bool] = lambda: False
+    may_wait: bool = True
+    who: Callable[[], Principal] = nobody
+    at: str = ""
+    wire: str = ""
+
+
+THE_NODE = Caller("the node itself", who=lambda: ITSELF)
+
+
+# Files that may change while the node runs: looked at once a second.
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+
+
+class FileReloader:
+    """A thread that calls each of `looks`; one that breaks harms no other."""
+
+    def __init__(self, looks: Sequence[Callable[[], None]]) -> None:
+        self._looks = looks
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(EVERY_S):
+            for look in self._looks:
+                try:
+                    look()
+                except Exception:
+                    log.exception("a file could not be looked at")
+
+
+FILE_NBYTES_MAX = 16 << 20
+
+
+class Access:
+    """Thread-safe: what is in force is replaced as a whole. Without a file the node is `open`: everybody may do
+    everything."""
+
+    def __init__(
+        self,
+        path: str,
+        arena_for: Collection[str] = (),
+        check_quota: Callable[[Mapping[str, str]], object] = lambda fields: None,
+    ) -> None:
+        """`arena_for`: tenants that may map this node's memory. Raises ConfigError for a file that can not be read, or
+        that others may write."""
+        self._file = f"identities={path}"
+        self.open = not path
+        self._arena_for = arena_for
+        self._check_quota = check_quota
+        self._identities = Identities()
+        self._signature: tuple[int, ...] = ()
+        self._seen: tuple[int, ...] = ()  # of the last look that found a change
+        self._failed: str = ""  # said already
+        self.on_change: Callable[[Identities], None] = lambda identities: None
+        if path:
+            self._signature = self._looked()
+            self._take(self._read())
+
+    @property
+    def identities(self) -> Identities:
+        return self._identities
+
+    # ---- who it is -----------------------------------------------------------------------
+
+    def of_token(self, token: str) -> Principal:
+        """Raises Unauthenticated."""
+        if self.open:
+            return EVERYBODY
+        return _valid(self._identities.tokens.get(token_hash(token)), "token")
+
+    def of_headers(self, authorization: str, names: Sequence[str]) -> Principal:
+        """By the value of that header, if there is one, or else by a certificate. Raises Unauthenticated."""
+        if self.open:
+            return EVERYBODY
+        if not authorization:
+            return self.of_certificate(names) if names else nobody()
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            raise Unauthenticated("the authorization is no bearer token")
+        return self.of_token(token.strip())
+
+    def of_certificate(self, names: Sequence[str]) -> Principal:
+        """Of a certificate that was verified, by the first of its names that is known."""
+        if self.open:
+            return EVERYBODY
+        known = (self._identities.certificates.get(name) for name in names)
+        return _valid(next(filter(None, known), None), "certificate")
+
+    def sees(self, principal: Principal, tenant: str, model: str) -> bool:
+        """Whether a namespace is his, or its owner lets others read it and he is among them."""
+        return principal.owns(tenant, model) or any(
+            share.lets(principal, tenant, model) for share in self._identities.shares
+        )
+
+    def why_no_arena(self, principal: Principal) -> str:
+        """Why this one may not map the memory, in which he could read and write the pages of all; empty: he may."""
+        if self.open or (principal.of_all and principal.role >= Role.WRITE):
+            return ""
+        if principal.tenant not in self._arena_for:
+            return f"this node does not trust tenant {principal.tenant} with its memory (--shm-trust)"
+        if principal.role < Role.WRITE or principal.models:
+            return f"{principal.name} may not write all pages of {principal.tenant}, and in shared memory it could"
+        return ""
+
+    def known_by(self, token: str, names: Sequence[str]) -> "Credential":
+        """Of a connection, which sent this token, or a certificate with these names."""
+        return Credential(self, token, names)
+
+    def share(self, principal: Principal) -> str:
+        """Whose share it counts to where there are several tenants, or it has a quota; empty: its address's."""
+        return principal.share if self._has_own_share(principal.tenant) else ""
+
+    def owner_of(self, tenant: str, peer: str) -> str:
+        """Return whose share of the namespace limit a namespace counts to.
+
+        It is the share of the namespace's tenant, also if a node or a tenant that reads it opened it. Where
+        tenants have no shares, it is that of `peer`, which opened it.
+        """
+        if tenant_of(peer) or self.open or not self._has_own_share(tenant):
+            return peer
+        return share_of(tenant)
+
+    def _has_own_share(self, tenant: str) -> bool:
+        return self._identities.tenant_count > 1 or tenant in self._identities.quotas
+
+    # ---- the file ------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Takes what the file says now, if it has changed. One that can not be used changes nothing; told once. One
+        that ends within a line is being written, perhaps: it is taken if it is still so when it is looked at again."""
+        if self.open:
+            return
+        try:
+            signature = self._looked()
+            if signature == self._signature:
+                return
+            identities, seen, self._seen = self._read(), self._seen, signature
+            if not identities.whole and signature != seen:
+                return
+            self._take(identities)
+            self._signature, self._failed = signature, ""
+        except ConfigError as error:
+            if str(error) != self._failed:
+                log.error("%s; the identities of before stay in force", error)
+            self._failed = str(error)
+
+    def _looked(self) -> tuple[int, ...]:
+        return stamp(look_at(self._file, stat.S_IWOTH))
+
+    def _read(self) -> Identities:
+        data = read_guarded(self._file, stat.S_IWOTH, FILE_NBYTES_MAX)
+        return parse(data.decode(errors="replace"), self._check_quota)
+
+    def _take(self, identities: Identities) -> None:
+        for problem in identities.problems:
+            log.error("%s, %s; it is left out", self._file, problem)
+        if not identities.tokens and not identities.certificates:
+            log.warning("%s names nobody: nobody may do anything", self._file)
+        self._identities = identities
+        self.on_change(identities)
+
+
+class Credential:
+    """Says who a connection is, for as long as that holds. Used by one thread."""
+
+    def __init__(self, access: Access, token: str, names: Sequence[str]) -> None:
+        self._access = access
+        self._find = (
+            partial(access.of_token, token) if token else partial(access.of_certificate, names) if names else nobody
+        )
+        self._of: Identities | None = None
+        self._principal = EVERYBODY
+
+    def __call__(self) -> Principal:
+        """Raises Unauthenticated."""
+        identities = self._access.identities
+        if identities is not self._of or self._principal.expires_s != math.inf:
+            self._of = None
+            self._principal = self._find()
+            self._of = identities
+        return self._principal
+
+
+def _valid(principal: Principal | None, what: str) -> Principal:
+    if principal is None:
+        raise Unauthenticated(f"this node does not know this {what}; it may have been revoked")
+    if principal.expires_s <= time.time():
+        raise Unauthenticated(f"the {what} of {principal.name} has expired; ask for another")
+    return principal

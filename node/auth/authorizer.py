@@ -1,0 +1,163 @@
+"""The gate: every request passes it, on every wire, before anything is done.
+
+(who, what)               --> the role that its rule asks for
+(who, namespace digest)   --> the namespace, if it is his: those of others are not there for him
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+from kvstore.errors import Forbidden, Unauthenticated
+from kvstore.identities import Principal, Role
+from kvstore.keys import Namespace, unknown
+from node.auth.access import EVERYBODY, ITSELF, THE_NODE, Access, Caller
+from node.auth.audit import Audit
+
+# What each request needs: a role, and for what concerns the whole node an identity that is of all
+# tenants.
+#
+# A request is named by its field in BulkRequest; `follow`, `reflection` and `metrics` have none.
+# `commit` and `release` belong to a put or get that was let in.
+
+
+class Rule(NamedTuple):
+    """`of_node`: only for who is of all tenants. `is_act`: of administration, which is written down."""
+
+    role: Role
+    of_node: bool = False
+    is_act: bool = False
+
+
+_READ, _WRITE = Rule(Role.READ), Rule(Role.WRITE)
+_OF_NODE = Rule(Role.ADMIN, of_node=True, is_act=True)
+
+RULES = {
+    "hello": _READ,
+    "follow": _READ,
+    "open_namespace": _READ,  # a reader may come before the first writer
+    "list_namespaces": _READ,  # each is told of its own
+    "node_status": _READ,
+    "metrics": _READ,
+    "lookup": _READ,
+    "get": _READ,
+    "verify": _READ,  # what a reader found damaged goes
+    "list": _READ,
+    "stat": _READ,
+    "put": _WRITE,
+    "commit": _WRITE,
+    "release": _READ,
+    "remove": _WRITE,
+    "pin": _WRITE,
+    "unpin": _WRITE,
+    "remove_namespace": Rule(Role.ADMIN, is_act=True),
+    "flush": _OF_NODE,
+    "scrub": _OF_NODE,
+    "recover": _OF_NODE,
+    "drain": _OF_NODE,
+    "sweep": _OF_NODE,
+    "record": _OF_NODE,  # of everybody's requests, though it does not say whose nor what they are
+    "forget": _OF_NODE,  # it rewrites the rows of all tenants
+    "reflection": Rule(Role.ADMIN),
+}
+# What a node does in the name of others.
+FORWARD = Rule(Role.NODE, of_node=True)
+
+
+Info = TypeVar("Info", bound=Any)  # NamespaceInfo
+
+# Requests about a namespace that those may make with whom its owner shares it.
+SHARED = ("lookup", "get", "list", "stat", "verify")
+
+TENANT_NBYTES_MAX = 63  # an error repeats at most this much of a tenant name that a client sent
+
+
+class _NotVisible(Exception):
+    """A namespace of somebody else: he is told that it is not there, and the audit log that he asked."""
+
+
+class Authorizer:
+    """Thread-safe. `find` gives the description of a namespace by its digest, or raises UnknownNamespace."""
+
+    def __init__(self, access: Access, audit: Audit, find: Callable[[bytes], Namespace]) -> None:
+        self.access = access
+        self.audit = audit
+        self._find = find
+
+    def who(self, caller: Caller) -> Principal:
+        """Raises Unauthenticated."""
+        return EVERYBODY if self.access.open and caller is not THE_NODE else caller.who()
+
+    def of_his(self, principal: Principal, infos: Iterable[Info]) -> list[Info]:
+        """Of namespaces that are told of, those that he may hear of."""
+        if principal.of_all:
+            return list(infos)
+        return [info for info in infos if self.access.sees(principal, info.namespace.tenant, info.namespace.model)]
+
+    def known(self, op: str, peer: str, find: Callable[[], Principal]) -> Principal:
+        """Who is at the door. Raises Unauthenticated."""
+        try:
+            return find()
+        except Unauthenticated as error:
+            self.audit.refused(op, peer, "", str(error))
+            raise
+
+    def turned_away(self, op: str, peer: str, principal: Principal, why: str) -> Forbidden:
+        """The error for who is known and not let in at this door, written down."""
+        self.audit.refused(op, peer, principal.name, why)
+        return Forbidden(why)
+
+    def admit(self, op: str, request: Any, caller: Caller) -> Principal:
+        """Who asks. Raises Unauthenticated, Forbidden, or UnknownNamespace for a namespace of somebody else."""
+        name, rule, at = "", RULES[op], caller.at or caller.peer
+        try:
+            principal = self.who(caller)
+            name = principal.name
+            if principal is not EVERYBODY and principal is not ITSELF:
+                self._check(op, rule, request, principal)
+        except (Unauthenticated, Forbidden) as error:
+            self.audit.refused(op, at, name, str(error), request)
+            raise
+        except _NotVisible:
+            self.audit.refused(op, at, name, "a namespace of others", request)
+            raise unknown(request.namespace) from None
+        if rule.is_act and principal is not ITSELF:
+            self.audit.acted(op, at, name, request)
+        return principal
+
+    def _check(self, op: str, rule: Rule, request: Any, principal: Principal) -> None:
+        _check_role(op, rule, principal)
+        if getattr(request, "forwarded_by", ""):
+            _check_role("handing on what others gave", FORWARD, principal)
+        if op == "open_namespace":
+            self._check_description(principal, request.namespace.tenant, request.namespace.model)
+        elif isinstance(digest := getattr(request, "namespace", None), bytes) and not principal.of_all:
+            self._check_reach(op, principal, digest)
+
+    def _check_reach(self, op: str, principal: Principal, digest: bytes) -> None:
+        namespace = self._find(digest)
+        if principal.owns(namespace.tenant, namespace.model):
+            return
+        if not self.access.sees(principal, namespace.tenant, namespace.model):
+            raise _NotVisible
+        if op not in SHARED:
+            raise Forbidden(f"{principal.name} may read this namespace, which {namespace.tenant} shares, and no more")
+
+    def _check_description(self, principal: Principal, tenant: str, model: str) -> None:
+        if self.access.sees(principal, tenant, model):
+            return
+        if not principal.owns(tenant, "") and tenant != principal.tenant:
+            raise Forbidden(
+                f"{principal.name} belongs to tenant {principal.tenant}, the namespace to tenant "
+                f"{tenant[:TENANT_NBYTES_MAX]!r}, which does not share it: set KVSTORE_TENANT={principal.tenant} "
+                "or unset it; in a program use Namespace(tenant=client.tenant)"
+            )
+        raise Forbidden(f"{principal.name} reaches models {', '.join(principal.models)} only")
+
+
+def _check_role(op: str, rule: Rule, principal: Principal) -> None:
+    if principal.role < rule.role:
+        raise Forbidden(
+            f"{principal.name} has the role {principal.role.name.lower()}; {op} asks for {rule.role.name.lower()}"
+        )
+    if rule.of_node and not principal.of_all:
+        raise Forbidden(f"{principal.name} is of tenant {principal.tenant}; {op} is for who is of all (tenant=*)")

@@ -1,0 +1,147 @@
+"""A member that is to go: it owns nothing any more, is asked still, and goes through its pages until others have them.
+
+The others fetch them (`sweep.py`), because each of them knows best what it has room for. Here is looked what became of
+it: a page is handed when one of its owners has it.
+"""
+
+import logging
+import threading
+import time
+from typing import Any, NamedTuple
+
+from kvstore.cluster.calls import keyed_replies
+from kvstore.cluster.view import State, View
+from kvstore.deadline import Deadline
+from kvstore.errors import KVStoreError, UnknownNamespace
+from kvstore.keys import Namespace
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.transports.channel import NodeConnection
+from node.cluster.membership import Membership
+from node.cluster.remote_pages import PeerLinks
+from node.memory.inventory import Inventory
+from node.memory.tier import RamTier
+
+log = logging.getLogger(__name__)
+
+PAGES = 4096  # looked at together
+CALL_S = 10.0
+PASS_PAUSE_S = 1.0
+PATIENCE_S = 30.0  # nobody takes more: what is left then stays behind
+
+
+class Progress(NamedTuple):
+    """Pages; `over`: all is handed, or nobody took any more for a while."""
+
+    over: bool = False
+    left: int = 0
+    handed: int = 0
+
+
+class Drain:
+    """Thread-safe."""
+
+    def __init__(self, membership: Membership, links: PeerLinks, tier: RamTier) -> None:
+        self._membership = membership
+        self._links = links
+        self._tier = tier
+        self._inventory = Inventory(tier)
+        self._lock = threading.Lock()
+        self._over = threading.Event()  # of the thread that there is now
+        self._thread: threading.Thread | None = None
+        self._progress = Progress()
+
+    def begin(self) -> Progress:
+        """Begins it, or says how far it is; when it is over, that once, and who asks again has it looked at again.
+        Raises what `Membership.announce` raises."""
+        with self._lock:
+            if self._thread is None:
+                self._membership.announce(State.DRAINING)
+                self._over = threading.Event()
+                self._progress = self._progress._replace(over=False)
+                self._thread = threading.Thread(target=self._run, args=(self._over,), name="drain", daemon=True)
+                self._thread.start()
+            if self._progress.over:
+                self._thread = None
+            return self._progress
+
+    def end(self) -> Progress:
+        """This member serves again."""
+        self.stop()
+        self._membership.announce(State.SERVING)
+        return self._progress
+
+    def stop(self) -> None:
+        """Waits for nobody: a call that it is in ends by its deadline, and nothing is made of its answer."""
+        with self._lock:
+            self._thread = None
+            self._over.set()
+
+    def _run(self, over: threading.Event) -> None:
+        least, since = -1, time.monotonic()
+        while not over.wait(PASS_PAUSE_S):
+            view = self._membership.view
+            own = view.by_id.get(self._membership.member) if view else None
+            if view is None or own is None or own.state is not State.DRAINING:
+                continue  # not everybody knows yet, or etcd has lost this member and has it back in a moment
+            try:
+                left, handed = self._look(view, over)
+            except UnknownNamespace:  # it was removed just now
+                continue
+            except Exception:  # the edge of the thread: who drains would wait for ever
+                log.exception("what became of the pages is not known; it is looked at again")
+                continue
+            if over.is_set():
+                return
+            if least < 0 or left < least:
+                least, since = left, time.monotonic()
+            enough = not left or time.monotonic() - since > PATIENCE_S
+            self._progress = Progress(enough, left, handed)
+            if enough:
+                log.info("drained: %d pages are with their owners, %d are not", handed, left)
+                return
+
+    # ---- what became of the pages --------------------------------------------------------
+
+    def _look(self, view: View, over: threading.Event) -> tuple[int, int]:
+        """Pages that no owner has, and that one has. Who does not answer is not asked again in this pass."""
+        counts, away = [0, 0], set[str]()
+        with self._tier.lock:
+            spaces = self._tier.namespaces.all()
+        for space in spaces:
+            after = b""
+            while not over.is_set():
+                infos, after = self._inventory.list_pages(space.digest, b"", after, PAGES)
+                hashes = [info.prefix_hash for info in infos]
+                handed = self._handed(view, space.digest, hashes, over, away)
+                counts[0] += len(hashes) - len(handed)
+                counts[1] += len(handed)
+                if not after:
+                    break
+        return counts[0], counts[1]
+
+    def _handed(
+        self, view: View, digest: bytes, prefix_hashes: list[bytes], over: threading.Event, away: set[str]
+    ) -> set[bytes]:
+        """Those that one of their owners has."""
+        wanted: dict[str, list[bytes]] = {}
+        for prefix_hash, owners in zip(prefix_hashes, view.owners.owners(digest, prefix_hashes), strict=True):
+            for owner in owners:
+                wanted.setdefault(owner, []).append(prefix_hash)
+        namespace, handed = self._tier.namespace(digest).value, set[bytes]()
+        for owner, some in wanted.items():
+            if owner not in away and not over.is_set():
+                try:
+                    handed.update(self._there(owner, namespace, some))
+                except KVStoreError as error:
+                    log.info("%s does not say what it has: %s", owner, error)
+                    away.add(owner)
+        return handed
+
+    def _there(self, member: str, namespace: Namespace, prefix_hashes: list[bytes]) -> list[bytes]:
+        """Which of the pages a member has."""
+
+        def call(link: NodeConnection, limit: Deadline) -> list[Any]:
+            return keyed_replies(link, "stat", pb.StatRequest, namespace, prefix_hashes, limit)
+
+        replies = self._links.link(member).run(call, namespace, Deadline(CALL_S))
+        return [page.prefix_hash for reply in replies for page in reply.pages if page.present]

@@ -1,0 +1,328 @@
+"""Which cluster a node is a member of, and what it tells clients about it."""
+
+import contextlib
+import ipaddress
+import json
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvstore.cluster.view import State, View, check_name, static_view
+from kvstore.config import BULK_SCHEME, ClientConfig, check_no_url, is_loopback, parse_address, split_address
+from kvstore.deadline import Deadline
+from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, ProtocolError, Unavailable
+from kvstore.keys import NAMESPACE_DIGEST_NBYTES
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.secrets import check_stays_private, token_of, write_whole
+from kvstore.transports.bulk import BulkConnector
+from kvstore.transports.connections import Refused
+from kvstore.transports.grpc_wire import GrpcWire
+from kvstore.transports.negotiation import Addresses, grpc_target
+from kvstore.transports.tls import PROBE_S, client_tls, why_not
+
+# Who a node is in its cluster, from one life to the next: `member.json` in its data directory.
+#
+# The token tells a restart of this directory's node from another node that was given the same id.
+
+FILE_NAME = "member.json"
+TOKEN_NBYTES = 8
+_DIGEST = re.compile(f"[0-9a-f]{{{2 * NAMESPACE_DIGEST_NBYTES}}}")
+# How long etcd keeps that a namespace was removed. Who was away for longer may have pages that nobody must see again.
+REMOVALS_KEPT_S = 30 * 24 * 3600
+AHEAD_S_MAX = 3600.0  # tolerated: a file server, whose clock may be ahead, dates the file
+NUMBER_MAX = 1 << 63  # a view's number is etcd's revision plus a base, each below half of this
+
+
+class Identity:
+    """`applied`: number of the newest view of whose removals none is left to do here; `to_erase`: digests of namespaces
+    of which that is so, but whose rows and keys are to be erased still. Without a data directory nothing is kept: then
+    it is another node after each start. Raises ConfigError."""
+
+    def __init__(self, data_dir: str, cluster: str, member: str) -> None:
+        self._path = Path(data_dir) / FILE_NAME if data_dir else None
+        known = self._read(cluster)
+        self.cluster = cluster
+        self.token = str(known.get("token") or secrets.token_hex(TOKEN_NBYTES))
+        self.applied = int(known.get("applied") or 0)
+        self.to_erase = [bytes.fromhex(text) for text in known.get("to_erase", ())]
+        own = str(known.get("member") or "")
+        if member and own and member != own:
+            raise ConfigError(
+                f"member={member}, but data_dir={data_dir} is that of {own}; start it as {own}, or with a data_dir of "
+                f"its own, or remove {self._path} if its pages are to be {member}'s"
+            )
+        if not (member or own or data_dir):
+            raise ConfigError("a node without data_dir has no id that lasts; name it with member (--member)")
+        self.member = member or own or f"n{self.token}"
+        check_name("member", self.member)
+
+    def _read(self, cluster: str) -> dict[str, Any]:
+        if self._path is None or not self._path.exists():
+            return {}
+        try:
+            known = json.loads(self._path.read_text())
+            written_s = self._path.stat().st_mtime
+            if not isinstance(known, dict) or not _are_numbers(known) or not _are_digests(known):
+                raise ValueError("it is not what a node writes")
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{self._path} can not be read: {error}; remove it, and name the node's id") from error
+        if known.get("cluster") != cluster:
+            raise ConfigError(
+                f"data_dir belongs to a member of the cluster {known.get('cluster')}, not of {cluster}; give another "
+                f"data_dir, or remove {self._path} if its pages are to move"
+            )
+        # A copy from a backup has a new modification time. The time in the file is the older one, then.
+        age_s = time.time() - min(written_s, known.get("saved_s", written_s))
+        if age_s > REMOVALS_KEPT_S:
+            raise ConfigError(
+                f"this node was away for {age_s / 86400:.0f} days, and what was removed is remembered for "
+                f"{REMOVALS_KEPT_S // 86400}: it may have pages that were removed meanwhile; empty data_dir"
+            )
+        if age_s < -AHEAD_S_MAX:
+            raise ConfigError(
+                f"{self._path} is dated {-age_s / 86400:.1f} days in the future by this host's clock, so it is "
+                f"unknown how long this node was away; correct the clock, or empty data_dir if it was ahead then"
+            )
+        return known
+
+    def save(self, applied: int, to_erase: Sequence[bytes] = ()) -> None:
+        """Also says that this node is not away. Raises OSError."""
+        self.applied, self.to_erase = applied, list(to_erase)
+        if self._path is None:
+            return
+        known: dict[str, Any] = {"cluster": self.cluster, "member": self.member, "token": self.token}
+        known |= {
+            "saved_s": int(time.time()),
+            "applied": applied,
+            "to_erase": [digest.hex() for digest in self.to_erase],
+        }
+        write_whole(self._path, json.dumps(known).encode(), 0o600)
+
+
+def _are_numbers(known: dict[str, Any]) -> bool:
+    """Return whether `applied` and `saved_s` are in range for a view's number and a time."""
+    found = known.get("applied", 0), known.get("saved_s", 0)
+    return all(isinstance(number, int) and 0 <= number < NUMBER_MAX for number in found)
+
+
+def _are_digests(known: dict[str, Any]) -> bool:
+    """Whether what is to be erased is named as a node does it."""
+    found = known.get("to_erase", [])
+    return isinstance(found, list) and all(isinstance(text, str) and _DIGEST.fullmatch(text) for text in found)
+
+
+# The address under which the others reach this node: told or guessed, and tried before anybody
+# hears of it.
+
+WILDCARDS = ("", "0.0.0.0", "::")
+TRY_S = 2.0
+TRIED_S = 5.0
+PAUSE_S = 0.2
+
+
+def advertised(told: str, host: str, port: int, towards: Sequence[str], scheme: str = "") -> str:
+    """`told` as it is, with this node's port if it names none; else where it listens; else the address with which this
+    host reaches others, `towards` one of which it must. `scheme`: that of `port`, empty for gRPC's."""
+    if told:
+        return with_port(told, port, scheme)
+    if host in WILDCARDS:
+        host = _own_address(towards)
+    return scheme + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+
+
+def with_port(told: str, port: int, scheme: str = "") -> str:
+    """This one, with its `scheme`, if none is told. Raises ConfigError."""
+    if told.startswith(BULK_SCHEME):
+        split_address(told)
+        return told
+    check_no_url("advertise", told)
+    named = told.rpartition(":")[2].isdigit() and (told.count(":") == 1 or "]:" in told)
+    bare = told.count(":") > 1 and not told.startswith("[")  # an IPv6 address, as a pod is told its own
+    address = told if named else scheme + (f"[{told}]:{port}" if bare else f"{told}:{port}")
+    try:
+        split_address(address)
+    except ConfigError as error:
+        raise ConfigError(f"advertise={told!r} is not host:port") from error
+    return address
+
+
+def _own_address(towards: Sequence[str]) -> str:
+    """Connecting a datagram socket sends nothing; it finds the way."""
+    for address in towards:
+        host, port = split_address(address)
+        with contextlib.suppress(OSError):
+            for family, kind, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+                with contextlib.suppress(OSError), socket.socket(family, kind) as sock:
+                    sock.connect(where)
+                    return str(sock.getsockname()[0])
+    raise ConfigError("no address of this host is known that others could reach; name one with advertise (--advertise)")
+
+
+def check_listens(host: str, address: str) -> None:
+    """Raises ConfigError for a member that others reach at `address`, and that listens for its own host only."""
+    named = split_address(address)[0]
+    with contextlib.suppress(ValueError):  # what a name means is for a resolver
+        if is_loopback(host) and not ipaddress.ip_address(named).is_loopback:
+            raise ConfigError(
+                f"others reach this member at {address}, and with host={host} it listens for its own host only; "
+                f"name an address to listen on (--host {named}, or 0.0.0.0), with TLS and identities (docs/SECURITY.md)"
+            )
+
+
+def check_address(
+    address: str, instance_id: bytes, pulse: Callable[[], None], known_by: Mapping[str, Any] | None = None
+) -> None:
+    """This node asks itself back through it. Raises ConfigError if another answers, or nobody within TRIED_S.
+    `known_by`: fields of a ClientConfig."""
+    end = time.monotonic() + TRIED_S
+    remedy = "name one by which the others reach it, with advertise (--advertise HOST:PORT)"
+    while True:
+        pulse()
+        try:
+            found = _instance_at(ClientConfig(address=address, **(known_by or {})))
+            break
+        except KVStoreError as error:
+            if isinstance(error, (ProtocolError, ConfigError)) or time.monotonic() >= end:
+                raise ConfigError(f"this node does not reach itself at {address}: {error}; {remedy}") from error
+            time.sleep(PAUSE_S)
+    if found != instance_id:
+        raise ConfigError(f"at {address} another node answers, not this one; {remedy}")
+
+
+def instance_at(address: str, known_by: Mapping[str, Any]) -> bytes:
+    """Return the instance id of the node at an address, empty if none answers within TRY_S.
+
+    `known_by` as above.
+    """
+    try:
+        return _instance_at(ClientConfig(address=address, **known_by))
+    except KVStoreError:
+        return b""
+
+
+def _instance_at(config: ClientConfig) -> bytes:
+    scheme, host, port, _ = parse_address(config.address)
+    limit = Deadline(TRY_S)
+    tls, found = client_tls(config, host), Addresses(host).resolve(limit)
+    token = token_of(config)
+    check_stays_private(token, config, found)
+    if scheme == "bulk":
+        return _instance_by_frames(BulkConnector(host, port, config, found, tls), limit)
+    wire = GrpcWire(grpc_target(found, port), config.address, tls, token)
+    try:
+        return bytes(wire.call("hello", pb.HelloRequest(), limit).instance_id)
+    except Unavailable as error:
+        if said := why_not(found, port, tls, PROBE_S):
+            raise Unavailable(said) from error
+        raise
+    finally:
+        wire.close()
+
+
+def _instance_by_frames(connector: BulkConnector, limit: Deadline) -> bytes:
+    try:
+        connection, hello = connector.connect(limit, only_asks=True)
+    except Refused as error:
+        raise error.error from None
+    except OSError as error:
+        raise Unavailable(f"connection to {connector.where} failed: {error}") from error
+    connection.close()
+    return bytes(hello.instance_id)
+
+
+ETCD_SCHEME = "etcd://"
+Listener = Callable[[View], None]
+
+
+class Membership:
+    """Thread-safe. `view` None: the node is alone, or `joining`. Raises ConfigError for what can not be."""
+
+    def __init__(self, cluster: str, member: str, replicas: int = 0) -> None:
+        """`replicas` of a fixed list, 0: 1."""
+        self.member = member
+        self.joining = cluster.startswith(ETCD_SCHEME)  # no view yet, and nobody may think that there is no cluster
+        self.view: View | None = None
+        if cluster and not self.joining:
+            self.view = _listed(cluster, replicas)
+        self.registry: Callable[[], tuple[str, list[str]]] = lambda: ("static", [])  # how it is, and who is apart
+        self.announcer: Callable[[State], None] | None = None  # None: a fixed list
+        self._announced: State | None = None
+        self._lock = threading.Lock()  # held while listeners are told, so that none hears of an older view last
+        self._listeners: list[Listener] = []
+        if not cluster and (member or replicas):
+            named = f"member={member}" if member else f"replicas={replicas}"
+            raise ConfigError(f"{named} is named, but no cluster; name it with --cluster, or leave that out")
+        if self.view and member not in self.view.by_id:
+            known = ", ".join(sorted(self.view.by_id))
+            raise ConfigError(
+                f"member={member!r} is not of the cluster {self.view.cluster}; its members are {known}; say which of "
+                "them this node is (--member)"
+            )
+
+    def become(self, view: View, member: str = "") -> None:
+        """The view has changed, and perhaps which of its members this node is."""
+        with self._lock:
+            self.member = member or self.member
+            self.view = view
+            self.joining = False
+            for listener in self._listeners:
+                listener(view)
+
+    def serve_frames(self, bulk_port: int) -> None:
+        """This node serves frames there: those who are told of a fixed list hear of it."""
+        view = self.view
+        if view is not None:
+            own = replace(view.by_id[self.member], bulk_port=bulk_port)
+            self.become(replace(view, members=tuple(own if some.id == own.id else some for some in view.members)))
+
+    def on_view(self, listener: Listener) -> None:
+        """Is told of the view, if there is one, and of every later one; it must not wait for anything."""
+        with self._lock:
+            self._listeners.append(listener)
+            if self.view is not None:
+                listener(self.view)
+
+    def forget(self, listener: Listener) -> None:
+        """It is told of nothing more, and not again of what it is told just now."""
+        with self._lock:
+            self._listeners.remove(listener)
+
+    def announce(self, state: State) -> None:
+        """Tells the cluster in which state this member is. Raises InvalidRequest where its members are a fixed list."""
+        if self.announcer is None:
+            raise InvalidRequest(
+                f"the members of a fixed list stay as they are; {self.member} can not become {state.name}; stop it, "
+                "and start the others with a list without it, or use etcd"
+            )
+        self._announced = state
+        self.announcer(state)
+
+    def joined(self) -> None:
+        """It serves now, unless somebody has said by then what else it does."""
+        if self._announced is None:
+            self.announce(State.SERVING)
+
+    def tell(self, hello: pb.HelloReply) -> None:
+        """Adds the view to what a client is told first. Raises Unavailable while there is none yet."""
+        if self.joining:
+            raise Unavailable("this node is joining its cluster; ask another member, or again in a moment")
+        view = self.view
+        if view is not None:
+            hello.view.CopyFrom(view.message)
+            hello.member_id = self.member
+
+
+def _listed(cluster: str, replicas: int) -> View:
+    view = replace(static_view(cluster), replicas=replicas or 1)
+    if view.replicas > len(view.members):
+        raise ConfigError(
+            f"replicas={replicas}, but the cluster {view.cluster} has {len(view.members)} members; list more of them, "
+            "or ask for fewer replicas"
+        )
+    return view

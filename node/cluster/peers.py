@@ -1,0 +1,112 @@
+"""All that a member has to do with the others: who they are, what it hands to them, and what it fetches."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from kvstore.cluster.view import View
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.transports.parallel import ParallelTransfer
+from node.cluster.drain import Drain
+from node.cluster.membership import Membership
+from node.cluster.rebalance import TOGETHER_MAX, Rebalance, Rebalancer
+from node.cluster.remote_pages import CONNECTIONS_MAX, PeerLinks, RemotePages
+from node.cluster.replicator import Replicator
+from node.config import NodeConfig
+from node.memory.page import Space
+from node.memory.tier import RamTier
+
+log = logging.getLogger(__name__)
+
+
+class Peers:
+    """Costs a node that is alone nothing. `view(offset, nbytes)` is the arena's memory, `room_below(namespace)`
+    whether the tier below takes a page without losing another."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        membership: Membership,
+        tier: RamTier,
+        view: Callable[[int, int], memoryview],
+        room_below: Callable[[Space], bool],
+    ) -> None:
+        self.membership = membership
+        self._tier = tier
+        tier.eviction.copy_nbytes_max = int(config.ram_nbytes * config.copies_share)
+        self.links = links = PeerLinks(membership, config)
+        self.couriers = Replicator(
+            membership, links, tier, view, config.hand_over_queue_nbytes, config.hand_over_nbytes_per_s
+        )
+        self.elsewhere = RemotePages(membership, links, view, tier.clock_s)
+        self._abreast = ParallelTransfer(TOGETHER_MAX, "kvstore-sweep")
+        self.sweeper = Rebalancer(
+            membership,
+            lambda pause: Rebalance(links, tier, view, room_below, pause, self._abreast.run),
+            config.sweep_nbytes_per_s,
+            config.sweep_s,
+        )
+        self.draining = Drain(membership, links, tier)
+        self._sessions_max = config.sessions_max
+        self._are_many = False  # members, for so many connections
+        membership.on_view(self._count)
+
+    def _count(self, view: View) -> None:
+        """Each of the others has a connection or two here, and clients need some, too."""
+        were_many, self._are_many = self._are_many, 2 * len(view.members) > self._sessions_max
+        if self._are_many and not were_many:
+            log.warning(
+                "%d members and sessions_max=%d: connections between them may leave none to clients; start all nodes "
+                "with --sessions-max %d or more",
+                len(view.members),
+                self._sessions_max,
+                CONNECTIONS_MAX * len(view.members),
+            )
+
+    def start(self) -> None:
+        self.sweeper.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """What waits for members that answer is handed to them, in so much time."""
+        end = time.monotonic() + timeout_s
+        self.draining.stop()
+        self.sweeper.stop()
+        self.couriers.stop(max(0.0, end - time.monotonic()))
+        self.elsewhere.close()
+        self._abreast.close()
+        self.links.close()
+        self.sweeper.stop(max(0.0, end - time.monotonic()))
+
+    def status(self) -> pb.PeersStatus | None:
+        """None: this node is alone."""
+        view = self.membership.view
+        if view is None:
+            return None
+        eviction, elsewhere, swept = self._tier.eviction, self.elsewhere, self.sweeper.progress
+        registry, apart = self.membership.registry()
+        status = pb.PeersStatus(
+            cluster=view.cluster,
+            view_number=view.number,
+            member_id=self.membership.member,
+            member_count=len(view.members),
+            replicas=view.replicas,
+            registry=registry,
+            apart=apart,
+            copy_count=eviction.copy_count,
+            copy_nbytes=eviction.copy_nbytes,
+            pages_fetched=elsewhere.pages_fetched,
+            nbytes_fetched=elsewhere.nbytes_fetched,
+            pages_fetch_failed=elsewhere.pages_fetch_failed,
+            sweeping=self.sweeper.running,
+        )
+        if swept is not None:
+            status.sweep_pages_missing, status.sweep_pages_fetched = swept.missing, swept.fetched
+            status.sweep_pages_full, status.sweep_pages_failed = swept.full, swept.failed
+        if self.sweeper.report is not None:
+            status.sweep_age_ms = max(1, round(1000 * (time.monotonic() - self.sweeper.ended_s)))
+        self.couriers.status(status)
+        return status
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        return self.couriers.check()

@@ -1,0 +1,370 @@
+"""What this member owns and others have, brought here: the newest pages first.
+
+    others --list: which of mine?--> what is not here, newest first --get--> slots of the RAM tier --> visible
+
+It goes to the tier as any other page does, so that a disk below takes it too. What is here already is passed over:
+a sweep that was broken off goes on where it was.
+"""
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from kvstore.checksum import kept
+from kvstore.cluster.calls import batches, check_goes_on, key_seeds
+from kvstore.cluster.view import State, View
+from kvstore.deadline import Deadline
+from kvstore.errors import Exhausted, KVStoreError
+from kvstore.keys import Namespace
+from kvstore.messages import namespace_value
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.transports.bulk import Arrived, BulkWire
+from kvstore.transports.channel import NodeConnection
+from node.cluster.membership import Membership
+from node.cluster.remote_pages import PeerLinks
+from node.memory.inventory import Inventory
+from node.memory.page import Page, PutStatus, Space
+from node.memory.tier import Pinning, RamTier
+
+log = logging.getLogger(__name__)
+
+CALL_S = 10.0  # of another member, for a list
+TOGETHER_MAX = 16  # members that are asked at the same time which namespaces they have
+FETCH_S = 5.0  # for a batch of pages
+BATCH_NBYTES = 64 << 20  # of one namespace, from one member
+BATCH_KEYS = 256
+LIST_LIMIT = 8192  # pages of one reply
+MISSING_MAX = 1 << 20  # pages in one sweep: 200 bytes each
+ROUND_PAGES = 4096  # of all members: within so many the order is by member, not by age
+
+
+Listed = pb.ListNamespacesReply
+Together = Callable[[Sequence[Callable[[], Listed]]], Sequence[Listed | KVStoreError]]
+
+
+class Missing(NamedTuple):
+    """A page that another member has and this one lacks."""
+
+    idle_ms: int
+    member: str
+    digest: bytes
+    prefix_hash: bytes
+    ttl_s: int
+    pin_ttl_ms: int
+
+
+class Report(NamedTuple):
+    """Pages. `full`: for which there was no room; `failed`: which could not be had; `away`: members who could not be
+    asked for all they have."""
+
+    missing: int
+    missing_nbytes: int
+    fetched: int = 0
+    fetched_nbytes: int = 0
+    full: int = 0
+    failed: int = 0
+    away: tuple[str, ...] = ()
+
+
+class Rebalance:
+    """`view(offset, nbytes)` is the arena's memory, `room_below(namespace)` whether the tier below takes a page
+    without losing another, `pause(nbytes)` waits as long as so many bytes are to take; False ends
+    the sweep. `together` makes calls at the same time, and returns what each returned or raised."""
+
+    def __init__(
+        self,
+        links: PeerLinks,
+        tier: RamTier,
+        view: Callable[[int, int], memoryview],
+        room_below: Callable[[Space], bool],
+        pause: Callable[[int], bool],
+        together: Together,
+    ) -> None:
+        self._links = links
+        self._tier = tier
+        self._inventory = Inventory(tier)
+        self._pinning = Pinning(tier)
+        self._view = view
+        self._room_below = room_below
+        self._pause = pause
+        self._together = together
+
+    def run(
+        self, view: View, member: str, dry: bool = False, told: Callable[[Report], None] = lambda report: None
+    ) -> Report:
+        """Of all others in the view, for what `member`, this one, owns in it. `dry`: only says what is missing. `told`
+        hears how far it is."""
+        missing, away = self._missing(view, member)
+        nbytes = sum(self._tier.namespace(page.digest).page_nbytes for page in missing)
+        report = Report(len(missing), nbytes, away=away)
+        return report if dry else self._fetched(missing, report, told)
+
+    # ---- what is missing -----------------------------------------------------------------
+
+    def _missing(self, view: View, own: str) -> tuple[list[Missing], tuple[str, ...]]:
+        """Each page once, from the first member that has it; the newest first. All are asked at the same time before
+        one is asked for its pages: those that are away cost a moment together."""
+        found: dict[tuple[bytes, bytes], Missing] = {}
+        away: list[str] = []
+        others = [member.id for member in view.members if member.id != own]
+        asks = [partial(self._ask, member, "list_namespaces", pb.ListNamespacesRequest()) for member in others]
+        for member, listed in zip(others, self._together(asks), strict=True):
+            try:
+                if isinstance(listed, KVStoreError):
+                    raise listed
+                for page in self._lacked(member, own, listed):
+                    found.setdefault((page.digest, page.prefix_hash), page)
+                    if len(found) == MISSING_MAX or not self._pause(0):
+                        return sorted(found.values()), tuple(away)
+            except KVStoreError as error:
+                log.warning("not all that %s has is known: %s", member, error)
+                away.append(member)
+        return sorted(found.values()), tuple(away)
+
+    def _lacked(self, member: str, own: str, listed: Listed) -> Iterator[Missing]:
+        for info in listed.namespaces:
+            namespace = namespace_value(info.namespace)
+            self._tier.open_namespace(namespace, info.digest)
+            request = pb.ListRequest(namespace=info.digest, owner=own, limit=LIST_LIMIT)
+            while True:
+                reply = self._ask(member, "list", request, namespace)
+                check_goes_on(request, reply)
+                yield from self._absent(member, info.digest, reply.pages)
+                request.page_token = reply.next_page_token
+                if not request.page_token:
+                    break
+
+    def _absent(self, member: str, digest: bytes, pages: Sequence[pb.PageStat]) -> Iterator[Missing]:
+        here = self._inventory.stat(digest, [page.prefix_hash for page in pages])
+        for page, known in zip(pages, here, strict=True):
+            if not (known.present or known.writing):
+                ttl_s = -(-page.ttl_ms // 1000)
+                yield Missing(page.idle_ms, member, digest, page.prefix_hash, ttl_s, page.pin_ttl_ms)
+
+    def _ask(self, member: str, op: str, request: Any, namespace: Namespace | None = None) -> Any:
+        def call(link: NodeConnection, limit: Deadline) -> Any:
+            return link.wire.call(op, request, limit)
+
+        return self._links.link(member).run(call, namespace, Deadline(CALL_S))
+
+    # ---- fetching ------------------------------------------------------------------------
+
+    def _fetched(self, missing: list[Missing], report: Report, told: Callable[[Report], None]) -> Report:
+        told(report)
+        for start in range(0, len(missing), ROUND_PAGES):
+            for batch in self._batches(missing[start : start + ROUND_PAGES]):
+                nbytes = self._tier.namespace(batch[0].digest).page_nbytes
+                wanted = self._worth_room(batch)
+                count = self._fetch(wanted) if wanted else 0
+                report = report._replace(
+                    fetched=report.fetched + count,
+                    fetched_nbytes=report.fetched_nbytes + count * nbytes,
+                    full=report.full + len(batch) - len(wanted),
+                    failed=report.failed + len(wanted) - count,
+                )
+                told(report)
+                if not self._pause(count * nbytes):
+                    return report  # the rest is missing still
+        return report
+
+    def _batches(self, pages: list[Missing]) -> Iterator[list[Missing]]:
+        """Of one namespace, member and time to live each."""
+
+        def kind(page: Missing) -> tuple[str, bytes, int]:
+            return page.member, page.digest, page.ttl_s
+
+        for (_, digest, _), group in itertools.groupby(sorted(pages, key=kind), key=kind):
+            step = max(1, min(BATCH_KEYS, BATCH_NBYTES // self._tier.namespace(digest).page_nbytes))
+            some = list(group)
+            for start in range(0, len(some), step):
+                yield some[start : start + step]
+
+    def _worth_room(self, batch: list[Missing]) -> list[Missing]:
+        """Of a batch, the newest first, those for which nothing goes that was used later."""
+        if self._room_below(self._tier.namespace(batch[0].digest)):
+            return batch
+        room = zip(batch, self._inventory.room(batch[0].digest, len(batch)), strict=False)
+        return [page for page, _ in itertools.takewhile(lambda pair: pair[0].idle_ms < pair[1], room)]
+
+    def _fetch(self, pages: list[Missing]) -> int:
+        """How many of them are here now. What another one has not any more is tried no second time."""
+        for _ in range(2):
+            try:
+                hits = self._fetch_all([page.prefix_hash for page in pages], pages[0])
+            except KVStoreError as error:
+                log.info("%d pages of %s were not fetched: %s", len(pages), pages[0].member, error)
+                return 0
+            if all(hits):
+                self._pin(pages)
+                return len(hits)
+            pages = [page for page, hit in zip(pages, hits, strict=True) if hit]
+            if not pages:
+                return 0
+        return 0
+
+    def _fetch_all(self, prefix_hashes: list[bytes], like: Missing) -> list[bool]:
+        """Whether each can be here. They are, if all can: a reservation is committed whole or not at all."""
+        index = self._tier.namespace(like.digest)
+        began_s = self._tier.clock_s()
+        reservation = self._tier.reserve(like.digest, prefix_hashes, index.page_nbytes)
+        if not reservation.pages:
+            return [verdict != PutStatus.FULL for verdict in reservation.verdicts]
+        try:
+            got = self._get(like.member, index.value, reservation.pages)
+            ends_s = [began_s + page.ttl_ms // 1000 for page in got if page and page.ttl_ms]
+            ttl_s = min(ends_s) - self._tier.clock_s() if ends_s else 0
+            hits = iter(bool(page and page.leaves and (ttl_s > 0 or not page.ttl_ms)) for page in got)
+            found = [
+                next(hits) if verdict == PutStatus.WRITE else verdict != PutStatus.FULL
+                for verdict in reservation.verdicts
+            ]
+            for page, arrived in zip(reservation.pages, got, strict=True):
+                page.leaves = kept(arrived.leaves) if arrived else b""
+        except BaseException:
+            self._tier.abort(reservation)
+            raise
+        if all(found):
+            checksums = [arrived.checksum for arrived in got if arrived]
+            self._tier.commit(reservation, checksums, ttl_s)
+        else:
+            self._tier.abort(reservation)
+        return found
+
+    def _pin(self, pages: list[Missing]) -> None:
+        """As long as they are pinned where they come from."""
+        for page in pages:
+            if page.pin_ttl_ms:
+                with contextlib.suppress(Exhausted):  # too much is pinned here already
+                    self._pinning.pin(page.digest, [page.prefix_hash], page.pin_ttl_ms)
+
+    def _get(self, member: str, namespace: Namespace, pages: Sequence[Page]) -> list[Arrived | None]:
+        """In as many requests as the other one's limits ask for."""
+        hashes, nbytes = [page.prefix_hash for page in pages], namespace.stored_nbytes
+        views = [(self._view(page.offset, nbytes),) for page in pages]
+        seeds = key_seeds(namespace, hashes)
+
+        def call(link: NodeConnection, limit: Deadline) -> list[Arrived | None]:
+            arrived: list[Arrived | None] = []
+            for part in batches(len(hashes), nbytes, link.limits):
+                request = pb.GetRequest(namespace=namespace.digest, prefix_hashes=hashes[part])
+                arrived += cast(BulkWire, link.wire).fetch(request, views[part], seeds[part], limit)
+            return arrived
+
+        return self._links.link(member).run(call, namespace, Deadline(FETCH_S))
+
+
+# When a member sweeps: after each change of the view, now and then, and when it is asked to.
+#
+# A member that joins serves when its first sweep is over. Those beside a member that is drained
+# sweep, because they own now what it had. One that comes back without its pages, or that was away
+# when pages were put, sweeps when it starts.
+
+
+SETTLE_S = 1.0  # after a change of the view: several members often come or go together
+AGAIN_S = 10.0  # after a sweep that did not get all
+
+
+class Rebalancer:
+    """`make(pause)` gives the sweep."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        make: Callable[[Callable[[int], bool]], Rebalance],
+        nbytes_per_s: int,
+        period_s: float,
+    ) -> None:
+        self._membership = membership
+        self._sweep = make(self._pause)
+        self._nbytes_per_s = nbytes_per_s
+        self._period_s = period_s
+        self._turn = threading.Condition()
+        self._due_s = float("inf")  # when to sweep, in the clock's time
+        self._stopped = False
+        self._began_s = self._moved_nbytes = 0.0
+        self.settle_s = SETTLE_S
+        self.running = False
+        self.report: Report | None = None  # of the last one
+        self.ended_s = 0.0  # when that was over, in the clock's time
+        self._so_far: Report | None = None  # of the one that runs, when it knows what is missing
+        self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
+
+    def start(self) -> None:
+        self._membership.on_view(lambda view: self.sweep_in(self.settle_s))
+        self._thread.start()
+
+    def sweep_in(self, seconds: float) -> None:
+        """Unless one is due before."""
+        with self._turn:
+            self._due_s = min(self._due_s, time.monotonic() + seconds)
+            self._turn.notify()
+
+    @property
+    def progress(self) -> Report | None:
+        """Of the sweep that runs, or else of the last one."""
+        return self._so_far if self.running else self.report
+
+    def dry(self) -> Report:
+        """What a sweep would fetch."""
+        view = self._membership.view
+        return self._sweep.run(view, self._membership.member, dry=True) if view else Report(0, 0)
+
+    def _run(self) -> None:
+        while self._wait():
+            view = self._membership.view
+            if view is None or self._membership.member not in view.by_id:
+                continue
+            self._so_far, self.running = None, True
+            try:
+                self._once(view)
+            except Exception:  # of a sweep; the next one may do better
+                log.exception("a sweep failed")
+                self.sweep_in(AGAIN_S)
+            finally:
+                self.running = False
+
+    def _wait(self) -> bool:
+        """Until a sweep is due. False: the node stops."""
+        with self._turn:
+            while not self._stopped and (left_s := self._due_s - time.monotonic()) > 0:
+                self._turn.wait(min(left_s, threading.TIMEOUT_MAX))
+            self._due_s = time.monotonic() + self._period_s if self._period_s else float("inf")
+            return not self._stopped
+
+    def _once(self, view: View) -> None:
+        self._began_s, self._moved_nbytes = time.monotonic(), 0
+        report = self._sweep.run(view, self._membership.member, told=self._hear)
+        if self._stopped:
+            return
+        self.report, self.ended_s = report, time.monotonic()
+        if report.missing or report.away:
+            log.info("swept: %s", report)
+        if report.away or report.failed or report.missing == MISSING_MAX:
+            self.sweep_in(AGAIN_S)
+        if view.by_id[self._membership.member].state is State.JOINING:
+            self._membership.joined()
+
+    def _hear(self, report: Report) -> None:
+        self._so_far = report
+
+    def _pause(self, nbytes: int) -> bool:
+        """For as long as so many bytes are to take. False ends the sweep."""
+        self._moved_nbytes += nbytes
+        with self._turn:
+            if self._nbytes_per_s and nbytes:
+                end_s = self._began_s + self._moved_nbytes / self._nbytes_per_s
+                self._turn.wait_for(lambda: self._stopped, max(0.0, end_s - time.monotonic()))
+            return not self._stopped
+
+    def stop(self, timeout_s: float = 0.0) -> None:
+        """It ends with the call that it is in, for which nobody waits longer than so: whom it asks may hang."""
+        with self._turn:
+            self._stopped = True
+            self._turn.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)

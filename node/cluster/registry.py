@@ -1,0 +1,461 @@
+"""The node in etcd: registered under a lease, told of the others by a watch, and of namespaces that were removed.
+
+    registry thread   lease kept alive, own key written; again from the start when etcd lost it
+    watch thread      keys --roster--> view --> membership
+    removals thread   namespaces that others removed --> this node's tiers; that this one removed --> etcd
+
+While etcd can not be asked the last view holds, and everything goes on with it.
+"""
+
+import contextlib
+import logging
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kvstore.cluster.view import Member, State, View, check_name
+from kvstore.config import PROTOCOL_VERSION, split_address
+from kvstore.deadline import Deadline
+from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, Unavailable
+from kvstore.log_rate import LogRate
+from node.cluster.etcd import Access, Entry, Etcd
+from node.cluster.membership import ETCD_SCHEME, Identity, Membership, instance_at
+from node.cluster.registry_state import (
+    BASE_MAX,
+    NamespaceTombstones,
+    Registered,
+    RegistryState,
+    Settings,
+    parse_member,
+    parse_settings,
+)
+from node.cluster.remote_pages import known_by
+from node.config import NodeConfig
+
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
+
+PAUSE_S = 0.5  # about so long between two tries while etcd does not answer
+SAY_S = 5.0  # between two lines of a start that waits
+KEEPS = 3  # times that a lease is kept alive while it would last
+END_S = 2.0  # that a stop gives each thread; they are daemons
+
+
+class IdInUse(Exception):
+    """Another node has this id."""
+
+
+@dataclass(frozen=True)
+class RegistrationSettings:
+    """`replicas` 0: as the cluster has it, 1 in a new one. `lease_s`: after so long without a word it is no member."""
+
+    replicas: int
+    lease_s: int
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class Registering:
+    """What a node tells of itself. `instance_id`: new at each start. `bulk_port`: of its frames, where `address` is."""
+
+    address: str
+    instance_id: bytes
+    weight: float
+    zone: str
+    state: State
+    bulk_port: int = 0
+
+
+class Registry:
+    """`connect`, then `join`, then `close`. The first two raise ConfigError, and whatever `pulse` raises meanwhile."""
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        identity: Identity,
+        membership: Membership,
+        terms: RegistrationSettings,
+        removals: NamespaceTombstones,
+        instance_at: Callable[[str], bytes],
+    ) -> None:
+        """`instance_at` returns the instance id of the node at an address, empty if none answers."""
+        self._instance_at = instance_at
+        self._etcd = etcd
+        self._identity = identity
+        self._membership = membership
+        self._terms = terms
+        self._removals = removals
+        self._roster = RegistryState(identity.cluster)
+        self._lock = threading.Lock()  # of roster and what is told
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._self: Registered | None = None
+        self._lease, self._lease_s = 0, float(terms.lease_s)
+        self._written: tuple[int, bytes] = (0, b"")  # revision and value of our key; 0: it is not there
+        self._troubles: dict[str, tuple[float, str]] = {}  # by thread: since when, what
+        self._settle_at = 0.0  # until then the last view holds: members register again that an etcd has lost
+        self._threads = [
+            threading.Thread(target=self._run, args=(step,), name=name, daemon=True)
+            for name, step in (("registry", self._keep), ("registry-watch", self._follow), ("removals", self._remove))
+        ]
+
+    # ---- what others see -----------------------------------------------------------------
+
+    @property
+    def status(self) -> str:
+        """`etcd`, or why it can not be asked."""
+        troubles = list(self._troubles.values())
+        if not troubles:
+            return "etcd"
+        since, said = min(troubles)
+        return f"for {time.monotonic() - since:.0f} s: {said}; the last view is kept"
+
+    @property
+    def apart(self) -> list[str]:
+        return list(self._roster.apart)
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of etcd."""
+        return self._etcd.endpoints
+
+    # ---- start ---------------------------------------------------------------------------
+
+    def connect(self, pulse: Callable[[], None]) -> None:
+        """Waits for etcd; then what was removed while this node was away has gone."""
+        self._etcd.pulse = pulse
+        end, say = time.monotonic() + self._terms.wait_s, 0.0
+        while True:
+            try:
+                anew = self._read_all()
+                break
+            except InvalidRequest as error:
+                raise ConfigError(f"{error}; see etcd_user, etcd_password (KVSTORE_NODE_ETCD_PASSWORD)") from error
+            except Unavailable as error:
+                if time.monotonic() >= end:
+                    raise ConfigError(
+                        f"etcd was not reached in {self._terms.wait_s:g} s (cluster_wait_s) at "
+                        f"{', '.join(self.addresses)}: {error}"
+                    ) from error
+                if time.monotonic() >= say:
+                    log.warning("waiting for etcd: %s", error)
+                    say = time.monotonic() + SAY_S
+            self._sleep(PAUSE_S, pulse)
+        try:
+            self._removals.catch_up(self._roster.removals(), self._number(), anew)
+        except (KVStoreError, OSError) as error:  # of the disk, which is stopped then
+            log.error("what was removed meanwhile may come back at the next start: %s", error)
+
+    def _read_all(self) -> bool:
+        """Read the cluster from etcd. Return whether etcd has lost data since this node was last a member.
+
+        If so, raise etcd's base above the last number that this node applied, or it would skip new removals.
+        """
+        anew, applied = False, self._identity.applied
+        while True:
+            self._settle()
+            self._roster.reset(self._etcd.read(self._roster.prefix))
+            if self._number() >= applied or (anew and applied > BASE_MAX):  # beyond BASE_MAX it can not be raised
+                return anew
+            if not anew:
+                log.warning(
+                    "etcd has lost its data of the cluster %s, so removals that this node missed while it was away are "
+                    "unknown; if a tenant was forgotten meanwhile, forget it again (kvstore forget)",
+                    self._identity.cluster,
+                )
+            anew = True
+            self._raise_number(applied)
+
+    def join(self, about: Registering, pulse: Callable[[], None]) -> None:
+        """Registers this node, and returns when it is of the view."""
+        name = self._identity.member
+        member = Member(name, about.address, about.weight, about.zone, about.state, about.bulk_port)
+        self._self = Registered(member, PROTOCOL_VERSION, self._identity.token, about.instance_id.hex())
+        began = say = time.monotonic()
+        end, patience = began + self._terms.wait_s, began + 2 * self._terms.lease_s + 1
+        while True:
+            try:
+                self._register()
+                break
+            except InvalidRequest as error:
+                raise ConfigError(str(error)) from error
+            except IdInUse as error:  # by one that has died, perhaps
+                if time.monotonic() >= patience:
+                    raise ConfigError(f"{error}; name this one otherwise (--member), or stop that one") from error
+                if time.monotonic() >= say:
+                    log.warning("%s; waiting whether its lease ends", error)
+                    say = time.monotonic() + SAY_S
+            except Unavailable as error:
+                if time.monotonic() >= end:
+                    raise ConfigError(
+                        f"not registered in {self._terms.wait_s:g} s (cluster_wait_s): {error}"
+                    ) from error
+            self._sleep(PAUSE_S, pulse)
+        self._etcd.pulse = lambda: None
+        for thread in self._threads:
+            thread.start()
+        while self._membership.joining:
+            if time.monotonic() >= end:
+                raise ConfigError(f"{member.id} is not of the view: {self.status}; {'; '.join(self.apart)}")
+            self._sleep(0.01, pulse)
+        log.info("registered as %s at %s in the cluster %s", member.id, member.address, self._identity.cluster)
+
+    def _sleep(self, seconds: float, pulse: Callable[[], None]) -> None:
+        pulse()
+        self._stop.wait(seconds)
+
+    def set_state(self, state: State) -> None:
+        """Tells everybody, as soon as etcd answers; who wants to know when looks at the view."""
+        assert self._self is not None
+        self._self = replace(self._self, member=replace(self._self.member, state=state))
+        self._wake.set()
+
+    def record_removal(self, digest: bytes, removal: bytes, erasure: bytes = b"") -> None:
+        """This node has forgotten a namespace. `removal`: the name of that, or empty. `erasure`: that of a tenant's."""
+        self._removals.record(digest, removal, erasure)
+
+    def begin_erasure(self, erasure: bytes) -> None:
+        """This node is asked to erase a tenant."""
+        self._removals.begin_erasure(erasure)
+
+    def close(self) -> None:
+        """It is no member any more, if etcd answers at once. May be called however far a start came."""
+        self._stop.set()
+        self._wake.set()
+        limit = Deadline(END_S)
+        self._etcd.pulse = lambda: _wants(limit)
+        if self._lease and "registry" not in self._troubles:
+            try:
+                self._etcd.revoke(self._lease)
+            except KVStoreError as error:
+                log.warning("not taken out of the cluster, which happens in %g s: %s", self._lease_s, error)
+        self._removals.close()
+        self._etcd.close()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(END_S)
+
+    # ---- threads -------------------------------------------------------------------------
+
+    def _run(self, step: Callable[[], None]) -> None:
+        """One step after the other; each waits for its own next time, or raises what keeps it from that."""
+        while not self._stop.is_set():
+            try:
+                step()
+                continue
+            except (KVStoreError, OSError, IdInUse) as error:
+                if not self._stop.is_set():
+                    self._suffer(error)
+            except Exception:
+                log.exception("the registry failed; it goes on")
+            self._stop.wait(PAUSE_S * random.uniform(0.5, 1.5))
+
+    def _suffer(self, error: Exception) -> None:
+        name = threading.current_thread().name
+        since, _ = self._troubles.get(name, (time.monotonic(), ""))
+        if name not in self._troubles:
+            log.warning("%s: %s; the last view is kept", name, error)
+        self._troubles[name] = since, str(error)
+
+    def _well(self) -> bool:
+        """Whether it was before, too."""
+        name = threading.current_thread().name
+        since, _ = self._troubles.pop(name, (0.0, ""))
+        if since:
+            log.info("%s: well again, after %.1f s", name, time.monotonic() - since)
+        return not since
+
+    def _keep(self) -> None:
+        """Registered, with what is to be told; then a while of nothing."""
+        assert self._self is not None
+        if not self._leased() or self._written[1] != self._self.value():
+            self._settle()
+            self._register()
+        if known := self._membership.view:
+            # The view may be of an etcd that began anew already; what is known of removals is from before.
+            self._raise_number(max(known.number, self._removals.seen, self._identity.applied))
+        self._well()
+        self._tell()
+        self._wake.wait(self._lease_s / KEEPS)
+        self._wake.clear()
+
+    def _follow(self) -> None:
+        """Until the watch breaks, or etcd goes."""
+        reading = self._etcd.read(self._roster.prefix)
+        if not self._well():
+            self._settle_at = time.monotonic() + self._lease_s
+        with self._lock:
+            self._roster.reset(reading)
+        self._heard()
+        for changes in self._etcd.watch(self._roster.prefix, reading.revision + 1):
+            with self._lock:
+                self._roster.apply(changes)
+            self._heard()
+        self._stop.wait(PAUSE_S)
+
+    def _heard(self) -> None:
+        with self._lock:
+            mine = self._roster.entries.get(self._roster.member_key(self._identity.member))
+            self._removals.heard(self._roster.removals(self._removals.seen), self._number())
+        if self._written[0] and not self._is_own(mine):  # somebody removed or took it, or the lease ended
+            self._written = (0, b"")
+            self._wake.set()
+        self._tell()
+
+    def _is_own(self, mine: Entry | None) -> bool:
+        """Return whether this node wrote its entry, and not a node with a copy of its data directory."""
+        if mine is None or self._self is None:
+            return False
+        with contextlib.suppress(ConfigError):
+            return parse_member(self._identity.member, mine.value).instance == self._self.instance
+        return True  # unreadable: nobody uses it, and the next registration replaces it
+
+    def _remove(self) -> None:
+        self._removals.work(self._etcd, self._roster)
+        self._well()
+
+    # ---- steps ---------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """The cluster's settings, made by who comes first. Raises ConfigError if this node has others."""
+        wanted = self._terms.replicas
+        known = self._membership.view
+        made = Settings(wanted or (known.replicas if known else 1), 0)
+        there, _ = self._etcd.swap(self._roster.config_key, made.value(), 0, 0)
+        settings = parse_settings(there.value) if there else made
+        if wanted and wanted != settings.replicas:
+            raise ConfigError(
+                f"replicas={wanted}, but the cluster {self._identity.cluster} has {settings.replicas}: start this node "
+                f"with that or without; {self._roster.config_key} in etcd has the number for all"
+            )
+
+    def _raise_number(self, least: int) -> None:
+        """Views of an etcd that lost all and began anew must have higher numbers than those from before, and so must
+        what was written there until now: a removal may have come first."""
+        with self._lock:
+            entry, number = self._roster.entries.get(self._roster.config_key), self._number()
+        if entry is None or number >= least or least > BASE_MAX:
+            return
+        settings = parse_settings(entry.value)
+        raised = settings._replace(base=least)
+        self._etcd.swap(self._roster.config_key, raised.value(), 0, entry.revision)
+
+    def _leased(self) -> bool:
+        """Keeps the lease alive, if it is."""
+        if self._lease and not self._etcd.keep_alive(self._lease):
+            log.warning("the lease has ended: registering again")
+            self._lease, self._written = 0, (0, b"")
+        return bool(self._lease)
+
+    def _register(self) -> None:
+        """Raises Taken."""
+        assert self._self is not None
+        key, own = self._roster.member_key(self._identity.member), self._self
+        if not self._leased():
+            self._lease, self._lease_s = self._etcd.grant(self._terms.lease_s)
+        revision, value = self._written[0], own.value()
+        while not self._stop.is_set():
+            there, now = self._etcd.swap(key, value, self._lease, revision)
+            if there is None:
+                self._written = (now, value)
+                return
+            if there.revision:
+                other = parse_member(self._identity.member, there.value)
+                # A restart takes the entry over, a registered node does not. Nobody takes it from a live node.
+                again = self._membership.joining and not self._is_alive(other)
+                if other.token != own.token or (other.instance != own.instance and not again):
+                    what = "a copy of this data directory" if other.token == own.token else "another node"
+                    id_here = f"the id {self._identity.member} in the cluster {self._identity.cluster}"
+                    raise IdInUse(f"{id_here} is that of {what}, at {other.member.address}")
+            revision = there.revision
+
+    def _is_alive(self, other: Registered) -> bool:
+        """Return whether that instance answers at its address, so that a copy of this directory is in use."""
+        return self._instance_at(other.member.address).hex() == other.instance
+
+    def _number(self) -> int:
+        settings = self._roster.settings()
+        return (settings.base if settings else 0) + self._roster.revision
+
+    def _tell(self) -> None:
+        """The view, if it is another one, and this node is of it or was."""
+        with self._lock:
+            view, known = self._roster.view(), self._membership.view
+            if view is None or time.monotonic() < self._settle_at or self._stop.is_set():
+                return
+            own = self._identity.member
+            if known is None and own not in view.by_id:
+                return
+            if known is not None and (view.number < known.number or replace(view, number=known.number) == known):
+                return
+            self._say(view, known)
+            self._membership.become(view, own)
+
+    def _say(self, view: View, known: View | None) -> None:
+        before = set(known.by_id) if known else set()
+        joined, left = sorted(set(view.by_id) - before), sorted(before - set(view.by_id))
+        log.info("view %d: %d members; new: %s; gone: %s", view.number, len(view.members), joined, left)
+        if view.replicas > len(view.members):
+            log.warning("%d replicas are wanted of %d members: there are fewer", view.replicas, len(view.members))
+        for line in self._roster.apart:
+            log.warning("not of the view: %s", line)
+
+
+def _wants(limit: Deadline) -> None:
+    """Raises DeadlineExceeded behind it."""
+    limit.remaining()
+
+
+# What `--cluster` says: nothing, a fixed list of members, or where the cluster is registered.
+
+PORT = 2379
+# Of a node that registers itself: (setting, what it is if nobody set it).
+NAMES = ("advertise", "zone", "etcd_ca", "etcd_cert", "etcd_key", "etcd_user")
+OF_ETCD = (("weight", 1.0), *((name, "") for name in NAMES))
+
+
+def open_registry(
+    config: NodeConfig,
+    membership: Membership,
+    remove: Callable[[bytes], None],
+    settle: Callable[[], None],
+    erase: Callable[[list[bytes]], None],
+) -> Registry | None:
+    """None for a node that is not registered. `remove`, `settle` and `erase` as `NamespaceTombstones` has them. Raises
+    ConfigError."""
+    if not config.cluster.startswith(ETCD_SCHEME):
+        for name, default in OF_ETCD:
+            if (value := getattr(config, name)) != default:
+                raise ConfigError(f"{name}={value} is for a cluster on etcd; a fixed list says it of each member")
+        return None
+    endpoints, cluster = endpoints_and_name(config.cluster)
+    access = Access(config.etcd_ca, config.etcd_cert, config.etcd_key, config.etcd_user, config.etcd_password)
+    if config.zone:
+        check_name("zone", config.zone)
+    identity = Identity(config.data_dir, cluster, config.member)
+    terms = RegistrationSettings(config.replicas, config.lease_s, config.cluster_wait_s)
+    removals = NamespaceTombstones(identity, remove, settle, erase)
+    found = partial(instance_at, known_by=known_by(config))
+    return Registry(Etcd(endpoints, access), identity, membership, terms, removals, found)
+
+
+def endpoints_and_name(text: str) -> tuple[list[str], str]:
+    """Of etcd://HOST:PORT,.../NAME. Raises ConfigError."""
+    if "://" in text.removeprefix(ETCD_SCHEME):  # etcd's own tools take http://HOST:PORT
+        bare = re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://", "", text.removeprefix(ETCD_SCHEME))
+        raise ConfigError(f"cluster={text!r} has a URL in it: write {ETCD_SCHEME}{bare}")
+    hosts, slash, name = text.removeprefix(ETCD_SCHEME).partition("/")
+    named = [host.strip() for host in hosts.split(",")]
+    if not slash or not all(named):
+        raise ConfigError(f"cluster={text!r} is not etcd://HOST:PORT,.../NAME")
+    endpoints = [host if re.search(r":\d+$", host) else f"{host}:{PORT}" for host in named]
+    for endpoint in endpoints:
+        host, _ = split_address(endpoint)
+        if ":" in host and not endpoint.startswith("["):
+            raise ConfigError(f"{endpoint!r} is not host:port; an IPv6 address is written [::1]:{PORT}")
+    check_name("the cluster", name)
+    return endpoints, name

@@ -1,0 +1,365 @@
+"""What is in etcd of a cluster, and the view that it makes. Pure: fed with what was read and what changed.
+
+/kvstore/NAME/config            {"replicas": 2, "base": 0}
+/kvstore/NAME/members/ID        {"address": "10.0.0.1:7440", "bulk_port": 7441, "state": "SERVING", "protocol": 4, ...}
+/kvstore/NAME/removed/DIGEST    {"removal": "9f..", "by": "n1", "erasure": "03.."}
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvstore.cluster.view import MEMBERS_MAX, REPLICAS_MAX, Member, State, View
+from kvstore.config import speaks
+from kvstore.errors import ConfigError
+from kvstore.keys import REMOVAL_NBYTES
+from node.cluster.etcd import Change, Entry, Etcd, Reading
+from node.cluster.membership import REMOVALS_KEPT_S, Identity
+
+BASE_MAX = 1 << 62  # a view's number has 64 bits, and etcd's revision 63
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A member as it is written. `instance`: which start of the node; `token`: which data directory."""
+
+    member: Member
+    protocol: int
+    token: str
+    instance: str
+
+    def value(self) -> bytes:
+        member = self.member
+        return json.dumps(
+            {
+                "address": member.address,
+                "bulk_port": member.bulk_port,
+                "weight": member.weight,
+                "zone": member.zone,
+                "state": member.state.name,
+                "protocol": self.protocol,
+                "token": self.token,
+                "instance": self.instance,
+            }
+        ).encode()
+
+
+class Settings(NamedTuple):
+    """What holds for all of a cluster. `base`: what is added to etcd's revision for a view's number, which is to rise
+    although an etcd that lost all begins anew."""
+
+    replicas: int
+    base: int
+
+    def value(self) -> bytes:
+        return json.dumps(self._asdict()).encode()
+
+
+class Removal(NamedTuple):
+    """`number`: of the view when it was recorded. `erasure`: the name of that of the tenant, if it is part of one."""
+
+    digest: bytes
+    removal: bytes
+    number: int
+    erasure: bytes = b""
+
+
+class RegistryState:
+    """Not thread-safe. `apart`: members that are not of the view, and why."""
+
+    def __init__(self, cluster: str) -> None:
+        self.cluster = cluster
+        self.prefix = f"/kvstore/{cluster}/"
+        self.config_key = f"{self.prefix}config"
+        self.entries: dict[str, Entry] = {}
+        self.revision = 0
+        self.apart: list[str] = []
+
+    def member_key(self, member: str) -> str:
+        return f"{self.prefix}members/{member}"
+
+    def removed_key(self, digest: bytes) -> str:
+        return f"{self.prefix}removed/{digest.hex()}"
+
+    def reset(self, reading: Reading) -> None:
+        self.revision, self.entries = reading.revision, dict(reading.entries)
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        for key, entry, revision in changes:
+            self.revision = max(self.revision, revision)
+            if entry is None:
+                self.entries.pop(key, None)
+            else:
+                self.entries[key] = entry
+
+    def settings(self) -> Settings | None:
+        """None: nobody has made them. Raises ConfigError for what is not ours."""
+        entry = self.entries.get(self.config_key)
+        return parse_settings(entry.value) if entry else None
+
+    def view(self) -> View | None:
+        """None: there is none yet."""
+        settings = self.settings()
+        if settings is None:
+            return None
+        members: dict[str, Member] = {}
+        self.apart = []
+        written = [(key, entry) for key, entry in self.entries.items() if key.startswith(self.member_key(""))]
+        for key, entry in sorted(written, key=lambda item: item[1].revision, reverse=True):
+            name = key.removeprefix(self.member_key(""))
+            try:
+                there = parse_member(name, entry.value)
+            except ConfigError as error:
+                self.apart.append(f"{name}: {error}")
+                continue
+            address = there.member.address
+            if not speaks(there.protocol):
+                self.apart.append(f"{name} at {address} speaks protocol {there.protocol}; update the older one")
+            elif address in members:
+                self.apart.append(f"{name} says it is at {address}, where {members[address].id} is")
+            elif len(members) == MEMBERS_MAX:
+                self.apart.append(f"{name} is one too many: a cluster has at most {MEMBERS_MAX} members")
+            else:
+                members[address] = there.member
+        chosen = tuple(sorted(members.values(), key=lambda member: member.id))
+        return View(self.cluster, settings.base + self.revision, chosen, settings.replicas)
+
+    def removals(self, after: int = -1) -> list[Removal]:
+        """In the order in which they were recorded, those with numbers above `after`: there may be many, of 30 days."""
+        settings = self.settings()
+        base, prefix = settings.base if settings else 0, self.removed_key(b"")
+        found = []
+        for key, entry in self.entries.items():
+            if base + entry.revision > after and key.startswith(prefix):
+                with contextlib.suppress(ConfigError, ValueError):  # what no node has written
+                    digest = bytes.fromhex(key.removeprefix(prefix))
+                    removal, erasure = parse_removed(entry.value)
+                    found.append(Removal(digest, removal, base + entry.revision, erasure))
+        return sorted(found, key=lambda some: some.number)
+
+
+def parse_settings(value: bytes) -> Settings:
+    fields = _fields(value)
+    replicas, base = fields.get("replicas"), fields.get("base", 0)
+    if (
+        not isinstance(replicas, int)
+        or not isinstance(base, int)
+        or not 1 <= replicas <= REPLICAS_MAX
+        or not 0 <= base <= BASE_MAX
+    ):
+        raise ConfigError(
+            f"the cluster's config in etcd says {value[:200]!r}; replicas must be in 1..{REPLICAS_MAX}, base in "
+            f"0..{BASE_MAX}"
+        )
+    return Settings(replicas, base)
+
+
+@functools.lru_cache(2 * MEMBERS_MAX)
+def parse_member(name: str, value: bytes) -> Registered:
+    """Raises ConfigError for what no node writes."""
+    fields = _fields(value)
+    try:
+        about = str(fields["address"]), float(fields["weight"]), str(fields["zone"]), State[fields["state"]]
+        bulk_port = int(fields.get("bulk_port", 0))  # an older node does not write it
+        protocol, token, instance = int(fields["protocol"]), str(fields["token"]), str(fields["instance"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"what is written of it is not understood ({error!r}): {value[:200]!r}") from error
+    return Registered(Member(name, *about, bulk_port), protocol, token, instance)
+
+
+@functools.lru_cache(2 * MEMBERS_MAX)
+def parse_removed(value: bytes) -> tuple[bytes, bytes]:
+    """The names of a removal and of the erasure that it is part of, empty if it is of none. Raises ConfigError."""
+    try:
+        fields = _fields(value)
+        return bytes.fromhex(str(fields["removal"])), bytes.fromhex(str(fields.get("erasure", "")))
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{value[:200]!r} is no removal") from error
+
+
+def _fields(value: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{value[:200]!r} is no JSON") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{value[:200]!r} is no JSON object")
+    return fields
+
+
+# Namespaces that are removed from a whole cluster: each member does it once, also one that was
+# away.
+#
+# a client's call --> here, and --> etcd --> the others, who were called, too, or were away
+
+log = logging.getLogger(__name__)
+
+DONE_MAX = 1 << 12  # removals that are known to be done here
+WAITING_MAX = 1 << 10  # that etcd is to be told of
+RECORD_S = 1.0  # that a call waits for etcd; what is not recorded by then is when etcd answers
+TOUCH_S = 3600.0
+
+
+@dataclass(frozen=True)
+class _Record:
+    digest: bytes
+    removal: bytes
+    erasure: bytes
+    written: threading.Event = field(default_factory=threading.Event)
+
+
+class NamespaceTombstones:
+    """`remove` forgets a namespace's pages here; `settle` returns when they stay forgotten after power loss, `erase`
+    when nothing is left of those of some namespaces; both may raise KVStoreError. Thread-safe."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        remove: Callable[[bytes], None],
+        settle: Callable[[], None],
+        erase: Callable[[list[bytes]], None],
+    ) -> None:
+        self._identity = identity
+        self._remove = remove
+        self._settle = settle
+        self._erase = erase
+        self._to_erase = list(identity.to_erase)  # namespaces that are removed here already, in an earlier life perhaps
+        self._wake = threading.Condition()
+        self._done: OrderedDict[bytes, None] = OrderedDict()  # names of removals
+        self._records: list[_Record] = []
+        self._heard: list[Removal] = []
+        self._number = identity.applied
+        self._seen = identity.applied  # number of the newest that was heard of
+        self._saved_at = 0.0
+        self._closed = False
+
+    def catch_up(self, removals: Sequence[Removal], number: int, anew: bool = False) -> None:
+        """Apply missed removals at the start, before requests are served.
+
+        `anew`: etcd was reset while this node was away, so numbers do not tell which removals it missed, and
+        all are applied. On KVStoreError or OSError it is unknown how many were applied.
+        """
+        missed = [some for some in removals if anew or some.number > self._identity.applied]
+        for some in missed:
+            self._remove(some.digest)
+            self._to_erase += [some.digest] if some.erasure else []
+        if missed:
+            log.info("%d namespaces were removed while this node was away: their pages are gone", len(missed))
+            self._settle()
+        self._save(number)
+        self._seen = max(self._seen, number)
+
+    def record(self, digest: bytes, removal: bytes, erasure: bytes = b"") -> None:
+        """This node has done it; the others are to. Waits a moment, so that it is in etcd if that answers; but not for
+        each namespace of an erasure, which takes longer by itself."""
+        record = _Record(digest, removal or os.urandom(REMOVAL_NBYTES), erasure)
+        self._note(record.removal)
+        with self._wake:
+            if len(self._records) >= WAITING_MAX:
+                log.error("the removal of namespace %s is not recorded: etcd is away for too many", digest.hex())
+                return
+            self._records.append(record)
+            self._wake.notify_all()
+        if not erasure and not record.written.wait(RECORD_S):
+            log.warning("the removal of namespace %s is not in etcd yet; members that are away keep it", digest.hex())
+
+    def begin_erasure(self, erasure: bytes) -> None:
+        """This node is asked itself; what it hears of that from others is done."""
+        if erasure:
+            self._note(erasure)
+
+    @property
+    def seen(self) -> int:
+        """The number of the newest that was heard of."""
+        return self._seen
+
+    def heard(self, removals: Sequence[Removal], number: int) -> None:
+        """What etcd has; must not wait."""
+        with self._wake:
+            fresh = [some for some in removals if some.number > self._seen]
+            if fresh:
+                self._seen = fresh[-1].number
+                self._heard += fresh
+                self._wake.notify_all()
+            self._number = max(self._number, number)
+
+    def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+
+    def work(self, etcd: Etcd, roster: RegistryState) -> None:
+        """One round, after waiting for something to do. Raises what kept it from being done; it is done again then."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._closed or self._records or self._heard or self._to_erase, TOUCH_S)
+            if self._closed:
+                return
+            heard, number, records = list(self._heard), self._number, list(self._records)
+            to_erase = list(self._to_erase)
+        with contextlib.ExitStack() as both:
+            both.callback(self._record_all, records, etcd, roster)
+            self._apply(heard, number)
+        if to_erase:  # what is heard meanwhile waits
+            self._erase(to_erase)
+            with self._wake:
+                del self._to_erase[: len(to_erase)]
+            self._save(self._identity.applied)
+
+    def _apply(self, heard: list[Removal], number: int) -> None:
+        for some in heard:
+            if some.removal not in self._done and some.erasure not in self._done:
+                log.info("namespace %s was removed from the cluster", some.digest.hex())
+                self._remove(some.digest)
+                self._note(some.removal)
+                self._to_erase += [some.digest] if some.erasure else []
+        if heard:
+            self._settle()
+        with self._wake:
+            del self._heard[: len(heard)]
+        if heard or time.monotonic() - self._saved_at >= TOUCH_S:
+            self._save(number)
+
+    def _record_all(self, records: list[_Record], etcd: Etcd, roster: RegistryState) -> None:
+        for record in records:
+            self._write(record, etcd, roster)
+            with self._wake:
+                self._records.remove(record)
+            record.written.set()
+
+    def _write(self, record: _Record, etcd: Etcd, roster: RegistryState) -> None:
+        """Once for all members that were called: the name of the removal says whether it is there."""
+        key, revision = roster.removed_key(record.digest), 0
+        removal = record.removal.hex()
+        fields = {"removal": removal, "by": self._identity.member}
+        if record.erasure:
+            fields["erasure"] = record.erasure.hex()
+        value = json.dumps(fields).encode()
+        lease, _ = etcd.grant(REMOVALS_KEPT_S)
+        while True:
+            there, _ = etcd.swap(key, value, lease, revision)
+            if there is None:
+                return
+            with contextlib.suppress(ConfigError):
+                if there.revision and parse_removed(there.value)[0] == record.removal:
+                    break
+            revision = there.revision
+        etcd.revoke(lease)
+
+    def _note(self, removal: bytes) -> None:
+        """This node has done it, or an erasure."""
+        with self._wake:
+            self._done[removal] = None
+            if len(self._done) > DONE_MAX:
+                self._done.popitem(last=False)
+
+    def _save(self, number: int) -> None:
+        self._identity.save(max(number, self._identity.applied), self._to_erase)
+        self._saved_at = time.monotonic()

@@ -1,0 +1,312 @@
+"""Pages on their way to other members: a queue, and what becomes of each page at each target. Pure: no threads, no
+sockets, and the clock is an argument.
+
+    offer(page, targets) --> waiting, oldest first, for each target --next--> a batch under way, one for each target
+                               ^                                              |
+                               +--- the target is away, full or busy: later --+--> done, given up, or gone meanwhile
+
+A page is held as long as it is in here, so the bound of the queue is a bound on RAM: when it is full, the oldest page
+is dropped and counted. A page that was removed is not sent.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from kvstore.keys import short
+
+P = TypeVar("P")
+
+BATCH_PAGES_MAX = 64
+BATCH_NBYTES_MAX = 16 << 20
+PAGES_MAX = 1 << 16  # in the queue
+PATIENCE_S = 60.0  # for a target that is away, full or refuses
+PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 2.0  # between two tries of a target that failed, twice as long each time
+FAILING_MAX = 2  # targets that failed, served at a time: they may hang, and others are not to wait behind them
+REFUSALS_MAX = 4  # of a page by its targets: who just joined is unknown to some for a moment
+
+
+class Group(NamedTuple):
+    """What the pages of one batch have in common."""
+
+    digest: bytes  # of their namespace
+    expiry_s: int  # since the epoch; 0: no time to live
+    durable: bool
+
+
+class AckWaiter:
+    """How many ways of pages to targets are open, and how many came to nothing. `failed`: whether a target was
+    away or refused, which is tried again."""
+
+    def __init__(self) -> None:
+        self.open_count = 0
+        self.lost_count = 0
+        self.failed = False
+
+    def settle(self, arrived: bool) -> None:
+        self.open_count -= 1
+        self.lost_count += not arrived
+
+
+@dataclass(eq=False)
+class QueuedPage(Generic[P]):
+    """A page and the targets that it has not reached yet. `busy`: those to which it is under way."""
+
+    page: P
+    prefix_hash: bytes
+    nbytes: int  # of RAM
+    group: Group
+    left: set[str]
+    ticket: AckWaiter | None
+    end: float
+    busy: set[str] = field(default_factory=set)
+    refusals: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Batch(Generic[P]):
+    """Under way to one target: pages of one group."""
+
+    target: str
+    parcels: list[QueuedPage[P]]
+
+    @property
+    def group(self) -> Group:
+        return self.parcels[0].group
+
+
+@dataclass
+class Counts:
+    """Ways of a page to a target."""
+
+    pages_handed: int = 0
+    nbytes_handed: int = 0
+    pages_dropped: int = 0
+
+
+class _Target(Generic[P]):
+    def __init__(self) -> None:
+        self.waiting: dict[QueuedPage[P], None] = {}
+        self.under_way: Batch[P] | None = None
+        self.pause_s = 0.0
+        self.paused_until = 0.0
+
+    def ready(self, now: float) -> bool:
+        return bool(self.under_way is None and self.paused_until <= now and self.waiting)
+
+
+class ReplicationQueue(Generic[P]):
+    """Not thread-safe. Times are seconds of any clock that never goes back. Pages that are done with are in `freed`,
+    for the caller to release."""
+
+    def __init__(self, nbytes_max: int, gone: Callable[[P], bool], nbytes_per_s: int = 0) -> None:
+        """`gone`: whether a page was removed. `nbytes_per_s`: how much is sent, 0: no limit."""
+        self.nbytes_max = nbytes_max
+        self.nbytes = 0
+        self.counts = Counts()
+        self.freed: list[P] = []
+        self._gone = gone
+        self._nbytes_per_s = nbytes_per_s
+        self._next_at = 0.0  # when the rate allows another batch
+        self._parcels: dict[QueuedPage[P], None] = {}  # oldest first
+        self._targets: dict[str, _Target[P]] = {}  # who was served longest ago first
+
+    @property
+    def page_count(self) -> int:
+        return len(self._parcels)
+
+    @property
+    def under_way(self) -> bool:
+        return any(target.under_way for target in self._targets.values())
+
+    @property
+    def _may_fail(self) -> bool:
+        """Whether one more of those that failed may be tried."""
+        return sum(bool(some.under_way and some.pause_s) for some in self._targets.values()) < FAILING_MAX
+
+    def has_room(self, nbytes: int = 0) -> bool:
+        """Without dropping a page for it."""
+        return self.nbytes + nbytes <= self.nbytes_max and len(self._parcels) <= PAGES_MAX
+
+    def offer(
+        self,
+        page: P,
+        prefix_hash: bytes,
+        nbytes: int,
+        group: Group,
+        targets: Collection[str],
+        now: float,
+        ticket: AckWaiter | None = None,
+    ) -> None:
+        """`nbytes`: of RAM that the page keeps. It must be held by the caller."""
+        parcel = QueuedPage(page, prefix_hash, nbytes, group, set(targets), ticket, now + PATIENCE_S)
+        if ticket:
+            ticket.open_count += len(parcel.left)
+        self._parcels[parcel] = None
+        self.nbytes += nbytes
+        for name in sorted(parcel.left):
+            self._targets.setdefault(name, _Target()).waiting[parcel] = None
+        self._free_if_done(parcel)
+        while parcel in self._parcels and len(self._parcels) > 1 and not self.has_room():
+            self._drop(next(some for some in self._parcels if not some.busy))
+
+    def follow(self, members: Collection[str]) -> None:
+        """The members of a new view, without this one: who left is given nothing any more."""
+        for name in [name for name in self._targets if name not in members]:
+            target = self._targets[name]
+            under_way = target.under_way.parcels if target.under_way else []
+            for parcel in [*target.waiting, *under_way]:
+                self._lose(parcel, name)
+            if target.under_way is None:
+                del self._targets[name]
+
+    def next(self, now: float) -> Batch[P] | None:
+        """A batch to carry out, and then to report by `done` or `failed`."""
+        if now < self._next_at:
+            return None
+        may_fail = self._may_fail
+        for name in [name for name, target in self._targets.items() if target.ready(now)]:
+            target = self._targets[name]
+            if target.pause_s and not may_fail:
+                continue
+            target.under_way = batch = self._batch(name, now)
+            if batch is not None:
+                self._targets[name] = self._targets.pop(name)
+                if self._nbytes_per_s:
+                    nbytes = sum(parcel.nbytes for parcel in batch.parcels)
+                    self._next_at = max(now, self._next_at) + nbytes / self._nbytes_per_s
+                return batch
+        return None
+
+    def due(self, now: float) -> float | None:
+        """When `next` may have something, if nobody offers or reports anything until then."""
+        may_fail = self._may_fail
+        idle = [
+            target.paused_until
+            for target in self._targets.values()
+            if target.waiting and not target.under_way and (may_fail or not target.pause_s)
+        ]
+        return max(min(idle), self._next_at) if idle else None
+
+    def done(self, batch: Batch[P], taken: Collection[bytes], now: float) -> None:
+        """The target answered. `taken`: keys that it has now; the others later."""
+        target = self._ended(batch)
+        for parcel in batch.parcels:
+            parcel.busy.discard(batch.target)
+            arrived = parcel.prefix_hash in taken
+            if arrived:
+                self.counts.pages_handed += 1
+                self.counts.nbytes_handed += parcel.nbytes
+            gone = self._gone(parcel.page)
+            if arrived or gone:
+                self._settle(parcel, batch.target, arrived and not gone)
+            else:
+                self._again(parcel, batch.target, now)
+        self._pause(target, now, failed=not taken)
+        if taken and len(taken) < len(batch.parcels):
+            target.paused_until = now + PAUSE_S_MIN
+
+    def failed(self, batch: Batch[P], now: float, refused: bool = False) -> None:
+        """`refused`: the target has nothing of the batch for certain; if not, nobody knows what it has."""
+        target = self._ended(batch)
+        for parcel in batch.parcels:
+            parcel.busy.discard(batch.target)
+            parcel.refusals += refused
+            if parcel.ticket:
+                parcel.ticket.failed = True
+            if self._gone(parcel.page):
+                self._settle(parcel, batch.target, False)
+            else:
+                self._again(parcel, batch.target, now)
+        self._pause(target, now, failed=True)
+
+    def drop_gone(self) -> None:
+        """Pages that were removed wait no longer for their turn to be passed over."""
+        for parcel in [parcel for parcel in self._parcels if self._gone(parcel.page)]:
+            for name in parcel.left - parcel.busy:
+                self._settle(parcel, name, False)
+
+    def hurry(self) -> None:
+        """The rate does not matter any more."""
+        self._nbytes_per_s, self._next_at = 0, 0.0
+
+    def clear(self) -> None:
+        """Nothing is sent any more; what is under way ends by `done` or `failed`."""
+        self.follow(())
+
+    # ---- parts -----------------------------------------------------------------------------
+
+    def _batch(self, name: str, now: float) -> Batch[P] | None:
+        waiting = self._targets[name].waiting
+        parcels: list[QueuedPage[P]] = []
+        nbytes = 0
+        for parcel in list(_some(waiting, 4 * BATCH_PAGES_MAX)):
+            if self._gone(parcel.page):
+                self._settle(parcel, name, False)
+            elif parcel.end <= now:
+                self._lose(parcel, name)
+            elif not parcels or (parcel.group == parcels[0].group and nbytes + parcel.nbytes <= BATCH_NBYTES_MAX):
+                parcels.append(parcel)
+                nbytes += parcel.nbytes
+                if len(parcels) == BATCH_PAGES_MAX:
+                    break
+        for parcel in parcels:
+            del waiting[parcel]
+            parcel.busy.add(name)
+        return Batch(name, parcels) if parcels else None
+
+    def _ended(self, batch: Batch[P]) -> _Target[P]:
+        target = self._targets[batch.target]
+        assert target.under_way is batch
+        target.under_way = None
+        return target
+
+    def _pause(self, target: _Target[P], now: float, failed: bool) -> None:
+        target.pause_s = min(PAUSE_S_MAX, max(PAUSE_S_MIN, 2 * target.pause_s)) if failed else 0.0
+        target.paused_until = now + target.pause_s
+
+    def _again(self, parcel: QueuedPage[P], name: str, now: float) -> None:
+        """Unless it was dropped meanwhile, or it is time to give up."""
+        if name in parcel.left and parcel.end > now and parcel.refusals < REFUSALS_MAX:
+            self._targets[name].waiting[parcel] = None
+        else:
+            self._lose(parcel, name)
+
+    def _drop(self, parcel: QueuedPage[P]) -> None:
+        for name in list(parcel.left):
+            self._lose(parcel, name)
+        self._free_if_done(parcel)
+
+    def _lose(self, parcel: QueuedPage[P], name: str) -> None:
+        if name in parcel.left:
+            self.counts.pages_dropped += 1
+        self._settle(parcel, name, False)
+
+    def _settle(self, parcel: QueuedPage[P], name: str, arrived: bool) -> None:
+        if name in parcel.left:
+            parcel.left.discard(name)
+            self._targets[name].waiting.pop(parcel, None)
+            if parcel.ticket:
+                parcel.ticket.settle(arrived)
+        self._free_if_done(parcel)
+
+    def _free_if_done(self, parcel: QueuedPage[P]) -> None:
+        if not parcel.left and not parcel.busy and parcel in self._parcels:
+            del self._parcels[parcel]
+            self.nbytes -= parcel.nbytes
+            self.freed.append(parcel.page)
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        found = []
+        if self.nbytes != sum(parcel.nbytes for parcel in self._parcels):
+            found.append(f"{self.nbytes} bytes in the queue of the hand-over, but its pages have others")
+        for parcel in self._parcels:
+            places = {name for name, target in self._targets.items() if parcel in target.waiting}
+            if places | (parcel.busy & parcel.left) != parcel.left or places & parcel.busy:
+                found.append(f"{short(parcel.prefix_hash)} waits for {places}, is under way to {parcel.busy}")
+        return found
+
+
+def _some(waiting: Iterable[QueuedPage[P]], count: int) -> list[QueuedPage[P]]:
+    return [parcel for _, parcel in zip(range(count), waiting, strict=False)]

@@ -1,0 +1,266 @@
+"""Threads that carry pages to other members, from where they lie in RAM, in the order of the queue (`hand_over`)."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from kvstore.checksum import root
+from kvstore.cluster.calls import batches
+from kvstore.cluster.view import View
+from kvstore.deadline import Deadline
+from kvstore.errors import InvalidRequest, KVStoreError, LayoutMismatch
+from kvstore.log_rate import LogRate
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.transports.bulk import BulkWire
+from kvstore.transports.channel import NodeConnection
+from node.cluster.membership import Membership
+from node.cluster.remote_pages import PeerLinks
+from node.cluster.replication_queue import AckWaiter, Batch, Group, ReplicationQueue
+from node.memory.page import Page, State
+from node.memory.tier import RamTier
+
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
+
+COURIERS = 4  # targets that are served at a time
+HAND_S = 5.0  # for a batch, of 64 pages and 16 MiB at most or of one page
+LOOK_S = 0.2  # between two looks whether a caller who waits is still there
+REFUSED = (InvalidRequest, LayoutMismatch)  # by the target, or here before anything was committed
+
+
+class Replicator:
+    """Thread-safe. Its lock is never taken under the RAM tier's, nor the other way round. No thread is there before
+    something is offered."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        links: PeerLinks,
+        tier: RamTier,
+        view: Callable[[int, int], memoryview],
+        queue_nbytes_max: int,
+        nbytes_per_s: int,
+    ) -> None:
+        """`view`: of the arena, at an offset."""
+        self._membership = membership
+        self._links = links
+        self._tier = tier
+        self._view = view
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._work = threading.Condition(lock)  # for couriers: of those that wait one is woken
+        self._queue: ReplicationQueue[Page] = ReplicationQueue(queue_nbytes_max, _gone, nbytes_per_s)
+        self._threads: list[threading.Thread] = []
+        self._stop_at: float | None = None
+        membership.on_view(self._follow)
+
+    def offer(
+        self, pages: Sequence[Page], targets: Sequence[Collection[str]], durable: bool = False, whole: bool = False
+    ) -> AckWaiter:
+        """Pages, a chain's head first, for those members of the view that are named for each; they stay held until they
+        are there, dropped or given up. A page that is not visible any more is not sent. `whole`: what has gone counts
+        as lost. The end of a chain goes first: its head is to be the newest there too, and the last to be dropped."""
+        ticket = AckWaiter()
+        wanted = {page: some for page, some in zip(pages, targets, strict=True) if some}
+        if not wanted:
+            return ticket
+        held = self._tier.hold_visible(list(wanted))
+        ticket.lost_count = len(wanted) - len(held) if whole else 0
+        with self._changed:
+            now = time.monotonic()
+            for page in reversed(held):
+                group = Group(page.namespace.digest, page.expiry_s, durable)
+                self._queue.offer(page, page.prefix_hash, page.namespace.slot_nbytes, group, wanted[page], now, ticket)
+            if self._stop_at is not None:
+                self._queue.clear()
+            elif held:
+                self._begin()
+            self._changed.notify_all()
+            self._work.notify()
+        self._release_freed()
+        return ticket
+
+    def wait(self, ticket: AckWaiter, end: float, gone: Callable[[], bool], patient: bool = True) -> bool:
+        """Until all of what was offered with the ticket has arrived; False: it was lost, it took longer than until
+        `end` in monotonic time, or nobody wants to know any more. Not `patient`: also if a target failed."""
+        with self._changed:
+            while ticket.open_count and time.monotonic() < end and not gone() and (patient or not ticket.failed):
+                self._changed.wait(max(0.0, min(LOOK_S, end - time.monotonic())))
+            return not (ticket.open_count or ticket.lost_count)
+
+    def drop_gone(self) -> None:
+        """Lets go of pages that were removed, but for those under way, which are done with in HAND_S."""
+        with self._changed:
+            self._queue.drop_gone()
+            self._changed.notify_all()
+        self._release_freed()
+
+    def wait_room(self, nbytes: int, timeout_s: float) -> bool:
+        """Until the queue has room for so many bytes, for who has more to hand over than it holds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._queue.has_room(nbytes), timeout_s)
+
+    def wait_empty(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._queue.page_count, timeout_s)
+
+    def status(self, status: pb.PeersStatus) -> None:
+        """Adds what is told of the hand-over."""
+        with self._changed:
+            queue, counts = self._queue, self._queue.counts
+            status.queue_pages, status.queue_nbytes = queue.page_count, queue.nbytes
+            status.queue_nbytes_max = queue.nbytes_max
+            status.pages_handed, status.nbytes_handed = counts.pages_handed, counts.nbytes_handed
+            status.pages_dropped = counts.pages_dropped
+
+    def check(self) -> list[str]:
+        with self._changed:
+            return self._queue.check()
+
+    def stop(self, timeout_s: float) -> None:
+        """What waits for members that answer is carried to them, in so much time; the rest is dropped."""
+        end = time.monotonic() + timeout_s
+        with self._changed:
+            self._stop_at = end
+            self._queue.hurry()
+            self._work.notify_all()
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        with self._changed:
+            left = self._queue.page_count
+            self._queue.clear()
+            self._changed.notify_all()
+        if left:
+            log.warning("%d pages were not handed on to other members before the stop", left)
+        self._release_freed()
+
+    def _follow(self, view: View) -> None:
+        with self._changed:
+            self._queue.follow({member.id for member in view.members} - {self._membership.member})
+            self._changed.notify_all()
+        self._release_freed()
+
+    # ---- threads ---------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """With the lock held. Where no more threads can be had, those that there are do it."""
+        try:
+            while len(self._threads) < COURIERS:
+                thread = threading.Thread(target=self._run, name="courier", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError as error:
+            log.warning("%d threads hand pages on, no more can be had: %s", len(self._threads), error)
+
+    def _run(self) -> None:
+        while (batch := self._next()) is not None:
+            taken: list[bytes] | None = None
+            refused = False
+            try:
+                taken = self._carry(batch)
+            except KVStoreError as error:
+                refused = isinstance(error, REFUSED)
+                log.warning("%s did not get %d pages: %s", batch.target, len(batch.parcels), error)
+            except Exception:  # the edge of the thread: it must go on, or holds never end
+                log.exception("handing pages to %s failed", batch.target)
+            with self._changed:
+                now = time.monotonic()
+                if taken is None:
+                    self._queue.failed(batch, now, refused)
+                else:
+                    self._queue.done(batch, taken, now)
+                self._changed.notify_all()
+            self._release_freed()
+
+    def _next(self) -> Batch[Page] | None:
+        """None: the thread is to end."""
+        while True:
+            freed = False
+            with self._changed:
+                now = time.monotonic()
+                stopping = self._stop_at is not None
+                if self._stop_at is not None and now >= self._stop_at:
+                    return None
+                batch, due = self._queue.next(now), self._queue.due(now)
+                if batch is not None:
+                    if due is not None:  # another sees to the rest, now or when its time comes
+                        self._work.notify()
+                    return batch
+                freed = bool(self._queue.freed)
+                if not freed:
+                    if stopping and not self._queue.under_way:
+                        self._work.notify_all()
+                        return None
+                    self._work.wait(LOOK_S if stopping else None if due is None else max(0.0, due - now))
+            if freed:
+                self._release_freed()
+
+    def _release_freed(self) -> None:
+        if not self._queue.freed:  # so who offers does not wait for a courier that was just woken
+            return
+        with self._changed:
+            freed, self._queue.freed = self._queue.freed, []
+        self._tier.release(freed)
+
+    # ---- one batch -------------------------------------------------------------------------
+
+    def _carry(self, batch: Batch[Page]) -> list[bytes]:
+        """Keys that the target has now."""
+        left_s = HAND_S if self._stop_at is None else self._stop_at - time.monotonic()
+        deadline = Deadline(min(HAND_S, max(0.01, left_s)))
+        namespace = self._tier.namespace(batch.group.digest).value
+        link = self._links.link(batch.target)
+        damaged: list[Page] = []
+        try:
+            return link.run(partial(self._put, batch, damaged), namespace, deadline)
+        finally:
+            for page in damaged:
+                self._tier.drop_corrupt(page)
+
+    def _put(self, batch: Batch[Page], damaged: list[Page], link: NodeConnection, deadline: Deadline) -> list[bytes]:
+        """The pages as they were when they came: what rotted in this RAM since is not made good by being sent on. Nor
+        is a page committed that was removed here while it was sent: by then the target has been asked to remove it, or
+        is going to be."""
+        assert isinstance(link.wire, BulkWire)
+        pages = {parcel.prefix_hash: parcel.page for parcel in reversed(batch.parcels)}
+        group, keys = batch.group, list(pages)
+        nbytes = batch.parcels[0].page.namespace.page_nbytes
+        ttl_ms = max(1, 1000 * (group.expiry_s - self._tier.clock_s())) if group.expiry_s else 0
+
+        def good(prefix_hash: bytes, leaves: bytes) -> bool:
+            page = pages[prefix_hash]
+            if _gone(page):
+                return False
+            if root(leaves, page.namespace.seed(prefix_hash)) == page.checksum:
+                return True
+            damaged.append(page)
+            return False
+
+        taken: list[bytes] = []
+        for part in batches(len(keys), nbytes, link.limits):
+            request = pb.PutRequest(
+                namespace=group.digest,
+                prefix_hashes=keys[part],
+                page_nbytes=nbytes,
+                ttl_ms=ttl_ms,
+                durable=group.durable,
+                wait_ms=max(1, int(900 * deadline.remaining())) if group.durable else 0,
+                forwarded_by=self._membership.member,
+            )
+            views = [(self._view(pages[key].offset, nbytes),) for key in keys[part]]
+            try:
+                verdicts = link.wire.put(request, views, deadline, good=good)
+            except REFUSED:
+                if not taken and not any(map(_gone, pages.values())):
+                    raise
+                return taken
+            there = (pb.WRITE, pb.EXISTS)
+            taken += [key for key, verdict in zip(keys[part], verdicts, strict=True) if verdict in there]
+        return taken
+
+
+def _gone(page: Page) -> bool:
+    return page.state is not State.VISIBLE

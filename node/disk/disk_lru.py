@@ -1,0 +1,447 @@
+"""In which order pages leave the disk: of the tenants as `node/memory/tenant_usage.py` says, and of
+the pages of one, or of all who have no quota, by last use within a slot size and by whole blocks
+between sizes.
+
+Busy records (being read or written) stay; pinned ones are in no pool, and the newest when their pin ends. Pages on disk
+do not move: a block serves another size when all in it may go at once.
+Pure; not thread-safe, the disk tier's lock guards it. No call takes longer the more records, sizes or pins
+there are: a search that was cut short goes on with the next.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+
+from kvstore.errors import Exhausted
+from kvstore.layout import SLOT_ALIGN_NBYTES
+from node.memory.lazy_heap import LazyHeap, OldestBySize
+from node.memory.lru import HeldEntries
+from node.memory.pins import PINNED_SHARE
+from node.memory.tenant_usage import TenantAccount, TenantUsage
+from node.slab import Block, SlotAllocator
+
+# Records of which one goes when room is needed: of one tenant that has a quota, or of all who
+# have none.
+#
+# Of each slot size in order of use, and which size has the oldest. Pure; not thread-safe, the
+# disk tier's lock guards it.
+
+
+@dataclass
+class _Ends:
+    """Both ends of the list of one slot size, and the busy records that were met at its old end."""
+
+    oldest: int = 0
+    newest: int = 0
+    count: int = 0  # those aside included
+    aside: HeldEntries[int] = field(default_factory=HeldEntries)
+
+
+class Links:
+    """Of all records, whatever pool they are in: in which one, and which is the next older and newer one there. They
+    grow with the records. `used_s` is the records' own."""
+
+    def __init__(self, used_s: "array[int]", may_go: Callable[[int], bool]) -> None:
+        self.used_s = used_s
+        self.may_go = may_go
+        self.older = array("I", [0])
+        self.newer = array("I", [0])
+        self.pool = array("H", [0])
+        self.left = 0  # records that may be looked at still
+
+    @property
+    def arrays(self) -> tuple["array[int]", ...]:
+        return self.older, self.newer, self.pool
+
+    def look(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+
+class DiskPool:
+    """`number` names it in `links`."""
+
+    def __init__(self, number: int, links: Links) -> None:
+        self.number = number
+        self._links = links
+        self._ends: dict[int, _Ends] = {}
+        self._ages = OldestBySize(self._oldest_s, lambda: links.left <= 0)
+
+    @property
+    def count(self) -> int:
+        return sum(ends.count for ends in self._ends.values())
+
+    # ---- a record's life -----------------------------------------------------------------
+
+    def begin(self, size: int, records: Sequence[int]) -> None:
+        """All records of a slot size that has none yet, the oldest first."""
+        oldest, newest = records[0], records[-1]
+        self._ends[size] = _Ends(oldest, newest, len(records))
+        self._ages.add(size, self._links.used_s[oldest])
+        older, newer, pool = self._links.older, self._links.newer, self._links.pool
+        older[oldest] = newer[newest] = 0
+        pool[newest] = self.number
+        for one, following in pairwise(records):
+            newer[one] = following
+            older[following] = one
+            pool[one] = self.number
+
+    def push_newest(self, record: int, size: int) -> None:
+        ends, links = self._ends_of(size), self._links
+        links.pool[record] = self.number
+        links.older[record], links.newer[record] = ends.newest, 0
+        if ends.newest:
+            links.newer[ends.newest] = record
+        else:
+            ends.oldest = record
+        ends.newest = record
+        ends.count += 1
+        if size not in self._ages:
+            self._ages.add(size, links.used_s[record])
+
+    def push_oldest(self, record: int, size: int) -> None:
+        ends, links = self._ends_of(size), self._links
+        links.pool[record] = self.number
+        links.older[record], links.newer[record] = 0, ends.oldest
+        if ends.oldest:
+            links.older[ends.oldest] = record
+        else:
+            ends.newest = record
+        ends.oldest = record
+        ends.count += 1
+        self._ages.add(size, links.used_s[record])
+
+    def _ends_of(self, size: int) -> _Ends:
+        ends = self._ends.get(size)
+        if ends is None:
+            ends = self._ends[size] = _Ends()
+        return ends
+
+    def withdraw(self, record: int, size: int) -> None:
+        ends = self._ends[size]
+        if not ends.aside.discard(record):
+            self._take_out(ends, record)
+        ends.count -= 1
+        if not ends.count:
+            del self._ends[size]
+            self._ages.discard(size)
+
+    def _take_out(self, ends: _Ends, record: int) -> None:
+        older, newer = self._links.older[record], self._links.newer[record]
+        if older:
+            self._links.newer[older] = newer
+        else:
+            ends.oldest = newer
+        if newer:
+            self._links.older[newer] = older
+        else:
+            ends.newest = older
+
+    def give_back(self, record: int, size: int) -> None:
+        """It is not busy any more."""
+        if size in self._ends and self._ends[size].aside.give_back(record):
+            self._ages.add(size, self._links.used_s[record])
+
+    # ---- who is oldest -------------------------------------------------------------------
+
+    def oldest(self, size: int) -> int:
+        """0: none of this size may go, or enough were looked at."""
+        ends, links = self._ends.get(size), self._links
+        if ends is None:
+            return 0
+        record = ends.aside.oldest(links.may_go, links.look)
+        while record is None and ends.oldest and links.left > 0:
+            first = ends.oldest
+            if links.may_go(first):
+                return first
+            links.look()
+            self._take_out(ends, first)
+            ends.aside.put(first)
+        return record or 0
+
+    def _oldest_s(self, size: int) -> int | None:
+        record = self.oldest(size)
+        return self._links.used_s[record] if record else None
+
+    def older_sizes(self, than_s: int | None, but: int, count: int) -> list[int]:
+        """Other slot sizes whose oldest record is older (than None: any), that with the oldest first."""
+        return self._ages.older(than_s, but, count)
+
+    def eldest(self, size: int, count: int) -> Iterator[int]:
+        """Some of the oldest records of a size."""
+        record = self.oldest(size)
+        for _ in range(count):
+            if not record:
+                return
+            yield record
+            ends = self._ends[size]
+            record = ends.oldest if record in ends.aside else self._links.newer[record]
+
+    # ---- tell ----------------------------------------------------------------------------
+
+    def records(self) -> Iterator[int]:
+        """Those aside, then those of every size, oldest first within a size."""
+        for ends in self._ends.values():
+            yield from ends.aside
+            record = ends.oldest
+            while record:
+                following = self._links.newer[record]
+                yield record
+                record = following
+
+
+LOOKED_AT = 256  # busy records that are stepped over, and pins that are ended, in one search
+VICTIMS = 256  # of one search
+SIZES_TRIED = 4
+AREAS_TRIED = 4  # places of one size, the coldest first
+PLACES_TRIED = 16  # of any size, when nothing else is left
+AREA_LOOKED_AT = 4096  # records of an area
+AREA_RECORDS = 16  # oldest records of a size, in search of them
+Owner = TenantAccount[DiskPool]
+
+
+class DiskLru:
+    """Of published records. `offset` (x 4 KiB) and `used_s` are the records' own; `links` must grow with them.
+    `owner(record)` is the account of its tenant."""
+
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        offset: "array[int]",
+        used_s: "array[int]",
+        may_go: Callable[[int], bool],
+        owner: Callable[[int], Owner],
+    ) -> None:
+        self._slots = slots
+        self._offset = offset
+        self._used_s = used_s
+        self._may_go = may_go
+        self._owner = owner
+        self._links = Links(used_s, may_go)
+        self.links = self._links.arrays
+        self._pools: dict[int, DiskPool] = {}
+        self._area = range(0)  # whose records are leaving, but have not all gone
+        self.accounts: TenantUsage[DiskPool] = TenantUsage(slots, self._new_pool)
+        self._pinned: LazyHeap[int] = LazyHeap()  # records by the end of their pin, s
+        self._pinned_blocks: dict[int, int] = {}  # by start: how many pinned records are there
+        self.pinned_nbytes = 0  # of those blocks, which serve no other size
+        self.pinned_nbytes_max = int(slots.region_nbytes * PINNED_SHARE)
+        self._place = 0  # that was tried last
+        self._area_pool = self.accounts.shared
+
+    def _new_pool(self) -> DiskPool:
+        """The first is that of all who have no quota. One that is left without records and account is forgotten."""
+        if self._pools:
+            used = {account.pool.number for account in self.accounts.all()} | {self.accounts.shared.number}
+            self._pools = {number: pool for number, pool in self._pools.items() if pool.count or number in used}
+            self._area = range(0)
+        number = min(set(range(len(self._pools) + 1)) - set(self._pools))
+        pool = self._pools[number] = DiskPool(number, self._links)
+        return pool
+
+    @property
+    def count(self) -> int:
+        return len(self._pinned) + sum(pool.count for pool in self._pools.values())
+
+    def block_of(self, record: int) -> Block:
+        return self._slots.block_of(self._offset[record] * SLOT_ALIGN_NBYTES)
+
+    def _size(self, record: int) -> int:
+        return self.block_of(record).kind.slot_nbytes
+
+    # ---- a record's life -----------------------------------------------------------------
+
+    def begin(self, slot_nbytes: int, records: Sequence[int]) -> None:
+        """All records of a size that has none yet, the oldest first."""
+        by_pool: dict[int, array[int]] = {}
+        for record in records:
+            owner = self._owner(record)
+            owner.take(slot_nbytes)
+            by_pool.setdefault(owner.pool.number, array("I")).append(record)
+        for number, some in by_pool.items():
+            self._pools[number].begin(slot_nbytes, some)
+
+    def push_newest(self, record: int) -> None:
+        self._owner(record).pool.push_newest(record, self._size(record))
+
+    def touch(self, record: int, now_s: int) -> None:
+        block = self.block_of(record)
+        block.used_sum += now_s - self._used_s[record]
+        self._used_s[record] = now_s
+        if record not in self._pinned:
+            pool = self._pools[self._links.pool[record]]
+            pool.withdraw(record, block.kind.slot_nbytes)
+            pool.push_newest(record, block.kind.slot_nbytes)
+
+    def withdraw(self, record: int) -> None:
+        if self._pinned.discard(record):
+            self._count_pin(record, -1)
+        else:
+            self._leave_pool(record)
+
+    def _leave_pool(self, record: int) -> None:
+        self._pools[self._links.pool[record]].withdraw(record, self._size(record))
+
+    def give_back(self, record: int) -> None:
+        """A published record is not busy any more."""
+        if record not in self._pinned:
+            self._pools[self._links.pool[record]].give_back(record, self._size(record))
+
+    def pin(self, record: int, until_s: int) -> None:
+        if until_s:
+            if record not in self._pinned:
+                self._leave_pool(record)
+                self._count_pin(record, 1)
+            self._pinned.put(record, until_s)
+        elif self._pinned.discard(record):
+            self._end_pin(record)
+
+    def _end_pin(self, record: int) -> None:
+        self._count_pin(record, -1)
+        self.push_newest(record)
+
+    def _count_pin(self, record: int, more: int) -> None:
+        self._owner(record).pins += more
+        block = self.block_of(record)
+        count = self._pinned_blocks.get(block.start, 0)
+        if not count:
+            self.pinned_nbytes += self._nbytes(block)
+        if count + more:
+            self._pinned_blocks[block.start] = count + more
+        else:
+            del self._pinned_blocks[block.start]
+            self.pinned_nbytes -= self._nbytes(block)
+
+    def _nbytes(self, block: Block) -> int:
+        return self._slots.unit_nbytes << block.kind.level
+
+    def check_pins(self, records: Iterable[int]) -> None:
+        """Raises Exhausted if these, all of one tenant, can not be pinned too."""
+        some = set(records)
+        blocks = {block.start: block for block in map(self.block_of, some)}
+        nbytes = self.pinned_nbytes
+        nbytes += sum(self._nbytes(block) for start, block in blocks.items() if start not in self._pinned_blocks)
+        if nbytes > max(self.pinned_nbytes, self.pinned_nbytes_max):
+            raise Exhausted(
+                f"with these, pinned pages would keep more than {self.pinned_nbytes_max} bytes of the disk from others "
+                "(half of disk_nbytes); unpin some, or wait until their pins end"
+            )
+        if new := [record for record in some if record not in self._pinned]:
+            self._owner(new[0]).check_pins(len(new))
+
+    def pinned_until_s(self, record: int) -> int:
+        return self._pinned.key(record) or 0
+
+    # ---- who goes next -------------------------------------------------------------------
+
+    def victims(self, owner: Owner, slot_nbytes: int, now_s: int) -> list[int]:
+        """For a page of this tenant and size: its own oldest if it is at its quota, else the oldest of this size of
+        those who are to give, or, if another size's oldest is older, what lies in the place of a block where the
+        oldest pages of that size are; so many at a time."""
+        self._links.left = LOOKED_AT
+        for record in self._pinned.take(now_s, LOOKED_AT):
+            self._end_pin(record)
+        if owner.full_for(slot_nbytes):
+            return [] if owner.too_small_for(slot_nbytes) else self._own_oldest(owner.pool, slot_nbytes)
+        if found := self._leaving(self._area, self._area_pool):
+            return found
+        level = self._slots.level(slot_nbytes)
+        for pool in self.accounts.victims(owner):
+            if found := self._of_pool(pool, slot_nbytes, level):
+                return found
+        for pool in dict.fromkeys((self.accounts.shared, owner.pool)):
+            if found := self._any(level, pool):
+                return found
+        return []
+
+    def _own_oldest(self, pool: DiskPool, slot_nbytes: int) -> list[int]:
+        ours = pool.oldest(slot_nbytes)
+        for size in pool.older_sizes(self._used_s[ours] if ours else None, but=slot_nbytes, count=1):
+            ours = pool.oldest(size)
+        return [ours] if ours else []
+
+    def _of_pool(self, pool: DiskPool, slot_nbytes: int, level: int) -> list[int]:
+        ours = pool.oldest(slot_nbytes)
+        used_s = self._used_s[ours] if ours else None
+        for size in pool.older_sizes(used_s, but=slot_nbytes, count=SIZES_TRIED):
+            for area in self._areas(pool, size, level):
+                if found := self._leaving(area, pool):
+                    return found
+        return [ours] if ours else []
+
+    def _any(self, level: int, pool: DiskPool) -> list[int]:
+        """The last resort: what lies in any place of this level. A few are tried, the next call tries others."""
+        count = self._slots.unit_count >> level
+        for _ in range(min(PLACES_TRIED, count)):
+            self._place = (self._place + 1) % count
+            area = self._slots.area((self._place << level) * self._slots.unit_nbytes, level)
+            if found := self._leaving(area, pool):
+                return found
+        return []
+
+    def _areas(self, pool: DiskPool, size: int, level: int) -> list[range]:
+        """Places for a block of this level where the oldest records of a slot size lie, the coldest first."""
+        areas: dict[int, range] = {}
+        for record in pool.eldest(size, AREA_RECORDS):
+            area = self._slots.area(self._offset[record] * SLOT_ALIGN_NBYTES, level)
+            areas.setdefault(area.start, area)
+            if len(areas) == AREAS_TRIED:
+                break
+        return sorted(areas.values(), key=self._slots.mean_use)
+
+    def _leaving(self, area: range, pool: DiskPool) -> list[int]:
+        """Records there, if they may all go, as far as that is looked at; else none."""
+        owners = (record for block in self._slots.blocks_in(area) for record in block.owners if record)
+        records = list(islice(owners, AREA_LOOKED_AT))
+        pools, number = self._links.pool, pool.number
+        may_all_go = all(self._may_go(r) and r not in self._pinned and pools[r] == number for r in records)
+        self._area = area if may_all_go and len(records) > VICTIMS else range(0)
+        self._area_pool = pool
+        return records[:VICTIMS] if may_all_go else []
+
+    # ---- quotas --------------------------------------------------------------------------
+
+    def is_stray(self, record: int) -> bool:
+        """Whether its tenant has got another pool since it came to the one where it is."""
+        return record not in self._pinned and self._links.pool[record] != self._owner(record).pool.number
+
+    def regroup(self, record: int, used_s: int) -> None:
+        """A stray goes where it belongs: as the oldest there, or as the newest if it was used since `used_s`."""
+        pool, size = self._owner(record).pool, self._size(record)
+        self._leave_pool(record)
+        if self._used_s[record] == used_s:
+            pool.push_oldest(record, size)
+        else:
+            pool.push_newest(record, size)
+
+    # ---- tell ----------------------------------------------------------------------------
+
+    def records(self) -> Iterator[int]:
+        """Pinned records and those aside, then those of every pool and size, oldest first within these."""
+        yield from self._pinned
+        for pool in self._pools.values():
+            yield from pool.records()
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold about pins and pools; empty if all is well."""
+        wrong = []
+        blocks = {block.start: block for block in map(self.block_of, self._pinned)}
+        counts = Counter(self.block_of(record).start for record in self._pinned)
+        nbytes = sum(map(self._nbytes, blocks.values()))
+        if counts != self._pinned_blocks or nbytes != self.pinned_nbytes:
+            wrong.append(
+                f"{len(counts)} blocks of {nbytes} bytes have pinned records, counted {self.pinned_nbytes} bytes"
+            )
+        pins = Counter(self._owner(record).tenant for record in self._pinned)
+        wrong += [
+            f"tenant {account.tenant} has {pins[account.tenant]} pins on disk, counted {account.pins}"
+            for account in self.accounts.all()
+            if account.pins != pins[account.tenant]
+        ]
+        for number, pool in self._pools.items():
+            strange = sum(self._links.pool[record] != number for record in pool.records())
+            if strange:
+                wrong.append(f"{strange} records are in pool {number} and say they are elsewhere")
+        return wrong

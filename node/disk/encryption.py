@@ -1,0 +1,247 @@
+"""What encrypts and wraps, with `cryptography`.
+
+    units of a page    AES-256-XTS: as long as what it encrypts, and any change of it is noise in what comes out
+    wrapped keys       AES-256-GCM with a random nonce: what was changed, or moved to another row, is told
+
+Both let other threads run while they work on many bytes. XTS takes 7 µs a unit and 0.1 ms a MiB (docs/decisions/0030).
+"""
+
+import base64
+import binascii
+import hashlib
+import os
+import shlex
+import stat
+import subprocess
+from typing import NamedTuple, Protocol
+
+from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import XTS
+
+from kvstore.checksum import LEAF_NBYTES
+from kvstore.errors import ConfigError, InvalidRequest
+from kvstore.layout import SLOT_ALIGN_NBYTES
+from kvstore.secrets import SECRET_NBYTES_MAX, read_guarded
+
+WRAPPING_KEY_NBYTES = 32
+PAGE_KEY_NBYTES = 64  # two keys of AES-256
+TWEAK_NBYTES = 16
+_NONCE_NBYTES = 12
+
+
+def works() -> bool:
+    """Whether what is installed has this mode, and works where bytes lie, without room behind them."""
+    unit = memoryview(bytearray(2 * TWEAK_NBYTES))
+    try:
+        encrypt(bytes(range(PAGE_KEY_NBYTES)), bytes(TWEAK_NBYTES), unit, unit)
+        decrypt(bytes(range(PAGE_KEY_NBYTES)), bytes(TWEAK_NBYTES), unit)
+    except (ValueError, UnsupportedAlgorithm):
+        return False
+    return not any(unit)
+
+
+def new_page_key() -> bytes:
+    return os.urandom(PAGE_KEY_NBYTES)
+
+
+def encrypt(key: bytes, tweak: bytes, source: memoryview, target: memoryview) -> None:
+    """A unit of up to 16 MiB, of 16 bytes at least. `target` has the same length, and may be the same memory."""
+    Cipher(AES(key), XTS(tweak)).encryptor().update_into(source, target)
+
+
+def decrypt(key: bytes, tweak: bytes, unit: memoryview) -> None:
+    """Where it lies."""
+    Cipher(AES(key), XTS(tweak)).decryptor().update_into(unit, unit)
+
+
+def wrap(key: bytes, secret: bytes, label: bytes) -> bytes:
+    """`secret`, for `unwrap` with the same label."""
+    nonce = os.urandom(_NONCE_NBYTES)
+    return nonce + AESGCM(key).encrypt(nonce, secret, label)
+
+
+def unwrap(key: bytes, wrapped: bytes, label: bytes) -> bytes | None:
+    """None if it is not what `wrap` made with this key and label."""
+    try:
+        return AESGCM(key).decrypt(wrapped[:_NONCE_NBYTES], wrapped[_NONCE_NBYTES:], label)
+    except (InvalidTag, ValueError):  # ValueError: it is too short to have a nonce
+        return None
+
+
+# Keys of the disk tier.
+#
+#     the operator's key (a file, or what a command prints)
+#         wraps    in the row of each namespace: its description and its page key
+#                      which encrypts the bytes of its pages (`node.disk.encryption`)
+#
+# Who destroys that row has erased the namespace. Without the operator's key all is plain: `PLAIN`.
+
+KEY_MARK_NBYTES = 4  # of a key: tells operators which one it is, and nothing about it
+_MARK_LABEL = b"kvstore-disk-key-1\0"
+
+
+class Vault(Protocol):
+    """`mark` tells one operator's key from another, hex; empty: nothing is encrypted."""
+
+    mark: str
+
+    def new_key(self) -> bytes:
+        """For the pages of a new namespace; empty: they are plain."""
+
+    def wrap(self, row_key: bytes, page_key: bytes, description: bytes) -> bytes:
+        """What the row of a namespace has."""
+
+    def unwrap(self, row_key: bytes, value: bytes) -> tuple[bytes, bytes]:
+        """(page key, description). Raises InvalidRequest for what it did not wrap."""
+
+
+class Plain:
+    mark = ""
+
+    def new_key(self) -> bytes:
+        return b""
+
+    def wrap(self, row_key: bytes, page_key: bytes, description: bytes) -> bytes:
+        return description
+
+    def unwrap(self, row_key: bytes, value: bytes) -> tuple[bytes, bytes]:
+        return b"", value
+
+
+PLAIN = Plain()
+
+
+class Locked:
+    """Under the operator's key. Raises ConfigError if `cryptography` is too old."""
+
+    def __init__(self, key: bytes) -> None:
+        assert len(key) == WRAPPING_KEY_NBYTES
+        if not works():
+            raise ConfigError("the installed package `cryptography` can not do AES-256-XTS in place; update it")
+        self.mark = hashlib.sha256(_MARK_LABEL + key).digest()[:KEY_MARK_NBYTES].hex()
+        self._key = key
+
+    def new_key(self) -> bytes:
+        return new_page_key()
+
+    def wrap(self, row_key: bytes, page_key: bytes, description: bytes) -> bytes:
+        return wrap(self._key, page_key + description, row_key)
+
+    def unwrap(self, row_key: bytes, value: bytes) -> tuple[bytes, bytes]:
+        secret = unwrap(self._key, value, row_key)
+        if secret is None or len(secret) < PAGE_KEY_NBYTES:
+            raise InvalidRequest("its wrapped key is damaged")
+        return secret[:PAGE_KEY_NBYTES], secret[PAGE_KEY_NBYTES:]
+
+
+# Where a page lies on disk, and how its bytes are encrypted there.
+#
+#     slot     | unit 0: 1 MiB | unit 1 | ... | what is left |       each encrypted by itself
+#     tweak    place of the unit on disk u64 (x 4 KiB) | first 8 bytes of the page's checksum
+#
+# The least that is read of a page begins at a whole MiB of it and ends at another, or at its
+# slot's end (`node.memory.promotion`), so every read is of whole units. The checksum is of the
+# plain bytes and of the page's key: a slot that is written again gets other tweaks, and what is
+# in it tells nothing of what was there before.
+
+UNIT_NBYTES = LEAF_NBYTES
+MARK_NBYTES = 8  # of a page's checksum
+
+
+class PageEncryption(NamedTuple):
+    """Of a slot. `key`: of the page's namespace."""
+
+    offset: int
+    key: bytes
+    mark: bytes
+
+    def __repr__(self) -> str:
+        return f"Seal({self.offset})"  # a key is in no log
+
+    def encrypt(self, start: int, source: memoryview, target: memoryview) -> None:
+        """`source`: what lies from `start` on in the slot, from a unit's begin to its end or the slot's."""
+        for at in range(0, source.nbytes, UNIT_NBYTES):
+            end = at + UNIT_NBYTES
+            encrypt(self.key, self._tweak(start + at), source[at:end], target[at:end])
+
+    def decrypt(self, start: int, view: memoryview) -> None:
+        """The same, where it lies."""
+        for at in range(0, view.nbytes, UNIT_NBYTES):
+            decrypt(self.key, self._tweak(start + at), view[at : at + UNIT_NBYTES])
+
+    def _tweak(self, start: int) -> bytes:
+        assert start % UNIT_NBYTES == 0, f"{start} is within a unit"
+        return ((self.offset + start) // SLOT_ALIGN_NBYTES).to_bytes(8, "little") + self.mark
+
+
+class DiskLocation(NamedTuple):
+    """Of a page on disk; without a seal its bytes are plain."""
+
+    offset: int
+    seal: PageEncryption | None
+
+
+def disk_location(offset: int, key: bytes, checksum: bytes) -> DiskLocation:
+    """`key`: empty if its namespace has none."""
+    return DiskLocation(offset, PageEncryption(offset, key, checksum[:MARK_NBYTES]) if key else None)
+
+
+# The operator's key of an encrypted disk tier: from a file that only its owner reads, or from a
+# command that asks a key service. It is never logged, and no error says more of it than its
+# length.
+
+COMMAND_S = 30.0
+_OTHERS = stat.S_IRWXO | stat.S_IWGRP
+_FORM = (
+    f"{WRAPPING_KEY_NBYTES} random bytes in hex or base64; `openssl rand -hex {WRAPPING_KEY_NBYTES}` makes such a key"
+)
+
+
+def open_vault(key_file: str, key_command: str) -> Vault:
+    """Plain if both are empty. Raises ConfigError."""
+    if key_file:
+        file = f"encrypt_key_file={key_file}"
+        return Locked(_parsed(read_guarded(file, _OTHERS, SECRET_NBYTES_MAX), file))
+    if key_command:
+        return Locked(_parsed(_said(key_command), "what encrypt_key_command printed"))
+    return PLAIN
+
+
+def _said(command: str) -> bytes:
+    """What it writes to its standard output; what it writes beside goes where this process's does."""
+    try:
+        done = subprocess.run(
+            shlex.split(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=COMMAND_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"encrypt_key_command did not end in {COMMAND_S:g} s; it was killed") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"encrypt_key_command can not be run: {error}") from None
+    if done.returncode:
+        raise ConfigError(f"encrypt_key_command ended with status {done.returncode}; run it by hand to see why")
+    return done.stdout[: SECRET_NBYTES_MAX + 1]
+
+
+def _parsed(text: bytes, where: str) -> bytes:
+    text = text.strip()
+    key = _decoded(text)
+    if key is None or len(key) != WRAPPING_KEY_NBYTES:
+        held = "neither hex nor base64" if key is None else f"a key of {len(key)} bytes"
+        raise ConfigError(f"{where} is {held}, but must be {_FORM}")
+    if len(set(key)) == 1:
+        raise ConfigError(f"{where} is one byte again and again, but must be {_FORM}")
+    return key
+
+
+def _decoded(text: bytes) -> bytes | None:
+    try:
+        return binascii.unhexlify(text)
+    except binascii.Error:
+        pass
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error:
+        return None

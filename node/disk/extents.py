@@ -1,0 +1,260 @@
+"""Page bytes on disk: one preallocated file per extent, moved straight between arena slot and file.
+
+`O_DIRECT` where the file system allows: no copy through the page cache, and the serving process's
+memory stays its own. Offsets and lengths are multiples of 4 KiB, as slots are. Reads and writes
+release the GIL.
+
+Every extent's file is there and open from the start, an empty one until its first page comes:
+whatever else takes descriptors later, the disk has its own.
+"""
+
+import errno
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from node.disk.encryption import UNIT_NBYTES, DiskLocation
+
+log = logging.getLogger(__name__)
+
+# Neighbouring slots are copied together and written at once up to this size: a call costs as much as
+# copying 256 KiB, so pages of 4 KiB are written ten times as fast, and large ones are not copied.
+RUN_NBYTES_MAX = 256 * 1024
+
+
+class Slot(NamedTuple):
+    """A page to be written: where it lies in the arena, and where on disk."""
+
+    arena_offset: int
+    nbytes: int
+    place: DiskLocation
+
+
+class FileLayer:
+    """The system calls in use. Tests put a layer in its place that fails."""
+
+    def open(self, path: Path, flags: int) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        os.posix_fallocate(fd, 0, nbytes)
+
+    def write(self, fd: int, view: memoryview, offset: int) -> int:
+        return os.pwritev(fd, [view], offset)
+
+    def read(self, fd: int, view: memoryview, offset: int) -> int:
+        return os.preadv(fd, [view], offset)
+
+    def sync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        """Files that were made in it are there after power loss."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+
+class OpenExtents:
+    """The open files of a region of bytes. Any number of threads may read; raises OSError."""
+
+    def __init__(self, directory: Path, extent_nbytes: int, count: int, flags: int, layer: FileLayer) -> None:
+        """`flags` as open(2) takes them."""
+        self._extent_nbytes = extent_nbytes
+        self._layer = layer
+        self._fds: list[int] = []
+        try:
+            for number in range(count):
+                self._fds.append(layer.open(directory / f"{number:06d}", flags))
+        except OSError:
+            self.close()
+            raise
+
+    def find(self, offset: int) -> tuple[int, int, int]:
+        """(number of the extent, its descriptor, the offset within it)."""
+        number, within = divmod(offset, self._extent_nbytes)
+        return number, self._fds[number], within
+
+    def fd(self, number: int) -> int:
+        return self._fds[number]
+
+    def read(self, offset: int, view: memoryview) -> bool:
+        """Fills `view`; False if the file ends before that, so that no such page can be there."""
+        _, fd, within = self.find(offset)
+        while view.nbytes:
+            moved = self._layer.read(fd, view, within)
+            if moved <= 0:
+                return False
+            view, within = view[moved:], within + moved
+        return True
+
+    def close(self) -> None:
+        for fd in self._fds:
+            self._layer.close(fd)
+        self._fds.clear()
+
+
+class ExtentFiles:
+    """A region of bytes laid over files of `extent_nbytes`. Thread-safe, but one thread at a time writes;
+    raises OSError. `view(offset, nbytes)` is the arena's memory.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        extent_nbytes: int,
+        count: int,
+        view: Callable[[int, int], memoryview],
+        layer: FileLayer | None = None,
+    ) -> None:
+        self._directory = directory
+        self._extent_nbytes = extent_nbytes
+        self._view = view
+        self._layer = layer or FileLayer()
+        self._lock = threading.Lock()
+        self._unsynced: set[int] = set()
+        self._run = memoryview(mmap.mmap(-1, UNIT_NBYTES))  # page-aligned, as O_DIRECT needs it
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._drop_from(count)
+        self._direct = os.O_DIRECT if self._direct_works() else 0
+        flags = os.O_RDWR | os.O_CREAT | self._direct
+        self._open = OpenExtents(directory, extent_nbytes, count, flags, self._layer)
+        self._allocated = {n for n in range(count) if os.fstat(self._open.fd(n)).st_size == extent_nbytes}
+        # An earlier run may have been killed before it synced what it made and wrote: the first sync is for all.
+        self._unsynced |= self._allocated
+        self._layer.sync_directory(directory)
+        if not self.direct:
+            log.warning("%s does not support O_DIRECT; using the page cache", directory)
+
+    @property
+    def direct(self) -> bool:
+        return bool(self._direct)
+
+    def _direct_works(self) -> bool:
+        probe = self._directory / "probe"
+        try:
+            os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        finally:
+            probe.unlink(missing_ok=True)
+        return True
+
+    def _drop_from(self, count: int) -> None:
+        """Gives the files of extents from number `count` on back: an earlier run may have had more."""
+        for path in self._directory.iterdir():
+            if path.name.isascii() and path.name.isdigit() and int(path.name) >= count:
+                path.unlink()
+
+    def write_all(self, slots: Sequence[Slot]) -> None:
+        """Whole slots, neighbouring small ones in one call. The bytes survive a crash of the process
+        now and one of the host after `sync`."""
+        run: list[Slot] = []
+        start = end = nbytes = 0
+        for slot in sorted(slots, key=lambda slot: slot.place.offset):
+            offset = slot.place.offset
+            same_extent = offset // self._extent_nbytes == start // self._extent_nbytes
+            if not (run and offset == end and same_extent and nbytes + slot.nbytes <= RUN_NBYTES_MAX):
+                self._write_run(run)
+                run, start, nbytes = [], offset, 0
+            run.append(slot)
+            nbytes += slot.nbytes
+            end = offset + slot.nbytes
+        self._write_run(run)
+
+    def _write_run(self, run: list[Slot]) -> None:
+        if len(run) == 1:
+            self._write_slot(run[0])
+        elif run:
+            nbytes = 0
+            for slot in run:
+                self._copy(slot, 0, self._run[nbytes : nbytes + slot.nbytes])
+                nbytes += slot.nbytes
+            self._write(run[0].place.offset, self._run[:nbytes])
+
+    def _write_slot(self, slot: Slot) -> None:
+        """From where it lies, or unit by unit as it is encrypted."""
+        if slot.place.seal is None:
+            self._write(slot.place.offset, self._view(slot.arena_offset, slot.nbytes))
+            return
+        for start in range(0, slot.nbytes, UNIT_NBYTES):
+            unit = self._run[: slot.nbytes - start]
+            self._copy(slot, start, unit)
+            self._write(slot.place.offset + start, unit)
+
+    def _copy(self, slot: Slot, start: int, target: memoryview) -> None:
+        """What lies there from `start` on, as it is on disk."""
+        source = self._view(slot.arena_offset + start, target.nbytes)
+        if slot.place.seal is None:
+            target[:] = source
+        else:
+            slot.place.seal.encrypt(start, source, target)
+
+    def _write(self, offset: int, view: memoryview) -> None:
+        number, fd, within = self._open.find(offset)
+        if number not in self._allocated:
+            self._allocate(number, fd)
+        while view.nbytes:
+            moved = self._layer.write(fd, view, within)
+            if moved <= 0:
+                raise OSError(errno.EIO, f"extent {number}: nothing was written at {within}")
+            view, within = view[moved:], within + moved
+        with self._lock:
+            self._unsynced.add(number)  # not before: a sync by another thread would take it as done
+
+    def read(self, offset: int, view: memoryview) -> bool:
+        """See `OpenExtents.read`."""
+        return self._open.read(offset, view)
+
+    def _allocate(self, number: int, fd: int) -> None:
+        """Gives an extent all its blocks, so that it can not run out of them later."""
+        had_nbytes = os.fstat(fd).st_size
+        try:
+            self._layer.allocate(fd, self._extent_nbytes)
+        except OSError:
+            os.ftruncate(fd, had_nbytes)  # a full file system gets back what was found for half an extent
+            raise
+        self._allocated.add(number)
+
+    def sync(self) -> None:
+        """Everything written before is on the medium when this returns."""
+        with self._lock:
+            numbers, self._unsynced = self._unsynced, set()
+        try:
+            for number in numbers:
+                self._layer.sync(self._open.fd(number))
+        except BaseException:
+            with self._lock:
+                self._unsynced |= numbers
+            raise
+
+    def trial(self) -> None:
+        """Writes, syncs and reads back 4 KiB beside the extents. Raises OSError if that fails."""
+        path = self._directory / "trial"
+        fd = self._layer.open(path, os.O_RDWR | os.O_CREAT | self._direct)
+        try:
+            with mmap.mmap(-1, 4096) as memory, memoryview(memory) as view:
+                view[:8] = b"kvstore\n"
+                if self._layer.write(fd, view, 0) != 4096:
+                    raise OSError(errno.EIO, "a trial write was short")
+                self._layer.sync(fd)
+                view[:8] = bytes(8)
+                if self._layer.read(fd, view, 0) != 4096 or bytes(view[:8]) != b"kvstore\n":
+                    raise OSError(errno.EIO, "a trial write can not be read back")
+        finally:
+            self._layer.close(fd)
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._open.close()

@@ -1,0 +1,397 @@
+"""A data directory in the hands of a keeper, as the node sees it: rows and files to call as if they were here.
+
+    KeptDir -- KeeperProcess -- two sockets -- node.disk.io_worker -- DataDir
+       +-- rows    written, synced and scanned there
+       +-- files   written and synced there; read here, by the thread that wants the page
+
+A keeper that was ended is an OSError for whoever has an order for it, until `revive` starts another.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import node
+from kvstore.errors import ConfigError, Exhausted
+from node.disk import io_protocol
+from node.disk.data_dir import allow_open_files, make_directory, refused, release_lock, take_lock, warn_if_open
+from node.disk.extents import FileLayer, OpenExtents, Slot
+from node.disk.io_protocol import Broken, Channel, Kind, Opened, Outcome, Pair, Task
+from node.disk.rows import PageRow, numbered, page_at, pairs
+
+# A keeper in a child process, and talking to it.
+
+log = logging.getLogger(__name__)
+
+END_S = 10.0  # a node that stops waits so long for its keeper, then kills it
+KILL_S = 5.0  # one that is killed and still there is in a call of the disk
+PULSE_S = 0.2  # between two looks at whether to go on waiting for one that begins
+OWED_MAX = 16  # answers that nobody waits for any more; beyond, they must come before more is asked
+
+
+class NotAnswering(Exception):
+    """No answer in time: the disk, or the keeper, hangs."""
+
+
+class Timeouts(NamedTuple):
+    """With a keeper that begins: so long for each piece that it says. `pulse` is called meanwhile, and may raise to
+    end it."""
+
+    seconds: float
+    pulse: Callable[[], None]
+
+
+class IoProcess:
+    """A running keeper. Raises ConfigError if it can not use its directory, OSError if it can not be started
+    or does not begin in time."""
+
+    def __init__(self, task: Task, patience: Timeouts) -> None:
+        (order_end, its_order_end), (question_end, its_question_end) = socket.socketpair(), socket.socketpair()
+        self.orders = IoChannel(order_end, self._say_gone)
+        self.questions = IoChannel(question_end, self._say_gone)
+        with contextlib.ExitStack() as undo, its_order_end, its_question_end:
+            undo.callback(self._close_sockets)
+            task = task._replace(orders_fd=its_order_end.fileno(), questions_fd=its_question_end.fileno())
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "node.disk.io_worker", *task.arguments()],
+                cwd=Path(node.__file__).parent.parent,  # `-m` looks there first, wherever the node was started
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(task.orders_fd, task.questions_fd, task.arena_fd),
+            )
+            undo.callback(self.kill)
+            its_order_end.close()  # now, or its end would not be noticed
+            its_question_end.close()
+            self.opened = self._begun(patience)
+            undo.pop_all()
+
+    def _begun(self, patience: Timeouts) -> Opened:
+        try:
+            return Opened.unpack(self.orders.unasked(patience))
+        except NotAnswering as error:
+            raise OSError(
+                f"its keeper (process {self.pid}) has not begun in {patience.seconds:g} s and is killed: the disk hangs"
+            ) from error
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def trouble(self) -> str:
+        """What became of it; empty while it runs. Never waits."""
+        status = self._process.poll()
+        if status is None:
+            return ""
+        how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+        return f"its keeper (process {self.pid}) was ended {how}"
+
+    def _say_gone(self) -> str:
+        """Why its sockets closed. One that speaks in riddles is ended, too: it must not write any more."""
+        self.kill()
+        return self.trouble() or f"its keeper (process {self.pid}) can not be ended: the disk hangs"
+
+    def kill(self) -> None:
+        """No call of the disk follows the one it is in, and that one ends with it."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_S)
+
+    def close(self) -> None:
+        """Has it close the rows, and ends it. Raises OSError if it could not, or hangs."""
+        end = time.monotonic() + END_S
+        try:
+            if not self.trouble():
+                self.orders.ask(Kind.CLOSE, timeout_s=END_S)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(max(0.0, end - time.monotonic()))
+        except NotAnswering as error:
+            raise OSError(f"its keeper (process {self.pid}) did not answer for {END_S:g} s and is killed") from error
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Ends it as it is."""
+        self.kill()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self.orders.close()
+        self.questions.close()
+
+
+class IoChannel:
+    """One socket to a keeper: an order, its answer, the next one. Thread-safe.
+
+    Raises OSError with what the keeper met, or with what `gone` says became of it.
+    """
+
+    def __init__(self, sock: socket.socket, gone: Callable[[], str]) -> None:
+        self._channel = Channel(sock)
+        self._gone = gone
+        self._lock = threading.Lock()
+        self._number = 0
+        self._heard = 0
+
+    def ask(self, kind: Kind, body: bytes = b"", timeout_s: float | None = None) -> bytes:
+        """The answer, all of it. Raises Silent if there is none in time; it will be passed over."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise NotAnswering
+        try:
+            while self._number - self._heard >= OWED_MAX:
+                self._recv(end)
+            self._send(kind, body)
+            return b"".join(self._answer(lambda: self._recv(end)))
+        finally:
+            self._lock.release()
+
+    def stream(self, kind: Kind, body: bytes, patience: Timeouts) -> Iterator[bytes]:
+        """The answer piece by piece. Raises Silent if one does not come in time."""
+        with self._lock:
+            self._send(kind, body)
+            yield from self._answer(lambda: self._recv_patiently(patience))
+
+    def unasked(self, patience: Timeouts) -> bytes:
+        """What a keeper says first. Raises ConfigError if that is that it can not begin, Silent if it is nothing."""
+        return b"".join(self._answer(lambda: self._recv_patiently(patience)))
+
+    def _send(self, kind: Kind, body: bytes) -> None:
+        self._number += 1
+        try:
+            self._channel.send(self._number, kind, body)
+        except OSError as error:
+            raise OSError(self._gone()) from error
+
+    def _answer(self, recv: Callable[[], tuple[int, int, bytes]]) -> Iterator[bytes]:
+        """The pieces of the answer to the last order; those to earlier ones are passed over."""
+        while True:
+            number, outcome, body = recv()
+            if number != self._number:
+                continue
+            if outcome == Outcome.FAILED:
+                raise io_protocol.unpack_error(body)
+            if outcome == Outcome.REFUSED:
+                raise ConfigError(body.decode(errors="replace"))
+            yield body
+            if outcome == Outcome.DONE:
+                return
+
+    def _recv_patiently(self, patience: Timeouts) -> tuple[int, int, bytes]:
+        end = time.monotonic() + patience.seconds
+        while True:
+            patience.pulse()
+            now = time.monotonic()
+            try:
+                return self._recv(min(end, now + PULSE_S))
+            except NotAnswering:
+                if now >= end:
+                    raise
+
+    def _recv(self, end: float | None) -> tuple[int, int, bytes]:
+        try:
+            reply = self._channel.recv(None if end is None else max(0.001, end - time.monotonic()))
+            self._heard = reply[0]
+            return reply
+        except TimeoutError as error:
+            raise NotAnswering from error
+        except (EOFError, Broken, OSError) as error:  # OSError: closed here, by a stop
+            raise OSError(self._gone()) from error
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+START_S = 120.0  # a node's start waits so long for its keeper, of which 20 may go by for the lock of the one before
+RECOVER_S = 30.0  # all that is ordered in a `recover`, a new keeper too: then it has failed, and may be tried again
+# A list or a scrub waits so long for a disk that hangs: less than a client does by default, or it would take the node
+# for one that hangs, and leave it alone.
+QUESTION_S = 4.0
+QUESTION_NBYTES = 16 << 10  # of the first answer, because a scrub looks at a few rows; then twice as many, up to
+QUESTION_NBYTES_MAX = 1 << 20
+ORDER_KEYS_MAX = 1 << 14  # rows to delete with one order
+
+
+class ProcessStorage:
+    """Raises ConfigError like `node.disk.data_dir.DataDir`. `arena_fd`: the arena's file, for the keeper to map.
+    `pulse` is called now and then while the start waits for the keeper, and may raise to end it."""
+
+    def __init__(
+        self,
+        path: Path,
+        disk_nbytes: int,
+        extent_nbytes: int,
+        arena_fd: int,
+        keep_own_extents: bool = False,
+        key_mark: str = "",
+        pulse: Callable[[], None] = lambda: None,
+    ) -> None:
+        path = path.absolute()
+        log_level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
+        self._task = Task(
+            -1, -1, arena_fd, disk_nbytes, extent_nbytes, keep_own_extents, key_mark, log_level, str(path)
+        )
+        with contextlib.ExitStack() as undo, refused(path):
+            make_directory(path, FileLayer())
+            self._lock = take_lock(path / "lock", 0.0)
+            undo.callback(release_lock, self._lock)
+            self.keeper = IoProcess(self._task, Timeouts(START_S, pulse))
+            undo.callback(self.keeper.abandon)
+            self.extent_nbytes, self.extent_count, direct, *_ = self.keeper.opened
+            allow_open_files(self.extent_count)
+            flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+            self._open = OpenExtents(path / "extents", self.extent_nbytes, self.extent_count, flags, FileLayer())
+            warn_if_open(path)
+            undo.pop_all()
+        self._turn = threading.Lock()  # of who changes the keeper
+        self._closed = False
+        self._orders_end: float | None = None
+        self.rows = ProcessRows(self, Timeouts(START_S, pulse))
+        self.files = ProcessFiles(self, self._open, direct)
+
+    def trouble(self) -> str:
+        return self.keeper.trouble()
+
+    def order(self, kind: Kind, body: bytes = b"") -> bytes:
+        """Has the keeper do it; what that brings. Raises OSError, within `limited` also if it takes too long."""
+        timeout_s = None if self._orders_end is None else max(0.0, self._orders_end - time.monotonic())
+        try:
+            return self.keeper.orders.ask(kind, body, timeout_s)
+        except NotAnswering as error:
+            raise OSError(f"the disk hangs: no answer in {RECOVER_S:g} s") from error
+
+    @contextlib.contextmanager
+    def limited(self) -> Iterator[None]:
+        """What is ordered meanwhile, by the one thread that gives orders, has RECOVER_S, all of it together."""
+        self._orders_end = time.monotonic() + RECOVER_S
+        try:
+            yield
+        finally:
+            self._orders_end = None
+
+    def revive(self) -> None:
+        """Starts a keeper in the place of one that has ended. Raises OSError. What was not synced by then
+        is as after a crash: perhaps there."""
+        with self._turn:
+            self._check_open()
+            if self.keeper.trouble():
+                self._revive()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OSError("the node stops")
+
+    def _revive(self) -> None:
+        try:
+            fresh = IoProcess(self._task, Timeouts(RECOVER_S, self._check_open))
+        except ConfigError as error:
+            raise OSError(str(error)) from error
+        if fresh.opened != self.keeper.opened:
+            fresh.abandon()
+            raise OSError(f"{self._task.path} is not the directory any more that it was; restart the node")
+        self.keeper.close()
+        self.keeper = fresh
+        log.warning("a new keeper, process %d", fresh.pid)
+
+    def close(self) -> None:
+        """Raises OSError if the rows could not be closed; everything is free all the same."""
+        self._closed = True  # a `revive` sees it, and ends
+        is_ours = self._turn.acquire(timeout=END_S)
+        try:
+            if is_ours:
+                self.keeper.close()
+            else:
+                self.keeper.abandon()
+                raise OSError("a new keeper is being started and can not be ended: the disk hangs")
+        finally:
+            self._open.close()
+            release_lock(self._lock)
+            if is_ours:
+                self._turn.release()
+
+
+class ProcessRows:
+    """`node.disk.rows.Rows` through a keeper."""
+
+    def __init__(self, directory: ProcessStorage, patience: Timeouts) -> None:
+        """`patience` is that of a start, which reads all rows."""
+        self._directory = directory
+        self._patience = patience
+
+    def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None:
+        """All or nothing, but that keys of a large removal go first, in orders of their own."""
+        order, keys = self._directory.order, list(gone)
+        while len(keys) > ORDER_KEYS_MAX:
+            order(Kind.WRITE_ROWS, io_protocol.pack_rows([], keys[:ORDER_KEYS_MAX]))
+            del keys[:ORDER_KEYS_MAX]
+        order(Kind.WRITE_ROWS, io_protocol.pack_rows(pairs(namespaces, pages), keys))
+
+    def sync(self) -> None:
+        self._directory.order(Kind.SYNC_ROWS)
+
+    def purge(self, needles: Sequence[bytes]) -> int:
+        return io_protocol.unpack_counts(self._directory.order(Kind.PURGE_ROWS, io_protocol.pack_rows([], needles)))[0]
+
+    def namespaces(self) -> Iterator[tuple[int, bytes]]:
+        return numbered(self._all(b"N"))
+
+    def all_pages(self) -> Iterator[Pair]:
+        return self._all(b"P")
+
+    def _all(self, kind: bytes) -> Iterator[Pair]:
+        try:
+            for piece in self._directory.keeper.orders.stream(Kind.ALL_ROWS, kind, self._patience):
+                for key, value, _ in io_protocol.unpack_pairs(piece):
+                    yield key, value
+        except NotAnswering as error:
+            raise OSError(f"the disk hangs: no answer in {self._patience.seconds:g} s") from error
+
+    def pages(self, start: bytes = b"P") -> Iterator[Pair]:
+        """Asked for piece by piece: nothing is kept open there while somebody reads slowly here."""
+        nbytes = QUESTION_NBYTES
+        while some := self._some(nbytes, start):
+            yield from some
+            start = some[-1][0] + b"\0"
+            nbytes = min(2 * nbytes, QUESTION_NBYTES_MAX)
+
+    def page(self, key: bytes) -> PageRow | None:
+        return page_at(key, self._some(1, key))
+
+    def _some(self, nbytes: int, start: bytes) -> list[Pair]:
+        """From the key `start` on, one at least if there is one."""
+        try:
+            question = io_protocol.pack_question(nbytes, start)
+            piece = self._directory.keeper.questions.ask(Kind.SOME_ROWS, question, QUESTION_S)
+        except NotAnswering as error:
+            raise Exhausted(f"the disk has not answered for {QUESTION_S:g} s; ask again later") from error
+        return [(key, value) for key, value, _ in io_protocol.unpack_pairs(piece)]
+
+
+class ProcessFiles:
+    """`node.disk.extents.ExtentFiles` through a keeper, but for reading."""
+
+    def __init__(self, directory: ProcessStorage, opened: OpenExtents, direct: bool) -> None:
+        self._directory = directory
+        self._open = opened
+        self.direct = direct
+
+    def write_all(self, slots: Sequence[Slot]) -> None:
+        self._directory.order(Kind.WRITE_PAGES, io_protocol.pack_slots(slots))
+
+    def read(self, offset: int, view: memoryview) -> bool:
+        """Not by the keeper: a read waits for no write, and the thread that wants the page lets the others run."""
+        return self._open.read(offset, view)
+
+    def sync(self) -> None:
+        self._directory.order(Kind.SYNC_PAGES)
+
+    def trial(self) -> None:
+        self._directory.order(Kind.TRIAL)

@@ -1,0 +1,281 @@
+"""What a node and its keeper say to each other, over Unix sockets of their own.
+
+    order := nbytes of the body u32 | number u64 | kind u8 | body
+    reply := nbytes of the body u32 | number of the order u64 | outcome u8 | body
+
+    order         body                                                what it brings
+    WRITE_PAGES   count of keys u32 | keys | slots
+    WRITE_ROWS    count of pairs u32 | pairs | keys to delete
+    SYNC_PAGES
+    SYNC_ROWS
+    TRIAL
+    ALL_ROWS      first byte of their keys                            pairs
+    SOME_ROWS     nbytes u32 | first key                              pairs, about so many bytes; none: the end
+    PURGE_ROWS    0 u32 | needles, as keys to delete                  files in which one is found
+    CLOSE                                                             the keeper ends
+
+    slot := offset on disk | offset in the arena | nbytes | number of its key, from 1 on, or 0 | mark of its seal
+    pair := nbytes u16 | nbytes u32 | key | value        key to delete := nbytes u16 | key
+
+What an order brings comes in replies of outcome MORE; DONE, FAILED or REFUSED is the last one. Both ends
+are of one installation, so there is no version; lengths are checked all the same. Numbers are
+little-endian, those of slots and counts u64.
+"""
+
+import array
+import contextlib
+import socket
+import struct
+import sys
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+from node.disk.encryption import MARK_NBYTES, PAGE_KEY_NBYTES, DiskLocation, PageEncryption
+from node.disk.extents import Slot
+
+BODY_NBYTES_MAX = 64 << 20
+_HEAD = struct.Struct("<IQB")
+_COUNT = struct.Struct("<I")
+_PAIR = struct.Struct("<HI")
+_KEY = struct.Struct("<H")
+_SIGNED = struct.Struct("<i")
+_OPENED = struct.Struct("<QQ?QQ")
+_RECV_NBYTES = 1 << 18
+_SLOT_NUMBERS = 5
+_SLOT_NBYTES = 8 * _SLOT_NUMBERS
+Pair = tuple[bytes, bytes]
+
+assert sys.byteorder == "little"  # what `array` packs
+
+
+class Kind(IntEnum):
+    """Of an order."""
+
+    WRITE_PAGES = 1
+    WRITE_ROWS = 2
+    SYNC_PAGES = 3
+    SYNC_ROWS = 4
+    TRIAL = 5
+    ALL_ROWS = 6
+    SOME_ROWS = 7
+    CLOSE = 8
+    PURGE_ROWS = 9
+
+
+class Outcome(IntEnum):
+    """Of a reply. FAILED: errno i32 and a text. REFUSED: a text, the setting or directory can not be used."""
+
+    DONE = 0
+    MORE = 1
+    FAILED = 2
+    REFUSED = 3
+
+
+class Task(NamedTuple):
+    """What a keeper is started for: its command line."""
+
+    orders_fd: int
+    questions_fd: int
+    arena_fd: int
+    disk_nbytes: int
+    extent_nbytes: int
+    keep_own_extents: bool
+    key_mark: str  # of the operator's key, and nothing of the key itself
+    log_level: str
+    path: str
+
+    def arguments(self) -> list[str]:
+        return [str(int(value)) if isinstance(value, int) else value for value in self]
+
+    @classmethod
+    def from_arguments(cls, arguments: list[str]) -> "Task":
+        *numbers, keep, key_mark, log_level, path = arguments
+        orders_fd, questions_fd, arena_fd, disk_nbytes, extent_nbytes = map(int, numbers)
+        return cls(
+            orders_fd, questions_fd, arena_fd, disk_nbytes, extent_nbytes, keep == "1", key_mark, log_level, path
+        )
+
+
+class Opened(NamedTuple):
+    """What a keeper found: the reply to order 0, which nobody gives. `device` and `inode` are the directory's."""
+
+    extent_nbytes: int
+    extent_count: int
+    direct: bool
+    device: int
+    inode: int
+
+    def pack(self) -> bytes:
+        return _OPENED.pack(*self)
+
+    @classmethod
+    def unpack(cls, body: bytes) -> "Opened":
+        return cls(*_OPENED.unpack(body))
+
+
+class Broken(Exception):
+    """The other side sent what is none of the above."""
+
+
+class Channel:
+    """One end of a socket. One thread at a time; what was received of a frame is kept when time is up."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._got = bytearray()
+
+    def send(self, number: int, kind: int, body: bytes = b"") -> None:
+        """Raises OSError."""
+        assert len(body) <= BODY_NBYTES_MAX
+        self._set_timeout(None)
+        self._sock.sendall(_HEAD.pack(len(body), number, kind) + body)
+
+    def recv(self, timeout_s: float | None = None) -> tuple[int, int, bytes]:
+        """(number, kind or outcome, body). Raises EOFError if the other side is gone, TimeoutError, Broken."""
+        self._set_timeout(timeout_s)
+        self._fill(_HEAD.size)
+        nbytes, number, kind = _HEAD.unpack_from(self._got)
+        if nbytes > BODY_NBYTES_MAX:
+            raise Broken(f"a body of {nbytes} bytes, at most {BODY_NBYTES_MAX}")
+        end = _HEAD.size + nbytes
+        self._fill(end)
+        body = bytes(memoryview(self._got)[_HEAD.size : end])
+        del self._got[:end]
+        return number, kind, body
+
+    def wait(self) -> None:
+        """Until something comes. Raises EOFError if nothing ever will."""
+        self._set_timeout(None)
+        self._fill(1)
+
+    def _set_timeout(self, timeout_s: float | None) -> None:
+        if self._sock.gettimeout() != timeout_s:  # a system call
+            self._sock.settimeout(timeout_s)
+
+    def _fill(self, nbytes: int) -> None:
+        while len(self._got) < nbytes:
+            try:
+                data = self._sock.recv(_RECV_NBYTES)
+            except ConnectionError:
+                data = b""
+            if not data:
+                raise EOFError
+            self._got += data
+
+    def close(self) -> None:
+        """Whoever waits here for the other side is told that it is gone."""
+        with contextlib.suppress(OSError):  # it is
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+def pack_slots(slots: Iterable[Slot]) -> bytes:
+    """Each key of their seals once."""
+    keys: dict[bytes, int] = {}
+    numbers = array.array("Q")
+    for arena_offset, nbytes, (offset, seal) in slots:
+        key = keys.setdefault(seal.key, len(keys) + 1) if seal else 0
+        mark = int.from_bytes(seal.mark, "little") if seal else 0
+        numbers.extend((offset, arena_offset, nbytes, key, mark))
+    return _COUNT.pack(len(keys)) + b"".join(keys) + numbers.tobytes()
+
+
+def unpack_slots(body: bytes) -> list[Slot]:
+    if len(body) < _COUNT.size:
+        raise Broken("slots without a count of keys")
+    (key_count,) = _COUNT.unpack_from(body)
+    start = _COUNT.size + key_count * PAGE_KEY_NBYTES
+    if start > len(body) or (len(body) - start) % _SLOT_NBYTES:
+        raise Broken(f"{key_count} keys and slots in {len(body)} bytes")
+    keys = [body[at : at + PAGE_KEY_NBYTES] for at in range(_COUNT.size, start, PAGE_KEY_NBYTES)]
+    numbers = array.array("Q", body[start:]).tolist()
+    return [_slot(keys, *numbers[at : at + _SLOT_NUMBERS]) for at in range(0, len(numbers), _SLOT_NUMBERS)]
+
+
+def _slot(keys: list[bytes], offset: int, arena_offset: int, nbytes: int, key: int, mark: int) -> Slot:
+    if key > len(keys):
+        raise Broken(f"a slot of key {key}, there are {len(keys)}")
+    seal = PageEncryption(offset, keys[key - 1], mark.to_bytes(MARK_NBYTES, "little")) if key else None
+    return Slot(arena_offset, nbytes, DiskLocation(offset, seal))
+
+
+def pack_counts(*numbers: int) -> bytes:
+    return array.array("Q", numbers).tobytes()
+
+
+def unpack_counts(body: bytes) -> list[int]:
+    if len(body) % 8:
+        raise Broken(f"numbers in {len(body)} bytes")
+    return array.array("Q", body).tolist()
+
+
+def pack_pairs(pairs: Iterable[Pair]) -> bytes:
+    parts: list[bytes] = []
+    for key, value in pairs:
+        parts += (_PAIR.pack(len(key), len(value)), key, value)
+    return b"".join(parts)
+
+
+def pair_nbytes(pair: Pair) -> int:
+    return _PAIR.size + len(pair[0]) + len(pair[1])
+
+
+def unpack_pairs(body: bytes, start: int = 0, count: int | None = None) -> Iterator[tuple[bytes, bytes, int]]:
+    """(key, value, where the next one begins), `count` of them or up to the end of the body."""
+    end = len(body)
+    while start < end if count is None else count:
+        if start + _PAIR.size > end:
+            raise Broken("a pair is cut off")
+        key_nbytes, value_nbytes = _PAIR.unpack_from(body, start)
+        middle = start + _PAIR.size + key_nbytes
+        after = middle + value_nbytes
+        if after > end:
+            raise Broken("a pair is cut off")
+        yield body[start + _PAIR.size : middle], body[middle:after], after
+        start = after
+        count = None if count is None else count - 1
+
+
+def pack_rows(pairs: list[Pair], gone: Iterable[bytes]) -> bytes:
+    deleted = b"".join(_KEY.pack(len(key)) + key for key in gone)
+    return _COUNT.pack(len(pairs)) + pack_pairs(pairs) + deleted
+
+
+def unpack_rows(body: bytes) -> tuple[list[Pair], list[bytes]]:
+    """(pairs, keys to delete)."""
+    if len(body) < _COUNT.size:
+        raise Broken("rows without a count")
+    (count,) = _COUNT.unpack_from(body)
+    pairs, gone, start = [], [], _COUNT.size
+    for key, value, after in unpack_pairs(body, start, count):
+        pairs.append((key, value))
+        start = after
+    while start < len(body):
+        if start + _KEY.size > len(body):
+            raise Broken("a key is cut off")
+        (nbytes,) = _KEY.unpack_from(body, start)
+        start += _KEY.size + nbytes
+        if start > len(body):
+            raise Broken("a key is cut off")
+        gone.append(body[start - nbytes : start])
+    return pairs, gone
+
+
+def pack_question(nbytes: int, first_key: bytes) -> bytes:
+    return _COUNT.pack(nbytes) + first_key
+
+
+def unpack_question(body: bytes) -> tuple[int, bytes]:
+    if len(body) < _COUNT.size:
+        raise Broken("a question without a size")
+    return _COUNT.unpack_from(body)[0], body[_COUNT.size :]
+
+
+def pack_error(error: OSError) -> bytes:
+    return _SIGNED.pack(error.errno or 0) + (error.strerror or str(error)).encode()
+
+
+def unpack_error(body: bytes) -> OSError:
+    number, text = _SIGNED.unpack_from(body)[0], body[_SIGNED.size :].decode(errors="replace")
+    return OSError(number, text) if number else OSError(text)

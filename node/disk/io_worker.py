@@ -1,0 +1,156 @@
+"""The keeper: a node's process for all that a disk may hold up.
+
+It maps the arena, opens the data directory, and does what the node orders: write these slots to
+those places, these rows, sync. A call of the disk that hangs, and RocksDB, whose binding keeps the
+interpreter while it works, so stop nobody but this process.
+
+    node                                    keeper
+    writer thread  --- orders ---------->   main thread: one order after the other
+    lists, scrubs  --- questions ------->   another: rows, while an order is under way
+
+It ends with its node: when the sockets close it is gone at once, in the middle of an order or not,
+which is no worse than power that fails then. It does not hear SIGINT, SIGTERM or SIGHUP, which a terminal or
+a supervisor may send to all: the node still has pages to write.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvstore.errors import ConfigError
+from node.disk import io_protocol
+from node.disk.data_dir import DataDir
+from node.disk.extents import Slot
+from node.disk.io_protocol import Broken, Channel, Kind, Opened, Outcome, Task
+
+log = logging.getLogger(__name__)
+
+STREAM_NBYTES = 64 << 10  # of one reply to ALL_ROWS: a few fit into the socket, so that both sides work
+DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class IoWorker:
+    """Carries out orders on an open directory."""
+
+    def __init__(self, directory: DataDir) -> None:
+        self._directory = directory
+        self._calls: dict[int, Callable[[bytes], None]] = {
+            Kind.WRITE_PAGES: self._write_pages,
+            Kind.WRITE_ROWS: lambda body: directory.rows.put(*io_protocol.unpack_rows(body)),
+            Kind.SYNC_PAGES: lambda _: directory.files.sync(),
+            Kind.SYNC_ROWS: lambda _: directory.rows.sync(),
+            Kind.TRIAL: lambda _: directory.files.trial(),
+            Kind.CLOSE: lambda _: directory.close(),
+        }
+
+    def serve(self, channel: Channel) -> None:
+        """Until CLOSE is done. Raises EOFError if the node is gone."""
+        kind = 0
+        while kind != Kind.CLOSE:
+            number, kind, body = channel.recv()
+            try:
+                for piece in self._pieces(kind, body):
+                    channel.send(number, Outcome.MORE, piece)
+                channel.send(number, Outcome.DONE)
+            except OSError as error:
+                channel.send(number, Outcome.FAILED, io_protocol.pack_error(error))
+            except MemoryError:
+                channel.send(
+                    number, Outcome.FAILED, io_protocol.pack_error(OSError(errno.ENOMEM, "the keeper has no memory"))
+                )
+            except Exception as error:  # the edge of an order: the node stops its disk tier and says why
+                log.exception("an order of kind %d failed", kind)
+                channel.send(number, Outcome.FAILED, io_protocol.pack_error(OSError(f"internal error: {error!r}")))
+
+    def _pieces(self, kind: int, body: bytes) -> Iterator[bytes]:
+        """The rows that were asked for; or the order is carried out, and there is nothing to say."""
+        if kind == Kind.ALL_ROWS:
+            yield from _packed(self._directory.rows.scan(body[:1]), STREAM_NBYTES)
+        elif kind == Kind.SOME_ROWS:
+            nbytes, first = io_protocol.unpack_question(body)
+            yield next(_packed(self._directory.rows.scan(first), nbytes))
+        elif kind == Kind.PURGE_ROWS:
+            yield io_protocol.pack_counts(self._directory.rows.purge(io_protocol.unpack_rows(body)[1]))
+        else:
+            self._calls[kind](body)
+
+    def _write_pages(self, body: bytes) -> None:
+        slots = io_protocol.unpack_slots(body)
+        for slot in slots:
+            self._check(slot)
+        self._directory.files.write_all(slots)
+
+    def _check(self, slot: Slot) -> None:
+        (arena_offset, nbytes, place), directory = slot, self._directory
+        number, within = divmod(place.offset, directory.extent_nbytes)
+        is_on_disk = number < directory.extent_count and within + nbytes <= directory.extent_nbytes
+        if not is_on_disk or arena_offset + nbytes > directory.arena_nbytes:
+            raise Broken(f"a slot is outside: {nbytes} bytes at {place.offset} on disk, {arena_offset} in the arena")
+
+
+def _packed(rows: Iterator[io_protocol.Pair], nbytes: int) -> Iterator[bytes]:
+    """Pieces of this size or one row more; the last one is smaller, and may be empty."""
+    room = 0
+    while room <= 0:
+        some, room = [], nbytes
+        for pair in rows:
+            some.append(pair)
+            room -= io_protocol.pair_nbytes(pair)
+            if room <= 0:
+                break
+        yield io_protocol.pack_pairs(some)
+
+
+def main() -> None:
+    """The keeper of the process that started it; see `node.disk.io_process`."""
+    for number in DEAF_TO:
+        signal.signal(number, signal.SIG_IGN)
+    os.umask(0o077)  # RocksDB's files name models, tenants and prompt hashes, and it leaves their mode to the umask
+    task = Task.from_arguments(sys.argv[1:])
+    logging.basicConfig(level=task.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    channel = Channel(socket.socket(fileno=task.orders_fd))
+    questions = Channel(socket.socket(fileno=task.questions_fd))
+    opened: list[IoWorker] = []
+    threading.Thread(target=_answer, args=(questions, opened), name="questions", daemon=True).start()
+    try:
+        directory = DataDir(
+            Path(task.path),
+            task.disk_nbytes,
+            task.extent_nbytes,
+            task.arena_fd,
+            keep_own_extents=task.keep_own_extents,
+            key_mark=task.key_mark,
+        )
+    except ConfigError as error:
+        channel.send(0, Outcome.REFUSED, str(error).encode())
+        return
+    opened.append(IoWorker(directory))
+    identity = os.stat(task.path)
+    facts = Opened(
+        directory.extent_nbytes, directory.extent_count, directory.files.direct, identity.st_dev, identity.st_ino
+    )
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        channel.send(0, Outcome.DONE, facts.pack())
+        opened[0].serve(channel)
+    os._exit(0)  # a thread may still hang in the disk
+
+
+def _answer(questions: Channel, opened: list[IoWorker]) -> None:
+    """The thread that answers questions, and that ends the process when there is nobody left to ask."""
+    try:
+        with contextlib.suppress(EOFError, BrokenPipeError):
+            questions.wait()
+            opened[0].serve(questions)
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,493 @@
+"""What the node keeps in RAM about each page on disk: 56 to 63 bytes and its hash, in arrays instead of objects.
+
+    record r:  mark u32 | namespace u16 | offset u32 (x 4 KiB) | checksum 16
+               older u32, newer u32 (LRU of its pool and slot size) | pool u16 | last use u32 s | expiry u32 s
+    hashes:    the whole prefix hash, and a byte for its length
+    table:     record numbers by mark (node/disk/page_table.py), at most 3/4 full
+    slots:     the owner of each, u32
+
+A page is found by its namespace and its whole prefix hash. The mark, 32 bits of Python's own hash of
+it with the namespace's number, is the place in the table and spares most comparisons; it is keyed anew in each
+process, so hashes that are alike (counters, say) do not crowd one place of the table. Record 0 is no record.
+Pure: no I/O, no clock; not thread-safe, the disk tier's lock guards it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.checksum import CHECKSUM_NBYTES
+from kvstore.layout import SLOT_ALIGN_NBYTES
+from node.disk.disk_lru import DiskLru, DiskPool
+from node.memory.tenant_usage import TenantAccount
+from node.slab import SlotAllocator
+
+if TYPE_CHECKING:
+    from node.disk.rows import PageRow
+
+
+# Record numbers by a 32-bit mark: open addressing in segments of 1,024 places, of which one is
+# split when it is full, and no other is touched (extendible hashing, Fagin et al. 1979).
+#
+#     mark:  | place in the segment, 10 bits | ... | segment, as many bits as there are segments |
+#
+# So no insertion takes longer the more records there are. Pure; not thread-safe.
+
+PLACES = 1024
+FULL = PLACES * 3 // 4
+PLACE_MASK = PLACES - 1
+PLACE_SHIFT = 22  # of a mark's 32 bits
+_DEPTH_MAX = 22  # the bits that tell places apart tell no segments apart
+
+
+class Segment:
+    """`places`: record numbers, 0 is none. `depth`: how many bits its records' marks have in common."""
+
+    __slots__ = ("count", "depth", "places")
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.count = 0
+        self.places = array("I", bytes(4 * PLACES))
+
+
+class RecordTable:
+    """`mark_of(record)`: 32 bits, evenly spread. `segments` and `mask` are read by those who search:
+    from `mark >> PLACE_SHIFT` in `segments[mark & mask].places` on, up to a 0."""
+
+    def __init__(self, mark_of: Callable[[int], int]) -> None:
+        self._mark_of = mark_of
+        self.segments = [Segment(0)]
+        self.mask = 0
+
+    def expect(self, count: int) -> None:
+        """Makes an empty table that does not split much until it has so many records."""
+        depth = 0
+        while FULL << depth < count:
+            depth += 1
+        self.segments = [Segment(depth) for _ in range(1 << depth)]
+        self.mask = len(self.segments) - 1
+
+    def fill(self, records: Iterable[int]) -> None:
+        """As many insertions."""
+        mark_of, put = self._mark_of, self._put
+        for record in records:
+            mark = mark_of(record)
+            segment = self.segments[mark & self.mask]
+            if segment.count < FULL:
+                put(segment, mark, record)
+            else:
+                self.insert(record)
+
+    def insert(self, record: int) -> None:
+        """A record that is not here."""
+        mark = self._mark_of(record)
+        segment = self.segments[mark & self.mask]
+        while segment.count >= FULL and segment.depth < _DEPTH_MAX:
+            self._split(segment, mark)
+            segment = self.segments[mark & self.mask]
+        self._put(segment, mark, record)
+
+    def _put(self, segment: Segment, mark: int, record: int) -> None:
+        places, place = segment.places, mark >> PLACE_SHIFT
+        while places[place]:
+            place = (place + 1) & PLACE_MASK
+        places[place] = record
+        segment.count += 1
+
+    def _split(self, full: Segment, mark: int) -> None:
+        """The next bit of their marks decides which records stay together."""
+        bit = 1 << full.depth
+        if bit > self.mask:
+            self.segments += self.segments  # every segment is found under twice as many numbers
+            self.mask = len(self.segments) - 1
+        halves = Segment(full.depth + 1), Segment(full.depth + 1)
+        for record in full.places:
+            if record:
+                moved = self._mark_of(record)
+                self._put(halves[moved & bit != 0], moved, record)
+        for number in range(mark & (bit - 1), len(self.segments), bit):
+            self.segments[number] = halves[number & bit != 0]
+
+    def delete(self, record: int) -> None:
+        """Backward shift: no tombstones, so the table never degrades."""
+        mark = self._mark_of(record)
+        segment = self.segments[mark & self.mask]
+        places, hole = segment.places, mark >> PLACE_SHIFT
+        while places[hole] != record:
+            hole = (hole + 1) & PLACE_MASK
+        place = (hole + 1) & PLACE_MASK
+        while moved := places[place]:
+            if (place - (self._mark_of(moved) >> PLACE_SHIFT)) & PLACE_MASK >= (place - hole) & PLACE_MASK:
+                places[hole] = moved
+                hole = place
+            place = (place + 1) & PLACE_MASK
+        places[hole] = 0
+        segment.count -= 1
+
+    def __contains__(self, record: int) -> bool:
+        mark = self._mark_of(record)
+        places, place = self.segments[mark & self.mask].places, mark >> PLACE_SHIFT
+        while (found := places[place]) and found != record:
+            place = (place + 1) & PLACE_MASK
+        return found == record
+
+    def check(self, count: int) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        distinct = {id(segment): segment for segment in self.segments}.values()
+        wrong = [
+            f"a segment has {used} records, counted {segment.count}"
+            for segment in distinct
+            if (used := sum(1 for record in segment.places if record)) != segment.count
+        ]
+        if (held := sum(segment.count for segment in distinct)) != count:
+            wrong.append(f"{held} records in the table, {count} counted")
+        return wrong
+
+
+# The whole prefix hash of every record: 16 to 64 bytes each, in blocks of one width.
+#
+#     block b    BLOCK_COUNT places of `width` bytes: the hashes of records b x BLOCK_COUNT ...
+#     lengths    one byte a record: what of its place is hash
+#
+# Engines choose the length of their hashes, and one engine has one length, so a block is as wide as
+# its longest hash and no wider. Whole, because hashes of which a part is equal are different pages.
+
+BLOCK_COUNT = 4096
+_WIDTH_STEP = 8
+
+
+class Hashes:
+    """Not thread-safe; the disk tier's lock guards it."""
+
+    def __init__(self) -> None:
+        self._blocks: list[bytearray] = []
+        self._lengths = array("B")
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._lengths) + sum(map(len, self._blocks))
+
+    def __getitem__(self, record: int) -> bytes:
+        block = self._blocks[record // BLOCK_COUNT]
+        start = record % BLOCK_COUNT * (len(block) // BLOCK_COUNT)
+        return bytes(block[start : start + self._lengths[record]])
+
+    def matches(self, record: int, prefix_hash: bytes) -> bool:
+        block = self._blocks[record // BLOCK_COUNT]
+        start = record % BLOCK_COUNT * (len(block) // BLOCK_COUNT)
+        return block[start : start + self._lengths[record]] == prefix_hash
+
+    def __setitem__(self, record: int, prefix_hash: bytes) -> None:
+        number, place = divmod(record, BLOCK_COUNT)
+        while number >= len(self._blocks):
+            self._blocks.append(bytearray())
+            self._lengths.frombytes(bytes(BLOCK_COUNT))
+        width, length = len(self._blocks[number]) // BLOCK_COUNT, len(prefix_hash)
+        if width < length:
+            width = -(-length // _WIDTH_STEP) * _WIDTH_STEP
+            self._blocks[number] = _widened(self._blocks[number], width)
+        self._blocks[number][place * width : place * width + length] = prefix_hash
+        self._lengths[record] = length
+
+
+def _widened(block: bytearray, width: int) -> bytearray:
+    """The same hashes in wider places, column by column: at most 64 copies, whatever the block holds."""
+    wider = bytearray(BLOCK_COUNT * width)
+    was = len(block) // BLOCK_COUNT
+    for column in range(was):
+        wider[column::width] = block[column::was]
+    return wider
+
+
+# What happened on disk, in numbers.
+
+
+@dataclass
+class DiskCounters:
+    """What happened since the start; pages unless the name says otherwise."""
+
+    pages_written: int = 0
+    pages_read: int = 0
+    pages_read_in_part: int = 0  # for ranges of them; their bytes are in nbytes_read, too
+    pages_evicted: int = 0
+    pages_corrupt: int = 0
+    pages_refused: int = 0  # stayed in RAM only: the queue was full, the tier poisoned or full of pins
+    pages_scrubbed: int = 0
+    rows_damaged: int = 0
+    nbytes_written: int = 0
+    nbytes_read: int = 0
+
+
+BLOCK_SLOTS_MIN = 4  # blocks of fewer would cost more than all the rest of what a page costs here
+_MIX = 0x9E3779B1  # 2^32 / golden ratio: spreads namespaces over the table
+_MARK_MASK = (1 << 32) - 1
+
+
+class PageTable:
+    """Records by key, by slot and by last use. `slots` is the region of the disk they lie in."""
+
+    def __init__(self, region_nbytes: int, extent_nbytes: int) -> None:
+        self.slots = SlotAllocator(region_nbytes, extent_nbytes, _no_records, BLOCK_SLOTS_MIN)
+        self._hashes = Hashes()
+        self._mark = array("I", [0])
+        self._namespace = array("H", [0])
+        self._offset = array("I", [0])
+        self._used_s = array("I", [0])
+        self._expiry_s = array("I", [0])
+        self._checksum = array("Q", bytes(CHECKSUM_NBYTES))
+        self._free = array("I")
+        self._table = RecordTable(self._mark_of)
+        self._busy: dict[int, int] = {}  # records that are being read or written -> how often
+        self._doomed: set[int] = set()  # removed, but their slot waits for a use to end
+        self._order = DiskLru(
+            self.slots,
+            self._offset,
+            self._used_s,
+            lambda record: record not in self._busy,
+            lambda record: self.account_of(self._namespace[record]),
+        )
+        self.accounts = self._order.accounts
+        self._nobody = self.accounts.of("")
+        self.account_of: Callable[[int], TenantAccount[DiskPool]] = lambda namespace: self._nobody
+        self.count = 0
+
+    # ---- find ----------------------------------------------------------------------------
+
+    def find(self, namespace: int, prefix_hash: bytes) -> int:
+        """Number of the record, 0 if there is none."""
+        table, marks, matches = self._table, self._mark, self._hashes.matches
+        mark = (hash(prefix_hash) ^ namespace * _MIX) & _MARK_MASK
+        places, place = table.segments[mark & table.mask].places, mark >> PLACE_SHIFT
+        while record := places[place]:
+            if marks[record] == mark and self._namespace[record] == namespace and matches(record, prefix_hash):
+                return record
+            place = (place + 1) & PLACE_MASK
+        return 0
+
+    def _mark_of(self, record: int) -> int:
+        return self._mark[record]
+
+    # ---- a record's life -----------------------------------------------------------------
+
+    def reserve(self, namespace: int, prefix_hash: bytes, slot_nbytes: int) -> int:
+        """A busy record with a slot, not yet to be found; 0 if no slot is free, or its tenant is at its quota."""
+        account = self.account_of(namespace)
+        if account.full_for(slot_nbytes):
+            return 0
+        record = self._new(namespace, prefix_hash)
+        offset = self.slots.allocate(slot_nbytes, record)
+        if offset is None:
+            self._free.append(record)
+            return 0
+        account.take(slot_nbytes)
+        self._offset[record] = offset // SLOT_ALIGN_NBYTES
+        self._busy[record] = 1
+        return record
+
+    def restore(self, row: PageRow) -> bool:
+        """Takes in a page of an earlier run, to be found after `restored`; False if its slot is taken or
+        impossible. The keys of rows are distinct, so it is not looked for."""
+        record = self._new(row.namespace, row.prefix_hash)
+        if not self.slots.claim(row.slot_nbytes, row.offset, record):
+            self._free.append(record)
+            return False
+        self._offset[record] = row.offset // SLOT_ALIGN_NBYTES
+        self._checksum[2 * record : 2 * record + 2] = array("Q", row.checksum)
+        self._used_s[record] = row.used_s
+        self._expiry_s[record] = row.expiry_s
+        self.count += 1
+        return True
+
+    def restored(self) -> None:
+        """Orders all that was restored by its last use, and makes it found. Until here nothing of a row
+        is kept but in the arrays: a million small objects would leave the heap full of holes."""
+        self.slots.claimed()
+        self._table.expect(self.count)
+        by_size: dict[int, array[int]] = {}
+        for block in self.slots.blocks():
+            records = [record for record in block.owners if record]
+            by_size.setdefault(block.kind.slot_nbytes, array("I")).extend(records)
+            block.used_sum = sum(map(self._used_s.__getitem__, records))
+        for slot_nbytes, numbers in by_size.items():
+            self._order.begin(slot_nbytes, sorted(numbers, key=self._used_s.__getitem__))
+            self._table.fill(numbers)
+
+    def _new(self, namespace: int, prefix_hash: bytes) -> int:
+        if not self._free:
+            first = len(self._mark)
+            for numbers in (
+                self._mark,
+                self._namespace,
+                self._offset,
+                *self._order.links,
+                self._used_s,
+                self._expiry_s,
+            ):
+                numbers.frombytes(bytes(numbers.itemsize * BLOCK_COUNT))
+            self._checksum.frombytes(bytes(CHECKSUM_NBYTES * BLOCK_COUNT))
+            self._free.extend(range(first + BLOCK_COUNT - 1, first - 1, -1))
+        record = self._free.pop()
+        self._hashes[record] = prefix_hash
+        self._mark[record] = (hash(prefix_hash) ^ namespace * _MIX) & _MARK_MASK
+        self._namespace[record] = namespace
+        return record
+
+    def publish(self, record: int, checksum: bytes, used_s: int, expiry_s: int = 0) -> None:
+        """The page is on disk: it can be found from now on, as the newest of its size."""
+        self._checksum[2 * record : 2 * record + 2] = array("Q", checksum)
+        self._expiry_s[record] = expiry_s
+        self._used_s[record] = used_s
+        self._order.block_of(record).used_sum += used_s
+        self._table.insert(record)
+        self._order.push_newest(record)
+        self.count += 1
+        self.end_use(record)
+
+    def cancel(self, record: int) -> None:
+        """Gives a reserved record back."""
+        del self._busy[record]
+        self._give(record)
+        self._release(record)
+
+    def remove(self, record: int) -> None:
+        """Forgets a published record. Its slot is free at once, or when the last use of it ends."""
+        self._order.block_of(record).used_sum -= self._used_s[record]
+        self._order.withdraw(record)
+        self._give(record)
+        self._table.delete(record)
+        self.count -= 1
+        if record in self._busy:
+            self._doomed.add(record)
+        else:
+            self._release(record)
+
+    def _give(self, record: int) -> None:
+        """To its tenant: what is being read a moment longer is nobody's, for its number may be another namespace's."""
+        self.account_of(self._namespace[record]).give(self._order.block_of(record).kind.slot_nbytes)
+
+    def _release(self, record: int) -> None:
+        self.slots.free(self.offset(record))
+        self._free.append(record)
+
+    # ---- use -----------------------------------------------------------------------------
+
+    def begin_use(self, record: int) -> None:
+        """Its slot stays as it is until `end_use`."""
+        self._busy[record] = self._busy.get(record, 0) + 1
+
+    def end_use(self, record: int) -> None:
+        left = self._busy[record] - 1
+        if left:
+            self._busy[record] = left
+            return
+        del self._busy[record]
+        if record in self._doomed:
+            self._doomed.discard(record)
+            self._release(record)
+            return
+        self._order.give_back(record)
+
+    def is_published(self, record: int, namespace: int) -> bool:
+        """Whether a record number is a page of this namespace that can be found."""
+        return record < self.number_end and self._namespace[record] == namespace and self.can_be_found(record)
+
+    def can_be_found(self, record: int) -> bool:
+        """Whether it is a page's: published and not removed."""
+        return record in self._table
+
+    @property
+    def number_end(self) -> int:
+        """Record numbers are below this."""
+        return len(self._namespace)
+
+    def busy(self, record: int) -> bool:
+        return record in self._busy
+
+    def touch(self, record: int, now_s: int) -> None:
+        self._order.touch(record, now_s)
+
+    def pin(self, record: int, until_s: int) -> None:
+        """A pinned record can not go; when its pin ends it is the newest. `until_s` 0 ends the pin."""
+        self._order.pin(record, until_s)
+
+    def check_pins(self, records: Iterable[int]) -> None:
+        """Raises Exhausted if these, all published, can not be pinned too."""
+        self._order.check_pins(records)
+
+    def victims(self, namespace: int, slot_nbytes: int, now_s: int) -> list[int]:
+        """Records whose removal helps to free a slot of this size for this namespace: if none is free then, ask again.
+        Empty if nothing may go."""
+        return self._order.victims(self.account_of(namespace), slot_nbytes, now_s)
+
+    # ---- quotas --------------------------------------------------------------------------
+
+    def strays(self, first: int, end: int) -> list[tuple[int, int]]:
+        """(last use, record) of those from `first` on whose tenant has got another pool; those used last first."""
+        found = (record for record in range(first, end) if record in self._table and self._order.is_stray(record))
+        return sorted(((self._used_s[record], record) for record in found), reverse=True)
+
+    def regroup(self, record: int, used_s: int) -> None:
+        """A stray goes to its pool, if it is one still. From the one used last to the one used first they keep their
+        order."""
+        if record in self._table and self._order.is_stray(record):
+            self._order.regroup(record, used_s)
+
+    # ---- tell ----------------------------------------------------------------------------
+
+    def offset(self, record: int) -> int:
+        return self._offset[record] * SLOT_ALIGN_NBYTES
+
+    def key(self, record: int) -> tuple[int, bytes]:
+        """(namespace number, prefix hash)."""
+        return self._namespace[record], self._hashes[record]
+
+    def checksum(self, record: int) -> bytes:
+        return self._checksum[2 * record : 2 * record + 2].tobytes()
+
+    def used_s(self, record: int) -> int:
+        return self._used_s[record]
+
+    def expiry_s(self, record: int) -> int:
+        """When the page's time to live ends; 0 if it has none."""
+        return self._expiry_s[record]
+
+    def pinned_until_s(self, record: int) -> int:
+        return self._order.pinned_until_s(record)
+
+    def records(self) -> Iterator[int]:
+        """Published records: those that can not go now, then those of every size, oldest first within a size."""
+        return self._order.records()
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        wrong = self.slots.check() + self._order.check()
+        published = list(self.records())
+        if len(published) != self.count or self._order.count != self.count:
+            wrong.append(f"{len(published)} records are linked, {self.count} counted")
+        wrong += self._table.check(self.count)
+        wrong += [
+            f"record {record} is linked but can not be found" for record in published if record not in self._table
+        ]
+        reserved = set(self._busy) - set(published)
+        owned = [record for block in self.slots.blocks() for record in block.owners if record]
+        if sorted(owned) != sorted([*published, *reserved]):
+            wrong.append(f"{len(owned)} slots are owned, {len(published)} records published, {len(reserved)} reserved")
+        for block in self.slots.blocks():
+            total = sum(self._used_s[record] for record in block.owners if record and record not in reserved)
+            if total != block.used_sum:
+                wrong.append(f"disk block {block.start}: last uses sum to {total}, recorded {block.used_sum}")
+        found: dict[str, dict[int, int]] = {}
+        for record in owned:
+            if record not in self._doomed:
+                counts = found.setdefault(self.account_of(self._namespace[record]).tenant, {})
+                size = self._order.block_of(record).kind.slot_nbytes
+                counts[size] = counts.get(size, 0) + 1
+        return wrong + self.accounts.check(found)
+
+
+def _no_records(count: int) -> array[int]:
+    return array("I", bytes(4 * count))

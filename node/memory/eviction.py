@@ -1,0 +1,474 @@
+"""Who gives up a slot: of the tenants as `accounts.py` says, and of the pages of one, or of all who have no quota,
+exact LRU within one size, and LRU across sizes by whole blocks.
+
+    same size      the oldest page that nobody holds goes; exactly as many as are needed
+    other sizes    if the oldest page of another slot size is older than ours, or none of ours may be
+                   evicted, the coldest of the places where that size's oldest pages lie is cleared
+                   and serves our size from now on
+
+    copies         of pages that other members own; they go before all others, and one goes for a new one
+                   where they have their share
+
+Evicting only what is needed, and a chain's tail before its head, is worth more on public traces
+than most cleverer policies (docs/decisions/0005). Pinned pages, and those of tenants whose turn it is not, that
+lie in a place that is cleared move to another slot. Not thread-safe: the tier's lock guards it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from kvstore.keys import short
+from node.memory.lock_slices import SlicedWork, StepBudget, Work
+from node.memory.lru import rank_ms
+from node.memory.page import Page, Space, State
+from node.memory.pins import Pins
+from node.memory.pools import EvictionPool, UseOrder
+from node.memory.tenant_usage import TenantAccount
+from node.slab import Block, SlotAllocator
+
+# Emptying the place of a block, so that it can serve another page size.
+#
+#     look     nobody may read or write there, and pages that stay must find a place elsewhere
+#     close    nothing in there is given out any more
+#     move     these, one at a time: held, copied without the lock, then they change their slot
+#     evict    the others, so many in a turn
+#     reopen   what is empty is free
+#
+# Those that stay are pinned ones, and all that are not in the pool whose turn it is to give. A
+# page that somebody began to read meanwhile ends it; then what has gone is gone, and the rest
+# stays.
+
+LOOKED_AT = 4096  # pages, in search of those that pinned ones can take the place of
+LOOKED_AT_LEAST = 64
+
+
+class Compaction:
+    """Part of eviction. `forget(page, reason, None)` takes a page out of its namespace, `hold(pages)` keeps them until
+    they are moved, `zero(offset, nbytes)` clears a slot. `make_place(size, pool)` frees a slot of this size elsewhere
+    without moving anything, at the cost of other sizes in this pool."""
+
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        turn: StepBudget,
+        forget: Callable[[Page, str, Page | None], None],
+        hold: Callable[[Sequence[Page]], None],
+        zero: Callable[[int, int], None],
+        make_place: Callable[[int, EvictionPool], Work[bool]],
+    ) -> None:
+        self._slots = slots
+        self._turn = turn
+        self._forget = forget
+        self._hold = hold
+        self._zero = zero
+        self._make_place = make_place
+        self.watchers: list[list[Page]] = []  # of those who want to know which pages are moved
+
+    def clear(self, area: range, pool: EvictionPool, may_evict: bool = True, may_move: bool = True) -> Work[bool]:
+        """Whether the area is free now: pages in this pool may go for it, here or where others move. The caller can be
+        sure of it until he yields."""
+        blocks = self._slots.blocks_in(area)
+        staying: list[Page] = []
+        loose: dict[int, int] = {}  # by slot size: pages in the area that may go
+        for block in blocks:
+            if self._turn.over:
+                yield None
+            self._turn.left -= 1 + len(block.owners) // 16
+            if not _look(block, pool, staying, loose) or (loose and not may_evict) or (staying and not may_move):
+                return False
+        if self._slots.is_free(area):  # others emptied it meanwhile
+            return True
+        if not self._slots.close(area):
+            return False
+        try:
+            emptied = yield from self._empty(self._slots.blocks_in(area), pool, staying, loose)
+            return emptied and not self._slots.blocks_in(area)
+        finally:
+            self._slots.reopen(area)
+
+    def _empty(self, blocks: list[Block], pool: EvictionPool, staying: list[Page], loose: dict[int, int]) -> Work[bool]:
+        targets: dict[Page, int] = {}
+        waiting: list[Page] = []  # for the slots of pages elsewhere that are evicted for them
+        wanted = Counter(page.namespace.slot_nbytes for page in staying)
+        elsewhere = {
+            size: self._count_elsewhere(size, pool, count, loose.get(size, 0)) for size, count in wanted.items()
+        }
+        try:
+            for page in staying:
+                size = page.namespace.slot_nbytes
+                target = self._target(page)
+                if target is None and elsewhere[size] > 0:
+                    elsewhere[size] -= 1
+                    waiting.append(page)
+                    continue
+                if target is None and (yield from self._make_place(size, pool)):
+                    target = self._target(page)
+                if target is None:
+                    return False
+                targets[page] = target
+            if not (yield from self._evict(blocks, pool)):
+                return False
+            for page in waiting:
+                target = self._target(page)
+                if target is None:
+                    target = self._target_of_oldest(page, pool)
+                if target is None:
+                    return False
+                targets[page] = target
+            return (yield from self._move(targets))
+        finally:
+            for target in targets.values():
+                self._slots.free(target)
+
+    def _count_elsewhere(self, size: int, pool: EvictionPool, wanted: int, loose: int) -> int:
+        """Pages of this size outside the area that may go, as far as so many are wanted and a look shows."""
+        looked_at = islice(pool.oldest_first(size), min(loose + 2 * wanted, LOOKED_AT) + LOOKED_AT_LEAST)
+        free = (page for page in looked_at if not page.holds and not self._slots.block_of(page.offset).closed)
+        return len(list(islice(free, wanted)))
+
+    def _target(self, page: Page) -> int | None:
+        """A slot outside the area; until the page is there it belongs to one that nobody can find."""
+        return self._slots.allocate(page.namespace.slot_nbytes, Page(page.namespace, page.prefix_hash, 0))
+
+    def _target_of_oldest(self, page: Page, pool: EvictionPool) -> int | None:
+        oldest = pool.oldest(page.namespace.slot_nbytes)
+        if oldest is None:
+            return None
+        self._forget(oldest, "evicted", None)
+        return self._target(page)
+
+    def _evict(self, blocks: list[Block], pool: EvictionPool) -> Work[bool]:
+        """All that does not stay."""
+        for block in blocks:
+            for slot in range(len(block.owners)):
+                if self._turn.over:
+                    yield None
+                page: Any = block.owners[slot]
+                if page is None or (page.state is State.VISIBLE and _stays(page, pool)):
+                    continue
+                if not _may_go(page):
+                    return False
+                self._forget(page, "evicted", None)
+                self._turn.left -= 1
+        return True
+
+    def _move(self, targets: dict[Page, int]) -> Work[bool]:
+        """Those that have a target and are still here."""
+        for page in list(targets):
+            if page.state is not State.VISIBLE:
+                continue
+            if page.holds:
+                return False
+            self._hold([page])
+            yield SlicedWork(page, targets[page])
+            if not _may_go(page):
+                self._zero_copy(page, targets[page])
+                return False
+            target = targets.pop(page)
+            self._slots.free(page.offset).used_sum -= page.used_ms
+            self._slots.hand_over(target, page)
+            self._slots.block_of(target).used_sum += page.used_ms
+            page.offset = target
+            for watcher in self.watchers:
+                watcher.append(page)
+        return True
+
+    def _zero_copy(self, page: Page, target: int) -> None:
+        """Zeroes the copy of a page that was removed meanwhile: its tenant may be erased."""
+        if page.state is State.DOOMED:
+            self._zero(target, page.namespace.slot_nbytes)
+
+
+def _look(block: Block, pool: EvictionPool, staying: list[Page], loose: dict[int, int]) -> bool:
+    """Whether nobody reads or writes in a block; which of its pages stay, and how many do not."""
+    if block.closed:
+        return False
+    for page in block.owners:
+        if page is None:
+            continue
+        if not _may_go(page):
+            return False
+        if _stays(page, pool):
+            staying.append(page)
+        else:
+            loose[block.kind.slot_nbytes] = loose.get(block.kind.slot_nbytes, 0) + 1
+    return True
+
+
+def _stays(page: Page, pool: EvictionPool) -> bool:
+    return page.order is None or page.order.pool is not pool
+
+
+def _may_go(page: Page) -> bool:
+    return page.state is State.VISIBLE and not page.holds
+
+
+SIZES_TRIED = 4  # other sizes that are asked for room
+SPARSE_SIZES_TRIED = 64  # whose blocks could lie closer together
+AREAS_TRIED = 4  # places of one size, the coldest first
+PAGES_LOOKED_AT = 16  # in search of them
+
+
+class Eviction:
+    """`forget(page, reason, successor)` takes a page out of its namespace and calls back `release`, and its
+    order's `withdraw`; `hold(pages)` keeps them where they are, `zero(offset, nbytes)` clears a slot."""
+
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        forget: Callable[[Page, str, Page | None], None],
+        hold: Callable[[Sequence[Page]], None],
+        zero: Callable[[int, int], None],
+    ) -> None:
+        self._slots = slots
+        self._forget = forget
+        self.turn = StepBudget()
+        self.order = UseOrder(slots, self.turn)
+        self._accounts = self.order.accounts
+        self._clearing = Compaction(slots, self.turn, forget, hold, zero, self._make_place)
+        self.watchers = self._clearing.watchers
+        self.copy_count = self.copy_nbytes = 0  # that have a slot
+        self.copy_nbytes_max = slots.region_nbytes
+        self._sizes_tried = 0
+        self.placed_nbytes = 0  # of all slots ever given out, but for those lent: the clock of how fast RAM turns over
+
+    @property
+    def pins(self) -> Pins:
+        return self.order.pins
+
+    def place(self, pages: Sequence[Page]) -> int:
+        """Gives new pages of a namespace slots, from the first on: free ones, or those of the oldest pages if they are
+        of the same size. All are copies, or none is. How many: `make_room` may help the next one."""
+        size, is_copy = pages[0].namespace.slot_nbytes, pages[0].is_copy
+        if is_copy:
+            pages = pages[: (self.copy_nbytes_max - self.copy_nbytes) // size]
+        count = self.lend(pages)
+        self.placed_nbytes += size * count
+        if is_copy:
+            self._count_copies(size, count)
+        return count
+
+    def copies_full(self, size: int) -> bool:
+        """Whether a copy of this size has to wait until another one goes."""
+        return self.copy_nbytes + size > self.copy_nbytes_max
+
+    def _count_copies(self, size: int, more: int) -> None:
+        self.copy_count += more
+        self.copy_nbytes += more * size
+
+    def own(self, page: Page) -> None:
+        """A visible copy is none any more."""
+        self._count_copies(page.namespace.slot_nbytes, -1)
+        self.order.own(page)
+
+    def lend(self, pages: Sequence[Page]) -> int:
+        """The same for pages that are given back when they are read: RAM does not turn over by it."""
+        if not pages:
+            return 0
+        size, account = pages[0].namespace.slot_nbytes, pages[0].namespace.account
+        room = len(pages)
+        if account.nbytes_max:
+            room = 0 if account.full_for(size) else account.room(size)
+        offsets = self._slots.allocate_all(size, pages[:room])
+        for page, offset in zip(pages, offsets, strict=False):
+            page.offset = offset
+            self._slots.block_of(offset).used_sum += page.used_ms
+        account.take(size, len(offsets))
+        count = len(offsets)
+        try:
+            while count < len(pages) and self._succeed_oldest(pages[count], size):
+                count += 1
+        except BaseException:  # a caller who is never told of them can not give them back
+            for page in pages[:count]:
+                self._free(page)
+            raise
+        return count
+
+    def _free(self, page: Page) -> None:
+        page.namespace.account.give(page.namespace.slot_nbytes)
+        self._slots.free(page.offset).used_sum -= page.used_ms
+        page.offset = -1
+
+    def release(self, page: Page, successor: Page | None = None) -> None:
+        """Frees the slot of a page that is neither visible nor held, or gives it to another of its size."""
+        account, size = page.namespace.account, page.namespace.slot_nbytes
+        if page.is_copy:
+            self._count_copies(size, -1)
+        if successor is None:
+            self._free(page)
+            return
+        if successor.namespace.account is not account:
+            account.give(size)
+            successor.namespace.account.take(size)
+        successor.offset, page.offset = page.offset, -1
+        self._slots.hand_over(successor.offset, successor).used_sum += successor.used_ms - page.used_ms
+
+    def _succeed_oldest(self, page: Page, size: int) -> bool:
+        account = page.namespace.account
+        is_full = account.full_for(size)
+        if is_full and account.is_over:
+            return False
+        pool = account.pool if is_full else self._accounts.first(account)
+        ours = pool.oldest(size)
+        if ours is None or self.turn.left <= 0 or self.order.pins.nbytes:
+            return False
+        if self._slots.block_of(ours.offset).closed or pool.is_younger(size):
+            return False
+        self.turn.left -= 1
+        self._forget(ours, "evicted", page)
+        return True
+
+    def make_room(self, space: Space, now_ms: int, for_copy: bool = False) -> Work[bool]:
+        """Frees a slot for a page of this namespace if that can be, in turns. False: nothing may go. After True another
+        may have been quicker, so place the page or ask again."""
+        if self.turn.over:
+            yield None
+        size, account = space.slot_nbytes, space.account
+        if for_copy and self.copies_full(size):
+            return (yield from self._drop_copy(size, account))
+        if account.full_for(size):
+            return (yield from self._shrink(size, account, now_ms))
+        for area in self._loose_areas(size):
+            if (yield from self._clearing.clear(area, self._accounts.first(account), may_evict=False)):
+                return True
+        for pool in self._accounts.victims(account):
+            if (yield from self._evict(size, pool)):
+                return True
+        if self.order.expire_pins(now_ms):
+            return True
+        for pool in dict.fromkeys((self._accounts.shared, account.pool)):
+            for area in self._slots.areas(self._slots.level(size)):  # the last resort, in turns like all the rest
+                if (yield from self._clearing.clear(area, pool)):
+                    return True
+        return False
+
+    def _evict(self, size: int, pool: EvictionPool) -> Work[bool]:
+        """A page of this size goes, or what lies in the place of a block where older ones of other sizes are."""
+        ours = yield from self._oldest(size, pool)
+        for other in (yield from self._older_sizes(rank_ms(ours) if ours else None, size, pool)):
+            for area in self._areas(other, size, pool):
+                if (yield from self._clearing.clear(area, pool)):
+                    return True
+        ours = yield from self._oldest(size, pool)  # others may have had their turn
+        if ours is None:
+            return False
+        self.turn.left -= 1
+        self._forget(ours, "evicted", None)
+        return True
+
+    def _shrink(self, size: int, account: TenantAccount[EvictionPool], now_ms: int) -> Work[bool]:
+        """A tenant at its quota gives up its oldest page, of whatever size; none for one that can never be had."""
+        if account.too_small_for(size):
+            return False
+        ours = yield from self._oldest(size, account.pool)
+        for other in (yield from self._older_sizes(rank_ms(ours) if ours else None, size, account.pool)):
+            if (older := (yield from self._oldest(other, account.pool))) is not None:
+                ours = older
+                break
+        if ours is None:
+            return self.order.expire_pins(now_ms) > 0
+        if ours.order is not None and not ours.holds:  # as it was before others had their turn
+            self.turn.left -= 1
+            self._forget(ours, "evicted", None)
+        return True
+
+    def _drop_copy(self, size: int, account: TenantAccount[EvictionPool]) -> Work[bool]:
+        """The oldest copy goes: of this size, or else of the one that has the oldest. False: all are in use."""
+        for pool in self._accounts.with_copies(account):
+            copy = yield from self._oldest_copy(size, pool)
+            if copy is None:
+                for other in (yield from self._older_sizes(0, size, pool)):
+                    if (copy := (yield from self._oldest_copy(other, pool))) is not None:
+                        break
+            if copy is not None:
+                self.turn.left -= 1
+                self._forget(copy, "evicted", None)
+                return True
+        return False
+
+    def _oldest_copy(self, size: int, pool: EvictionPool) -> Work[Page | None]:
+        while (copy := pool.oldest_copy(size)) is None and self.turn.over:
+            yield None
+        return copy
+
+    def _oldest(self, size: int, pool: EvictionPool) -> Work[Page | None]:
+        """Of this size, however many are held."""
+        while (page := pool.oldest(size)) is None and self.turn.over:
+            yield None
+        return page
+
+    def _older_sizes(self, than_ms: int | None, but: int, pool: EvictionPool) -> Work[list[int]]:
+        while not (sizes := pool.older_sizes(than_ms, but, SIZES_TRIED)) and self.turn.over:
+            yield None
+        return sizes
+
+    def _make_place(self, size: int, pool: EvictionPool) -> Work[bool]:
+        """For a page that has to move: only what costs no such page its place."""
+        for other in (yield from self._older_sizes(None, size, pool)):
+            for area in self._areas(other, size, pool):
+                if (yield from self._clearing.clear(area, pool, may_move=False)):
+                    return True
+        return False
+
+    def _areas(self, other: int, size: int, pool: EvictionPool) -> list[range]:
+        """Places for a block of our size where the oldest pages of another size lie, the coldest first."""
+        level = self._slots.level(size)
+        areas: dict[int, range] = {}
+        for page in pool.eldest(other, PAGES_LOOKED_AT):
+            area = self._slots.area(page.offset, level)
+            areas.setdefault(area.start, area)
+            if len(areas) == AREAS_TRIED:
+                break
+        return sorted(areas.values(), key=self._slots.mean_use)
+
+    def _loose_areas(self, size: int) -> Iterator[range]:
+        """Places that hold nothing but a few pages that move, perhaps: these can lie closer together, which
+        costs nobody anything."""
+        if not (self.order.pins.nbytes or self._accounts.any_limited):
+            return
+        level = self._slots.level(size)
+        yield from self._slots.loose_areas(level, AREAS_TRIED)
+        sizes = self.order.pins.some_sizes(SIZES_TRIED)
+        if self._accounts.any_limited:
+            kinds = self._slots.kinds()
+            start = self._sizes_tried % len(kinds) if kinds else 0
+            sizes += [kind.slot_nbytes for kind in (kinds[start:] + kinds[:start])[:SPARSE_SIZES_TRIED]]
+            self._sizes_tried = start + SPARSE_SIZES_TRIED
+            self.turn.left -= len(sizes)
+        for other in sizes:
+            if other != size and (offset := self._slots.sparse(other)) is not None:
+                yield self._slots.area(offset, level)
+
+    def refusal(self, space: Space, held_count: int, writing_count: int) -> str:
+        """Why `make_room` found nothing, to one whose namespace this is."""
+        return space.account.refusal(space.slot_nbytes, "ram") or (
+            f"no slot of {space.slot_nbytes} bytes can be freed: all pages are pinned or in use "
+            f"({len(self.order.pins)} pinned, {held_count} being read, {writing_count} being written)"
+            + (", or kept for tenants within their quotas" if self._accounts.any_limited else "")
+        )
+
+    # ---- check ---------------------------------------------------------------------------
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        wrong = self._slots.check() + self.order.check()
+        copies = [page for block in self._slots.blocks() for page in block.owners if page is not None and page.is_copy]
+        nbytes = sum(page.namespace.slot_nbytes for page in copies)
+        if (len(copies), nbytes) != (self.copy_count, self.copy_nbytes) or nbytes > self.copy_nbytes_max:
+            counted = f"{self.copy_count} with {self.copy_nbytes} bytes"
+            wrong.append(
+                f"{len(copies)} copies with {nbytes} bytes, counted are {counted}, {self.copy_nbytes_max} may be"
+            )
+        for block in self._slots.blocks():
+            pages = [page for page in block.owners if page is not None]
+            total = sum(page.used_ms for page in pages)
+            if total != block.used_sum:
+                wrong.append(f"block {block.start}: last uses sum to {total}, recorded {block.used_sum}")
+            for slot, page in enumerate(block.owners):
+                if page is not None and page.offset != block.offset + slot * block.kind.slot_nbytes:
+                    wrong.append(
+                        f"page {short(page.prefix_hash)} owns slot {slot} of block {block.start}, lies elsewhere"
+                    )
+        return wrong

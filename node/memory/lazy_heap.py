@@ -1,0 +1,150 @@
+"""Things in the order of a number that may change: when a pin ends, how old a size's oldest page is. Pure."""
+
+import heapq
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+SPARE = 64  # outdated entries that are kept beside as many as there are things
+SWEPT = 4  # entries looked at with each change: an old heap is empty long before the next one is old
+
+
+class LazyHeap(Generic[T]):
+    """`key` of each thing. A heap keeps entries of keys that were replaced; once they are the greater part,
+    the heap is swept a few entries at a time, so that no call takes longer the more things there are.
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[T, tuple[int, int, T]] = {}  # (key, number, thing); the number breaks ties
+        self._heap: list[tuple[int, int, T]] = []
+        self._swept: list[tuple[int, int, T]] = []  # a heap too: what is left of the one before
+        self._number = 0
+
+    def __contains__(self, thing: T) -> bool:
+        return thing in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._entries)
+
+    def key(self, thing: T) -> int | None:
+        entry = self._entries.get(thing)
+        return None if entry is None else entry[0]
+
+    def put(self, thing: T, key: int) -> None:
+        """A new key replaces the old one."""
+        self._number += 1
+        entry = self._entries[thing] = (key, self._number, thing)
+        heapq.heappush(self._heap, entry)
+        self._sweep()
+
+    def discard(self, thing: T) -> bool:
+        """False if it was not there."""
+        if self._entries.pop(thing, None) is None:
+            return False
+        self._sweep()
+        return True
+
+    def first(self, entries_max: int) -> tuple[int, T] | None:
+        """(key, thing) of the smallest key. None if there is nothing, or so many outdated entries come
+        first; another call goes on behind them."""
+        for _ in range(entries_max):
+            heap = self._top()
+            if not heap:
+                return None
+            key, _number, thing = heap[0]
+            if self._entries.get(thing) is heap[0]:
+                return key, thing
+            heapq.heappop(heap)
+        return None
+
+    def take(self, key_max: int, entries_max: int) -> list[T]:
+        """Things whose key is at most this, not here any more. So many entries are looked at; another call
+        goes on."""
+        things: list[T] = []
+        for _ in range(entries_max):
+            heap = self._top()
+            if not heap:
+                break
+            entry = heap[0]
+            is_current = self._entries.get(entry[2]) is entry
+            if is_current and entry[0] > key_max:
+                break
+            heapq.heappop(heap)
+            if is_current:
+                del self._entries[entry[2]]
+                things.append(entry[2])
+        return things
+
+    def _top(self) -> list[tuple[int, int, T]]:
+        """The heap whose first entry is the smallest; empty if there is none."""
+        return self._swept if self._swept and self._swept < self._heap[:1] else self._heap or self._swept
+
+    def _sweep(self) -> None:
+        if not self._swept and len(self._heap) > 2 * len(self._entries) + SPARE:
+            self._swept, self._heap = self._heap, []
+        for _ in range(min(SWEPT, len(self._swept))):
+            entry = self._swept.pop()  # the last of a heap may go: the rest is one
+            if self._entries.get(entry[2]) is entry:
+                heapq.heappush(self._heap, entry)
+
+    @property
+    def entry_count(self) -> int:
+        """Entries kept, outdated ones included."""
+        return len(self._heap) + len(self._swept)
+
+
+# Which slot size has the oldest page. Pure.
+
+LOOKED_AT = 64  # sizes, in search of the one with the oldest page; what is found out stays known
+
+
+class OldestBySize:
+    """Slot sizes by the last use of their oldest page, as far as known: a use of that page makes it later,
+    and shows when the size is looked at next. So a use costs nothing here.
+
+    `oldest(size)` says when the oldest page that may go was used, None if there is none; `paused` that it
+    could not look on. Not thread-safe.
+    """
+
+    def __init__(self, oldest: Callable[[int], int | None], paused: Callable[[], bool]) -> None:
+        self._oldest = oldest
+        self._paused = paused
+        self._ages: LazyHeap[int] = LazyHeap()
+
+    def __contains__(self, size: int) -> bool:
+        return size in self._ages
+
+    def add(self, size: int, used: int) -> None:
+        """It has a page that may go, used then; perhaps its oldest."""
+        known = self._ages.key(size)
+        if known is None or used < known:
+            self._ages.put(size, used)
+
+    def discard(self, size: int) -> None:
+        self._ages.discard(size)
+
+    def older(self, than: int | None, but: int, count: int) -> list[int]:
+        """Other sizes whose oldest page is older (than None: any), that with the oldest first. A size whose
+        pages may not go is forgotten; whoever returns one of them adds it."""
+        found: list[tuple[int, int]] = []
+        for _ in range(LOOKED_AT):
+            first = self._ages.first(LOOKED_AT)
+            if first is None or (than is not None and first[0] >= than) or len(found) > count:
+                break
+            used, size = first
+            actual = self._oldest(size)
+            if actual is None and self._paused():
+                break
+            self._ages.discard(size)
+            if actual == used:
+                found.append(first)
+            elif actual is not None:
+                self._ages.put(size, actual)
+        for used, size in found:
+            self._ages.put(size, used)
+        return [size for _, size in found if size != but][:count]

@@ -1,0 +1,270 @@
+"""Use order of pages: an intrusive doubly linked list, O(1) per use and 16 bytes per page.
+
+oldest -> ... -> newest          (a batch is touched tail -> head: its head ends up newest)
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+from kvstore.keys import short
+from node.memory.lock_slices import StepBudget
+from node.memory.page import Page, Waiting
+
+# Those that were met where the next one to go is looked for, and may not go now: each is stepped
+# over once.
+#
+#     aside (in use)        returned            oldest -> ... -> newest
+#       1  3  4               2  5                 what has its place there still
+#
+# Whoever looks for the oldest puts what is in use aside, with a number. When its use ends it is
+# returned: older than all that kept their places, and among its like in the order of their
+# numbers. So the order stays exact, however many are in use.
+
+T = TypeVar("T")
+
+
+class HeldEntries(Generic[T]):
+    """Not thread-safe."""
+
+    __slots__ = ("_number", "_numbers", "_returned")
+
+    def __init__(self) -> None:
+        self._numbers: dict[T, int] = {}  # negative once returned
+        self._returned: list[tuple[int, T]] = []  # heap; one that has left is out of date
+        self._number = 0
+
+    def __contains__(self, thing: T) -> bool:
+        return thing in self._numbers
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def put(self, thing: T) -> None:
+        """The oldest of all may not go now."""
+        self._number += 1
+        self._numbers[thing] = self._number
+
+    def give_back(self, thing: T) -> bool:
+        """It may go again. False if it was not put aside."""
+        number = self._numbers.get(thing, 0)
+        if number <= 0:
+            return False
+        self._numbers[thing] = -number
+        heapq.heappush(self._returned, (number, thing))
+        return True
+
+    def discard(self, thing: T) -> bool:
+        """It has a place elsewhere, or is gone. False if it was not put aside."""
+        return self._numbers.pop(thing, None) is not None
+
+    def oldest(self, may_go: Callable[[T], bool], looked_at: Callable[[], bool]) -> T | None:
+        """The oldest that was returned and still may go. Asks `looked_at` before each that it drops whether
+        to go on."""
+        while self._returned:
+            number, thing = self._returned[0]
+            is_here = self._numbers.get(thing) == -number
+            if is_here and may_go(thing):
+                return thing
+            if not looked_at():
+                return None
+            if is_here:
+                self._numbers[thing] = number
+            heapq.heappop(self._returned)
+        return None
+
+    def check(self, may_go: Callable[[T], bool]) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        returned = {(-number, thing) for number, thing in self._returned}
+        wrong = []
+        for thing, number in self._numbers.items():
+            if (number < 0) != ((number, thing) in returned) or (number > 0 and may_go(thing)):
+                wrong.append(f"{thing} is aside, may go, and is not returned")
+        return wrong
+
+
+class LruList:
+    """Pages of one slot size that may be evicted once nobody holds them. A page is in at most one list."""
+
+    __slots__ = ("_aside", "_root", "count")
+
+    def __init__(self) -> None:
+        self._root = root = Page.__new__(Page)  # sentinel: root.newer is the oldest page
+        root.newer = root.older = root
+        self._aside: HeldEntries[Page] = (
+            HeldEntries()
+        )  # held pages that would be in the way of who looks for the oldest
+        self.count = 0  # those aside included
+
+    def push_newest(self, page: Page) -> None:
+        assert page.newer is None
+        root, newest = self._root, self._root.older
+        assert newest is not None
+        page.older, page.newer = newest, root
+        newest.newer = root.older = page
+        self.count += 1
+
+    def push_oldest(self, page: Page) -> None:
+        assert page.newer is None
+        root, oldest = self._root, self._root.newer
+        assert oldest is not None
+        page.older, page.newer = root, oldest
+        oldest.older = root.newer = page
+        self.count += 1
+
+    def unlink(self, page: Page) -> None:
+        older, newer = page.older, page.newer
+        if newer is None:
+            was_aside = self._aside.discard(page)
+            assert was_aside
+        else:
+            assert older is not None
+            older.newer, newer.older = newer, older
+            page.older = page.newer = None
+        self.count -= 1
+
+    def move_newest(self, page: Page) -> None:
+        older, newer = page.older, page.newer
+        if newer is None:
+            self.unlink(page)
+            self.push_newest(page)
+            return
+        assert older is not None
+        older.newer, newer.older = newer, older
+        root = self._root
+        newest = root.older
+        assert newest is not None
+        page.older, page.newer = newest, root
+        newest.newer = root.older = page
+
+    def oldest(self, turn: StepBudget) -> Page | None:
+        """The oldest page that nobody holds. None: there is none, or the turn is over."""
+        if self._aside and (page := self._aside.oldest(_may_go, turn.take)) is not None:
+            return page
+        root = self._root
+        while turn.left > 0 and (first := root.newer) is not root:
+            assert first is not None
+            if not first.holds:
+                return first
+            turn.left -= 1
+            self.unlink(first)
+            self.count += 1
+            self._aside.put(first)
+        return None
+
+    def give_back(self, page: Page) -> bool:
+        """The last reader of a page is done. Whether it was aside, and may be the oldest now."""
+        return self._aside.give_back(page)
+
+    def oldest_first(self) -> Iterator[Page]:
+        """All but those aside. The page being visited may be unlinked; no other change is allowed meanwhile."""
+        page = self._root.newer
+        while page is not self._root:
+            assert page is not None
+            following = page.newer
+            yield page
+            page = following
+
+    def pages(self) -> list[Page]:
+        """All of them; those aside first, in no order."""
+        return [*self._aside, *self.oldest_first()]
+
+    def __contains__(self, page: Page) -> bool:
+        return page.newer is not None or page in self._aside
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        pages = self.pages()
+        wrong = [] if len(pages) == self.count else [f"{len(pages)} pages, {self.count} counted"]
+        return wrong + self._aside.check(_may_go)
+
+
+def _may_go(page: Page) -> bool:
+    return not page.holds
+
+
+# The use order of the pages of one slot size: copies go first, then the node's own.
+
+COPIES_FIRST_MS = 1 << 62  # so much older a copy counts than it is
+
+
+def rank_ms(page: Page) -> int:
+    """By which pages of different sizes are compared."""
+    return page.used_ms - COPIES_FIRST_MS if page.is_copy else page.used_ms
+
+
+class SizeOrder:
+    """As one `LruList`, of the pages of a `pool`. Not thread-safe."""
+
+    __slots__ = ("_copies", "_own", "is_known", "pool")
+
+    def __init__(self, pool: Waiting) -> None:
+        self.pool = pool
+        self._copies = LruList()
+        self._own = LruList()
+        self.is_known = False  # to those who compare sizes
+
+    @property
+    def count(self) -> int:
+        return self._copies.count + self._own.count
+
+    def _list(self, page: Page) -> LruList:
+        return self._copies if page.is_copy else self._own
+
+    def push_newest(self, pages: Sequence[Page]) -> None:
+        """One after the other."""
+        for page in pages:
+            self._list(page).push_newest(page)
+
+    def push_oldest(self, page: Page) -> None:
+        self._list(page).push_oldest(page)
+
+    def unlink(self, page: Page) -> None:
+        self._list(page).unlink(page)
+
+    def use(self, pages: Iterable[Page]) -> None:
+        """They are used now, one after the other."""
+        copies, own = self._copies, self._own
+        for page in pages:
+            was_aside = page.newer is None  # it was held when it was the oldest
+            (copies if page.is_copy else own).move_newest(page)
+            if was_aside:
+                self.pool.came_back(page)
+
+    def oldest_copy(self, turn: StepBudget) -> Page | None:
+        """None: there is none that nobody holds, or the turn is over."""
+        return self._copies.oldest(turn) if self._copies.count else None
+
+    def oldest(self, turn: StepBudget) -> Page | None:
+        """The page that was used before all others, of those that nobody holds. None: there is none, or the turn is
+        over."""
+        copy = self.oldest_copy(turn)
+        if copy is not None or (self._copies.count and turn.over):
+            return copy
+        return self._own.oldest(turn)
+
+    def give_back(self, page: Page) -> bool:
+        """The last reader of a page is done. Whether it was aside, and may be the oldest now."""
+        return self._list(page).give_back(page)
+
+    def oldest_first(self) -> Iterator[Page]:
+        """All but those aside; nothing may change meanwhile, but that the page being visited is unlinked."""
+        yield from self._copies.oldest_first()
+        yield from self._own.oldest_first()
+
+    def pages(self) -> list[Page]:
+        """All of them."""
+        return self._copies.pages() + self._own.pages()
+
+    def __contains__(self, page: Page) -> bool:
+        return page in self._list(page)
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        strange = [page for page in self._copies.pages() if not page.is_copy]
+        strange += [page for page in self._own.pages() if page.is_copy]
+        wrong = self._copies.check() + self._own.check()
+        return wrong + [f"page {short(page.prefix_hash)} is among the wrong ones" for page in strange]

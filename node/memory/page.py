@@ -1,0 +1,423 @@
+"""What the node knows about one page, apart from its bytes."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Protocol
+
+from kvstore.checksum import key_seed
+from kvstore.errors import Exhausted, InvalidRequest, LayoutMismatch
+from kvstore.keys import Namespace, shown, unknown
+from kvstore.layout import slot_nbytes
+from kvstore.messages import namespace_message
+from node.memory.tenant_usage import TenantAccount
+
+# Why a page is not here any more: remembered for a while, so that a miss can be explained.
+
+# Pages remembered, in two generations of this many; about 80 bytes each, so 10 MB when full.
+GENERATION_COUNT_MAX = 65_536
+FREED = 2  # entries of an older generation, with each page remembered
+
+
+class MissReasons:
+    """Reasons by key, newest generation first. A hash collision only mislabels a counter."""
+
+    def __init__(self, count_max: int = GENERATION_COUNT_MAX) -> None:
+        self._count_max = count_max
+        self._new: dict[int, str] = {}
+        self._old: dict[int, str] = {}
+        self._gone: dict[int, str] = {}  # a generation on its way out: freed bit by bit, not at once
+
+    def remember(self, digest: bytes, prefix_hash: bytes, reason: str) -> None:
+        """`reason`: 'evicted', 'removed', 'expired' or 'corrupt'."""
+        if len(self._new) >= self._count_max:
+            self._new, self._old, self._gone = {}, self._new, self._old
+        if self._gone:
+            for _ in range(min(FREED, len(self._gone))):
+                self._gone.popitem()
+        self._new[hash(digest) ^ hash(prefix_hash)] = reason
+
+    def forget(self) -> None:
+        """All of them."""
+        self._new, self._old, self._gone = {}, {}, {}
+
+    def reasons(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> dict[str, int]:
+        """How many of these pages are gone for which reason; 'absent' for those that were never
+        here or left too long ago."""
+        new, old, salt = self._new.get, self._old.get, hash(digest)
+        keys = [salt ^ hash(prefix_hash) for prefix_hash in prefix_hashes]
+        found = [new(key) or old(key, "absent") for key in keys]
+        return {reason: found.count(reason) for reason in set(found)}
+
+
+# What happened, in numbers.
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened to pages of a namespace; names as in the Counters message."""
+
+    pages_asked: int = 0
+    prefix_hits: int = 0
+    pages_hit: int = 0
+    miss_absent: int = 0
+    miss_evicted: int = 0
+    miss_writing: int = 0
+    miss_removed: int = 0
+    miss_corrupt: int = 0
+    miss_expired: int = 0
+    pages_put: int = 0
+    pages_put_exists: int = 0
+    pages_put_busy: int = 0
+    pages_put_full: int = 0
+    pages_put_aborted: int = 0
+    pages_got: int = 0
+    pages_get_missed: int = 0
+    pages_evicted: int = 0
+    nbytes_put: int = 0
+    nbytes_got: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def add(self, other: Counters) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+    def count_put(self, exists: int, busy: int, full: int) -> None:
+        """Pages of a put that are not to be written."""
+        self.pages_put_exists += exists
+        self.pages_put_busy += busy
+        self.pages_put_full += full
+
+    def count_get(self, hits: int, misses: int, wanted_nbytes: int) -> None:
+        """Pages of a get; `wanted_nbytes` of each hit."""
+        self.pages_got += hits
+        self.nbytes_got += hits * wanted_nbytes
+        self.pages_get_missed += misses
+
+
+class Space(Protocol):
+    """What a page needs of its namespace (`node.memory.page.NamespaceIndex`)."""
+
+    value: Namespace
+    digest: bytes
+    page_nbytes: int
+    slot_nbytes: int
+    account: TenantAccount[Any]  # of its tenant; its pool is a `node.memory.pools.EvictionPool`
+    pages: dict[bytes, Page]
+    counters: Counters
+
+    def seed(self, prefix_hash: bytes) -> int: ...
+
+    def drop(self, page: Page) -> None: ...
+
+
+class Waiting(Protocol):
+    """Where pages wait for their turn to go (`node.memory.pools.EvictionPool`)."""
+
+    def came_back(self, page: Page) -> None: ...
+
+    def withdraw(self, page: Page) -> None: ...
+
+    def give_back(self, page: Page) -> None: ...
+
+    def __contains__(self, page: Page) -> bool: ...
+
+
+class Order(Protocol):
+    """In which it has a place there (`node.memory.lru.SizeOrder`)."""
+
+    pool: Waiting
+
+    def use(self, pages: Iterable[Page]) -> None: ...
+
+
+class State(enum.IntEnum):
+    """reserve            commit              remove, while held
+    --------> WRITING --------> VISIBLE -------------------------> DOOMED
+                 | abort         ^ | remove, evict                    | last release
+                 v               | v                                  v
+                gone    LOADING -+ gone                              gone
+                        (from disk, from another node; fails: DOOMED)
+    """
+
+    WRITING = 0  # a writer owns the slot; nobody else may look
+    VISIBLE = 1
+    DOOMED = 2  # nobody can find it (any more), but the slot waits for its readers
+    LOADING = 3  # on its way from the tier below, or from another node; readers may wait for it
+
+
+class Page:
+    """A slot of the RAM tier and what is in it. Slots, not a dict: 200,000 of these must be small.
+
+    `holds` counts reads in progress: a held page keeps its slot whatever happens. `used_ms` and
+    `stored_ms` are the tier's clock; pages of one batch share the int object.
+    """
+
+    __slots__ = (
+        "checksum",
+        "expiry_s",
+        "holds",
+        "is_copy",
+        "leaves",
+        "namespace",
+        "newer",
+        "offset",
+        "older",
+        "order",
+        "prefix_hash",
+        "state",
+        "stored_ms",
+        "used_ms",
+    )
+
+    def __init__(self, namespace: Space, prefix_hash: bytes, now_ms: int, is_copy: bool = False) -> None:
+        self.namespace = namespace
+        self.prefix_hash = prefix_hash
+        self.offset = -1
+        self.checksum = b""
+        self.leaves = b""  # only of a page that has several (`kvstore.checksum`)
+        self.expiry_s = 0  # since the epoch; 0: no time to live
+        self.state = State.WRITING
+        self.holds = 0
+        self.is_copy = is_copy  # other members of the cluster own it
+        self.stored_ms = self.used_ms = now_ms
+        self.order: Order | None = None  # among those that may go
+        self.older: Page | None = None
+        self.newer: Page | None = None
+
+
+# Namespaces of a node: who may share which pages, and what became of each lookup.
+
+# All descriptions together. With them, NodeStatus and ListNamespaces tell of every namespace in one
+# message: 1 MiB + namespaces_max (at most 2,048) x 230 bytes of digest and counters < 2 MiB.
+DESCRIPTIONS_NBYTES_MAX = 1 << 20
+SHRUNK = 8  # a namespace of an eighth of the pages that it had gives memory back
+PAGES_SMALL = 512  # not worth it, until it is empty
+
+
+class NamespaceIndex:
+    """The pages of one namespace by prefix hash, WRITING ones included, DOOMED ones not."""
+
+    def __init__(self, value: Namespace, account: TenantAccount[Any], peer: str = "") -> None:
+        self.value = value
+        self.account = account
+        self.peer = peer  # the client that opened it; empty if restored from disk or opened by another node
+        self.digest = value.digest
+        self.page_nbytes = value.stored_nbytes
+        self.slot_nbytes = slot_nbytes(self.page_nbytes)
+        self.pages: dict[bytes, Page] = {}
+        self._peak_count = 0
+        self.busy = 0  # batches at work on it, which let others have their turn: it can not be forgotten
+        self.counters = Counters()
+        self.described_nbytes: int = namespace_message(value).ByteSize()
+
+    def add(self, pages: Sequence[Page]) -> None:
+        for page in pages:
+            self.pages[page.prefix_hash] = page
+        self._peak_count = max(self._peak_count, len(self.pages))
+
+    def drop(self, page: Page) -> None:
+        """A dict never gets smaller by itself, so what has become small gets a new one."""
+        del self.pages[page.prefix_hash]
+        if len(self.pages) * SHRUNK < self._peak_count and (not self.pages or self._peak_count > PAGES_SMALL):
+            self.pages = dict(self.pages)
+            self._peak_count = len(self.pages)
+
+    def seed(self, prefix_hash: bytes) -> int:
+        """Seed of the page's checksum."""
+        return key_seed(self.digest, prefix_hash)
+
+    def count_lookup(self, present: list[bool], absent: list[bytes], ghosts: MissReasons) -> None:
+        """Counts what a lookup found and why it missed. `absent`: keys that are not here in any
+        state; what else is not present is being written."""
+        counters, count, hits = self.counters, len(present), present.count(True)
+        counters.pages_asked += count
+        counters.pages_hit += hits
+        counters.prefix_hits += present.index(False) if hits < count else count
+        counters.miss_writing += count - hits - len(absent)
+        for reason, missed in ghosts.reasons(self.digest, absent).items():
+            name = f"miss_{reason}"
+            setattr(counters, name, getattr(counters, name) + missed)
+
+
+class Namespaces:
+    """The namespaces that were opened. Bounded; an empty one makes room for a new one.
+
+    Not thread-safe; the tier's lock guards it.
+    """
+
+    def __init__(self, count_max: int, page_nbytes_max: int) -> None:
+        self._count_max = count_max
+        self._page_nbytes_max = page_nbytes_max
+        self._by_digest: dict[bytes, NamespaceIndex] = {}
+        self.account_of: Callable[[str], TenantAccount[Any]]  # of a tenant, in the RAM tier that these are of
+        # The owner whose share a namespace counts to, by its tenant and the peer that opened it; empty: no owner.
+        self.owner_of: Callable[[str, str], str] = lambda tenant, peer: peer
+        self.below_count: Callable[[bytes], int] = lambda digest: 0  # pages in the tier below
+        self.forgotten = Counters()  # of namespaces that made room, so that totals never shrink
+
+    def open(
+        self, value: Namespace, digest: bytes, peer: str = "", restored: bool = False
+    ) -> tuple[NamespaceIndex, bool]:
+        """(the namespace, whether it is new). `digest` is what the caller will use in its keys. Half of all is
+        for one owner (`owner_of`); for no `peer` there is no such limit. One that is `restored` has pages below and
+        needs no room made: it is there, and an earlier run had room."""
+        if digest != value.digest:
+            raise LayoutMismatch(
+                f"namespace digest {shown(digest)} does not belong to this description, whose digest is "
+                f"{value.digest.hex()} (layout {value.layout.fingerprint.hex()[:16]}, "
+                f"{value.stored_nbytes} bytes a page); compute it from the same layout"
+            )
+        known = self._by_digest.get(digest)
+        if known is not None:
+            if known.value != value:
+                raise LayoutMismatch(f"namespace {digest.hex()} is registered with another layout or identity")
+            self._claim(known, peer)
+            return known, False
+        if value.stored_nbytes > self._page_nbytes_max:
+            raise InvalidRequest(
+                f"a page of this layout has {value.stored_nbytes} bytes, this node takes at most "
+                f"{self._page_nbytes_max} (extent_nbytes); use fewer tokens per page or larger extents"
+            )
+        index = NamespaceIndex(value, self.account_of(value.tenant), peer)
+        if peer and not restored:
+            self._make_room_of_owner(index)
+        if not restored:
+            self._make_room(index, self.all(), self._count_max, DESCRIPTIONS_NBYTES_MAX, "")
+        self._by_digest[digest] = index
+        return index, True
+
+    def _claim(self, known: NamespaceIndex, peer: str) -> None:
+        """Count a known namespace to its owner when the owner opens it.
+
+        It had no owner after a restart, or was opened by another tenant that reads it. It is never refused,
+        because its pages exist.
+        """
+        tenants = self.owner_of(known.value.tenant, "")
+        if peer and (self.owner_of(known.value.tenant, peer) == tenants if tenants else not known.peer):
+            known.peer = peer
+
+    def _make_room_of_owner(self, new: NamespaceIndex) -> None:
+        """Forget empty namespaces of the new one's owner, who may have half of the limit.
+
+        Namespaces without an owner (restored, or from other nodes, on a node without tenants) are subtracted
+        from the limit first. Otherwise a peer that opens its half after each restart would soon have all.
+        """
+        owned: dict[str, list[NamespaceIndex]] = {}
+        for index in self._by_digest.values():
+            owned.setdefault(self.owner_of(index.value.tenant, index.peer), []).append(index)
+        unowned = [index for index in owned.get("", ()) if not self._is_empty(index)]
+        count_max = max(0, self._count_max - len(unowned))
+        nbytes_max = max(0, DESCRIPTIONS_NBYTES_MAX - sum(index.described_nbytes for index in unowned))
+        owner = self.owner_of(new.value.tenant, new.peer)
+        self._make_room(new, owned.get(owner, []), -(-count_max // 2), -(-nbytes_max // 2), f"of {owner}")
+
+    def _is_empty(self, index: NamespaceIndex) -> bool:
+        return not (index.pages or index.busy or self.below_count(index.digest))
+
+    def _make_room(
+        self, new: NamespaceIndex, there: list[NamespaceIndex], count_max: int, nbytes_max: int, whose: str
+    ) -> None:
+        """Forgets empty namespaces of those, first opened first, until one more fits."""
+        described = new.described_nbytes + sum(index.described_nbytes for index in there)
+        count = len(there) + 1
+        for index in there:
+            if count <= count_max and described <= nbytes_max:
+                return
+            if self._is_empty(index):
+                self.forgotten.add(index.counters)
+                del self._by_digest[index.digest]
+                count, described = count - 1, described - index.described_nbytes
+        if count > count_max or described > nbytes_max:
+            there_now = f"{count - 1} namespaces {whose} with pages are open, described by "
+            there_now += f"{described - new.described_nbytes} bytes"
+            if not whose:  # who asks is not told how much others have
+                there_now = "there is no room for one more namespace"
+            raise Exhausted(
+                f"{there_now}; allowed are {count_max} (namespaces_max) and {nbytes_max} bytes of descriptions, "
+                "remove some of their pages"
+            )
+
+    def find(self, digest: bytes) -> NamespaceIndex:
+        index = self._by_digest.get(digest)
+        if index is None:
+            raise unknown(digest)
+        return index
+
+    def close(self, digest: bytes) -> bool:
+        """Forgets an empty namespace; False if it has pages, or is busy."""
+        index = self._by_digest.get(digest)
+        if index is None or not self._is_empty(index):
+            return index is None
+        self.forgotten.add(index.counters)
+        del self._by_digest[digest]
+        return True
+
+    def all(self) -> list[NamespaceIndex]:
+        return list(self._by_digest.values())
+
+
+# What a writer has between asking and committing, and a reader until it releases.
+
+
+class PutStatus(enum.IntEnum):
+    """Answer to a writer, per key; values as in the PutVerdict message."""
+
+    WRITE = 1
+    EXISTS = 2
+    BUSY = 3
+    FULL = 4
+
+
+@dataclass
+class Reservation:
+    """`pages` are to be written, head first; `chain` also has those that exist already."""
+
+    namespace: NamespaceIndex
+    prefix_hashes: Sequence[bytes]
+    verdicts: list[int] = field(default_factory=list)
+    pages: list[Page] = field(default_factory=list)
+    chain: list[Page] = field(default_factory=list)
+    is_full: bool = False  # there is no room for one more
+
+    def write(self, pages: Sequence[Page]) -> None:
+        """The next keys are those of new pages, some of `pages`."""
+        self.verdicts += [PutStatus.WRITE] * len(pages)
+        self.chain += pages
+
+    def refuse(self, page: Page | None, is_below: bool) -> None:
+        """The next key is stored already, in RAM or only below, is being written, or has no room."""
+        if page is None:
+            self.verdicts.append(PutStatus.EXISTS if is_below else PutStatus.FULL)
+        elif page.state is State.VISIBLE:
+            self.verdicts.append(PutStatus.EXISTS)
+            self.chain.append(page)
+        else:
+            self.verdicts.append(PutStatus.BUSY)
+
+    def count(self) -> None:
+        """Tells the namespace's counters what is not to be written."""
+        refused = map(self.verdicts.count, (PutStatus.EXISTS, PutStatus.BUSY, PutStatus.FULL))
+        self.namespace.counters.count_put(*refused)
+
+    def count_stored(self) -> None:
+        """Tells them what was written."""
+        counters = self.namespace.counters
+        counters.pages_put += len(self.pages)
+        counters.nbytes_put += len(self.pages) * self.namespace.page_nbytes
+
+
+class Acquired(NamedTuple):
+    """`pages`: one or None per key, all held. `loads`: those of them that the caller must read from
+    the tier below, with the record to read, before it, or anyone, may look at them. `in_part`: those of these
+    that nobody else can find, because only parts of them are read. `fetched`: those that the caller must fetch
+    from another node."""
+
+    pages: list[Page | None]
+    loads: list[tuple[Page, int]]
+    in_part: dict[bytes, Page]
+    fetched: list[Page]

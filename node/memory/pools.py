@@ -1,0 +1,285 @@
+"""Pages of which one goes when room is needed: of one tenant that has a quota, or of all who have none.
+
+Of each slot size copies, then others, in order of use; and which size has the oldest. Not thread-safe: the tier's lock
+guards it. No call takes longer the more pages, sizes or holds there are.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
+from operator import attrgetter
+
+from kvstore.keys import short
+from node.memory.lazy_heap import OldestBySize
+from node.memory.lock_slices import StepBudget
+from node.memory.lru import SizeOrder, rank_ms
+from node.memory.page import Page, State
+from node.memory.pins import Pins
+from node.memory.tenant_usage import TenantUsage
+from node.slab import SlotAllocator
+
+
+class EvictionPool:
+    """`turn` is that of whoever has the lock."""
+
+    def __init__(self, turn: StepBudget) -> None:
+        self._turn = turn
+        self._lists: dict[int, SizeOrder] = {}  # by slot size
+        self._ages = OldestBySize(self._oldest_ms, lambda: turn.over)
+
+    # ---- a page's life -------------------------------------------------------------------
+
+    def admit(self, pages: Sequence[Page]) -> None:
+        """From now on they may go, as the newest, one after the other. All have one size."""
+        lru = self._list(pages)
+        lru.push_newest(pages)
+        for page in pages:
+            if page.is_copy or not lru.is_known:
+                self._make_known(lru, page)
+
+    def admit_oldest(self, page: Page) -> None:
+        """The same, as the oldest."""
+        lru = self._list([page])
+        lru.push_oldest(page)
+        self._make_known(lru, page)
+
+    def _list(self, pages: Sequence[Page]) -> SizeOrder:
+        """For these, which are going to be in it."""
+        size = pages[0].namespace.slot_nbytes
+        lru = self._lists.get(size)
+        if lru is None:
+            lru = self._lists[size] = SizeOrder(self)
+        for page in pages:
+            page.order = lru
+        return lru
+
+    def _make_known(self, lru: SizeOrder, page: Page) -> None:
+        lru.is_known = True
+        self._ages.add(page.namespace.slot_nbytes, rank_ms(page))
+
+    def came_back(self, page: Page) -> None:
+        """One that was held when it was the oldest is the newest."""
+        lru = self._lists[page.namespace.slot_nbytes]
+        if page.is_copy or not lru.is_known:
+            self._make_known(lru, page)
+
+    def withdraw(self, page: Page) -> None:
+        """It may not go any more, or has gone."""
+        size = page.namespace.slot_nbytes
+        lru = self._lists[size]
+        lru.unlink(page)
+        page.order = None
+        if not lru.count:
+            del self._lists[size]
+            self._ages.discard(size)
+
+    def give_back(self, page: Page) -> None:
+        """Nobody holds it any more."""
+        lru = self._lists[page.namespace.slot_nbytes]
+        if lru.give_back(page):
+            self._make_known(lru, page)
+
+    # ---- who is oldest -------------------------------------------------------------------
+
+    def oldest_first(self, slot_nbytes: int) -> Iterator[Page]:
+        """Pages of this size, but for those held that were in the way. Nothing may change meanwhile."""
+        lru = self._lists.get(slot_nbytes)
+        return lru.oldest_first() if lru is not None else iter(())
+
+    def oldest(self, slot_nbytes: int) -> Page | None:
+        """Oldest page of a slot size that nobody holds. None: there is none, or the turn is over."""
+        lru = self._lists.get(slot_nbytes)
+        return lru.oldest(self._turn) if lru is not None else None
+
+    def is_younger(self, slot_nbytes: int) -> bool:
+        """Whether another size has a page that is older than the oldest of this one, which may be held."""
+        if not self._lists or (len(self._lists) == 1 and slot_nbytes in self._lists):
+            return False
+        ours = self.oldest(slot_nbytes)
+        return ours is None or bool(self._ages.older(rank_ms(ours), slot_nbytes, 1))
+
+    def eldest(self, slot_nbytes: int, count: int) -> list[Page]:
+        """Some of the oldest pages of a slot size that nobody holds, the oldest first."""
+        first = self.oldest(slot_nbytes)
+        if first is None:
+            return []
+        following = islice(self._lists[slot_nbytes].oldest_first(), count)
+        return [first, *(page for page in following if page is not first and not page.holds)]
+
+    def _oldest_ms(self, size: int) -> int | None:
+        page = self.oldest(size)
+        if page is None and not self._turn.over:  # all are held: the first that is given back says so
+            self._lists[size].is_known = False
+        return rank_ms(page) if page is not None else None
+
+    def oldest_copy(self, slot_nbytes: int) -> Page | None:
+        """The same of copies."""
+        lru = self._lists.get(slot_nbytes)
+        return lru.oldest_copy(self._turn) if lru is not None else None
+
+    def older_sizes(self, than_ms: int | None, but: int, count: int) -> list[int]:
+        """Other slot sizes that have a page that may go and is older by its rank (None: any; 0: a copy), that with the
+        oldest first. May be short if the turn is over."""
+        if not self._lists or (len(self._lists) == 1 and but in self._lists):
+            return []
+        return self._ages.older(than_ms, but, count)
+
+    # ---- check ---------------------------------------------------------------------------
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        wrong: list[str] = []
+        for size, lru in self._lists.items():
+            wrong += [f"LRU of {size}: {problem}" for problem in lru.check()]
+            if lru.is_known != (size in self._ages) or not lru.count:
+                wrong.append(f"LRU of {size}: {lru.count} pages, known is {lru.is_known}")
+            for page in lru.pages():
+                if page.state is not State.VISIBLE or page.namespace.slot_nbytes != size or page.order is not lru:
+                    wrong.append(f"LRU of {size}: page {short(page.prefix_hash)} does not belong there")
+        return wrong
+
+    def __contains__(self, page: Page) -> bool:
+        lru = self._lists.get(page.namespace.slot_nbytes)
+        return lru is not None and page.order is lru and page in lru
+
+
+# Which pages may go, and in whose pool they wait for it; which are pinned.
+#
+# A visible page is in the pool of its tenant, a pinned one in none. Not thread-safe: the tier's
+# lock guards it. No call takes longer the more pages, sizes, holds or pins there are.
+
+PINS_ENDED = 256  # at a time
+
+
+class UseOrder:
+    """`turn` is that of whoever has the lock."""
+
+    def __init__(self, slots: SlotAllocator, turn: StepBudget) -> None:
+        self._slots = slots
+        self.accounts: TenantUsage[EvictionPool] = TenantUsage(slots, lambda: EvictionPool(turn))
+        self.pins = Pins(slots)
+
+    # ---- a page's life -------------------------------------------------------------------
+
+    def admit(self, page: Page) -> None:
+        """A page became visible, or is not pinned any more: from now on it may be evicted, as the newest."""
+        page.namespace.account.pool.admit([page])
+
+    def admit_new(self, pages: Sequence[Page], chain: Sequence[Page], now_ms: int) -> None:
+        """The same of new pages of a chain, of which others may be here; all of it is used now, tail first."""
+        if not pages:
+            self.touch(reversed(chain), now_ms)
+            return
+        pool: EvictionPool = pages[0].namespace.account.pool
+        if len(chain) == len(pages):
+            self._date(pages, now_ms)
+            pool.admit(pages[::-1])
+        else:
+            pool.admit(pages)
+            self.touch(reversed(chain), now_ms)
+
+    def touch(self, chain: Iterable[Page | None], now_ms: int) -> None:
+        """Visible pages are used now, one after the other.
+
+        Pass a chain tail first: its head is the newest page then, and the last to go.
+        """
+        visible = State.VISIBLE
+        pages = [page for page in chain if page is not None and page.state is visible]
+        if not pages:
+            return
+        self._date(pages, now_ms)
+        for order, some in groupby(pages, attrgetter("order")):
+            if order is not None:
+                order.use(some)
+
+    def _date(self, pages: Sequence[Page], now_ms: int) -> None:
+        """They are used now."""
+        block_of = self._slots.block_of
+        for page in pages:
+            if page.used_ms != now_ms:
+                block_of(page.offset).used_sum += now_ms - page.used_ms
+                page.used_ms = now_ms
+
+    def withdraw(self, page: Page) -> None:
+        """A page is not visible any more: it is in no pool and has no pin."""
+        if page.order is not None:
+            page.order.pool.withdraw(page)
+        else:
+            self.pins.discard(page)
+
+    def give_back(self, page: Page) -> None:
+        """Nobody holds a visible page any more."""
+        if page.order is not None:
+            page.order.pool.give_back(page)
+
+    def own(self, page: Page) -> None:
+        """A visible copy is none any more: it counts as others of its age do, and as the newest of them."""
+        in_order = page.order is not None
+        if in_order:
+            self.withdraw(page)
+        page.is_copy = False
+        if in_order:
+            self.admit(page)
+
+    def regroup(self, page: Page, used_ms: int) -> None:
+        """Its tenant has got another pool since it was used: it goes there as the oldest, or as the newest if it was
+        used meanwhile."""
+        pool = page.namespace.account.pool
+        if page.order is None or page.order.pool is pool:
+            return
+        page.order.pool.withdraw(page)
+        if page.used_ms == used_ms:
+            pool.admit_oldest(page)
+        else:
+            pool.admit(page)
+
+    def pools(self) -> list[EvictionPool]:
+        return list(dict.fromkeys((self.accounts.shared, *(account.pool for account in self.accounts.all()))))
+
+    # ---- pins ----------------------------------------------------------------------------
+
+    def pin(self, page: Page, expiry_ms: int) -> None:
+        if page.order is not None:
+            page.order.pool.withdraw(page)
+        self.pins.add(page, expiry_ms)
+
+    def unpin(self, page: Page) -> bool:
+        """The page may be evicted again, as the newest. False if it was not pinned."""
+        if not self.pins.discard(page):
+            return False
+        self.admit(page)
+        return True
+
+    def expire_pins(self, now_ms: int) -> int:
+        """Ends pins whose time is over; so many of them. The rest follows with the next calls."""
+        ended = self.pins.ended(now_ms, PINS_ENDED) if self.pins.nbytes else []
+        for page in ended:
+            self.admit(page)
+        return len(ended)
+
+    # ---- check ---------------------------------------------------------------------------
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        wrong = []
+        found: dict[str, dict[int, int]] = {}
+        pinned: dict[str, int] = {}
+        for pool in self.pools():
+            wrong += pool.check()
+        for block in self._slots.blocks():
+            for page in block.owners:
+                if page is None:
+                    continue
+                tenant, size = page.namespace.account.tenant, page.namespace.slot_nbytes
+                counts = found.setdefault(tenant, {})
+                counts[size] = counts.get(size, 0) + 1
+                is_pinned = page in self.pins
+                pinned[tenant] = pinned.get(tenant, 0) + is_pinned
+                evictable = page.order is not None and page in page.order.pool
+                if evictable != (page.state is State.VISIBLE and not is_pinned):
+                    wrong.append(f"page {short(page.prefix_hash)} is {page.state.name}, but evictable is {evictable}")
+        for account in self.accounts.all():
+            if account.pins != pinned.get(account.tenant, 0):
+                wrong.append(
+                    f"tenant {account.tenant} has {pinned.get(account.tenant, 0)} pins, counted {account.pins}"
+                )
+        return wrong + self.accounts.check(found)

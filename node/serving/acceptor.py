@@ -1,0 +1,188 @@
+"""Where clients that send frames come in: accepted, given a place and a thread each, drained.
+
+accept --> place --> thread: `Connection.serve`
+           full: the longest idle leaves
+"""
+
+import abc
+import contextlib
+import logging
+import select
+import socket
+import threading
+from typing import Any
+
+from kvstore.errors import Exhausted, KVStoreError, ProtocolError
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.transports.frames import pack_fixed
+from node.serving.connection import OUT_OF_DESCRIPTORS, Connection, SpareDescriptor, few_left, message_of
+from node.serving.limits import NO_QUOTAS, ConnectionLimiter, Limit, Quoted
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 128
+DESCRIPTORS_LEFT_MIN = 32  # are left to others: gRPC's connections, scrapes, files
+LEAVE_S = 1.0  # at a stop, for threads whose sockets were shut down; one that waits for a disk is left behind
+LEAVING_MAX = 16  # connections that had to leave and whose threads have not ended yet
+
+
+class ConnectionServer(abc.ABC):
+    """Accepts on a listening socket from `start` on, a thread per connection. Full means that the connection
+    leaves that has been idle for longest, of the peer that comes if that has its share."""
+
+    def __init__(
+        self, name: str, listener: socket.socket, stall_s: float, cap: Limit, quoted: Quoted = NO_QUOTAS
+    ) -> None:
+        self._name = name
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._stall_s = stall_s
+        self._changed = threading.Condition()
+        self._connections: set[Connection] = set()
+        self._places = ConnectionLimiter(cap, quoted)
+        self._spare = SpareDescriptor()
+        self._stopping = False
+        self._acceptor = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
+
+    @property
+    def count(self) -> int:
+        return len(self._connections)
+
+    @abc.abstractmethod
+    def connection(self, sock: socket.socket, address: Any) -> Connection:
+        """Makes the connection of an accepted socket."""
+
+    def start(self) -> None:
+        self._acceptor.start()
+
+    # ---- accept --------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        waiting = select.poll()  # `accept` alone would not wait when descriptors are short, but fail in a loop
+        waiting.register(self._listener, select.POLLIN)
+        while not self._stopping:
+            waiting.poll()
+            try:
+                sock, address = self._listener.accept()
+            except BlockingIOError:
+                continue  # who was there has gone again
+            except OSError as error:
+                if not self._stopping:
+                    self._accept_failed(error)
+                continue
+            try:
+                self._admit(sock, address)
+            except Exhausted as error:
+                log.info("%s: a connection is refused: %s", self._name, error)
+                self._refuse(sock, error)
+            except OSError as error:  # it hung up already
+                log.info("%s: a connection could not be served: %s", self._name, error)
+                sock.close()
+            except Exception:
+                log.exception("%s: a connection could not be served", self._name)
+                sock.close()
+
+    def _refuse(self, sock: socket.socket, error: KVStoreError) -> None:
+        """Says why, as far as the socket takes it at once, and hangs up."""
+        with contextlib.suppress(OSError), sock:
+            sock.setblocking(False)
+            sock.send(self.refusal(error))
+            sock.shutdown(socket.SHUT_WR)
+
+    def refusal(self, error: KVStoreError) -> bytes:
+        """What is said to who is not let in."""
+        header = pb.BulkReply(error=message_of(error, last=True)).SerializeToString()
+        return pack_fixed(len(header), 0) + header
+
+    def _accept_failed(self, error: OSError) -> None:
+        log.warning("%s: accept failed: %s", self._name, error)
+        if error.errno in OUT_OF_DESCRIPTORS:
+            self._places.drop_idle()
+            self._spare.shed(self._listener)
+        threading.Event().wait(0.05)  # one that leaves needs a moment
+
+    def _admit(self, sock: socket.socket, address: Any) -> None:
+        if few_left(sock.fileno(), DESCRIPTORS_LEFT_MIN) and not self._places.drop_idle():
+            raise Exhausted(f"this node has fewer than {DESCRIPTORS_LEFT_MIN} descriptors left; raise ulimit -n")
+        connection = self.connection(sock, address)
+        connection.place = place = self._places.enter(connection.peer, connection.socket.shutdown)
+        place.idle()  # it has said nothing yet
+        self._begin(connection)
+
+    def _begin(self, connection: Connection) -> None:
+        """Gives it a thread. Raises Exhausted."""
+        with self._changed:
+            # One leaves as fast as one comes, or their threads would add up.
+            self._changed.wait_for(lambda: len(self._connections) < self._places.cap.total + LEAVING_MAX, 1.0)
+            self._connections.add(connection)
+        thread = threading.Thread(
+            target=self._serve, args=(connection,), name=f"{self._name}-{connection.name}", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._forget(connection)
+            raise Exhausted("this node can start no more threads; raise its limit of processes") from error
+
+    def change_share(self, connection: Connection) -> None:
+        """It is known now, and counts to another share from here on. Raises Exhausted."""
+        if connection.place is not None:
+            connection.place.change(connection.peer)
+
+    def _forget(self, connection: Connection) -> None:
+        if connection.place is not None:
+            connection.place.close()
+        with self._changed:
+            self._connections.discard(connection)
+            self._changed.notify_all()
+
+    # ---- serve ---------------------------------------------------------------------------
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            connection.serve(self)
+        except (OSError, ProtocolError) as error:
+            log.info("%s: connection of %s ended: %s", self._name, connection.name, error)
+        except Exception:
+            log.exception("%s: connection of %s failed", self._name, connection.name)
+        finally:
+            connection.close()
+            self._forget(connection)
+
+    def begin(self, connection: Connection) -> bool:
+        """A request was received. False: the server stops, or this connection had to leave, and the request
+        belongs to nothing that was begun before."""
+        if connection.busy:
+            return True
+        connection.busy = True  # without the lock: whoever stops says so first, then looks who is busy
+        return not self._stopping and (connection.place is None or connection.place.busy())
+
+    def done(self, connection: Connection) -> bool:
+        """What was begun is finished. False: the server stops, wait for nothing more."""
+        connection.busy = False
+        stopping = self._stopping
+        if stopping:
+            with self._changed:
+                self._changed.notify_all()
+        if connection.place is not None:
+            connection.place.idle()
+        return not stopping
+
+    def stop(self, drain_s: float) -> None:
+        """Takes no more requests, lets running ones end within `drain_s`, then closes everything."""
+        with self._changed:
+            self._stopping = True
+            for connection in self._connections:
+                if not connection.busy:
+                    connection.socket.shutdown()
+        with contextlib.suppress(OSError):  # who made connections is gone
+            self._listener.shutdown(socket.SHUT_RDWR)
+        if self._acceptor.is_alive():
+            self._acceptor.join(2.0)
+        self._listener.close()
+        self._spare.close()
+        with self._changed:
+            self._changed.wait_for(lambda: not any(c.busy for c in self._connections), drain_s)
+            for connection in self._connections:
+                connection.socket.shutdown()
+            self._changed.wait_for(lambda: not self._connections, LEAVE_S)

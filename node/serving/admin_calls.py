@@ -1,0 +1,171 @@
+"""What a node is asked about its disk: to write all that is in RAM, to verify, to believe in it again."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.keys import check_prefix_hashes
+from kvstore.pb import kvstore_pb2 as pb
+from node.cluster.peers import Peers
+from node.disk.durability import Durability
+from node.disk.scrub import scrub
+from node.memory.inventory import Inventory, PageInfo
+from node.memory.tier import RamTier
+from node.serving.limits import SCRUB_NBYTES_MAX, SCRUB_S_MAX, Charge
+from node.serving.session import Content
+from node.serving.status import in_range
+
+# Verify pages: compare all copies of a page that this node has with its checksum.
+
+_HEALTH = {True: pb.PAGE_INTACT, False: pb.PAGE_DROPPED, None: pb.PAGE_ABSENT}
+
+
+class Verifying:
+    """Verifies pages in place: reading a copy on disk evicts nothing from RAM. Thread-safe."""
+
+    def __init__(self, tier: RamTier, content: Content, durability: Durability) -> None:
+        self._tier = tier
+        self._inventory = Inventory(tier)
+        self._content = content
+        self._durability = durability
+
+    def verify(
+        self, digest: bytes, prefix_hashes: Sequence[bytes], charge: Charge, check: Callable[[], None]
+    ) -> pb.VerifyReply:
+        """Return the state of each page. A page that can not be read is an error, not absent.
+
+        `check` is called before each page and may raise.
+        """
+        good = []
+        for prefix_hash in prefix_hashes:
+            check()
+            good.append(self._verified(digest, prefix_hash, charge))
+        pages = [_HEALTH[some] for some in good]
+        return pb.VerifyReply(intact=good.count(True), dropped=good.count(False), absent=good.count(None), pages=pages)
+
+    def _verified(self, digest: bytes, prefix_hash: bytes, charge: Charge) -> bool | None:
+        """Return whether all copies of a page are intact, None if there is none. Drop bad ones."""
+        page_nbytes, in_ram = self._tier.namespace(digest).page_nbytes, None
+        with self._inventory.inspected(digest, prefix_hash) as page:
+            if page is not None:
+                charge.add_processed(page_nbytes)
+                in_ram = self._content.intact(page)
+        on_disk = self._durability.verify(digest, prefix_hash, lambda: charge.add_processed(page_nbytes))
+        return on_disk if in_ram is None else in_ram and on_disk is not False
+
+
+# What a member is asked about its cluster: which pages a member owns, to sweep, to drain.
+
+
+class ClusterCalls:
+    """Thread-safe. Each raises InvalidRequest at a node that is alone."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._membership = peers.membership
+        self._sweeper = peers.sweeper
+        self._draining = peers.draining
+
+    def drain(self, request: pb.DrainRequest, caller: object) -> pb.DrainReply:
+        self._check("drained")
+        progress = self._draining.end() if request.end else self._draining.begin()
+        return pb.DrainReply(over=progress.over, pages_left=progress.left, pages_handed=progress.handed)
+
+    def sweep(self, request: pb.SweepRequest, caller: object) -> pb.SweepReply:
+        self._check("filled by others")
+        if not request.dry:
+            self._sweeper.sweep_in(0.0)
+            return pb.SweepReply()
+        report = self._sweeper.dry()
+        return pb.SweepReply(pages_missing=report.missing, nbytes_missing=report.missing_nbytes, away=report.away)
+
+    def owned(self, request: pb.ListRequest) -> Callable[[list[bytes]], list[bytes]]:
+        """Which of some hashes a list asks for: all, or those that a member owns."""
+        if not request.owner:
+            return list
+        view = self._membership.view
+        if view is None or request.owner not in view.by_id:
+            raise InvalidRequest(f"{request.owner!r} is no member that this node knows of; see `kvstore cluster`")
+
+        def owned(hashes: list[bytes]) -> list[bytes]:
+            owners = view.owners.owners(request.namespace, hashes)
+            return [prefix_hash for prefix_hash, some in zip(hashes, owners, strict=True) if request.owner in some]
+
+        return owned
+
+    def _check(self, what: str) -> None:
+        if self._membership.view is None:
+            raise InvalidRequest(f"a node that is in no cluster can not be {what}; start it with --cluster")
+
+
+# Which pages there are: of a namespace, and of keys that somebody has.
+
+LIST_LIMIT_MAX = 8192  # pages in one List reply: about 160 bytes each, well below a message
+LIST_LIMIT = 1000
+
+
+class Listing:
+    """Thread-safe."""
+
+    def __init__(self, inventory: Inventory, cluster: ClusterCalls, batch_keys_max: int) -> None:
+        self._inventory = inventory
+        self._cluster = cluster
+        self._batch_keys_max = batch_keys_max
+
+    def list_pages(self, request: pb.ListRequest, caller: object) -> pb.ListReply:
+        limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
+        infos, rest_after = self._inventory.list_pages(
+            request.namespace, request.key_prefix, request.page_token, limit, self._cluster.owned(request)
+        )
+        return pb.ListReply(pages=[_message(info) for info in infos], next_page_token=rest_after)
+
+    def stat(self, request: pb.StatRequest, caller: object) -> pb.StatReply:
+        check_prefix_hashes(request.prefix_hashes, self._batch_keys_max, distinct=False)
+        infos = self._inventory.stat(request.namespace, request.prefix_hashes)
+        return pb.StatReply(pages=[_message(info) for info in infos])
+
+
+def _message(info: PageInfo) -> pb.PageStat:
+    return in_range(pb.PageStat, **info._asdict())
+
+
+class Waiting(Protocol):
+    """Who asks; `gone`: nobody waits for the answer any more."""
+
+    @property
+    def gone(self) -> Callable[[], bool]: ...
+
+
+class DiskCalls:
+    """Thread-safe. Each raises InvalidRequest at a node without a disk."""
+
+    def __init__(self, durability: Durability, stops: Callable[[], bool]) -> None:
+        """`stops`: whether the node does."""
+        self._durability = durability
+        self._stops = stops
+
+    def flush(self, request: pb.FlushRequest, caller: Waiting) -> pb.FlushReply:
+        self._durability.flush(self._durability.begin_wait(request.wait_ms, caller.gone))
+        return pb.FlushReply(pages_on_disk=self._durability.disk.records.count)
+
+    def scrub(self, request: pb.ScrubRequest, caller: Waiting) -> pb.ScrubReply:
+        """A stretch that is bounded in bytes and time; the caller goes on from the cursor."""
+        nbytes_max = min(request.nbytes_max or SCRUB_NBYTES_MAX, SCRUB_NBYTES_MAX)
+        end = time.monotonic() + SCRUB_S_MAX
+
+        def enough() -> bool:
+            return time.monotonic() >= end or caller.gone() or self._stops()
+
+        try:
+            result = scrub(self._durability.disk, request.cursor, nbytes_max, enough)
+        except OSError as error:
+            self._durability.disk.blame("scrubbing", error)
+            raise Exhausted(f"not all pages were read: {error}") from error
+        return pb.ScrubReply(**result._asdict())
+
+    def recover(self, request: pb.RecoverRequest, caller: Waiting) -> pb.RecoverReply:
+        try:
+            self._durability.disk.recover()
+        except OSError as error:
+            raise Exhausted(f"the disk still fails, pages are served from RAM: {error}") from error
+        return pb.RecoverReply()

@@ -1,0 +1,150 @@
+"""The bulk TCP wire, node side: page bytes straight between socket and arena.
+
+put   request -> verdicts -> page bytes -> commit -> reply       (reserved until commit)
+get   request -> reply + page bytes                              (held until sent)
+"""
+
+import itertools
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvstore.errors import Exhausted, KVStoreError, ProtocolError
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.transports.frames import FrameSocket
+from kvstore.transports.tls import NO_PLACE, TlsFrameSocket
+from node.serving.acceptor import BACKLOG, ConnectionServer
+from node.serving.connection import Connection, caller_at
+from node.serving.limits import TRANSFER_NBYTES_PER_S_MIN, cap, peer_of
+from node.serving.service import Service
+from node.serving.session import Session
+from node.tls import Certificates, Shown, shown_by
+
+# How long a transfer may take.
+
+
+class Pace:
+    """Two limits: every CHUNK_NBYTES within `stall_s`, so that who is gone is noticed, and all of it within its
+    bytes at a lowest rate and `stall_s`, so that nobody keeps slots by trickling. The second one does not
+    renew."""
+
+    def __init__(self, nbytes: int, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self.limit_s = nbytes / TRANSFER_NBYTES_PER_S_MIN + stall_s
+        self._end = time.monotonic() + self.limit_s
+
+    def next_s(self) -> float:
+        """Seconds that the next CHUNK_NBYTES, or what is left, has. Raises TimeoutError."""
+        left_s = self._end - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"the transfer was not over after {self.limit_s:.1f} s")
+        return min(self._stall_s, left_s)
+
+
+class BulkServer(ConnectionServer):
+    """Listens from the constructor on; `start` begins to serve."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        service: Service,
+        stall_s: float,
+        connections_max: int,
+        certificates: Certificates | None = None,
+    ) -> None:
+        """`certificates`: None: without TLS."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        what = cap("bulk connections", connections_max, "use fewer per client, or raise sessions_max")
+        super().__init__("bulk", listener, stall_s, what, service.tenants.quoted("connections", "connections"))
+        self.port: int = listener.getsockname()[1]
+        self._service = service
+        self._certificates = certificates
+
+    def connection(self, sock: socket.socket, address: Any) -> Connection:
+        name, caller = f"{address[0]}:{address[1]}", caller_at(sock, peer_of(address[0]), "bulk")
+        frames = FrameSocket(sock) if self._certificates is None else TlsFrameSocket(sock, self._certificates.context)
+        return BulkConnection(frames, name, caller, self._service, self._stall_s)
+
+    def refusal(self, error: KVStoreError) -> bytes:
+        """Before a handshake TLS has no words for it."""
+        return super().refusal(error) if self._certificates is None else NO_PLACE
+
+
+class BulkConnection(Connection):
+    """A transfer that stalls or trickles (`Pace`) ends the connection."""
+
+    @property
+    def shown(self) -> Shown | None:
+        """The client's certificate, once it has greeted; None: it showed none."""
+        return shown_by(self.socket.certificate)
+
+    def greet(self) -> tuple[bytes, int]:
+        self.socket.handshake()
+        return super().greet()
+
+    def transfer(self, session: Session, op: str, request: Any) -> bool:
+        if op == "put":
+            self._put(session, request)
+        elif op == "get":
+            self._get(session, request)
+        elif op == "commit":
+            raise ProtocolError("a commit without a put before it")
+        elif op == "release":
+            raise ProtocolError("a release on the bulk wire, where a get ends with its last byte")
+        else:
+            return False
+        return True
+
+    def _put(self, session: Session, request: pb.PutRequest) -> None:
+        reply, slots = self.service.begin_put(session, request)
+        self.send("put", reply)
+        if not slots:
+            return
+        try:
+            commit = self._received(slots)
+            self.send("commit", self.service.commit_put(session, commit))
+        finally:
+            session.abort()  # of what was not committed
+
+    def _received(self, slots: Sequence[memoryview]) -> Any:
+        try:
+            return self._receive(slots)
+        except TimeoutError as error:
+            self.say_last(Exhausted(f"a put of {len(slots)} pages took too long and is aborted: {error}"))
+            raise
+        except (KVStoreError, OSError) as error:
+            raise self.told(error) from error
+
+    def _receive(self, slots: Sequence[memoryview]) -> Any:
+        """The page bytes, into the slots, and the commit."""
+        wanted = sum(map(len, slots))
+        pace = Pace(wanted, self.stall_s)
+        header, payload_nbytes = self._recv(pace)
+        if header or payload_nbytes != wanted:
+            raise ProtocolError(f"expected {wanted} page bytes, got a frame of {len(header)}+{payload_nbytes}")
+        self.socket.recv_all(slots, pace.next_s)
+        op, commit = self.parse(*self._recv(pace))
+        if op != "commit":
+            raise ProtocolError(f"expected a commit after the page bytes, got {op}")
+        return commit
+
+    def _recv(self, pace: Pace) -> tuple[bytes, int]:
+        self.socket.arm(pace.next_s())
+        return self.socket.recv_frame(self.header_nbytes_max)
+
+    def payload(self, nbytes: int, pieces: Iterator[memoryview]) -> tuple[int, Iterator[memoryview]]:
+        """How the page bytes of a get cross: so many bytes, and which."""
+        return nbytes, pieces
+
+    def _get(self, session: Session, request: pb.GetRequest) -> None:
+        nbytes, reply, pieces = self.service.begin_get(session, request)
+        pace = Pace(nbytes, self.stall_s)
+        nbytes, pieces = self.payload(nbytes, pieces)
+        try:
+            head = self.socket.begun(pb.BulkReply(get=reply).SerializeToString(), nbytes)
+            self.socket.send_all(itertools.chain((memoryview(head),), pieces), pace.next_s)
+        finally:
+            session.release()

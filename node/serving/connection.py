@@ -1,0 +1,416 @@
+"""One connection of a client that sends frames, node side, and the thread that serves it.
+
+    first frame --> who it is --> session --> [ request --> reply ]... --> the client hangs up, stalls, breaks the rules
+                                                                           or must leave
+
+`node.serving.bulk` and `node.serving.shm` say what a connection does with the requests that move
+pages, `node.serving.acceptor` where it comes from.
+"""
+
+import abc
+import contextlib
+import errno
+import logging
+import os
+import resource
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from time import monotonic_ns
+from typing import Any, ClassVar, Protocol
+
+from google.protobuf.message import DecodeError
+
+import kvstore.tracing as tracing
+from kvstore.config import MESSAGE_NBYTES_MAX
+from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unauthenticated
+from kvstore.identities import Principal
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.tracing import Trace, unpacked
+from kvstore.transports.frames import FrameSocket
+from kvstore.transports.status import status_code
+from node.auth.access import Caller
+from node.serving.limits import LONG_CALLS, REQUEST_NBYTES_FREE, REQUEST_S_MAX, ConnectionSlot, inside
+from node.serving.request_metrics import TIMED
+from node.serving.service import Service
+from node.serving.session import Session
+from node.tls import Shown
+
+# When the process has no descriptor left: one is kept in reserve, so that there is always one to
+# answer with.
+
+log = logging.getLogger(__name__)
+
+PLENTY = 1 << 13
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+
+_highest = 0  # of the descriptors that `few_left` was asked about
+
+
+def few_left(fd: int, count: int) -> bool:
+    """Whether fewer than `count` descriptors are left; `fd` was opened just now. It is the lowest that was free, so as
+    long as none came near the limit there are enough. Once one did, they are counted: a low one may have filled the
+    only gap."""
+    global _highest
+    _highest = max(_highest, fd)
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if _highest + count < allowed:
+        return False
+    try:
+        return allowed - (len(os.listdir("/proc/self/fd")) - 1) < count  # one was to look
+    except OSError:
+        return True
+
+
+class SpareDescriptor:
+    """Thread-safe. While it is lent, there is none in reserve."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fd = _open()
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside, one descriptor more can be opened, if nobody else is quicker; it must be closed inside."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+            try:
+                yield
+            finally:
+                self._fd = _open()
+
+    def shed(self, listener: socket.socket) -> None:
+        """Takes a waiting connection off a listener that does not block, and closes it: left alone, it would
+        make `accept` fail again at once."""
+        with self.lent(), contextlib.suppress(OSError):
+            listener.accept()[0].close()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
+
+
+def _open() -> int:
+    """-1 if somebody else was quicker: then there is none until the next try."""
+    try:
+        return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def allow_descriptors(count: int) -> None:
+    """Lets this process open so many more than it may now, as far as that is its own decision."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= PLENTY:
+        return
+    allowed = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < soft + count:
+        log.warning("%d descriptors may be too few for all connections; idle ones leave then (ulimit -Hn)", allowed)
+
+
+SAY_LAST_S = 0.1
+HELLO_NBYTES_MAX = 4 << 10
+GATEWAYS_OPS = ("admit", "on_behalf")
+Request = tuple[str, Any]
+
+
+class Door(Protocol):
+    """By which a connection came, and which is told what it does."""
+
+    def begin(self, connection: "Connection") -> bool:
+        """A request was received. False: the server stops, or this connection had to leave, and the request belongs to
+        nothing that was begun before."""
+
+    def done(self, connection: "Connection") -> bool:
+        """What was begun is finished. False: the server stops, wait for nothing more."""
+
+    def change_share(self, connection: "Connection") -> None:
+        """It is known now, and counts to another share from here on. Raises Exhausted."""
+
+
+class Connection(abc.ABC):
+    """One client connection; all methods but `socket.shutdown` run in its own thread.
+
+    A connection is a session from its first valid frame on: when it ends, in whatever way, `end` gives back
+    what the session has. `peer` is whose share it counts to.
+    """
+
+    maps_arena: ClassVar[bool] = False
+    of_gateway: ClassVar[bool] = False
+    header_nbytes_max: ClassVar[int] = MESSAGE_NBYTES_MAX
+
+    def __init__(self, sock: FrameSocket, name: str, caller: Caller, service: Service, stall_s: float) -> None:
+        self.socket = sock
+        self.name = name
+        self.peer = caller.peer
+        self.busy = False
+        self.service = service
+        self.stall_s = stall_s
+        self.caller = caller
+        self.place: ConnectionSlot | None = None
+        self._edge = service.traffic.edge(caller.wire)
+        self._trace: Trace | None = None  # of the request that was received last
+        self._request_nbytes = 0  # taken from the budget for large requests
+        self._request_peer = ""  # from whose share; who asks may be another by the time it is given back
+        sock.admit = self._admit
+
+    # ---- what differs --------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def transfer(self, session: Session, op: str, request: Any) -> bool:
+        """Serves a request that moves pages; False if `op` is none."""
+
+    def greet(self) -> tuple[bytes, int]:
+        """The first frame. It has the time that was armed, all of it together."""
+        return self.socket.recv_frame(self.first_nbytes_max)
+
+    @property
+    def first_nbytes_max(self) -> int:
+        """Of who is not known yet: a hello."""
+        return MESSAGE_NBYTES_MAX if self.service.gate.access.open else HELLO_NBYTES_MAX
+
+    @property
+    def shown(self) -> Shown | None:
+        """The client's certificate, once it has greeted; None: it showed none."""
+        return None
+
+    def refusal(self, principal: Principal) -> str:
+        """Why who is known is not let in here; empty: he is."""
+        return ""
+
+    def _identify(self, server: Door, op: str, request: Any) -> None:
+        """By the token of its hello, or its certificate. Raises Unauthenticated."""
+        gate = self.service.gate
+        if gate.access.open:
+            return
+        who = gate.access.known_by(request.token if op == "hello" else "", self.shown.names if self.shown else ())
+        principal = gate.known(op, self.peer, who)
+        if why := self.refusal(principal):
+            raise gate.turned_away(op, self.peer, principal, why)
+
+        def still() -> Principal:
+            now = who()
+            if now is principal:
+                return now
+            if now.tenant != principal.tenant or self.refusal(now):
+                raise Unauthenticated(
+                    f"{now.name} may no longer what it might when this connection began; connect anew"
+                )
+            return now
+
+        share = "" if self.maps_arena else gate.access.share(principal)  # a process has a share of its own
+        self.caller = replace(self.caller, peer=share or self.peer, who=still, at=self.peer)
+        if share:
+            self.peer = share
+            server.change_share(self)
+
+    def unfinished(self, session: Session) -> bool:
+        """Whether the client is between two requests that belong together."""
+        return False
+
+    def abandoned(self) -> bool:
+        """Asked now and then while the client says nothing."""
+        return False
+
+    def end(self, session: Session) -> None:
+        session.close()
+
+    def close(self) -> None:
+        self.socket.close()
+        self._give_back()
+
+    # ---- the loop ------------------------------------------------------------------------
+
+    def serve(self, server: Door) -> None:
+        """Until the client closes (ConnectionError), stalls (TimeoutError) or breaks the protocol."""
+        with self.refusing():
+            self.socket.arm(REQUEST_S_MAX)
+            first = self.parse(*self.greet())
+            self._identify(server, *first)
+        session = self.service.sessions.open(self.caller, self.maps_arena)
+        try:
+            self._serve_session(server, session, first)
+        finally:
+            server.done(self)
+            if self.place is not None:
+                self.place.busy()  # what is left to be given back takes this place as long as it lasts
+            self.end(session)
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Around the receiving of frames: what ends a connection is said before, such as a broken rule, or a
+        request for which there is no memory."""
+        try:
+            yield
+        except (KVStoreError, OSError) as error:
+            raise self.told(error) from error
+
+    def told(self, error: KVStoreError | OSError) -> OSError:
+        """What the connection ends with, said to the client if it is not the client's going."""
+        if isinstance(error, KVStoreError):
+            self.send_error(error, last=True)
+            return ConnectionAbortedError(str(error))
+        if error.errno in OUT_OF_DESCRIPTORS:
+            self.say_last(Exhausted("this node has no descriptor left; raise its limit (ulimit -n)"))
+        return error
+
+    def _serve_session(self, server: Door, session: Session, request: Request | None) -> None:
+        while True:
+            request = request or self._wait_request()
+            if request is not None:
+                if not server.begin(self):
+                    return
+                if request[0] == "follow":
+                    if not self._serve_follow(server, session, request[1]):
+                        return
+                else:
+                    self.serve_request(session, *request)
+                request = None
+                if not self.unfinished(session) and not server.done(self):
+                    return
+            elif self.abandoned():
+                return
+
+    def _wait_request(self) -> Request | None:
+        self.socket.arm(self.stall_s)  # a slow reply before may have left less, and waiting would spin
+        try:  # as in `refusing`, which costs a microsecond
+            frame = self.socket.wait_frame(self.header_nbytes_max, self.stall_s)
+            return None if frame is None else self.parse(*frame)
+        except InvalidRequest as error:  # all of it was received: the next frame begins behind it
+            self._give_back()
+            self.send_error(error)
+            return None
+        except (KVStoreError, OSError) as error:
+            raise self.told(error) from error
+
+    def serve_request(self, session: Any, op: str, request: Any) -> None:
+        """Answers it, or says why not; as a part of what its caller does."""
+        if self._trace is None and tracing.tracer is None:
+            self._serve_request(session, op, request)
+        else:
+            with tracing.serving(op, self._trace):
+                self._serve_request(session, op, request)
+        if self._request_nbytes:
+            self._give_back()
+
+    def _serve_request(self, session: Session, op: str, request: Any) -> None:
+        began_ns = monotonic_ns()
+        try:
+            if not self.transfer(session, op, request):
+                self.send(op, self._answer(op, request))
+            if op in TIMED and op != "release":  # which is not answered
+                self._edge.answered(op, began_ns)
+        except KVStoreError as error:
+            self._edge.failed(op, error)
+            self.send_error(error, last=isinstance(error, ProtocolError))
+            if isinstance(error, ProtocolError):
+                raise
+        except BaseException as error:
+            self._edge.failed(op, error)
+            raise
+
+    def _serve_follow(self, server: Door, session: Session, request: pb.FollowRequest) -> bool:
+        """While it waits for a view this connection is idle: it may have to leave, and a stop does not wait for it.
+        False: that is so."""
+        try:
+            self.service.gate.admit("follow", request, self.caller)
+            followers = self.service.followers
+            view = followers.view(request.number)
+            if view is None and request.wait_ms and not self.unfinished(session):
+                if not server.done(self):
+                    return False
+                try:
+                    view = followers.wait(self.peer, request.number, request.wait_ms / 1000, self.socket)
+                finally:
+                    stays = server.begin(self)
+                if not stays:
+                    return False
+            self.send("follow", view or pb.View())
+        except KVStoreError as error:
+            self._edge.failed("follow", error)
+            self.send_error(error)
+        return True
+
+    def _answer(self, op: str, request: Any) -> Any:
+        if op in LONG_CALLS or (op == "lookup" and request.near):  # few, and they may wait, for the disk or for nodes
+            return self.service.call(op, request, self.caller)
+        turns, peer = self.service.turns, self.peer
+        turns.begin(peer)
+        try:
+            return self.service.call(op, request, self.caller)
+        finally:
+            turns.end(peer)
+
+    def _admit(self, header_nbytes: int) -> None:
+        """A large request is refused before it is received, if too many are."""
+        if header_nbytes > REQUEST_NBYTES_FREE:
+            taken = self.service.forms.take(self.peer, header_nbytes)
+            self._request_peer, self._request_nbytes = self.peer, self._request_nbytes + taken
+
+    def _give_back(self) -> None:
+        if self._request_nbytes:
+            self.service.requests.give(self._request_peer, self._request_nbytes)
+            self._request_nbytes = 0
+
+    def parse(self, header: bytes, payload_nbytes: int) -> Request:
+        if payload_nbytes:
+            raise ProtocolError(f"a payload of {payload_nbytes} bytes where a request was expected")
+        self._trace = None
+        try:
+            if len(header) > REQUEST_NBYTES_FREE:
+                op, data = inside(header)
+                self._check_op(op)
+                return op, self.service.forms.parsed(op, data, self.peer)
+            message = pb.BulkRequest.FromString(header)
+        except DecodeError as error:
+            raise ProtocolError("a request that is not a BulkRequest message") from error
+        op = message.WhichOneof("op")
+        if op is None:
+            raise ProtocolError("a request without an operation")
+        self._check_op(op)
+        if message.trace:
+            self._trace = unpacked(message.trace)
+        return op, getattr(message, op)
+
+    def _check_op(self, op: str) -> None:
+        """Raise ProtocolError for a request that only the node's gateways may send."""
+        if op in GATEWAYS_OPS and not self.of_gateway:
+            raise ProtocolError(f"{op} is for the node's own gateways")
+
+    def send(self, op: str, reply: Any) -> None:
+        self.socket.arm(self.stall_s)
+        self.socket.send_frame(pb.BulkReply(**{op: reply}).SerializeToString())
+
+    def send_error(self, error: KVStoreError, last: bool = False) -> None:
+        """`last`: the connection ends with it."""
+        self.send("error", message_of(error, last))
+
+    def say_last(self, error: KVStoreError) -> None:
+        """Why this ends, to a client that may not be listening any more."""
+        with contextlib.suppress(OSError):
+            self.socket.arm(SAY_LAST_S)
+            self.socket.send_frame(pb.BulkReply(error=message_of(error, last=True)).SerializeToString())
+
+
+def ready(fd: int | socket.socket, events: int) -> bool:
+    """Whether one of these events of `poll` is there now. (`select` takes no descriptor above 1,023.)"""
+    asked = select.poll()
+    asked.register(fd, events)
+    return bool(asked.poll(0))
+
+
+def caller_at(sock: socket.socket, peer: str, wire: str) -> Caller:
+    """Who has hung up is gone, also behind bytes that nobody has received yet."""
+    return Caller(peer, lambda: ready(sock, select.POLLRDHUP), wire=wire)
+
+
+def message_of(error: KVStoreError, last: bool = False) -> pb.Error:
+    """`last`: the connection ends with it."""
+    return pb.Error(code=status_code(error), message=str(error), last=last)

@@ -1,0 +1,164 @@
+"""Erases a tenant: removes its pages, zeroes them in RAM, destroys its keys, scans for the rest.
+
+    remove   its namespaces in RAM and on disk; its pages in the writer's queue and on their way to
+             other members
+    RAM      the slots of removed pages are zeroed before other pages get them; one that is still
+             read or written, when that ends
+    disk     its namespaces' rows and their former versions, with the wrapped page keys: the rows'
+             files are rewritten and scanned
+
+Page bytes on the disk are not overwritten: on an SSD that proves nothing. On an encrypted disk they
+are noise without their key. On a plain disk they may stay on the medium until other pages are
+written there, and the reply says so.
+A put of the tenant that is under way ends without a page. One that begins later is a new page and stays.
+"""
+
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvstore.errors import Exhausted, InvalidRequest, UnknownNamespace
+from kvstore.keys import REMOVAL_NBYTES, check_removal
+from kvstore.pb import kvstore_pb2 as pb
+from node.cluster.replicator import Replicator
+from node.disk.durability import Durability
+from node.disk.tier import DiskTier
+from node.memory.scan import zero_leftovers
+from node.memory.tier import RamTier
+
+log = logging.getLogger(__name__)
+
+FORGET_S = 60.0
+BUSY_S = 10.0  # for slots that are in use
+LOOK_S = 0.05  # between two looks at them
+
+
+class Waiting(Protocol):
+    """Who asks; `gone`: nobody waits for the answer any more."""
+
+    @property
+    def gone(self) -> Callable[[], bool]: ...
+
+
+class Cluster(Protocol):
+    """Those who are to do the same; see `node.cluster.registry.Registry`."""
+
+    def begin_erasure(self, erasure: bytes) -> None: ...
+
+    def record_removal(self, digest: bytes, removal: bytes, erasure: bytes) -> None: ...
+
+
+class Erasure:
+    """Thread-safe. `stops` says whether the node does."""
+
+    def __init__(
+        self,
+        tier: RamTier,
+        disk: DiskTier | None,
+        durability: Durability,
+        couriers: Replicator,
+        stops: Callable[[], bool],
+    ) -> None:
+        self._tier = tier
+        self._disk = disk
+        self._durability = durability
+        self._couriers = couriers
+        self._stops = stops
+        self.cluster: Cluster | None = None  # of a node that is registered
+
+    def forget(self, request: pb.ForgetRequest, caller: Waiting) -> pb.ForgetReply:
+        """Raises Exhausted if the disk fails, or there is no time for all of it: what is removed stays so."""
+        if not request.tenant:
+            raise InvalidRequest("no tenant is named; the namespaces of no tenant are removed one by one")
+        check_removal(request.removal)
+        end = time.monotonic() + (request.wait_ms / 1000 or FORGET_S)
+        if self.cluster is not None:
+            self.cluster.begin_erasure(request.removal)
+        digests, zeroed_nbytes = self._digests(request.tenant), self._tier.zeroed_nbytes
+        pages = sum(map(self._removed, digests))
+        if self.cluster is not None:
+            for digest in digests:
+                self.cluster.record_removal(digest, removal_of(request.removal, digest), request.removal)
+        reply = pb.ForgetReply(namespaces=len(digests), pages=pages)
+        self._couriers.drop_gone()
+        if not request.remove_only:
+            self._erase(digests, reply, end, caller.gone)
+        reply.ram_nbytes = self._tier.zeroed_nbytes - zeroed_nbytes
+        return reply
+
+    def catch_up(self, digests: list[bytes]) -> None:
+        """Of namespaces that were erased elsewhere, and are removed here. Raises KVStoreError."""
+        self._couriers.drop_gone()
+        self._erase(digests, pb.ForgetReply(namespaces=len(digests)), math.inf, lambda: False)
+
+    def _erase(self, digests: Sequence[bytes], reply: pb.ForgetReply, end: float, gone: Callable[[], bool]) -> None:
+        """Finishes what removal began, and counts what is left."""
+        try:
+            self._durability.settle()  # pages that waited to be written are let go of
+        finally:  # of a disk that is stopped, too
+            self._wait_for_slots(digests, reply, end, gone)
+        if self._disk is not None:
+            self._erase_rows(self._disk, digests, reply)
+        if open_count := self._close_namespaces(digests):
+            log.info("%d namespaces that were erased have new pages", open_count)
+        log.warning(
+            "namespaces of a tenant were erased: %d with %d pages, %d slots or rows are left",
+            reply.namespaces,
+            reply.pages,
+            reply.left,
+        )
+
+    def _digests(self, tenant: str) -> list[bytes]:
+        """Of its namespaces that are open, and of those that are only on disk."""
+        with self._tier.lock:
+            found = {index.digest: None for index in self._tier.namespaces.all() if index.value.tenant == tenant}
+        if self._disk is not None:
+            found.update(dict.fromkeys(self._disk.spaces_of(tenant)))
+        return list(found)
+
+    def _removed(self, digest: bytes) -> int:
+        try:
+            return self._tier.remove_namespace(digest, zero=True)
+        except UnknownNamespace:  # on disk, but could not be opened
+            return self._tier.below.remove_namespace(digest)
+
+    def _wait_for_slots(
+        self, digests: Sequence[bytes], reply: pb.ForgetReply, end: float, gone: Callable[[], bool]
+    ) -> None:
+        """Waits a while for readers and writers of removed pages, which zero their slots."""
+        erased = frozenset(digests)
+        zero_leftovers(self._tier, erased)
+        end = min(end, time.monotonic() + BUSY_S)
+        while left := self._tier.to_zero_count(erased):
+            if time.monotonic() >= end or gone() or self._stops():
+                reply.left += left
+                reply.why.append(f"{left} slots of RAM are still being read or written")
+                return
+            time.sleep(LOOK_S)
+
+    def _erase_rows(self, disk: DiskTier, digests: Sequence[bytes], reply: pb.ForgetReply) -> None:
+        reply.plain_disk = not disk.encrypted
+        try:
+            dropped = disk.drop_spaces(digests)
+        except OSError as error:
+            disk.blame("erasing", error)
+            raise Exhausted(f"removed, and zeroed in RAM, but the disk fails: {error}; mend it, ask again") from error
+        if dropped.left:
+            reply.left += dropped.left
+            reply.why.append(f"{dropped.left} files of rows still have rows of the tenant")
+        if disk.encrypted:
+            reply.keys_destroyed = dropped.spaces
+
+    def _close_namespaces(self, digests: Sequence[bytes]) -> int:
+        """Forgets empty namespaces, and why pages of any tenant left. Returns how many have pages."""
+        with self._tier.lock:
+            self._tier.ghosts.forget()
+            return len([digest for digest in digests if not self._tier.namespaces.close(digest)])
+
+
+def removal_of(removal: bytes, digest: bytes) -> bytes:
+    """The name of the removal of one of the namespaces; none if that of the tenant has none."""
+    return hashlib.sha256(removal + digest).digest()[:REMOVAL_NBYTES] if removal else b""

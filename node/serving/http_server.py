@@ -1,0 +1,506 @@
+"""HTTP server of a node, on the standard library's `http.server`.
+
+Each connection has one thread and carries one request.
+
+    accept ── place ── thread ── TLS ── head ── body ── respond ── reply or event stream
+             (limit)             └──── deadline ────┘             └── deadline ──┘
+
+`ThreadingHTTPServer` starts a thread for every client that connects, and its time-outs are per
+`recv`. Here the number of connections is limited in all and per client, and each has deadlines that
+no trickle extends. `BaseHTTPRequestHandler` parses the requests.
+"""
+
+import contextlib
+import http
+import io
+import ipaddress
+import json
+import logging
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from typing import Any, NamedTuple
+
+from kvstore.errors import (
+    DeadlineExceeded,
+    Exhausted,
+    Forbidden,
+    InvalidRequest,
+    KVStoreError,
+    Unauthenticated,
+    Unavailable,
+    UnknownNamespace,
+)
+from node.serving.connection import OUT_OF_DESCRIPTORS, SpareDescriptor
+from node.serving.limits import (
+    HTTP_CONNECTIONS_MAX,
+    HTTP_REPLY_S_MAX,
+    HTTP_REQUEST_S_MAX,
+    ConnectionLimiter,
+    ConnectionSlot,
+    cap,
+    peer_of,
+)
+from node.tls import Certificates, shown_by
+
+log = logging.getLogger(__name__)
+
+HEAD_NBYTES_MAX = 8 << 10
+BODY_NBYTES_MAX = 4 << 10
+BACKLOG = 1024  # a client that meets a full backlog tries again after a second
+STOP_S = 2.0  # time that running requests get at a stop
+HURRIED_S = 0.25  # time of a connection that is served by the accepting thread
+_DRAINED_NBYTES_MAX = 64 << 10
+_DRAIN_S = 1.0
+
+DUPLICATE_HOST = "a request must not have two Host headers"
+UNTRUSTED_HOST = (
+    "this node has no authentication and refuses a Host that another web site could point at it: "
+    "use its address, a name without a dot, or its name in the cluster"
+)
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Connection": "close",
+}
+_STATUS: tuple[tuple[type[KVStoreError], int], ...] = (
+    (Unauthenticated, 401),
+    (Forbidden, 403),
+    (UnknownNamespace, 404),
+    (InvalidRequest, 400),
+    (Exhausted, 429),
+    (Unavailable, 503),
+    (DeadlineExceeded, 504),
+)
+
+
+class Asker(NamedTuple):
+    """The client of a request. `names` are those of its TLS certificate."""
+
+    peer: str
+    names: tuple[str, ...]
+
+
+class Response(NamedTuple):
+    """A whole reply."""
+
+    content_type: str
+    body: bytes
+    status: int = 200
+    headers: Mapping[str, str] = {}
+
+
+class Disconnected(Exception):
+    """The client left, was too slow, or had to make room for another one."""
+
+
+class Connection:
+    """One accepted connection, used by its own thread. Other threads may only call `hang_up`.
+
+    `end` is the time by which the current request or reply must be over, whatever the client does.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str, seconds: float, hurried: bool = False) -> None:
+        """`hurried`: the accepting thread serves it, so that nothing here may take long."""
+        self.sock = sock
+        self.peer = peer
+        self.hurried = hurried
+        self.end = time.monotonic() + seconds
+        self.place: ConnectionSlot | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def hang_up(self) -> None:
+        """Make all that its thread waits for fail at once.
+
+        The socket stays open: its number could be another file's while the thread still uses it.
+        """
+        with self._lock, contextlib.suppress(OSError):
+            if not self._closed:
+                # Not the method of an SSLSocket, whose state only its thread may change.
+                socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self.sock.close()
+        if self.place is not None:
+            self.place.close()
+            self.place = None  # it refers to this object: a cycle would live until a collection
+
+    def has_head(self) -> bool:
+        """Return whether a whole head is here already, without waiting."""
+        if isinstance(self.sock, ssl.SSLSocket):
+            return False
+        with contextlib.suppress(OSError):
+            return b"\r\n\r\n" in self.sock.recv(HEAD_NBYTES_MAX, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return False
+
+    def handshake(self) -> Asker:
+        """Start TLS where the node has it, and return who the client is."""
+        if not isinstance(self.sock, ssl.SSLSocket):
+            return Asker(self.peer, ())
+        with _disconnects():
+            self._limit()
+            self.sock.do_handshake()
+        shown = shown_by(self.sock.getpeercert() or {})
+        return Asker(self.peer, shown.names if shown else ())
+
+    def receive(self) -> bytes:
+        with _disconnects():
+            self._limit()
+            return self.sock.recv(HEAD_NBYTES_MAX)
+
+    def receive_more(self) -> bytes:
+        """Raise Disconnected at the end of what the client sends."""
+        data = self.receive()
+        if not data:
+            raise Disconnected("the request does not end")
+        return data
+
+    def send(self, data: bytes, seconds: float) -> None:
+        """Send all of `data` in this time."""
+        self.end = time.monotonic() + seconds
+        left = memoryview(data)
+        with _disconnects():
+            while left.nbytes:
+                self._limit()
+                left = left[self.sock.send(left) :]
+
+    def start_stream(self, content_type: str, seconds: float) -> None:
+        """Send the head of a reply that ends with its connection.
+
+        A client that takes nothing loses its connection after `seconds`.
+        """
+        with _disconnects():
+            # The kernel would buffer hours of small events for a client that is gone silently.
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+        self.send(_head(200, {"Content-Type": content_type}), seconds)
+
+    def wait(self, seconds: float) -> bool:
+        """Return True after `seconds`, or False as soon as the client has left or the server stops.
+
+        A client has nothing to send after its request, so any event of its socket is its end.
+        """
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN | select.POLLRDHUP)
+        return not poll.poll(seconds * 1000)
+
+    def gone(self) -> bool:
+        return not self.wait(0.0)
+
+    def drain(self) -> None:
+        """Take what a refused client still sends.
+
+        A close with unread bytes would reset the connection, and the client would not see the reply.
+        """
+        with _disconnects():
+            socket.socket.shutdown(self.sock, socket.SHUT_WR)
+        self.end = time.monotonic() + _DRAIN_S
+        left = _DRAINED_NBYTES_MAX
+        while left > 0 and (data := self.receive()):
+            left -= len(data)
+
+    def _limit(self) -> None:
+        left_s = self.end - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the connection's time is over")
+        self.sock.settimeout(left_s)
+
+
+@dataclass(frozen=True)
+class Request:
+    """`headers` have their names in lower case."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+    asker: Asker
+    connection: Connection = field(repr=False)
+
+
+# Returns the reply, or None if it has sent one itself, as a stream. Raises KVStoreError.
+Respond = Callable[[Request], Response | None]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request and its reply. The whole head is there before any of it is parsed."""
+
+    protocol_version = "HTTP/1.1"
+    request: Connection
+    server: "HttpServer"  # type: ignore[assignment]
+
+    def setup(self) -> None:
+        self.refusal = text("not a request of HTTP/1", 400)
+
+    def finish(self) -> None:
+        """The server closes the connection."""
+
+    def handle(self) -> None:
+        connection = self.request
+        asker = connection.handshake()
+        data = b""
+        while b"\r\n\r\n" not in data and len(data) <= HEAD_NBYTES_MAX:
+            data += connection.receive_more()
+        head, end, body = data.partition(b"\r\n\r\n")
+        with self.server.parsing:
+            length = self._parse(head + end)
+        if length is None:
+            connection.send(_message(self.refusal, self.command != "HEAD"), HTTP_REPLY_S_MAX)
+            connection.drain()
+            return
+        while len(body) < length:
+            body += connection.receive_more()
+        headers = {name.lower(): value.strip() for name, value in self.headers.items()}
+        request = Request(self.command, self.path, headers, body[:length], asker, connection)
+        if connection.place is not None:
+            connection.place.busy()
+        response = self.server.answer(request)
+        if connection.place is not None:
+            connection.place.idle()  # a client that takes its reply slowly makes room for others
+        if response is not None:
+            connection.send(_message(response, self.command != "HEAD"), HTTP_REPLY_S_MAX)
+
+    def _parse(self, head: bytes) -> int | None:
+        """Return the length of the body, or None if the request is refused."""
+        self.command = ""
+        if len(head) > HEAD_NBYTES_MAX or not head.endswith(b"\r\n\r\n"):
+            self._refuse(431, f"a head has {HEAD_NBYTES_MAX} bytes at most")
+            return None
+        self.rfile = io.BytesIO(head)
+        self.raw_requestline = self.rfile.readline()
+        if not self.parse_request():
+            return None
+        # The parser takes the rest of a head for a body where a line is no header, such as
+        # "Host : a". Some proxies read such a line, so it could hide a Host from the check below
+        # (RFC 9112, 5.1).
+        if self.request_version == "HTTP/0.9" or self.headers.defects or self.headers.get_payload():
+            return None
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) > 1:
+            self._refuse(400, DUPLICATE_HOST)
+            return None
+        # Every browser sends a Host; a probe that speaks HTTP/1.0 may send none.
+        if hosts and not self.server.trusts_host(hosts[0].strip()):
+            self._refuse(403, UNTRUSTED_HOST)
+            return None
+        return self._body_length()
+
+    def _body_length(self) -> int | None:
+        if "Transfer-Encoding" in self.headers:
+            self._refuse(411, "a body comes with its length")
+            return None
+        lengths = self.headers.get_all("Content-Length", ["0"])
+        length = lengths[0].strip()
+        if len(lengths) > 1 or not (length.isascii() and length.isdigit()):
+            self._refuse(400, "the length of the body is no number")
+            return None
+        if len(length) > 9 or int(length) > BODY_NBYTES_MAX:
+            self._refuse(413, f"a body has {BODY_NBYTES_MAX} bytes at most")
+            return None
+        return int(length)
+
+    def _refuse(self, status: int, why: str) -> None:
+        self.refusal = text(why, status)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Called by the parser. Its messages repeat what the client sent, so they are left out."""
+        self._refuse(int(code), http.HTTPStatus(code).phrase)
+
+    def handle_expect_100(self) -> bool:
+        """Send no reply before the reply. A body is so small that clients rarely ask."""
+        return True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: clients choose how often they ask."""
+
+
+class HttpServer:
+    """Binds in the constructor and serves from then on. `stop` ends all of it."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        respond: Respond,
+        certificates: Certificates | None = None,
+        trusts_host: Callable[[str], bool] = lambda host: True,
+    ) -> None:
+        """`certificates`: None is HTTP, and no HTTPS. `trusts_host` says whether to answer a Host."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self.trusts_host = trusts_host
+        # One thread at a time parses. So many clients get no more of the interpreter than one.
+        self.parsing = threading.Lock()
+        self._respond = respond
+        self._certificates = certificates
+        self._places = ConnectionLimiter(
+            cap("HTTP connections", HTTP_CONNECTIONS_MAX, "close some pages, or scrape less often")
+        )
+        self._spare = SpareDescriptor()
+        # Needs no descriptor, and waits where `accept` would fail for want of one.
+        self._poll = select.poll()
+        self._poll.register(self._listener, select.POLLIN)
+        self._lock = threading.Lock()
+        self._threads: dict[Connection, threading.Thread] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        with self._lock:
+            threads = dict(self._threads)
+        for connection in threads:
+            connection.hang_up()
+        end = time.monotonic() + STOP_S
+        for thread in threads.values():
+            thread.join(max(0.0, end - time.monotonic()))
+        self._listener.close()
+        self._spare.close()
+
+    def answer(self, request: Request) -> Response | None:
+        """Return the reply to a request, whatever goes wrong with it."""
+        try:
+            return self._respond(request)
+        except KVStoreError as error:
+            more = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
+            return text(str(error), http_status(error))._replace(headers=more)
+        except Disconnected:
+            raise
+        except Exception as error:
+            log.exception("HTTP: a request failed")
+            return text(f"it failed inside the node ({type(error).__name__}); its log says more", 500)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._poll.poll()
+                self._accept()
+            except Exception:
+                log.exception("HTTP: accepting failed")
+                threading.Event().wait(0.1)
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except OSError as error:
+            if error.errno in OUT_OF_DESCRIPTORS:
+                self._serve_without_descriptor()
+            return
+        with contextlib.suppress(OSError), contextlib.ExitStack() as undo:
+            undo.callback(sock.close)
+            greeted = self._in_tls(sock)  # fails if the client sent no TLS and left
+            undo.pop_all()
+            self._admit(Connection(greeted, peer_of(address[0]), HTTP_REQUEST_S_MAX))
+
+    def _serve_without_descriptor(self) -> None:
+        """Serve one connection with the descriptor in reserve.
+
+        When no descriptor is left, metrics are what an operator wants to see.
+        """
+        with self._spare.lent(), contextlib.suppress(OSError):
+            sock, address = self._listener.accept()
+            self._serve(Connection(self._in_tls(sock), peer_of(address[0]), HURRIED_S, hurried=True))
+
+    def _in_tls(self, sock: socket.socket) -> socket.socket:
+        if self._certificates is None:
+            return sock
+        context = self._certificates.context
+        return context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+
+    def _admit(self, connection: Connection) -> None:
+        try:
+            connection.place = self._places.enter(connection.peer, connection.hang_up)
+        except Exhausted:
+            connection.close()
+            return
+        # Idle connections make room, the oldest first. One whose head is here is answered first.
+        if not connection.has_head():
+            connection.place.idle()
+        thread = threading.Thread(target=self._serve, args=(connection,), name="http-request", daemon=True)
+        with self._lock:
+            self._threads[connection] = thread
+        try:
+            thread.start()
+        except RuntimeError:  # this process may have no more threads: metrics tell that
+            connection.hurried, connection.end = True, time.monotonic() + HURRIED_S
+            self._serve(connection)
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            _Handler(connection, (connection.peer, 0), self)  # type: ignore[arg-type]
+        except Disconnected:
+            pass
+        except Exception:
+            log.exception("HTTP: a connection failed")
+        finally:
+            connection.close()
+            with self._lock:
+                self._threads.pop(connection, None)
+
+
+@contextlib.contextmanager
+def _disconnects() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # TLS raises ValueError for a socket that was shut down
+        raise Disconnected(str(error)) from None
+
+
+def text(message: str, status: int = 200) -> Response:
+    return Response("text/plain; charset=utf-8", f"{message}\n".encode(), status)
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response("application/json", json.dumps(value, allow_nan=False).encode(), status)
+
+
+def http_status(error: KVStoreError) -> int:
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+
+
+def is_trusted_host(host: str, own: Collection[str]) -> bool:
+    """Return whether `host` can not be another site's name that was pointed at this node (DNS rebinding).
+
+    Trusted are addresses, names without a dot, and the node's own names.
+    """
+    if host.startswith("["):
+        return host.partition("]")[0][1:].count(":") > 1
+    name = host.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return bool(name) and ("." not in name or name in own)
+    return True
+
+
+def _message(response: Response, with_body: bool) -> bytes:
+    headers = {"Content-Type": response.content_type, "Content-Length": str(len(response.body))}
+    head = _head(response.status, headers | dict(response.headers))
+    return head + response.body if with_body else head
+
+
+def _head(status: int, headers: Mapping[str, str]) -> bytes:
+    lines = "".join(f"{name}: {value}\r\n" for name, value in (_HEADERS | dict(headers)).items())
+    return f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n{lines}\r\n".encode()

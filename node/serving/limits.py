@@ -1,0 +1,471 @@
+"""What nobody may have too much of: connections, calls, bytes on their way. Each has a cap in all and a
+share for one peer, half of it, so that no peer takes the last of anything (docs/operations.md, "Limits"). A tenant is
+one peer, wherever its callers are, and its quota may be less than that share.
+
+    Budget   amounts: taken at once or refused at once, by name
+    Places   a connection or a call each: full means that whoever has been idle for longest leaves
+"""
+
+import ipaddress
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvstore.checksum import LEAF_NBYTES, LEAF_SUM_NBYTES
+from kvstore.config import GET_RANGES_MAX
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.keys import PREFIX_HASH_NBYTES_MAX
+from kvstore.messages import field_of
+from kvstore.pb import kvstore_pb2 as pb
+from node.auth.quotas import tenant_of
+from node.config import NodeConfig
+
+# The cost of a request in its tenant's byte rate: bytes sent or received, or bytes read and
+# hashed for it.
+
+
+def _nothing(nbytes: int) -> None:
+    """Charge nobody."""
+
+
+class Charge:
+    """Charges one request the larger of two sums: page bytes transferred, and page bytes processed.
+
+    Processed means read from disk, fetched from another member, or hashed. A plain get reads a page once and
+    sends it once, so it costs the page's bytes. Processing is charged before it is done, so a request that
+    then fails, or has very short ranges, is no cheaper. `take` debits the tenant's rate, also below zero.
+    """
+
+    __slots__ = ("_charged", "_processed", "_take", "_transferred")
+
+    def __init__(self, take: Callable[[int], None] = _nothing) -> None:
+        self._take = take
+        self._transferred = self._processed = self._charged = 0
+
+    def add_processed(self, nbytes: int) -> None:
+        self._processed += nbytes
+        self._settle()
+
+    def add_transferred(self, nbytes: int) -> None:
+        self._transferred += nbytes
+        self._settle()
+
+    def _settle(self) -> None:
+        more = max(self._transferred, self._processed) - self._charged
+        if more > 0:
+            self._charged += more
+            self._take(more)
+
+
+NO_CHARGE = Charge()
+
+
+# A transfer must be over after its bytes at this rate and `stall_s`, however steadily it trickles.
+TRANSFER_NBYTES_PER_S_MIN = 1 << 20
+
+# A connection, or a call over gRPC, that has not sent all of its first request by then is ended.
+REQUEST_S_MAX = 10.0
+
+# Requests on their way and decoded, of more than REQUEST_NBYTES_FREE; keys and ranges as Python objects
+# take up to eight times what they have on the wire: 16 of the largest messages (2 MiB) at a time.
+REQUEST_NBYTES_FREE = 64 << 10
+# Of what a gateway tells of a caller: its token, which gRPC limits, or the names in its certificate.
+ON_BEHALF_NBYTES_MAX = 48 << 10
+REQUEST_NBYTES_FACTOR = 8
+REQUESTS_NBYTES_MAX = 256 << 20
+
+# Calls that work on many pages or namespaces, or wait for the disk: how many at a time, each at most the half for
+# one peer. What is left out needs microseconds, or is bounded by its connection.
+LONG_CALLS = {
+    "list": 8,
+    "verify": 4,
+    "flush": 8,
+    "scrub": 1,
+    "recover": 1,
+    "drain": 4,
+    "sweep": 2,
+    "record": 2,
+    "remove_namespace": 2,
+    "forget": 1,
+    "node_status": 8,
+    "list_namespaces": 8,
+}
+SCRUB_NBYTES_MAX = 256 << 20  # of one call, which also ends after
+SCRUB_S_MAX = 5.0
+
+# Of one namespace; of all together node.memory.page says. Some 100 bytes for each plane of each group of
+# layers, so 128 layers that all differ fit.
+DESCRIPTION_NBYTES_MAX = 32 << 10
+
+REFLECTION_STREAMS_MAX = 8
+REFLECTION_S_MAX = 30.0
+HEALTH_CALLS_MAX = 64
+HEALTH_WATCH_S_MAX = 3600.0
+FOLLOWERS_MAX = 1024
+FOLLOW_S_MAX = 60.0
+# Of scrapes, probes and browsers. Only the console's calls, reads and watchers (below) can be busy for
+# long. All of them are fewer than the half that one peer may have, so a scrape always finds a place.
+HTTP_CONNECTIONS_MAX = 64
+HTTP_REQUEST_S_MAX = 5.0
+HTTP_REPLY_S_MAX = 30.0
+CONSOLE_CALLS_MAX = 8
+WATCHERS_MAX = 8
+
+
+def peer_of(host: str) -> str:
+    """Who counts as one peer: an IPv4 address, or the /64 network that one IPv6 host has for itself."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """`what` and `remedy` are for the message of a refusal."""
+
+    what: str
+    total: int
+    per_peer: int
+    remedy: str
+
+    def refusal(self, peer: str, used: int, used_by_peer: int, most: int = 0) -> Exhausted:
+        """`most`: for this peer. A tenant is told of itself only."""
+        if tenant_of(peer):
+            whose = "for one tenant" if most == self.per_peer else "by its quota"
+            return Exhausted(
+                f"{self.what}: {used_by_peer} of {peer}; allowed are {most} {whose}, less while others need them; "
+                f"{self.remedy}"
+            )
+        return Exhausted(
+            f"{self.what}: {used_by_peer} of {peer} and {used} in all; allowed are {self.per_peer} for one peer "
+            f"and {self.total} in all; {self.remedy}"
+        )
+
+
+def cap(what: str, total: int, remedy: str, per_peer: int = 0) -> Limit:
+    """One peer gets half, unless told otherwise."""
+    return Limit(what, total, per_peer or max(1, -(-total // 2)), remedy)
+
+
+class Quoted(NamedTuple):
+    """What quotas say of a budget or of places: at most so many for a tenant, 0: no limit; and who counts refusals."""
+
+    most: Callable[[str], int] = lambda tenant: 0
+    refused: Callable[[str], None] = lambda tenant: None
+
+    def of(self, peer: str, cap: Limit) -> int:
+        """At most for this peer."""
+        tenant = tenant_of(peer)
+        return min(self.most(tenant) or cap.per_peer, cap.per_peer) if tenant else cap.per_peer
+
+
+NO_QUOTAS = Quoted()
+
+
+class PerPeerQueue:
+    """One call of each peer is at it; its others wait. So a peer with a hundred connections has no more of the
+    interpreter than one with a single one. Thread-safe; remembers only peers that are at it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[threading.Event]] = {}  # of each that has a turn
+
+    @contextmanager
+    def turn(self, peer: str) -> Iterator[None]:
+        self.begin(peer)
+        try:
+            yield
+        finally:
+            self.end(peer)
+
+    @property
+    def waiting_count(self) -> int:
+        """Calls that wait for another of their peer's."""
+        with self._lock:
+            return sum(map(len, self._waiting.values()))
+
+    def begin(self, peer: str) -> None:
+        """As `turn`, which takes a microsecond more; what begins must `end`."""
+        with self._lock:
+            waiting = self._waiting.get(peer)
+            if waiting is None:
+                self._waiting[peer] = deque()
+                return
+            mine = threading.Event()
+            waiting.append(mine)
+        mine.wait()
+
+    def end(self, peer: str) -> None:
+        """Its turn goes to who has waited longest, if anybody has."""
+        with self._lock:
+            if waiting := self._waiting[peer]:
+                waiting.popleft().set()
+            else:
+                del self._waiting[peer]
+
+
+class Budget:
+    """So much of something. Thread-safe; remembers only peers that have some."""
+
+    def __init__(self, cap: Limit, quoted: Quoted = NO_QUOTAS) -> None:
+        self.cap = cap
+        self._quoted = quoted
+        self._lock = threading.Lock()
+        self._by_peer: dict[str, int] = {}
+        self.used = 0
+
+    def take(self, peer: str, amount: int = 1) -> None:
+        """Raises Exhausted, and takes nothing, if that would be too much. Nothing can always be had."""
+        if not amount:
+            return
+        with self._lock:
+            used_by_peer = self._by_peer.get(peer, 0)
+            most = self._quoted.of(peer, self.cap)
+            if self.used + amount > self.cap.total or used_by_peer + amount > most:
+                self._quoted.refused(tenant_of(peer))
+                raise self.cap.refusal(peer, self.used, used_by_peer, most)
+            self.used += amount
+            self._by_peer[peer] = used_by_peer + amount
+
+    def give(self, peer: str, amount: int = 1) -> None:
+        if not amount:
+            return
+        with self._lock:
+            self.used -= amount
+            left = self._by_peer[peer] - amount
+            assert left >= 0
+            if left:
+                self._by_peer[peer] = left
+            else:
+                del self._by_peer[peer]
+
+    @contextmanager
+    def lent(self, peer: str, amount: int = 1) -> Iterator[None]:
+        self.take(peer, amount)
+        try:
+            yield
+        finally:
+            self.give(peer, amount)
+
+
+class ConnectionSlot:
+    """Of one connection or call. An idle one may be taken away: `leave` is called then, once, and what
+    had the place must end."""
+
+    def __init__(self, places: "ConnectionLimiter", peer: str, leave: Callable[[], None]) -> None:
+        self._places = places
+        self.peer = peer
+        self.leave = leave
+        self.taken_away = False
+        self.known = False  # whether it has asked for anything yet
+
+    def idle(self) -> None:
+        """From now on this one may be asked to leave: first who has never asked for anything, then who has
+        been idle for longer."""
+        self._places.set_idle(self)
+
+    def busy(self) -> bool:
+        """From now on it stays. False: it had to leave meanwhile."""
+        return self._places.set_busy(self)
+
+    def change(self, peer: str) -> None:
+        """It counts to another peer from here on. Raises Exhausted, and stays where it is, if that has its share of
+        busy ones."""
+        self._places.change(self, peer)
+
+    def close(self) -> None:
+        self._places.remove(self)
+
+
+class ConnectionLimiter:
+    """At most so many in all and of one peer. Thread-safe; everything but a full house is O(1)."""
+
+    def __init__(self, cap: Limit, quoted: Quoted = NO_QUOTAS) -> None:
+        self.cap = cap
+        self._quoted = quoted
+        self._lock = threading.Lock()
+        self._count = 0
+        self._counts: dict[str, int] = {}
+        # Of each peer, longest idle first: those that never asked for anything, and the others.
+        self._idle: dict[str, tuple[OrderedDict[ConnectionSlot, None], OrderedDict[ConnectionSlot, None]]] = {}
+        self._closed = False
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def enter(self, peer: str, leave: Callable[[], None]) -> ConnectionSlot:
+        """A busy place. Raises Exhausted if it is full of busy ones."""
+        with self._lock:
+            goes = None
+            most = self._quoted.of(peer, self.cap)
+            if self._counts.get(peer, 0) >= most:
+                goes = self._longest_idle(peer)
+            elif self._count >= self.cap.total:
+                goes = self._longest_idle(self._greediest())
+            else:
+                return self._add(peer, leave)
+            if goes is None:
+                self._quoted.refused(tenant_of(peer))
+                raise self.cap.refusal(peer, self._count, self._counts.get(peer, 0), most)
+            self._take_away(goes)
+            place = self._add(peer, leave)
+        goes.leave()
+        return place
+
+    def change(self, place: ConnectionSlot, peer: str) -> None:
+        goes = None
+        with self._lock:
+            if place.taken_away or place.peer == peer:
+                return
+            most, count = self._quoted.of(peer, self.cap), self._counts.get(peer, 0)
+            if count >= most:
+                goes = self._longest_idle(peer)
+                if goes is None:
+                    self._quoted.refused(tenant_of(peer))
+                    raise self.cap.refusal(peer, self._count, count, most)
+                self._take_away(goes)
+            self._not_idle(place)
+            self._subtract(place.peer)
+            place.peer = peer
+            self._count += 1
+            self._counts[peer] = self._counts.get(peer, 0) + 1
+        if goes is not None:
+            goes.leave()
+
+    def drop_idle(self) -> bool:
+        """Makes one leave, as if the house were full; False if nobody is idle."""
+        with self._lock:
+            goes = self._longest_idle(self._greediest())
+            if goes is not None:
+                self._take_away(goes)
+        if goes is not None:
+            goes.leave()
+        return goes is not None
+
+    def close(self) -> None:
+        """Who is idle leaves, and who will be."""
+        self._closed = True
+        while self.drop_idle():
+            pass
+
+    def _greediest(self) -> str:
+        """Of the peers that have idle places, the one with the most places."""
+        idle = (peer for peer, (new, known) in self._idle.items() if new or known)
+        return max(idle, key=lambda peer: self._counts[peer], default="")
+
+    def _longest_idle(self, peer: str) -> ConnectionSlot | None:
+        new, known = self._idle.get(peer, ({}, {}))
+        return next(iter(new or known), None)
+
+    def _add(self, peer: str, leave: Callable[[], None]) -> ConnectionSlot:
+        self._count += 1
+        self._counts[peer] = self._counts.get(peer, 0) + 1
+        return ConnectionSlot(self, peer, leave)
+
+    def _take_away(self, place: ConnectionSlot) -> None:
+        place.taken_away = True
+        self._not_idle(place)
+        self._subtract(place.peer)
+
+    def _subtract(self, peer: str) -> None:
+        self._count -= 1
+        self._counts[peer] -= 1
+        if not self._counts[peer]:
+            del self._counts[peer]
+            self._idle.pop(peer, None)
+
+    def _not_idle(self, place: ConnectionSlot) -> None:
+        idle = self._idle.get(place.peer)
+        if idle is not None:
+            idle[place.known].pop(place, None)
+
+    def set_idle(self, place: ConnectionSlot) -> None:
+        with self._lock:
+            if not place.taken_away:
+                idle = self._idle.get(place.peer)
+                if idle is None:
+                    idle = self._idle[place.peer] = (OrderedDict(), OrderedDict())
+                idle[place.known][place] = None
+        while self._closed and self.drop_idle():
+            pass
+
+    def set_busy(self, place: ConnectionSlot) -> bool:
+        with self._lock:
+            self._not_idle(place)
+            place.known = True
+            return not place.taken_away
+
+    def remove(self, place: ConnectionSlot) -> None:
+        """Its end; may be called twice."""
+        with self._lock:
+            if not place.taken_away:
+                self._take_away(place)
+
+
+# How large a request of a kind may be: known from its length, before it is parsed.
+#
+# Parsing keeps the GIL and makes up to a hundred bytes of each byte. So what no request that is
+# served can need is refused unparsed, and large ones are parsed one at a time.
+
+_RANGE_WIRE_NBYTES = 24  # two numbers of ten bytes, their tags and a header
+_TYPES = {
+    field.name: (field.number, getattr(pb, field.message_type.name))
+    for field in pb.BulkRequest.DESCRIPTOR.fields
+    if field.message_type
+}
+_OPS = {number: op for op, (number, _) in _TYPES.items()}
+
+
+class Requests:
+    """`op` is the field's name in BulkRequest; `data` the request in its wire form. Thread-safe."""
+
+    def __init__(self, config: NodeConfig, budget: Budget, turns: PerPeerQueue) -> None:
+        self._budget = budget
+        self._turns = turns
+        self._parsing = threading.Lock()  # of large ones
+        keys = config.batch_keys_max * (PREFIX_HASH_NBYTES_MAX + 2) + 1024
+        leaves = config.batch_keys_max * (LEAF_SUM_NBYTES + 3) + config.batch_nbytes_max // LEAF_NBYTES * 8
+        most = dict.fromkeys(("lookup", "put", "verify", "remove", "pin", "unpin", "stat"), keys)
+        most |= {"get": keys + GET_RANGES_MAX * _RANGE_WIRE_NBYTES, "commit": leaves}
+        most["open_namespace"] = 4 * DESCRIPTION_NBYTES_MAX
+        self._nbytes_max = {op: max(most.get(op, 0), REQUEST_NBYTES_FREE) for op in _TYPES}
+
+    def take(self, peer: str, nbytes: int) -> int:
+        """What it takes from the budget for one of `nbytes`; the caller gives it back. Raises Exhausted."""
+        taken = nbytes * REQUEST_NBYTES_FACTOR if nbytes > REQUEST_NBYTES_FREE else 0
+        self._budget.take(peer, taken)
+        return taken
+
+    def parsed(self, op: str, data: bytes | memoryview, peer: str) -> Any:
+        """The message, of a large one in its peer's turn. Raises InvalidRequest, or what protobuf raises if it is no
+        such message."""
+        if len(data) > self._nbytes_max[op]:
+            raise InvalidRequest(
+                f"a {op} of {len(data)} bytes; the largest that this node serves has {self._nbytes_max[op]}, "
+                "split the batch (batch_keys_max)"
+            )
+        if len(data) <= REQUEST_NBYTES_FREE:
+            return _TYPES[op][1].FromString(data)
+        with self._turns.turn(peer), self._parsing:
+            message = _TYPES[op][1].FromString(data)
+            if op == "get" and len(message.ranges) > GET_RANGES_MAX:
+                raise InvalidRequest(f"a get of {len(message.ranges)} ranges, at most {GET_RANGES_MAX}; split them")
+            return message
+
+
+def inside(header: bytes) -> tuple[str, memoryview]:
+    """(op, its request) of a BulkRequest, which is one field and nothing else. Raises InvalidRequest."""
+    number, request = field_of(memoryview(header))
+    if number not in _OPS:
+        raise InvalidRequest("a large request is one operation and nothing else")
+    return _OPS[number], request

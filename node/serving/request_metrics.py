@@ -1,0 +1,214 @@
+"""What requests took, where gets found their pages, and how many bytes moved: in numbers, by operation, wire and tier.
+
+    the edge of a wire --> answered: how long; not answered: why      (connections.py, calls.py)
+    begin_get          --> how long until all of its pages are in RAM, and where they were
+
+Times are taken at these edges and nowhere else. No label names who asked, or for what.
+"""
+
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic_ns
+from typing import NamedTuple
+
+from kvstore.errors import KVStoreError
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.transports.status import status_code
+
+# Calls that took long, and what they waited for: the newest of them. It says nothing of who
+# asked, nor for what.
+
+SLOW_NS = 100_000_000
+KEPT = 32
+STEPS_MAX = 8  # of one thread that are remembered
+# They are meant to take long.
+LONG = frozenset(("flush", "scrub", "recover", "drain", "sweep", "forget", "remove_namespace", "record"))
+
+
+class Span(NamedTuple):
+    """A part of a call, from `at_ms` on after its begin."""
+
+    name: str
+    at_ms: float
+    took_ms: float
+
+
+class SlowCall(NamedTuple):
+    op: str
+    wire: str
+    unix_s: float
+    took_ms: float
+    spans: tuple[Span, ...]
+
+
+class SlowCalls:
+    """Thread-safe. Steps belong to the call that their own thread is at."""
+
+    def __init__(self) -> None:
+        self._calls: deque[SlowCall] = deque(maxlen=KEPT)
+        self._of_thread = threading.local()
+
+    def step(self, name: str, began_ns: int) -> None:
+        """Of the call that this thread is at, and over now."""
+        steps = getattr(self._of_thread, "steps", None)
+        if steps is None:
+            steps = self._of_thread.steps = deque(maxlen=STEPS_MAX)
+        steps.append((name, began_ns, monotonic_ns()))
+
+    def ended(self, op: str, wire: str, began_ns: int, ns: int) -> None:
+        if op in LONG:
+            return
+        steps = [step for step in getattr(self._of_thread, "steps", ()) if step[1] >= began_ns]
+        spans = [Span(name, (began - began_ns) / 1e6, (end - began) / 1e6) for name, began, end in steps]
+        if spans:
+            end_ms = max(span.at_ms + span.took_ms for span in spans)
+            spans.append(Span("to the end of its answer", end_ms, ns / 1e6 - end_ms))
+        self._calls.appendleft(SlowCall(op, wire, time.time() - ns / 1e9, ns / 1e6, tuple(spans)))
+
+    def newest(self) -> list[SlowCall]:
+        return list(self._calls)
+
+
+# Upper bounds of the buckets in seconds; what takes longer is in a last one of its own.
+BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_BOUNDS_NS = tuple(round(1e9 * bound) for bound in BOUNDS_S)
+
+# Requests of the schema. Views are followed as long as somebody listens; gateways ask the others on their own account.
+TIMED = frozenset(field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type) - {
+    "follow",
+    "admit",
+    "on_behalf",
+}
+
+RAM, DISK, PEER = "ram", "disk", "peer"
+_FROM = {DISK: "the disk", PEER: "another member"}
+
+
+class Histogram:
+    """Added to without a lock, which would cost more than all the rest: CPython changes threads at calls and at jumps
+    back only, and none stands between the reading and the writing of a count."""
+
+    __slots__ = ("counts", "sum_ns")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(_BOUNDS_NS) + 1)
+        self.sum_ns = 0
+
+    def add(self, ns: int) -> None:
+        place = bisect_left(_BOUNDS_NS, ns)
+        self.counts[place] += 1
+        self.sum_ns += ns
+
+
+class WireMetrics:
+    """Where requests of one wire come in. A request costs one call here, and that no more than it must: a node sleeps
+    between requests, its code is in no cache then, and takes several times as long as in a loop."""
+
+    __slots__ = ("_errors", "_lock", "_slow", "_times", "wire")
+
+    def __init__(self, wire: str, slow: SlowCalls) -> None:
+        self.wire = wire
+        self._slow = slow
+        self._lock = threading.Lock()
+        self._times: dict[str, Histogram] = {}  # by operation
+        self._errors: Counter[tuple[str, str]] = Counter()  # by operation and code
+
+    def answered(self, op: str, began_ns: int) -> None:
+        ns = monotonic_ns() - began_ns
+        histogram = self._times.get(op)
+        if histogram is None:
+            histogram = self._times.setdefault(op, Histogram())
+        histogram.counts[bisect_left(_BOUNDS_NS, ns)] += 1
+        histogram.sum_ns += ns
+        if ns > SLOW_NS:
+            self._slow.ended(op, self.wire, began_ns, ns)
+
+    def failed(self, op: str, error: BaseException) -> None:
+        with self._lock:
+            self._errors[op, _code(error)] += 1
+
+    def times(self) -> dict[str, Histogram]:
+        return self._times.copy()
+
+    def errors(self) -> dict[tuple[str, str], int]:
+        """None of our faults is a number, too: the first one would be no rise otherwise."""
+        with self._lock:
+            return {(op, "internal"): 0 for op in self.times()} | self._errors
+
+
+class RequestMetrics:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # of what waits
+        self.slow = SlowCalls()
+        self._edges: dict[str, WireMetrics] = {}
+        self._gets = {tier: Histogram() for tier in (RAM, DISK, PEER)}
+        self._waiting = dict.fromkeys((DISK, PEER), 0)
+        self._taken: defaultdict[str, int] = defaultdict(int)  # bytes by wire
+        self._given: defaultdict[str, int] = defaultdict(int)
+
+    # ---- what happens --------------------------------------------------------------------
+
+    def edge(self, wire: str) -> WireMetrics:
+        return self._edges.setdefault(wire, WireMetrics(wire, self.slow))
+
+    def got(self, tier: str, wire: str, nbytes: int, began_ns: int) -> None:
+        """A get that began then has its pages in RAM, and so many bytes of them are for the client. `tier`: the
+        farthest in which one of them was."""
+        self._given[wire] += nbytes
+        self._gets[tier].add(monotonic_ns() - began_ns)
+
+    def took(self, wire: str, nbytes: int) -> None:
+        """Page bytes that a client wrote."""
+        self._taken[wire] += nbytes
+
+    @contextmanager
+    def waiting(self, tier: str) -> Iterator[None]:
+        """Around what a get waits for."""
+        began_ns = monotonic_ns()
+        with self._lock:
+            self._waiting[tier] += 1
+        try:
+            yield
+        finally:
+            self.slow.step(f"pages come from {_FROM[tier]}", began_ns)
+            with self._lock:
+                self._waiting[tier] -= 1
+
+    # ---- what is told --------------------------------------------------------------------
+
+    def requests(self) -> dict[tuple[str, str], Histogram]:
+        """By operation and wire: those that were answered."""
+        edges = self._edges.copy()
+        return {(op, wire): times for wire, edge in edges.items() for op, times in edge.times().items()}
+
+    def gets(self) -> dict[str, Histogram]:
+        return self._gets
+
+    def errors(self) -> dict[tuple[str, str, str], int]:
+        """By operation, wire and code: those that were not answered."""
+        edges = self._edges.copy()
+        return {(op, wire, code): count for wire, edge in edges.items() for (op, code), count in edge.errors().items()}
+
+    def moved(self) -> dict[tuple[str, str], int]:
+        """Page bytes by wire and direction."""
+        ways = (("in", self._taken), ("out", self._given))
+        return {(wire, way): nbytes for way, moved in ways for wire, nbytes in moved.copy().items()}
+
+    def waiting_gets(self) -> dict[str, int]:
+        """By what they wait for."""
+        return self._waiting.copy()
+
+
+def _code(error: BaseException) -> str:
+    """What the client is told, a code of gRPC in lower case; `cancelled` if it left or stalled, `unknown` for what was
+    no message of the schema."""
+    if isinstance(error, KVStoreError):
+        name: str = status_code(error).name
+        return name.lower()
+    return "unknown" if isinstance(error, Exception) and not isinstance(error, OSError) else "cancelled"

@@ -1,0 +1,386 @@
+"""What each request means, the same for all wires. Takes and returns the schema's messages;
+raises the errors of `kvstore.errors`."""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from time import monotonic_ns
+from typing import Any, TypeVar
+
+import kvstore
+from kvstore.checksum import LEAF_SUM_NBYTES, cuts, hashed_nbytes
+from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, speaks
+from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
+from kvstore.keys import check_prefix_hashes, check_removal
+from kvstore.layout import check_ranges
+from kvstore.messages import get_reply, lookup_reply, namespace_value
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.tracing import current, named, within
+from node.auth.access import EVERYBODY, THE_NODE, Caller
+from node.auth.authorizer import Authorizer
+from node.cluster.peers import Peers
+from node.config import NodeConfig
+from node.disk.durability import Durability
+from node.disk.tier import DiskTier
+from node.memory.arena import Arena
+from node.memory.inventory import Inventory
+from node.memory.promotion import parts_wanted
+from node.memory.tier import Pinning, RamTier
+from node.serving.admin_calls import ClusterCalls, DiskCalls, Listing, Verifying
+from node.serving.erasure import Erasure
+from node.serving.followers import Followers
+from node.serving.hot_prefixes import HotPrefixes
+from node.serving.limits import (
+    DESCRIPTION_NBYTES_MAX,
+    LONG_CALLS,
+    REQUESTS_NBYTES_MAX,
+    Budget,
+    PerPeerQueue,
+    Requests,
+    cap,
+)
+from node.serving.near import Near
+from node.serving.recorder import Recorder
+from node.serving.session import Content, Session, Sessions, offsets_of, ttls_ms
+from node.serving.status import Status, scoped
+from node.serving.write_acks import WriteAcks
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class Service:
+    """Thread-safe. Unary requests go through `call`; put and get need a session, because slots stay
+    reserved or held while bytes travel. A session that maps the arena is told offsets and needs no views."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        arena: Arena,
+        tier: RamTier,
+        disk: DiskTier | None,
+        sessions: Sessions,
+        peers: Peers,
+        gate: Authorizer,
+    ) -> None:
+        self._config = config
+        self._arena, self._tier = arena, tier
+        self.gate = gate
+        self._inventory = Inventory(tier)
+        self.content = Content(arena, tier)
+        self._pinning = Pinning(tier)
+        self.sessions = sessions
+        self.tenants, self.traffic = sessions.tenants, sessions.traffic
+        self.instance_id = os.urandom(8)
+        self.bulk_port = self.metrics_port = 0
+        self.shm_status: Callable[[], pb.ShmStatus] | None = None  # of a node that serves that wire
+        self.gateway_status: Callable[[], list[pb.GatewayStatus]] = list  # of what serves gRPC
+        self.gateway_ends: Counter[str] = Counter()  # by why
+        self.tls_status: Callable[[], pb.TlsStatus] | None = None  # of a node that speaks TLS
+        self.draining = False
+        self.peers = peers
+        self.membership = peers.membership
+        self.cluster = ClusterCalls(peers)
+        listing = Listing(self._inventory, self.cluster, config.batch_keys_max)
+        self.recorder = Recorder(tier.namespace)
+        self._near, self.heat = Near(tier, peers.elsewhere), HotPrefixes()
+        self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None  # of a namespace, and its name
+        self.durability = Durability(tier, disk, config.flush_s)
+        self._verifying = Verifying(tier, self.content, self.durability)
+        disk_calls = DiskCalls(self.durability, lambda: self.draining)
+        self.erasure = Erasure(tier, disk, self.durability, peers.couriers, lambda: self.draining)
+        self.promises = WriteAcks(self.durability, sessions, peers)
+        self.requests = Budget(
+            cap("bytes of large requests", REQUESTS_NBYTES_MAX, "send smaller batches, or fewer at a time")
+        )
+        self.followers = Followers(peers.membership)
+        self.turns = PerPeerQueue()
+        self.forms = Requests(config, self.requests, self.turns)
+        self._long_calls = {
+            op: Budget(cap(f"{op} calls", count, "wait for those that run")) for op, count in LONG_CALLS.items()
+        }
+        self._status = Status(config, arena, tier, disk)
+        self.limits = _limits(config)
+        self._unary: dict[str, Callable[[Any, Caller], Any]] = {
+            "hello": self._hello,
+            "open_namespace": self._open_namespace,
+            "list_namespaces": self._list_namespaces,
+            "lookup": self._lookup,
+            "verify": self._verify,
+            "remove": self._remove,
+            "pin": self._pin,
+            "unpin": self._unpin,
+            "list": listing.list_pages,
+            "stat": listing.stat,
+            "node_status": self._node_status,
+            "remove_namespace": self._remove_namespace,
+            "forget": self.erasure.forget,
+            "flush": disk_calls.flush,
+            "scrub": disk_calls.scrub,
+            "recover": disk_calls.recover,
+            "drain": self.cluster.drain,
+            "sweep": self.cluster.sweep,
+            "record": self.recorder.record,
+        }
+
+    def call(self, op: str, request: Any, caller: Caller) -> Any:
+        """The reply to a unary request; `op` is its field's name in BulkRequest."""
+        return _guarded(op, self._call, op, request, caller)
+
+    def _call(self, op: str, request: Any, caller: Caller) -> Any:
+        principal = self.gate.admit(op, request, caller)
+        if op != "hello":
+            self.tenants.begin(principal, request)
+        budget = self._long_calls.get(op)
+        if budget is None or caller is THE_NODE:
+            return self._unary[op](request, caller)
+        with budget.lent(caller.peer):
+            return self._unary[op](request, caller)
+
+    def close(self) -> None:
+        self._status.memory.close()
+        self.followers.close()
+
+    # ---- transfers -----------------------------------------------------------------------
+
+    def begin_put(self, session: Session, request: pb.PutRequest) -> tuple[pb.PutReply, list[memoryview]]:
+        """Reserves; returns verdicts and, for each WRITE, the memory that takes the page."""
+        try:
+            return _guarded("put", self._begin_put, session, request)
+        except KVStoreError:
+            session.abort()
+            raise
+
+    def _begin_put(self, session: Session, request: pb.PutRequest) -> tuple[pb.PutReply, list[memoryview]]:
+        principal = self.gate.admit("put", request, session.caller)
+        self.tenants.begin(principal, request)
+        if self.draining:
+            raise Unavailable("this node is draining and takes no new pages")
+        hashes, page_nbytes = request.prefix_hashes[:], request.page_nbytes  # a list is faster to go through
+        check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
+        self._check_nbytes(len(hashes) * page_nbytes)
+        self.promises.check(request)
+        session.put_charge = self.tenants.charge(principal)
+        result = session.reserve(request.namespace, hashes, page_nbytes, self._near.copies(request))
+        self.promises.begin(session, request, result)
+        if self.recorder.on and not request.forwarded_by:
+            self.recorder.note(request.namespace, hashes, stored=True)
+        session.put_charge.add_transferred(len(result.pages) * page_nbytes)
+        verdicts: Any = result.verdicts
+        offsets = [page.offset for page in result.pages]
+        if session.maps_arena:
+            return pb.PutReply(verdicts=verdicts, offsets=offsets), []
+        return pb.PutReply(verdicts=verdicts), self._arena.views(offsets, page_nbytes)
+
+    def commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
+        """The bytes are in place: makes the pages visible. An invalid commit aborts the put."""
+        try:
+            return _guarded("commit", self._commit_put, session, request)
+        except KVStoreError:
+            session.abort()
+            raise
+
+    def _commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
+        pages, put, leaves = session.reserved, session.put_request, request.leaves[:]
+        wanted = len(pages)
+        nbytes = LEAF_SUM_NBYTES * len(cuts(put.page_nbytes))
+        if not wanted or len(leaves) != wanted or {*map(len, leaves)} != {nbytes}:
+            raise InvalidRequest(
+                f"a commit of the leaves of {len(leaves)} pages for {wanted} written ones; send {nbytes} bytes for each"
+            )
+        stored = session.commit(leaves, -(-put.ttl_ms // 1000))
+        self.traffic.took(session.caller.wire, wanted * put.page_nbytes)
+        self.promises.keep(session, pages)
+        return pb.CommitReply(stored=stored)
+
+    def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
+        """Holds the pages until `session.release`; returns hits and how much memory to send, and which."""
+        try:
+            return _guarded("get", self._begin_get, session, request)
+        except KVStoreError:
+            session.release()
+            raise
+
+    def _begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
+        began_ns = monotonic_ns()
+        principal = self.gate.admit("get", request, session.caller)
+        self.tenants.begin(principal, request)
+        hashes = request.prefix_hashes[:]  # a list, which is faster to go through
+        check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=False)
+        space = self._tier.namespace(request.namespace)
+        page_nbytes = space.page_nbytes
+        asked = request.ranges
+        if len(hashes) * len(asked) > GET_PIECES_MAX:
+            what = f"{len(asked)} ranges of {len(hashes)} keys"
+            raise InvalidRequest(f"{what} are more than {GET_PIECES_MAX} pieces; split the batch")
+        ranges = [(part.offset, part.nbytes) for part in asked] if asked else []
+        check_ranges(ranges, page_nbytes)
+        wanted_nbytes = sum(nbytes for _, nbytes in ranges) if ranges else page_nbytes
+        self._check_nbytes(len(hashes) * wanted_nbytes)
+        if ranges:
+            self._check_nbytes(len(set(hashes)) * hashed_nbytes(page_nbytes, ranges), "checks")
+        parts = parts_wanted(space, ranges)
+        fetching = self._near.fetching(request, hashes) if request.near else None
+        session.tenant, session.charge = principal.tenant, self.tenants.charge(principal)
+        pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes, parts, fetching)
+        found = [page for page in pages if page is not None]
+        if ranges:
+            sums = self.content.checksums(found, ranges, session.charge, partial(self._check_there, session))
+            pages = [page if page in sums else None for page in pages]
+            found = [page for page in found if page in sums]
+        checksums = [sums[page] if ranges else page.checksum for page in found]
+        reply = get_reply([page is not None for page in pages], checksums, ttls_ms(found, self._tier.clock_s))
+        session.charge.add_transferred(len(found) * wanted_nbytes)
+        self.traffic.got(session.tier, session.caller.wire, len(found) * wanted_nbytes, began_ns)
+        if session.maps_arena:
+            reply.offsets.extend(offsets_of(found, ranges))
+            return 0, reply, iter(())
+        return len(found) * wanted_nbytes, reply, self.content.views(found, ranges)
+
+    def _check_nbytes(self, nbytes: int, does: str = "moves") -> None:
+        if nbytes > self._config.batch_nbytes_max:
+            raise InvalidRequest(
+                f"the batch {does} {nbytes} bytes, at most {self._config.batch_nbytes_max} (batch_nbytes_max); split it"
+            )
+
+    # ---- unary ---------------------------------------------------------------------------
+
+    def _hello(self, request: pb.HelloRequest, caller: Caller) -> pb.HelloReply:
+        if request.protocol_version and not speaks(request.protocol_version):
+            raise ProtocolError(
+                f"client speaks protocol {request.protocol_version}, this node {PROTOCOL_VERSION}; update the older one"
+            )
+        hello = pb.HelloReply(
+            protocol_version=PROTOCOL_VERSION,
+            version=kvstore.__version__,
+            instance_id=self.instance_id,
+            bulk_port=self.bulk_port,
+            limits=self.limits,
+        )
+        principal = self.gate.who(caller)
+        if principal is not EVERYBODY:
+            hello.tenant, hello.role = principal.tenant, principal.role.name.lower()
+        if self.shm_status:
+            hello.shm_refused = self.gate.access.why_no_arena(principal)
+            if not hello.shm_refused:
+                hello.shm_socket, hello.arena_nbytes = self.shm_status().socket, self._arena.nbytes
+        if request.protocol_version or not self.membership.joining:  # who only asks may be this node itself
+            self.membership.tell(hello)
+        return hello
+
+    def _open_namespace(self, request: pb.OpenNamespaceRequest, caller: Caller) -> pb.OpenNamespaceReply:
+        nbytes = request.namespace.ByteSize()
+        if nbytes > DESCRIPTION_NBYTES_MAX:  # before anything is computed from it
+            raise InvalidRequest(
+                f"the description of this namespace has {nbytes} bytes, allowed are {DESCRIPTION_NBYTES_MAX}; "
+                "shorten its names, or put layers of one shape into one group"
+            )
+        index, created = self._tier.open_namespace(namespace_value(request.namespace), request.digest, caller.peer)
+        return pb.OpenNamespaceReply(page_nbytes=index.page_nbytes, created=created)
+
+    def _list_namespaces(self, request: pb.ListNamespacesRequest, caller: Caller) -> pb.ListNamespacesReply:
+        principal, infos = self.gate.who(caller), self._status.namespaces()[1]
+        return pb.ListNamespacesReply(namespaces=self.gate.of_his(principal, infos))
+
+    def _lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupReply:
+        prefix_hashes = request.prefix_hashes[:]  # as above
+        check_prefix_hashes(prefix_hashes, self._config.batch_keys_max, distinct=False)
+        present = self._tier.lookup(request.namespace, prefix_hashes, request.touch)
+        if self.recorder.on:
+            self.recorder.note(request.namespace, prefix_hashes, request.touch)
+        if request.near and caller.may_wait and False in present:
+            self._near.look_further(request, present)
+        if not request.touch:
+            self.heat.asked(request.namespace, prefix_hashes, present)
+        return lookup_reply(present)
+
+    def _verify(self, request: pb.VerifyRequest, caller: Caller) -> pb.VerifyReply:
+        hashes = list(request.prefix_hashes)
+        check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
+        self._check_nbytes(len(hashes) * self._tier.namespace(request.namespace).page_nbytes)
+        charge = self.tenants.charge(self.gate.who(caller))
+        return self._verifying.verify(request.namespace, hashes, charge, partial(self._check_waiting, caller))
+
+    def _check_waiting(self, caller: Caller) -> None:
+        """Between the steps of a long call: nobody works for a caller who has left, or while the node stops."""
+        self._check_there(caller)
+        if self.draining:
+            raise Unavailable("this node is draining")
+
+    def _check_there(self, caller: Caller | Session) -> None:
+        if caller.gone():
+            raise Unavailable("the caller is gone")
+
+    def _remove(self, request: pb.RemoveRequest, caller: Caller) -> pb.RemoveReply:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
+        removed = self._tier.remove(request.namespace, request.prefix_hashes)
+        view = self.membership.view  # as it is now: who joined before may have them from here
+        return pb.RemoveReply(removed=removed, view_number=view.number if view else 0)
+
+    def _pin(self, request: pb.PinRequest, caller: Caller) -> pb.PinReply:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
+        if not 1 <= request.ttl_ms <= self._config.pin_ttl_ms_max:
+            raise InvalidRequest(f"ttl_ms {request.ttl_ms} is not in 1..{self._config.pin_ttl_ms_max} (pin_ttl_ms_max)")
+        return pb.PinReply(pinned=self._pinning.pin(request.namespace, request.prefix_hashes, request.ttl_ms))
+
+    def _unpin(self, request: pb.UnpinRequest, caller: Caller) -> pb.UnpinReply:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
+        return pb.UnpinReply(unpinned=self._pinning.unpin(request.namespace, request.prefix_hashes))
+
+    def _node_status(self, request: pb.NodeStatusRequest, caller: Caller) -> pb.NodeStatusReply:
+        status = self._status.node(
+            instance_id=self.instance_id,
+            draining=self.draining,
+            session_count=self.sessions.count,
+            limits=self.limits,
+            bulk_port=self.bulk_port,
+            metrics_port=self.metrics_port,
+            shm=self.shm_status() if self.shm_status else None,
+            peers=self.peers.status(),
+            refused_calls=self.gate.audit.refused_count,
+            tls=self.tls_status() if self.tls_status else None,
+            tenants=self.tenants.uses(),
+            gateways=self.gateway_status(),
+            gateway_ends=[pb.GatewayEnd(why=why, count=count) for why, count in self.gateway_ends.copy().items()],
+        )
+        principal = self.gate.who(caller)
+        return (
+            status
+            if principal.of_all
+            else scoped(status, self.gate.of_his(principal, status.namespaces), principal.tenant)
+        )
+
+    def _remove_namespace(self, request: pb.RemoveNamespaceRequest, caller: Caller) -> pb.RemoveNamespaceReply:
+        check_removal(request.removal)
+        removed = self._tier.remove_namespace(request.namespace)
+        with self._tier.lock:
+            self._tier.namespaces.close(request.namespace)  # unless somebody puts pages into it: who asks opens it anew
+        self.on_removed(request.namespace, request.removal)
+        return pb.RemoveNamespaceReply(removed=removed)
+
+
+def _limits(config: NodeConfig) -> pb.Limits:
+    return pb.Limits(
+        batch_keys_max=config.batch_keys_max,
+        batch_nbytes_max=config.batch_nbytes_max,
+        page_nbytes_max=config.extent_nbytes,
+        message_nbytes_max=MESSAGE_NBYTES_MAX,
+        pin_ttl_ms_max=config.pin_ttl_ms_max,
+    )
+
+
+def _guarded(op: str, function: Callable[..., Result], *arguments: Any) -> Result:
+    """The edge of every request, on every wire: what nobody expected is logged here and answered INTERNAL.
+    It ends the request; the connection stays."""
+    try:
+        return function(*arguments)
+    except KVStoreError:
+        raise
+    except Exception as error:
+        trace = current() or named(os.urandom(8).hex())  # so that the log and who asked name the same
+        with within(trace):
+            log.exception("%s failed", op)
+        said = f"{op} failed inside the node ({type(error).__name__}); its log says more of request {trace.request_id}"
+        raise KVStoreError(said) from error

@@ -1,0 +1,373 @@
+"""Sessions: what a client's live connection holds at the node, freed when it ends, however it ends."""
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from kvstore.checksum import checksum, hashed_nbytes, joined_checksum, kept, parts_match, root, roots
+from kvstore.errors import Exhausted
+from kvstore.layout import SLOT_ALIGN_NBYTES
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.tracing import span
+from node.auth.access import Caller
+from node.disk.durability import Wait
+from node.memory.arena import Arena
+from node.memory.page import Acquired, Page, Reservation, State
+from node.memory.promotion import NOWHERE, PartialPage, Range
+from node.memory.tier import RamTier
+from node.serving.limits import NO_CHARGE, Budget, Charge, cap
+from node.serving.near import Fetching
+from node.serving.request_metrics import DISK, PEER, RAM, RequestMetrics
+from node.serving.tenants import Tenants
+
+# The bytes of held pages: where ranges of them are in the arena, and whether they are intact.
+
+
+class Content:
+    """Thread-safe. A page that does not match its checksum is dropped."""
+
+    def __init__(self, arena: Arena, tier: RamTier) -> None:
+        self._arena = arena
+        self._tier = tier
+
+    def views(self, pages: Sequence[Page], ranges: Sequence[Range]) -> Iterator[memoryview]:
+        """Of ranges of each page that are in its slot; without any, of all of it."""
+        if pages and not ranges:
+            return iter(self._arena.views([page.offset for page in pages], pages[0].namespace.page_nbytes))
+        return (
+            self._arena.view(place, nbytes)
+            for page in pages
+            for place, (_, nbytes) in zip(places(page, ranges), ranges, strict=True)
+        )
+
+    def checksum(self, page: Page, ranges: Sequence[Range]) -> bytes:
+        """For the way of these ranges, none if the page is not intact; nothing is copied for it. Their reader has not
+        all that a leaf covers, so that is checked here; of a page of which only parts are here it was just now."""
+        if not isinstance(page.namespace, PartialPage) and not self.intact(page, ranges):
+            return b""
+        nbytes = sum(nbytes for _, nbytes in ranges)
+        return joined_checksum(self.views([page], ranges), nbytes, page.namespace.seed(page.prefix_hash))
+
+    def checksums(
+        self, pages: Sequence[Page], ranges: Sequence[Range], charge: Charge, check: Callable[[], None]
+    ) -> dict[Page, bytes]:
+        """Of each page that is intact, once for a page however often it is asked for. `check` may raise in between."""
+        sums, wanted_nbytes = {}, sum(nbytes for _, nbytes in ranges)
+        for page in dict.fromkeys(pages):
+            check()
+            charge.add_processed(wanted_nbytes + _checked_nbytes(page, ranges))
+            if checksum := self.checksum(page, ranges):
+                sums[page] = checksum
+        return sums
+
+    def intact(self, page: Page, ranges: Sequence[Range] = ()) -> bool:
+        """Compares a page, or what has to do with `ranges` of it, with its checksum."""
+        view = self._arena.view(page.offset, page.namespace.page_nbytes)
+        seed = page.namespace.seed(page.prefix_hash)
+        if ranges and page.leaves:
+            intact = root(page.leaves, seed) == page.checksum and parts_match(view, page.leaves, ranges)
+        else:
+            intact = checksum(view, seed) == page.checksum
+        if not intact:
+            self._tier.drop_corrupt(page)
+        return intact
+
+
+def _checked_nbytes(page: Page, ranges: Sequence[Range]) -> int:
+    """Return how many bytes are hashed to verify these ranges: whole leaves, or the page if it has only one."""
+    if isinstance(page.namespace, PartialPage):
+        return 0  # they were verified when they were read from disk
+    page_nbytes = page.namespace.page_nbytes
+    return hashed_nbytes(page_nbytes, ranges) if page.leaves else page_nbytes
+
+
+def places(page: Page, ranges: Sequence[Range]) -> list[int]:
+    """Where in the arena each of the ranges begins."""
+    space = page.namespace
+    if isinstance(space, PartialPage):
+        return [page.offset + space.place(offset) for offset, _ in ranges]
+    return [page.offset + offset for offset, _ in ranges]
+
+
+def offsets_of(pages: Sequence[Page], ranges: Sequence[Range]) -> list[int]:
+    """The same of each page; without any ranges, where each page does."""
+    return [place for page in pages for place in places(page, ranges)] if ranges else [page.offset for page in pages]
+
+
+def ttls_ms(pages: Sequence[Page], clock_s: Callable[[], int]) -> list[int]:
+    """Until each page is forgotten, 0 without a time to live; nothing if none has one."""
+    expiries_s = [page.expiry_s for page in pages]
+    if not any(expiries_s):
+        return []
+    now_s = clock_s()
+    return [max(1, expiry_s - now_s) * 1000 if expiry_s else 0 for expiry_s in expiries_s]
+
+
+# How long a reader waits for pages that other sessions are loading, all of them together; how often it looks
+# whether that is of any use still.
+LOAD_S_MAX = 10.0
+LOOK_S = 0.2
+# Expiry times are kept in 32 bits of seconds since the epoch; a page may be forgotten sooner.
+TTL_S_MAX = 10 * 366 * 24 * 3600
+# Processes may hold the same pages, so that all together may count more than there is.
+HOLDERS_MAX = 64
+
+
+class Session:
+    """One put and one get at a time, as a connection has one. Used by one thread.
+
+    A reservation belongs to the session until commit or abort, held pages until release; `close`
+    gives back all of it. `maps_arena`: the client finds the bytes by itself, so it is told where.
+    """
+
+    def __init__(self, tier: RamTier, sessions: "Sessions", caller: Caller, maps_arena: bool) -> None:
+        self.caller = caller
+        self.peer = caller.peer
+        self.gone = caller.gone
+        self.maps_arena = maps_arena
+        self._tier = tier
+        self._sessions = sessions
+        self._reservation: Reservation | None = None
+        self._held: list[Page] = []
+        self._reserved_nbytes = 0  # taken from the budgets
+        self._held_nbytes = 0
+        self.tenant = ""  # of who holds them
+        self.charge = NO_CHARGE  # of the current get
+        self.put_charge = NO_CHARGE  # of the current put
+        self.tier = RAM  # the farthest in which one of them was
+        self.put_request = pb.PutRequest()  # of the reservation
+        self.promised: list[bytes] = []  # of its pages, those that must be durable when it is committed
+        self.wait = Wait(0.0, caller.gone)  # for that
+        self.loading: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around what waits for disk
+
+    def reserve(
+        self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int, copies: Container[bytes] = ()
+    ) -> Reservation:
+        """See `RamTier.reserve`. Raises Exhausted if this peer, or all of them, have reserved too much that is not
+        committed yet."""
+        assert self._reservation is None, "a session writes one batch at a time"
+        slot = self._tier.namespace(digest).slot_nbytes
+        self._reserved_nbytes = self._take_reserved(digest, prefix_hashes, slot)
+        reservation = None
+        try:
+            reservation = self._tier.reserve(digest, prefix_hashes, page_nbytes, copies)
+        finally:
+            wanted = len(reservation.pages) * slot if reservation else 0
+            self._sessions.reserved.give(self.peer, self._reserved_nbytes - wanted)
+            self._reserved_nbytes = wanted
+        if reservation.pages:
+            self._reservation = reservation
+        return reservation
+
+    def _take_reserved(self, digest: bytes, prefix_hashes: Sequence[bytes], slot_nbytes: int) -> int:
+        """Before the tier evicts anybody for it: for all keys, or if that is too much, for the new ones."""
+        nbytes = len(prefix_hashes) * slot_nbytes
+        try:
+            self._sessions.reserved.take(self.peer, nbytes)
+        except Exhausted:
+            present = self._tier.lookup(digest, prefix_hashes, touch=True)
+            nbytes = present.count(False) * slot_nbytes
+            self._sessions.reserved.take(self.peer, nbytes)
+        return nbytes
+
+    @property
+    def reserved(self) -> list[Page]:
+        """Pages that wait for their bytes and the commit."""
+        return self._reservation.pages if self._reservation else []
+
+    @property
+    def held(self) -> list[Page]:
+        """Pages that are being read, or were to be."""
+        return self._held
+
+    def commit(self, leaves: Sequence[bytes], ttl_s: int) -> int:
+        """`leaves`: of each reserved page. Those of a page that has several stay, for reads of its parts."""
+        assert self._reservation is not None
+        pages = self._reservation.pages
+        checksums = roots(leaves, self._reservation.namespace.digest, [page.prefix_hash for page in pages])
+        if kept(leaves[0]):  # all are as long
+            for page, some in zip(pages, leaves, strict=True):
+                page.leaves = some
+        stored = self._tier.commit(self._reservation, checksums, min(ttl_s, TTL_S_MAX))
+        self._take_reservation()  # only now: if that broke, `abort` still knows what there is to give back
+        return stored
+
+    def abort(self) -> None:
+        if self._reservation is not None:
+            self._tier.abort(self._take_reservation())
+
+    def _take_reservation(self) -> Reservation:
+        assert self._reservation is not None
+        reservation, self._reservation = self._reservation, None
+        nbytes, self._reserved_nbytes = self._reserved_nbytes, 0
+        self._sessions.reserved.give(self.peer, nbytes)
+        return reservation
+
+    def acquire(
+        self,
+        digest: bytes,
+        prefix_hashes: Sequence[bytes],
+        prefix_only: bool,
+        wanted_nbytes: int,
+        parts: PartialPage | None = None,
+        fetching: Fetching | None = None,
+    ) -> list[Page | None]:
+        """See `RamTier.acquire`; what is below is read, what is elsewhere is fetched. Raises Exhausted if this process
+        holds too much: where clients map the arena, a hold has no limit of time."""
+        if self.maps_arena:
+            nbytes = len(prefix_hashes) * self._tier.namespace(digest).slot_nbytes
+            self._sessions.hold(self, nbytes)
+            self._held_nbytes = nbytes
+        elsewhere = fetching.copies if fetching else NOWHERE
+        acquired = self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes, parts, elsewhere)
+        assert not self._held, "a session reads one batch at a time"
+        self._held = [page for page in acquired.pages if page is not None]
+        not_here = [page for page in self._held if not page.checksum]
+        if not not_here:
+            self.tier = RAM
+            return acquired.pages
+        self.tier = self._farthest(not_here)
+        read = (page.namespace for page in [*(page for page, _ in acquired.loads), *acquired.fetched])
+        self.charge.add_processed(sum(min(space.page_nbytes, space.slot_nbytes) for space in read))
+        with self._loading(acquired):
+            pages = self._load(acquired, fetching)
+        if acquired.fetched:  # they came in any order: the chain's end must go before its head
+            self._tier.lookup(digest, prefix_hashes, touch=True)
+        lost_count = pages.count(None) - acquired.pages.count(None)
+        if lost_count:
+            self._tier.count_lost(digest, lost_count, wanted_nbytes)
+        return pages
+
+    def _farthest(self, pages: Sequence[Page]) -> str:
+        return PEER if any(map(self._tier.loads.is_fetched, pages)) else DISK
+
+    @contextlib.contextmanager
+    def _loading(self, acquired: Acquired) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self.loading())
+                stack.enter_context(self._sessions.traffic.waiting(self.tier))
+                stack.enter_context(span("kvstore.load", tier=self.tier))
+            except Exhausted:
+                self._end_loads(acquired)
+                raise
+            yield
+
+    def _load(self, acquired: Acquired, fetching: Fetching | None) -> list[Page | None]:
+        """Loads what is on disk only, tail first so that the head ends up newest, fetches what is at other nodes, and
+        waits for what another session loads."""
+        loads = acquired.loads
+        try:
+            while loads and not (acquired.in_part and self.gone()):  # a page others may wait for, but no part of one
+                page, record = loads.pop()
+                intact = False
+                try:
+                    intact = self._tier.below.read(record, page)
+                finally:
+                    self._tier.loads.end(page, intact)
+            if fetching and acquired.fetched:
+                fetching.fetch(acquired.fetched, lambda page: self._tier.loads.end(page, intact=True), self.gone)
+        finally:  # if one broke, nobody may wait for the others
+            self._end_loads(acquired)
+        end = min(time.monotonic() + LOAD_S_MAX, fetching.end if fetching else math.inf)
+        return [page if page is not None and self._ready(page, end) else None for page in acquired.pages]
+
+    def _end_loads(self, acquired: Acquired) -> None:
+        """Those that have not ended."""
+        for page, record in acquired.loads:
+            self._tier.below.end_read(record)
+            self._tier.loads.end(page, intact=False)
+        for page in acquired.fetched:
+            if self._tier.loads.is_fetched(page):
+                self._tier.loads.end(page, intact=False)
+
+    def _ready(self, page: Page, end: float) -> bool:
+        """Only a page that is being loaded, or whose load failed, has no checksum. Nobody waits for it longer than till
+        `end`, nor for a caller who has left or a disk that is known to hang."""
+        loads, below = self._tier.loads, self._tier.below
+        wait_s = 0.0
+        while not page.checksum and not loads.wait(page, wait_s):
+            wait_s = min(LOOK_S, end - time.monotonic())
+            there = loads.is_fetched(page) or below.present(page.namespace.digest, [page.prefix_hash]) == [True]
+            if page.state is not State.LOADING or wait_s <= 0 or self.gone() or not there:
+                return bool(page.checksum) and page.state is not State.LOADING
+        return True
+
+    def release(self) -> None:
+        held, self._held = self._held, []
+        self._tier.release(held)
+        nbytes, self._held_nbytes = self._held_nbytes, 0
+        if nbytes:
+            self._sessions.let_go(self, nbytes)
+
+    def close(self) -> None:
+        self.abort()
+        self.release()
+        self._sessions.closed(self)
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Sessions:
+    """The live sessions, and what all of them together may have. Their number is bounded by that of the
+    connections and transfers. Thread-safe."""
+
+    def __init__(self, tier: RamTier, batch_keys_max: int, batch_nbytes_max: int, tenants: Tenants) -> None:
+        self._tier = tier
+        self.tenants = tenants
+        self.traffic = RequestMetrics()
+        self._lock = threading.Lock()
+        self._live: set[Session] = set()
+        ram_nbytes = tier.slots.region_nbytes
+        # The largest batch can always be had, also by one peer alone: its pages, rounded up to slots.
+        batch = min(ram_nbytes, batch_nbytes_max + batch_keys_max * SLOT_ALIGN_NBYTES)
+        self.reserved = Budget(
+            cap(
+                "bytes reserved by puts that are not committed",
+                max(ram_nbytes // 2, batch),
+                "put smaller batches, or fewer at a time",
+                max(ram_nbytes // 4, batch),
+            )
+        )
+        self.held = Budget(
+            cap(
+                "bytes held by reads in shared memory",
+                max(ram_nbytes // 2, batch) * HOLDERS_MAX,
+                "release what was read",
+                max(ram_nbytes // 2, batch),
+            )
+        )
+
+    @property
+    def count(self) -> int:
+        return len(self._live)
+
+    def open(self, caller: Caller, maps_arena: bool = False) -> Session:
+        session = Session(self._tier, self, caller, maps_arena)
+        with self._lock:
+            self._live.add(session)
+        return session
+
+    def hold(self, session: Session, nbytes: int) -> None:
+        """For its process and its tenant. Raises Exhausted."""
+        self.held.take(session.peer, nbytes)
+        try:
+            self.tenants.hold(session.tenant, nbytes)
+        except Exhausted:
+            self.held.give(session.peer, nbytes)
+            raise
+
+    def let_go(self, session: Session, nbytes: int) -> None:
+        self.held.give(session.peer, nbytes)
+        self.tenants.let_go(session.tenant, nbytes)
+
+    def closed(self, session: Session) -> None:
+        with self._lock:
+            self._live.discard(session)

@@ -1,0 +1,243 @@
+"""The shared-memory wire, node side: requests over a Unix socket; page bytes do not travel, the client
+maps the arena.
+
+    put      request -> verdicts, offsets        the client writes in place
+    commit   checksums -> reply
+    get      request -> hits, checksums, offsets the client reads in place, for as long as it likes
+    release  not answered: aborts what was not committed, lets go what was read
+
+A client that goes without a release may still be writing: other threads, a GPU's copy engine. Its slots
+stay as they are until its process is gone, which the descriptor says that it sent with its hello.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import stat
+import threading
+from typing import Any
+
+from kvstore.config import runtime_dir
+from kvstore.errors import ProtocolError, Unavailable
+from kvstore.identities import Principal
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.transports.unix_sockets import DescriptorSocket, check_path
+from node.auth.access import Caller
+from node.memory.arena import Arena
+from node.serving.acceptor import BACKLOG, ConnectionServer
+from node.serving.connection import Connection, caller_at, ready
+from node.serving.limits import cap
+from node.serving.service import Service
+from node.serving.session import Session
+from node.serving.status import in_range
+
+# The file of a Unix socket: made for its owner only, replaced if its node is dead, removed at the
+# end.
+
+
+def default_path(port: int) -> str:
+    """A path in a directory that is this user's alone, made if need be. Raises OSError, or ConfigError
+    if the path is too long.
+
+    In /tmp anybody may have made a directory of that name, to put a socket of his own there.
+    """
+    directory = runtime_dir()
+    path = f"{directory}/{port}.sock"
+    check_path(path, "shm_socket=auto, which is")
+    try:
+        os.mkdir(directory, 0o700)
+    except FileExistsError:
+        found = os.lstat(directory)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise PermissionError(f"{directory} is not a directory that only uid {os.geteuid()} may write to") from None
+    return path
+
+
+def listen_on(path: str, backlog: int) -> socket.socket:
+    """A listening socket that only its owner, and root, can connect to. Raises OSError, also if a
+    process listens there already."""
+    os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+    _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        os.chmod(path, 0o600)  # nobody can connect before `listen`, so nobody can be quicker
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    """A node that was killed leaves its file behind; nobody listens on it any more."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise FileExistsError(f"{path} is there and is no socket")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a full backlog is somebody's, too
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except BlockingIOError:
+            pass
+    raise FileExistsError(f"another process listens on {path}")
+
+
+class ShmServer(ConnectionServer):
+    """Listens from the constructor on; `start` begins to serve."""
+
+    def __init__(self, path: str, arena: Arena, service: Service, stall_s: float, connections_max: int) -> None:
+        what = cap("shared-memory connections", connections_max, "use fewer per process, or raise sessions_max")
+        super().__init__("shm", listen_on(path, BACKLOG), stall_s, what)
+        self.path = path
+        self.arena_fd = arena.fd
+        self._service = service
+        self._lock = threading.Lock()
+        self._orphan_pages: dict[ShmConnection, int] = {}
+        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def connection(self, sock: socket.socket, address: Any) -> Connection:
+        frames = DescriptorSocket(sock)
+        # Process 0: all the containers whose processes can not be seen from here.
+        caller = caller_at(sock, f"pid {frames.peer.pid}", "shm")
+        return ShmConnection(frames, caller, self._service, self._stall_s, self)
+
+    def status(self) -> pb.ShmStatus:
+        with self._lock:
+            orphans = list(self._orphan_pages.values())
+        return in_range(
+            pb.ShmStatus,
+            socket=self.path,
+            client_count=self.count - len(orphans),
+            orphan_count=len(orphans),
+            orphan_page_count=sum(orphans),
+        )
+
+    def wait_gone(self, connection: "ShmConnection", process_fd: int, pages: int) -> bool:
+        """Returns True when the process is gone, or False when this server stops."""
+        with self._lock:
+            self._orphan_pages[connection] = pages
+        try:
+            poll = select.poll()
+            poll.register(process_fd, select.POLLIN)
+            poll.register(self._stop_fd, select.POLLIN)
+            return any(fd == process_fd for fd, _ in poll.poll())
+        finally:
+            with self._lock:
+                del self._orphan_pages[connection]
+
+    def stop(self, drain_s: float) -> None:
+        """As the base class; slots of processes that may still write are not waited for."""
+        with contextlib.suppress(FileNotFoundError):  # somebody was quicker
+            os.unlink(self.path)  # while we listen, nobody else can have put a socket of his there
+        os.eventfd_write(self._stop_fd, 1)
+        super().stop(drain_s)
+        if not self.count:
+            os.close(self._stop_fd)
+
+
+class ShmConnection(Connection):
+    """A reservation or a hold may last: no time limit while the client works on its slots."""
+
+    maps_arena = True
+    socket: DescriptorSocket
+
+    def __init__(
+        self, sock: DescriptorSocket, caller: Caller, service: Service, stall_s: float, server: ShmServer
+    ) -> None:
+        super().__init__(sock, caller.peer, caller, service, stall_s)
+        self._server = server
+        self._process_fd: int | None = None
+
+    def greet(self) -> tuple[bytes, int]:
+        """The first request brings a pidfd along."""
+        header, payload_nbytes, self._process_fd = self.socket.recv_frame_with(self.first_nbytes_max)
+        peer = self.socket.peer
+        if peer.uid not in (os.geteuid(), 0):
+            raise Unavailable(f"the memory of this node is for uid {os.geteuid()} and root, not for uid {peer.uid}")
+        if self._process_fd is None or _process_of(self._process_fd) != peer.pid:
+            raise ProtocolError("the first frame must bring a pidfd of the process that connects")
+        return header, payload_nbytes
+
+    def refusal(self, principal: Principal) -> str:
+        return self.service.gate.access.why_no_arena(principal)
+
+    def transfer(self, session: Session, op: str, request: Any) -> bool:
+        if op == "hello":
+            self.socket.arm(self.stall_s)
+            hello = pb.BulkReply(hello=self.service.call(op, request, self.caller))
+            self.socket.send_frame_with(self._server.arena_fd, hello.SerializeToString())
+        elif op == "put":
+            self._put(session, request)
+        elif op == "get":
+            self._get(session, request)
+        elif op == "commit":
+            if not session.reserved:
+                raise ProtocolError("a commit without a put before it")
+            self.send(op, self.service.commit_put(session, request))
+        elif op == "release":
+            session.abort()
+            session.release()
+        else:
+            return False
+        return True
+
+    def _put(self, session: Session, request: pb.PutRequest) -> None:
+        if session.reserved:
+            raise ProtocolError("a put before the one before it was committed or released")
+        reply, _ = self.service.begin_put(session, request)
+        try:
+            self.send("put", reply)
+        except OSError:
+            session.abort()  # a client that did not get all of the reply can not know the slots
+            raise
+
+    def _get(self, session: Session, request: pb.GetRequest) -> None:
+        if session.held:
+            raise ProtocolError("a get before the one before it was released")
+        _, reply, _ = self.service.begin_get(session, request)
+        try:
+            self.send("get", reply)
+        except OSError:
+            session.release()
+            raise
+        if not reply.offsets:
+            session.release()
+
+    def unfinished(self, session: Session) -> bool:
+        return bool(session.reserved or session.held)
+
+    def abandoned(self) -> bool:
+        """Whether the process is gone though its socket is open: a child that it forked has it, too."""
+        assert self._process_fd is not None
+        return ready(self._process_fd, select.POLLIN)
+
+    def end(self, session: Session) -> None:
+        """Frees what is left when nobody can touch it any more; if the node stops before, never. The client learns
+        at once that this connection has ended."""
+        self.socket.shutdown()
+        pages = len(session.reserved) + len(session.held)
+        assert self._process_fd is not None
+        if not pages or self._server.wait_gone(self, self._process_fd, pages):
+            session.close()
+
+    def close(self) -> None:
+        super().close()
+        if self._process_fd is not None:
+            os.close(self._process_fd)
+
+
+def _process_of(fd: int) -> int:
+    """Process id of a pidfd as seen from here, 0 if it can not be seen; -1 if `fd` is none, or the
+    process is gone."""
+    with open(f"/proc/self/fdinfo/{fd}") as file:
+        for line in file:
+            if line.startswith("Pid:"):
+                return int(line.split()[1])
+    return -1

@@ -1,0 +1,137 @@
+"""What a put promises beyond pages in this node's RAM: that they are on disk, and where else they are going to be.
+
+put --> commit --> handed on to all owners of each page but this node, unless a member forwarded it
+              |                               +--> ack_all: the answer waits until they have it
+              +--> durable: on disk here; where this node is no owner, at the first one: the answer waits for that
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.pb import kvstore_pb2 as pb
+from node.auth.access import THE_NODE
+from node.cluster.peers import Peers
+from node.cluster.replication_queue import AckWaiter
+from node.disk.durability import Durability
+from node.memory.page import Page, PutStatus, Reservation
+from node.serving.limits import NO_CHARGE, Charge
+from node.serving.session import Session, Sessions
+
+Owners = Mapping[bytes, tuple[str, ...]]  # of each page
+
+
+class _Ways(NamedTuple):
+    """Of each page to other members: whose answer is waited for, who gets it at once, and who after that answer: before
+    it the client may have to put the page there itself, and is not to find it being written."""
+
+    awaited: list[set[str]]
+    at_once: list[set[str]]
+    after: list[set[str]]
+
+
+class WriteAcks:
+    """Thread-safe."""
+
+    def __init__(self, durability: Durability, sessions: Sessions, peers: Peers) -> None:
+        self._durability = durability
+        self._sessions = sessions
+        self._membership = peers.membership
+        self._couriers = peers.couriers
+
+    def check(self, request: pb.PutRequest) -> None:
+        """Raises InvalidRequest for what can not be promised, or comes from a stranger."""
+        if request.durable and any(self._membership.member in some for some in self._owners(request).values()):
+            self._durability.disk  # noqa: B018 raises if there is none
+        view, sender = self._membership.view, request.forwarded_by
+        if sender and (view is None or sender not in view.by_id):
+            where = f"view {view.number} of the cluster {view.cluster}" if view else "any cluster that this node is of"
+            raise InvalidRequest(
+                f"a put forwarded by {sender!r}, who is no member of {where}; only members forward: "
+                "start it with this cluster's name, or put without forwarded_by"
+            )
+
+    def begin(self, session: Session, request: pb.PutRequest, result: Reservation) -> None:
+        """Of a put that was checked. What is stored already may be all of it: then it is kept now."""
+        session.put_request = request
+        session.promised = []
+        if request.durable or request.ack_all:  # what is or will be stored; not another's, or what has no room
+            session.wait = self._durability.begin_wait(request.wait_ms, session.gone)
+            verdicts = zip(request.prefix_hashes, result.verdicts, strict=True)
+            session.promised = [h for h, verdict in verdicts if verdict in (PutStatus.WRITE, PutStatus.EXISTS)]
+            if not result.pages:
+                self.keep(session, [])
+
+    def keep(self, session: Session, pages: Sequence[Page]) -> None:
+        """`pages`: of the put, those that were committed. Raises Exhausted if they are visible, but not as promised."""
+        put, wait = session.put_request, session.wait
+        if self._membership.view is None or put.forwarded_by:
+            if put.durable:
+                self._durability.keep(put.namespace, session.promised, wait)
+            return
+        owners = self._owners(put)
+        ways = self._ways(put, [page.prefix_hash for page in pages], owners)
+        self._couriers.offer(pages, ways.at_once)
+        tickets = self._awaited(session, pages, ways, owners)
+        own = [prefix_hash for prefix_hash in session.promised if self._membership.member in owners[prefix_hash]]
+        try:
+            if put.durable and own:
+                self._durability.keep(put.namespace, own, wait)
+            promised = all(self._couriers.wait(some, wait.end, wait.gone, patient=put.ack_all) for some in tickets)
+        finally:
+            # A caller who puts them elsewhere himself then is told that they exist, and nobody would hand them on.
+            if not any(some.failed for some in tickets):
+                self._couriers.offer(pages, ways.after)
+        if not promised:
+            raise Exhausted(
+                f"pages are visible but not {'at all owners' if put.ack_all else 'durable at their owners'}: one of "
+                "them is away, full or slow, the queue to it is full, or the time of the call is over"
+            )
+
+    def _awaited(self, session: Session, pages: Sequence[Page], ways: _Ways, owners: Owners) -> list[AckWaiter]:
+        put, keys = session.put_request, [page.prefix_hash for page in pages]
+        if not session.promised:
+            return []
+        tickets = [self._couriers.offer(pages, ways.awaited, put.durable, whole=True)]
+        if stored := set(session.promised).difference(keys):
+            known = [prefix_hash for prefix_hash in session.promised if prefix_hash in stored]
+            tickets.append(
+                self.hand(put.namespace, known, self._ways(put, known, owners).awaited, put.durable, session.put_charge)
+            )
+        return tickets
+
+    def hand(
+        self,
+        digest: bytes,
+        prefix_hashes: Sequence[bytes],
+        targets: Sequence[Collection[str]],
+        durable: bool = False,
+        charge: Charge = NO_CHARGE,
+    ) -> AckWaiter:
+        """Hands pages that are here to the members that are named for each; what is on disk only comes to RAM for it,
+        so ask for few at a time. What is not here any more counts as lost."""
+        wanted = [place for place, some in enumerate(targets) if some]
+        with self._sessions.open(THE_NODE) as session:
+            session.charge = charge
+            found = session.acquire(digest, [prefix_hashes[place] for place in wanted], False, 0)
+            there = [(page, targets[place]) for place, page in zip(wanted, found, strict=True) if page is not None]
+            ticket = self._couriers.offer([page for page, _ in there], [some for _, some in there], durable, True)
+        ticket.lost_count += len(wanted) - len(there)
+        return ticket
+
+    def _ways(self, put: pb.PutRequest, prefix_hashes: Sequence[bytes], owners: Owners) -> _Ways:
+        ways, own = _Ways([], [], []), self._membership.member
+        for some in (owners[prefix_hash] for prefix_hash in prefix_hashes):
+            others = set(some) - {own}
+            awaited = others if put.ack_all else {some[0]} if put.durable and own not in some else set()
+            ways.awaited.append(awaited)
+            ways.at_once.append(set() if awaited else others)
+            ways.after.append(others - awaited if awaited else set())
+        return ways
+
+    def _owners(self, put: pb.PutRequest) -> Owners:
+        """This node, if it is alone, if a member forwarded it, or if all members are drained and nobody owns it."""
+        view, keys, own = self._membership.view, put.prefix_hashes, (self._membership.member,)
+        if view is None or put.forwarded_by:
+            return dict.fromkeys(keys, own)
+        return {key: some or own for key, some in zip(keys, view.owners.owners(put.namespace, keys), strict=True)}

@@ -1,0 +1,432 @@
+"""Slot allocator: cuts a region into slots of several sizes. Pure: offsets only, no bytes, no clock.
+
+    region  | extent 0                        | extent 1                        | extent 2
+    blocks  | A A A A A A A . | B   | C C . . | D                               | (free)
+
+A region is cut into extents of one size, that of the largest page. An extent is halved, and halved again, down to
+1/64 of it: these are blocks. A block that holds slots serves one slot size; an empty one joins its other half and
+serves any, so capacity follows when the mix of page sizes changes. (Slabs that never give memory back calcify: the
+size that came first keeps it.) How large the blocks of a slot size are follows from that size alone: the smallest
+that leaves at most 1/16 of itself unused, and has `slots_min` slots if an extent has. So a page keeps about 16 slots
+of its size from others, and never a whole extent of small ones.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from itertools import islice
+from typing import Any
+
+from kvstore.layout import SLOT_ALIGN_NBYTES
+
+# Blocks of slots of one size, into which a region is cut (`node.slab`): what is where in each,
+# and what of a size is in use in all of them.
+
+NO_SLOTS = array("I")  # the free slots of a full block: one array for them all
+
+
+class SizeClass:
+    """A slot size in use: its blocks, in sums, and those of them that have a free slot."""
+
+    __slots__ = ("all_free", "block_count", "level", "partial", "per_block", "slot_nbytes", "used_count")
+
+    def __init__(self, slot_nbytes: int, level: int, per_block: int) -> None:
+        self.slot_nbytes = slot_nbytes
+        self.level = level
+        self.per_block = per_block
+        self.all_free = array("I", range(per_block - 1, -1, -1))
+        self.block_count = 0
+        self.used_count = 0
+        # New slots come from the oldest of them, so that the others may run empty. (A plain dict would
+        # search for its first entry, once others before it are gone.)
+        self.partial: OrderedDict[int, Block] = OrderedDict()
+
+    @property
+    def slot_count(self) -> int:
+        return self.block_count * self.per_block
+
+
+class Block:
+    """One block in use. `owners[i]` is what lives in slot i, falsy if it is free. `start` counts the smallest blocks,
+    from the start of the region. `used_sum` is the sum of its owners' last uses, kept by the tier in the tier's
+    unit of time. A `closed` one gives no slots."""
+
+    __slots__ = ("closed", "free", "kind", "offset", "owners", "start", "used_sum")
+
+    def __init__(self, start: int, offset: int, kind: SizeClass, owners: MutableSequence[Any]) -> None:
+        self.start = start
+        self.offset = offset
+        self.kind = kind
+        self.owners = owners
+        self.free = NO_SLOTS  # a stack: lowest slot first
+        self.used_sum = 0
+        self.closed = False
+
+    @property
+    def used_count(self) -> int:
+        return len(self.owners) - len(self.free)
+
+
+HALVINGS_MAX = 6  # 64 blocks in an extent: a block of 4 KiB slots costs its owner of memory little
+UNUSED_SHARE = 16  # a block may leave 1/16 of itself unused at its end
+LOOKED_AT = 8  # blocks, in search of an emptier one
+
+
+class SlotAllocator:
+    """Not thread-safe; the tier's lock guards it. No call takes longer the more slots, blocks or sizes
+    there are, but `claimed` and `check`; those with an area look at its 64 blocks.
+
+    `owners(n)` makes the vacant owners of n slots: a list of None for objects, an array of zeros for
+    record numbers, where 8 bytes a slot would be too many. `slots_min`: a block is some 300 bytes of objects.
+    """
+
+    def __init__(
+        self,
+        region_nbytes: int,
+        extent_nbytes: int,
+        owners: Callable[[int], MutableSequence[Any]] = lambda count: [None] * count,
+        slots_min: int = 1,
+    ) -> None:
+        assert extent_nbytes % SLOT_ALIGN_NBYTES == 0
+        assert region_nbytes % extent_nbytes == 0
+        self.region_nbytes = region_nbytes
+        self.extent_nbytes = extent_nbytes
+        self._owners = owners
+        self._slots_min = slots_min
+        self._vacant = owners(1)[0]
+        self.level_max = 0  # blocks of level n have 2^n units; an extent is one of level_max
+        while self.level_max < HALVINGS_MAX and extent_nbytes % (SLOT_ALIGN_NBYTES << self.level_max + 1) == 0:
+            self.level_max += 1
+        self.unit_nbytes = extent_nbytes >> self.level_max
+        self._blocks: list[Block | None] = [None] * (region_nbytes // self.unit_nbytes)  # by unit, each of them
+        self._free: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(self.level_max + 1)]  # starts
+        for start in range(len(self._blocks) - (1 << self.level_max), -1, -(1 << self.level_max)):
+            self._free[-1][start] = None
+        self._closed: set[int] = set()  # units
+        self._kinds: dict[int, SizeClass] = {}  # of the sizes that have blocks
+        self.used_nbytes = 0
+
+    # ---- slots ---------------------------------------------------------------------------
+
+    def allocate(self, slot_nbytes: int, owner: Any) -> int | None:
+        """Offset of a free slot, or None if there is none."""
+        offsets = self._allocate_some(slot_nbytes, (owner,))
+        return offsets[0] if offsets else None
+
+    def allocate_all(self, slot_nbytes: int, owners: Sequence[Any]) -> list[int]:
+        """The same for each owner, from the first on, as far as there are free slots."""
+        offsets: list[int] = []
+        try:
+            while len(offsets) < len(owners):
+                more = self._allocate_some(slot_nbytes, owners[len(offsets) :])
+                if not more:
+                    break
+                offsets += more
+        except BaseException:  # a caller who is never told of them can not give them back
+            for offset in offsets:
+                self.free(offset)
+            raise
+        return offsets
+
+    def _allocate_some(self, slot_nbytes: int, owners: Sequence[Any]) -> list[int]:
+        """The same, of one block."""
+        kind = self._kinds.get(slot_nbytes)
+        block = next(iter(kind.partial.values()), None) if kind is not None else None
+        if block is None:
+            block = self._open(slot_nbytes, kind)
+        if block is None:
+            return []
+        kind, free, start, there = block.kind, block.free, block.offset, block.owners
+        offsets = []
+        for owner in owners[: len(free)]:
+            slot = free.pop()
+            there[slot] = owner
+            offsets.append(start + slot * slot_nbytes)
+        kind.used_count += len(offsets)
+        self.used_nbytes += slot_nbytes * len(offsets)
+        if free:
+            kind.partial[block.start] = block
+        else:
+            kind.partial.pop(block.start, None)
+            block.free = NO_SLOTS
+        return offsets
+
+    def free_count(self, slot_nbytes: int) -> int:
+        """How many slots `allocate` would find one after the other, if nothing is closed."""
+        kind = self._kind(slot_nbytes)
+        if kind is None:
+            return 0
+        blocks = sum(len(free) << above for above, free in enumerate(self._free[kind.level :]))
+        return kind.slot_count - kind.used_count + blocks * kind.per_block
+
+    def free(self, offset: int) -> Block:
+        """Gives a slot back; a block whose last slot is freed serves any size again. The block it was in."""
+        block = self.block_of(offset)
+        kind = block.kind
+        slot = (offset - block.offset) // kind.slot_nbytes
+        assert block.owners[slot], f"slot at {offset} is free already"
+        block.owners[slot] = self._vacant
+        kind.used_count -= 1
+        self.used_nbytes -= kind.slot_nbytes
+        if block.free is NO_SLOTS:
+            block.free = array("I", (slot,))
+        else:
+            block.free.append(slot)
+        if len(block.free) == kind.per_block:
+            self._retire(block)
+        elif not block.closed:
+            kind.partial[block.start] = block
+        return block
+
+    def hand_over(self, offset: int, owner: Any) -> Block:
+        """Another owner for a slot that is in use. The block it is in."""
+        block = self.block_of(offset)
+        slot = (offset - block.offset) // block.kind.slot_nbytes
+        assert block.owners[slot], f"slot at {offset} is free"
+        block.owners[slot] = owner
+        return block
+
+    def block_of(self, offset: int) -> Block:
+        block = self._blocks[offset // self.unit_nbytes]
+        assert block is not None, f"no block at {offset}"
+        return block
+
+    # ---- blocks --------------------------------------------------------------------------
+
+    def level(self, slot_nbytes: int) -> int:
+        """Level of the blocks of this slot size; that of an extent for a size that fits none."""
+        for level in range(self.level_max):
+            block_nbytes = self.unit_nbytes << level
+            fits = self._slots_min * slot_nbytes <= block_nbytes
+            if fits and block_nbytes % slot_nbytes * UNUSED_SHARE <= block_nbytes:
+                return level
+        return self.level_max
+
+    def _kind(self, slot_nbytes: int) -> SizeClass | None:
+        kind = self._kinds.get(slot_nbytes)
+        if kind is None and SLOT_ALIGN_NBYTES <= slot_nbytes <= self.extent_nbytes:
+            level = self.level(slot_nbytes)
+            kind = SizeClass(slot_nbytes, level, (self.unit_nbytes << level) // slot_nbytes)
+        return kind
+
+    def _open(self, slot_nbytes: int, kind: SizeClass | None) -> Block | None:
+        """A free block for this slot size, the smallest that is large enough, cut down to what is needed; not listed as
+        partial yet."""
+        kind = kind or (self._kind(slot_nbytes) if any(self._free) else None)
+        if kind is None:
+            return None
+        for level in range(kind.level, self.level_max + 1):
+            if self._free[level]:
+                start, _ = self._free[level].popitem()
+                for half in range(level - 1, kind.level - 1, -1):
+                    self._free[half][start + (1 << half)] = None
+                block = self._put(start, kind)
+                block.free = kind.all_free[:]
+                return block
+        return None
+
+    def _put(self, start: int, kind: SizeClass) -> Block:
+        """It gives no slots yet."""
+        block = Block(start, start * self.unit_nbytes, kind, self._owners(kind.per_block))
+        self._blocks[start : start + (1 << kind.level)] = [block] * (1 << kind.level)
+        self._kinds[kind.slot_nbytes] = kind
+        kind.block_count += 1
+        return block
+
+    def _retire(self, block: Block) -> None:
+        kind, units = block.kind, 1 << block.kind.level
+        self._blocks[block.start : block.start + units] = [None] * units
+        kind.partial.pop(block.start, None)
+        kind.block_count -= 1
+        if not kind.block_count:
+            del self._kinds[kind.slot_nbytes]
+        if not block.closed:
+            self._give(block.start, kind.level)
+
+    def _give(self, start: int, level: int) -> None:
+        """A block is free; with its other half it is a larger one."""
+        while level < self.level_max and start ^ (1 << level) in self._free[level]:
+            del self._free[level][start ^ (1 << level)]
+            start &= ~(1 << level)
+            level += 1
+        self._free[level][start] = None
+
+    # ---- areas: the place of a block, whatever is in it now ------------------------------
+
+    def area(self, offset: int, level: int) -> range:
+        """Units of the block of this level at `offset`, or of the larger block that is in use there."""
+        unit = offset // self.unit_nbytes
+        block = self._blocks[unit]
+        if block is not None:
+            level = max(level, block.kind.level)
+        return range(unit >> level << level, (unit >> level) + 1 << level)
+
+    def blocks_in(self, area: range) -> list[Block]:
+        """Blocks in use there."""
+        return [b for unit in area if (b := self._blocks[unit]) is not None and b.start == unit]
+
+    def is_free(self, area: range) -> bool:
+        """Nothing there is in use or closed."""
+        return self._closed.isdisjoint(area) and not self.blocks_in(area)
+
+    def areas(self, level: int) -> Iterator[range]:
+        """All areas of this level, those within larger blocks left out."""
+        for start in range(0, len(self._blocks), 1 << level):
+            block = self._blocks[start]
+            if block is None or block.kind.level <= level:
+                yield range(start, start + (1 << level))
+
+    def mean_use(self, area: range) -> float:
+        """Of the slots there that are in use; there is one."""
+        blocks = self.blocks_in(area)
+        return sum(block.used_sum for block in blocks) / sum(block.used_count for block in blocks)
+
+    def loose_areas(self, level: int, count: int) -> list[range]:
+        """Areas of this level that are free in part, those with the largest free part first."""
+        found: dict[int, range] = {}
+        for free in reversed(self._free[:level]):
+            for start in islice(free, count - len(found)):
+                area = self.area(start * self.unit_nbytes, level)
+                found.setdefault(area.start, area)
+        return list(found.values())
+
+    def sparse(self, slot_nbytes: int) -> int | None:
+        """Offset of the emptiest of a few blocks of this size, if others have free slots for all of it."""
+        kind = self._kinds.get(slot_nbytes)
+        if kind is None or not kind.partial or kind.slot_count - kind.used_count < kind.per_block:
+            return None
+        return min(islice(kind.partial.values(), LOOKED_AT), key=lambda block: block.used_count).offset
+
+    def close(self, area: range) -> bool:
+        """Nothing in there is given out until `reopen`. False: part of it is closed already, it is not an area
+        any more, or nothing there is in use (then it may be part of a larger free block)."""
+        is_area = self.area(area.start * self.unit_nbytes, len(area).bit_length() - 1) == area
+        if not is_area or not self._closed.isdisjoint(area) or not self.blocks_in(area):
+            return False
+        self._closed.update(area)
+        for unit in area:
+            for free in self._free:
+                free.pop(unit, None)
+        for block in self.blocks_in(area):
+            block.closed = True
+            block.kind.partial.pop(block.start, None)
+        return True
+
+    def reopen(self, area: range) -> None:
+        """What is in use there goes on, what is empty is free."""
+        self._closed.difference_update(area)
+        for block in self.blocks_in(area):
+            block.closed = False
+            if block.free:
+                block.kind.partial[block.start] = block
+        for unit in area:
+            if self._blocks[unit] is None:
+                self._give(unit, 0)
+
+    # ---- start ---------------------------------------------------------------------------
+
+    def claim(self, slot_nbytes: int, offset: int, owner: Any) -> bool:
+        """Takes the slot at `offset`, as a record of an earlier run says; False if that can not be.
+        For a new allocator; `claimed` must follow the last of them."""
+        kind = self._kind(slot_nbytes)
+        if kind is None or not 0 <= offset < self.region_nbytes:
+            return False
+        start = offset // self.unit_nbytes >> kind.level << kind.level
+        slot, rest = divmod(offset - start * self.unit_nbytes, slot_nbytes)
+        if rest or slot >= kind.per_block:
+            return False
+        block = self._blocks[start]
+        if block is None:
+            if any(self._blocks[start : start + (1 << kind.level)]):
+                return False
+            block = self._put(start, kind)
+        if block.start != start or block.kind is not kind or block.owners[slot]:
+            return False
+        block.owners[slot] = owner
+        return True
+
+    def claimed(self) -> None:
+        """Lists what all claims left free: once, because taking a slot out of a list takes its length."""
+        for free in self._free:
+            free.clear()
+        extent_units = 1 << self.level_max
+        for start in range(len(self._blocks) - extent_units, -1, -extent_units):
+            if any(self._blocks[start : start + extent_units]):
+                for unit in range(start + extent_units - 1, start - 1, -1):
+                    if self._blocks[unit] is None:
+                        self._give(unit, 0)
+            else:
+                self._free[-1][start] = None
+        for block in self.blocks():
+            kind, owners = block.kind, block.owners
+            if not all(owners):
+                block.free = array("I", (slot for slot in range(len(owners) - 1, -1, -1) if not owners[slot]))
+                kind.partial[block.start] = block
+            kind.used_count += block.used_count
+            self.used_nbytes += block.used_count * kind.slot_nbytes
+
+    # ---- tell ----------------------------------------------------------------------------
+
+    @property
+    def extent_count(self) -> int:
+        return self.region_nbytes // self.extent_nbytes
+
+    @property
+    def extent_free_count(self) -> int:
+        return len(self._free[-1])
+
+    @property
+    def unit_count(self) -> int:
+        return len(self._blocks)
+
+    def kinds(self) -> list[SizeClass]:
+        """Of the slot sizes that have blocks."""
+        return list(self._kinds.values())
+
+    def block_at(self, unit: int) -> Block | None:
+        """The block that starts there."""
+        block = self._blocks[unit]
+        return block if block is not None and block.start == unit else None
+
+    def blocks(self) -> Iterator[Block]:
+        """Blocks in use."""
+        return (block for unit in range(len(self._blocks)) if (block := self.block_at(unit)) is not None)
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        wrong = []
+        covered = [0] * len(self._blocks)
+        for level, free in enumerate(self._free):
+            for start in free:
+                if start % (1 << level):
+                    wrong.append(f"a free block of level {level} starts at unit {start}")
+                for unit in range(start, start + (1 << level)):
+                    covered[unit] += 1
+                if level < self.level_max and start ^ (1 << level) in free:
+                    wrong.append(f"free blocks at unit {start} and its other half are not one")
+        found: dict[int, list[int]] = {}
+        for block in self.blocks():
+            kind = block.kind
+            sums = found.setdefault(kind.slot_nbytes, [0, 0])
+            sums[0] += 1
+            sums[1] += block.used_count
+            for unit in range(block.start, block.start + (1 << kind.level)):
+                covered[unit] += 1
+            occupied = {i for i, owner in enumerate(block.owners) if owner}
+            if block.used_count == 0:
+                wrong.append(f"block {block.start} is empty but still serves {kind.slot_nbytes}-byte slots")
+            if occupied & set(block.free) or len(occupied) + len(set(block.free)) != len(block.owners):
+                wrong.append(f"block {block.start}: free and occupied slots do not add up")
+            if (bool(block.free) and not block.closed) != (block.start in kind.partial):
+                wrong.append(f"block {block.start}: {len(block.free)} free slots, but listed wrongly as partial")
+        if covered.count(1) != len(covered):
+            wrong.append(f"{len(covered) - covered.count(1)} units are neither in one block nor free once")
+        counted = {kind.slot_nbytes: [kind.block_count, kind.used_count] for kind in self.kinds()}
+        if found != counted:
+            wrong.append(f"blocks and slots in use by size are {found}, counted {counted}")
+        used_nbytes = sum(size * used for size, (_, used) in found.items())
+        if used_nbytes != self.used_nbytes:
+            wrong.append(f"{used_nbytes} bytes are in slots, the counter says {self.used_nbytes}")
+        return wrong
