@@ -4,7 +4,6 @@ An engine takes 15 to 25 s to start. So the tests of a file share engines, each 
 that computes, the one that finds what another computed), and use prompts of their own.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from engine_handle import EngineHandle
 
 HERE = Path(__file__).parent
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
-sys.path.append(str(HERE.parents[2] / "benchmarks"))
 
-from vllm_server import store_config  # noqa: E402
+from vllm_server import store_config
 
 # For tests that are not about time: a busy machine answers late. A test's own options go first.
 PATIENT = {
