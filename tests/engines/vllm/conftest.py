@@ -5,18 +5,15 @@ that computes, the one that finds what another computed), and use prompts of the
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_apart import close_all
 from engine_handle import EngineHandle
-
-HERE = Path(__file__).parent
-collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
-
 from vllm_server import store_config
+
+collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 
 # For tests that are not about time: a busy machine answers late. A test's own options go first.
 PATIENT = {
