@@ -417,6 +417,15 @@ def test_tests_and_proto_are_no_packages() -> None:
     assert [name(path) for top in ("tests", "proto") for path in (ROOT / top).rglob("__init__.py")] == []
 
 
+def test_modules_that_tests_find_shadow_no_package() -> None:
+    """`pythonpath` in pyproject.toml goes before what is installed."""
+    found = {
+        path.stem for folder in ("tests/helpers", "tests/fuzz", "benchmarks") for path in (ROOT / folder).glob("*.py")
+    }
+    assert found & ({wrapper.partition(".")[0] for wrapper in ALLOWED} | set(PACKAGES) | {"lightllm"}) == set()
+    assert found & sys.stdlib_module_names == set()
+
+
 def test_no_whole_prefix_hash_is_logged_or_told() -> None:
     """The command line shows them to who has asked for them."""
     told = [

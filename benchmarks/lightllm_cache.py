@@ -8,7 +8,7 @@
 The same calls in the same order as LightLLM's disk worker makes them, which polls as it does, every
 millisecond; LightLLM itself is not needed. Contenders take turns; the bytes of the first round are compared.
 
-    python benchmarks/lightllm.py [--rounds 7] [--page-mib 8] [--pages 16] [--json]
+    python benchmarks/lightllm_cache.py [--rounds 7] [--page-mib 8] [--pages 16] [--json]
 """
 
 import json
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
     options.add_argument("--pages", type=int, default=16, help="pages of a batch (%(default)s)")
     args = options.parse_args(argv)
     page_nbytes, nbytes = args.page_mib << 20, args.pages * args.page_mib << 20
-    report = Report("Pages of LightLLM's CPU cache, node on the same host", "python benchmarks/lightllm.py")
+    report = Report("Pages of LightLLM's CPU cache, node on the same host", "python benchmarks/lightllm_cache.py")
     ram = nbytes * 32  # what a query found is held for two seconds, gigabytes at this rate
     with (
         tempfile.TemporaryDirectory() as model,
