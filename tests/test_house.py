@@ -47,7 +47,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "typer": ("kvstore/cli/",),
     "click": ("kvstore/cli/",),
     "rich": ("kvstore/cli/",),
-    "matplotlib": ("kvstore/cli/plan_picture.py",),
+    "matplotlib": ("kvstore/cli/plan.py",),
     "torch": ("gpu_agent/",),
     "cupy": ("gpu_agent/kernels/",),
     "transformers": ("gpu_agent/engines/transformers.py", "gpu_agent/engines/transformers_paged.py"),
