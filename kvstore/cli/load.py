@@ -20,9 +20,8 @@ from kvstore.errors import InvalidRequest
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.secrets import tenant_of
 from kvstore.tools.bench import BenchOptions, BenchReport, bench
-from kvstore.tools.recording import Recording
 from kvstore.tools.replay import ReplayReport, replay, replay_namespace, throwaway_node
-from kvstore.tools.trace import count_requests, read_trace
+from kvstore.tools.trace import Recording, count_requests, read_trace
 
 CAPACITY_PAGES = 10_000
 ASK_S = 5.0  # a node keeps what comes in so long, at 100,000 pages a second

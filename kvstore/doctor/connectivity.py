@@ -1,8 +1,9 @@
-"""The way to one node, step by step: what fails there ends it, and the steps behind it are skipped.
+"""Check the way to one node, step by step, and which wires work from here.
 
 name -> TCP -> TLS -> certificate -> gRPC -> who this is there; then what the node tells of itself, and its clock
 
-At an address of bulk:// frames are in gRPC's place, and at one of unix: there is nothing before them.
+A step that fails ends it, and the steps behind it are skipped. At an address of bulk:// frames are in gRPC's
+place, and at one of unix: there is nothing before them. Then `Wires` says why a wire does not work.
 """
 
 import os
@@ -27,6 +28,8 @@ from kvstore.transports.tls import PROBE_S, SPEAKS_TLS, client_tls, greeted, sho
 from kvstore.x509 import hosts, validity
 
 GRACE_S = 2.0  # for threads to come by, beside what the steps themselves may take
+NAMES = ("shm", "bulk", "grpc")  # the best one first
+IN_CONTAINERS = "docs/operations.md, Shared memory between containers"
 _NO_ANSWER = (
     "the port is open and nobody answers: a node that starts, hangs or is stopped, or something else; look at the "
     "log of kvstore-node there"
@@ -209,12 +212,6 @@ def _remedy_of_tcp(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "nothing answers: the host is down, or a firewall, a security group or a NetworkPolicy drops it"
     return "there is no way to that address from here: correct the address, or the network"
-
-
-# Which wires to a node work from here, and why the others do not.
-
-NAMES = ("shm", "bulk", "grpc")  # the best one first
-IN_CONTAINERS = "docs/operations.md, Shared memory between containers"
 
 
 class Wires:

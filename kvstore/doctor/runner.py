@@ -1,4 +1,4 @@
-"""Which checks there are, in which order: what one group finds out, the next ones use.
+"""Choose the checks and their order. What one group finds out, the next ones use.
 
 this host [data directory] [GPU] --> this client --> the way to the nodes --> members --> wires --> cluster
                                                                              --> pages, there and back, and gone
@@ -13,11 +13,9 @@ from pathlib import Path
 from kvstore.cluster.nodes import is_here
 from kvstore.cluster.view import State, View, parse_view
 from kvstore.config import ClientConfig, parse_address
-from kvstore.doctor import host as settings
-from kvstore.doctor import members
+from kvstore.doctor import host, members
 from kvstore.doctor.checks import Check, Finding, Group, one, probed, skipped
 from kvstore.doctor.connectivity import GRACE_S, Connectivity, Wires
-from kvstore.doctor.host import Host
 from kvstore.doctor.pages import Pages
 from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
@@ -67,8 +65,8 @@ class Runner:
 
     def _here(self) -> Iterator[Group]:
         wanted = self._wanted
-        host = Host(wanted.data_dir is not None or self._names_this_host, wanted.gpu)
-        yield Group("this host", [Check("this host", host.findings, HOST_S)])
+        this_host = host.Host(wanted.data_dir is not None or self._names_this_host, wanted.gpu)
+        yield Group("this host", [Check("this host", this_host.findings, HOST_S)])
         if wanted.data_dir is not None:
             remedy = "the disk hangs, or can not be used: the kernel's log (dmesg) says more"
             arguments = ("data directory", "kvstore.doctor.data_dir", [str(wanted.data_dir)], DIRECTORY_S, remedy)
@@ -77,7 +75,7 @@ class Runner:
         if wanted.gpu:
             find = partial(probed, "GPU", "gpu_agent.worker.probe", [], GPU_S, WHERE_ENGINES_ARE)
             yield Group("GPU", [Check("GPU", find, GPU_S + GRACE_S)])
-        yield Group("this client", [Check("this client", partial(settings.findings, self._config), HOST_S)])
+        yield Group("this client", [Check("this client", partial(host.findings, self._config), HOST_S)])
 
     @property
     def _names_this_host(self) -> bool:
