@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "node/cluster/etcd.py",
         "node/gateway/",
     ),
-    "grpc_health": ("node/gateway/health.py",),
+    "grpc_health": ("node/gateway/server.py",),
     "grpc_reflection": ("node/gateway/server.py",),
     "google.protobuf": (
         "kvstore/cli/",
