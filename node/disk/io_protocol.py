@@ -1,4 +1,4 @@
-"""What a node and its keeper say to each other, over Unix sockets of their own.
+"""Encode what a node and its I/O process say to each other, over Unix sockets of their own.
 
     order := nbytes of the body u32 | number u64 | kind u8 | body
     reply := nbytes of the body u32 | number of the order u64 | outcome u8 | body
@@ -12,7 +12,7 @@
     ALL_ROWS      first byte of their keys                            pairs
     SOME_ROWS     nbytes u32 | first key                              pairs, about so many bytes; none: the end
     PURGE_ROWS    0 u32 | needles, as keys to delete                  files in which one is found
-    CLOSE                                                             the keeper ends
+    CLOSE                                                             the process ends
 
     slot := offset on disk | offset in the arena | nbytes | number of its key, from 1 on, or 0 | mark of its seal
     pair := nbytes u16 | nbytes u32 | key | value        key to delete := nbytes u16 | key
