@@ -167,7 +167,7 @@ class IoChannel:
             yield from self._answer(lambda: self._recv_patiently(timeouts))
 
     def unasked(self, timeouts: Timeouts) -> bytes:
-        """Return what the process says first. Raises ConfigError if it can not begin, NotAnswering if it says nothing."""
+        """Return what the process says first. Raises ConfigError if it can not begin, NotAnswering if nothing comes."""
         return b"".join(self._answer(lambda: self._recv_patiently(timeouts)))
 
     def _send(self, kind: Kind, body: bytes) -> None:

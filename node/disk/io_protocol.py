@@ -73,7 +73,7 @@ class Outcome(IntEnum):
 
 
 class Task(NamedTuple):
-    """What a keeper is started for: its command line."""
+    """What an I/O process is started for: its command line."""
 
     orders_fd: int
     questions_fd: int
@@ -98,7 +98,7 @@ class Task(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What a keeper found: the reply to order 0, which nobody gives. `device` and `inode` are the directory's."""
+    """What an I/O process found: the reply to order 0, which nobody gives. `device` and `inode` are the directory's."""
 
     extent_nbytes: int
     extent_count: int
