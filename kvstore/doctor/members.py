@@ -26,18 +26,18 @@ GIB = 1 << 30
 Views = dict[str, View]
 
 
-def about(way: Connectivity) -> Iterator[Finding]:
+def about(node: Connectivity) -> Iterator[Finding]:
     """Of a node that said hello."""
-    assert way.hello is not None
-    yield version(way.hello)
-    if way.status is None:
+    assert node.hello is not None
+    yield version(node.hello)
+    if node.status is None:
         return
-    yield state(way.status)
-    yield clock(way.clock)
-    if not way.status.HasField("ram"):
+    yield state(node.status)
+    yield clock(node.clock)
+    if not node.status.HasField("ram"):
         yield skipped("memory and disk", NOT_TOLD, "use a token of tenant '*'")
         return
-    yield from told(way.status)
+    yield from told(node.status)
 
 
 def told(status: pb.NodeStatusReply) -> Iterator[Finding]:
@@ -141,9 +141,9 @@ def reached(findings: Sequence[Finding]) -> Iterator[Finding]:
     yield from bad
 
 
-def findings(view: View, ways: Mapping[str, Connectivity]) -> Iterator[Finding]:
-    """`ways`: to the members of the view, by id; gone through."""
-    there = {member: way for member, way in ways.items() if way.hello is not None}
+def findings(view: View, nodes: Mapping[str, Connectivity]) -> Iterator[Finding]:
+    """`nodes`: to the members of the view, by id; gone through."""
+    there = {member: node for member, node in nodes.items() if node.hello is not None}
     yield _answers(view, there)
     if there:
         yield _agreement(there)
@@ -185,8 +185,8 @@ def _agreement(there: Mapping[str, Connectivity]) -> Finding:
     views = _told(there)
     if len({seen.number for seen in views.values()}) > 1:
         time.sleep(SETTLE_S)
-        for way in there.values():
-            way.ask_again()
+        for node in there.values():
+            node.ask_again()
         views = _told(there)
     alone = sorted(there.keys() - views.keys())
     if alone:
@@ -209,10 +209,10 @@ def _agreement(there: Mapping[str, Connectivity]) -> Finding:
 
 def _told(there: Mapping[str, Connectivity]) -> Views:
     views = Views()
-    for member, way in there.items():
-        if way.hello is not None and way.hello.HasField("view"):
+    for member, node in there.items():
+        if node.hello is not None and node.hello.HasField("view"):
             try:
-                views[member] = parse_view(way.hello.view)
+                views[member] = parse_view(node.hello.view)
             except ConfigError:
                 continue
     return views
@@ -221,10 +221,10 @@ def _told(there: Mapping[str, Connectivity]) -> Views:
 def _registry(there: Mapping[str, Connectivity]) -> Finding:
     wrong: dict[str, None] = {}
     told = False
-    for member, way in sorted(there.items()):
-        if way.status is None or not way.status.HasField("peers"):
+    for member, node in sorted(there.items()):
+        if node.status is None or not node.status.HasField("peers"):
             continue
-        told, peers = True, way.status.peers
+        told, peers = True, node.status.peers
         if peers.registry not in REGISTRIES:
             wrong[f"{member} can not ask its registry: {peers.registry}"] = None
         wrong |= dict.fromkeys(f"not of the view: {line}" for line in peers.apart)

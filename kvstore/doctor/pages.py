@@ -88,7 +88,7 @@ class Pages:
         for name in NAMES:
             if name in wires.clients:
                 yield self._trip(name, wires.clients[name], self._key(member))
-        status, best = wires.way.status, next((name for name in NAMES if name in wires.clients), "")
+        status, best = wires.node.status, next((name for name in NAMES if name in wires.clients), "")
         if not best:
             return
         if status is not None and status.HasField("ram") and status.disk.state != "SERVING":

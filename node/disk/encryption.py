@@ -178,10 +178,10 @@ class PageEncryption(NamedTuple):
 
 
 class DiskLocation(NamedTuple):
-    """Of a page on disk; without a seal its bytes are plain."""
+    """Of a page on disk; without `encryption` its bytes are plain."""
 
     offset: int
-    seal: PageEncryption | None
+    encryption: PageEncryption | None
 
 
 def disk_location(offset: int, key: bytes, checksum: bytes) -> DiskLocation:

@@ -80,8 +80,8 @@ class Read:
         self._begin(self)
         found = files.read(place.offset + start, view)
         self._end(self)
-        if found and place.seal is not None:
-            place.seal.decrypt(start, view)
+        if found and place.encryption is not None:
+            place.encryption.decrypt(start, view)
         return found
 
 
