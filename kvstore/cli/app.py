@@ -2,14 +2,13 @@
 
 import sys
 
-from kvstore.cli.output import guard_stdout
-
 EXTRA_MODULES = ("typer", "rich", "click", "shellingham")
 
 
 def main() -> None:
     try:
         from kvstore.cli.commands import app
+        from kvstore.cli.output import guard_stdout
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRA_MODULES:
             raise
