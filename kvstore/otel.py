@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from kvstore import tracing
+import kvstore.tracing as tracing
 from kvstore.config import Telemetry, telemetry
 from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
