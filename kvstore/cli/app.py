@@ -1,4 +1,4 @@
-"""Entry point of the `kvstore` command. Importable without the `cli` extra, to say what is missing."""
+"""Start the `kvstore` command. Importable without the `cli` extra, to say what is missing."""
 
 import sys
 

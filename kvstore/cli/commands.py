@@ -1,4 +1,4 @@
-"""The `kvstore` command: its subcommands and the options before them."""
+"""Define the `kvstore` command: its subcommands and the options before them."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""`kvstore doctor`: what is wrong with a deployment, seen from here, and what to do."""
+"""Run `kvstore doctor`: show what is wrong with a deployment, seen from here, and what to do."""
 
 import contextlib
 from collections import Counter

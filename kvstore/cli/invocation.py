@@ -1,4 +1,4 @@
-"""What every command shares: node address, deadline, --json; and the client made from them."""
+"""Hold what every command shares: node address, deadline, --json; and make the client from them."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Page bytes on disk: one preallocated file per extent, moved straight between arena slot and file.
+"""Store page bytes on disk: one preallocated file per extent, straight from and to arena slots.
 
 `O_DIRECT` where the file system allows: no copy through the page cache, and the serving process's
 memory stays its own. Offsets and lengths are multiples of 4 KiB, as slots are. Reads and writes
