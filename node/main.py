@@ -41,7 +41,6 @@ Settings for experts, which are not listed here: docs/operations.md, "Expert set
 exit status: 0 stopped by SIGTERM, SIGINT or SIGHUP, 2 a setting or an installed package is unusable
 """
 
-
 # The groups of `--help` and their settings, in order. `setting(expert=True)` leaves one out.
 GROUPS = {
     "network": ("host", "port", "bulk_port", "metrics_port", "shm_socket", "grpc_host", "grpc_processes"),

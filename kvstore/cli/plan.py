@@ -63,7 +63,6 @@ PictureOption = Annotated[
     list[Path] | None, typer.Option("--picture", metavar="FILE", help="plan.png or plan.html; or both, said twice.")
 ]
 
-
 _RATES = (">GET GB/s", ">PUT", ">DISK READ", ">WRITE")
 
 PICTURE_KINDS = (".png", ".html")

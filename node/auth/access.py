@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 1.0  # between two looks at the files
 
-
 FILE_NBYTES_MAX = 16 << 20
 
 EVERYBODY = Principal("everybody", ALL, Role.ADMIN)  # at a node that asks nobody who he is

@@ -30,7 +30,6 @@ from kvstore.layout import SLOT_ALIGN_NBYTES
 
 log = logging.getLogger(__name__)
 
-
 FORMAT_VERSION = 5
 PURGE_S = 2.0
 CLOCK_STEP_S = 10  # tolerated step back of the wall clock between two runs, such as NTP makes
