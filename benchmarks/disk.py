@@ -136,7 +136,7 @@ class Tier:
     def __init__(self, directory: Path, arena: Arena, capacity: int, page_nbytes: int, vault: Vault = PLAIN) -> None:
         self._page_nbytes = page_nbytes
         kept = ProcessStorage(directory, capacity * page_nbytes, EXTENT_NBYTES, arena.fd, key_mark=vault.mark)
-        self.pid = kept.keeper.pid
+        self.pid = kept.process.pid
         self._tier = DiskTier(kept, arena.view, queue_nbytes_max=0, vault=vault)
 
     def write(self, pages: list[Page], gone: list[Page]) -> None:

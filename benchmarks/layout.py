@@ -15,7 +15,8 @@ Protocols   Classes that inherit from `typing.Protocol` directly. An implementat
             the packages that inherits from the Protocol or defines all of its methods and
             properties, itself or by a base class of the packages. A Protocol without any method
             is implemented by all classes and is not counted.
-options     Lines of `kvstore-node --help` that start with an option, --help included.
+options     Lines of `kvstore-node --help` that start with an option, but for --help and --version,
+            which set nothing.
 """
 
 import argparse
@@ -158,13 +159,13 @@ def lonely_protocols(found: list[Source]) -> tuple[list[str], int]:
 
 
 def option_count(root: Path) -> int | None:
-    """Count the options in the help of a node; None where it does not start."""
+    """Count the settings in the help of a node; None where it does not start."""
     if not (root / "node" / "main.py").exists():
         return None
     command = [sys.executable, "-m", "node.main", "--help"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     found = re.findall(r"^\s+-[\w-]+(?:, --[\w-]+)?", done.stdout, re.MULTILINE)
-    return len(found) if done.returncode == 0 else None
+    return sum(not option.endswith(("--help", "--version")) for option in found) if done.returncode == 0 else None
 
 
 def share(part: int, whole: int) -> str:

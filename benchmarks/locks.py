@@ -16,9 +16,9 @@ from measure import Report, median, parser, progress
 
 from kvstore import Namespace
 from kvstore.layout import opaque_layout
-from node.gc_policy import SeldomCollections
 from node.memory.page import Namespaces
 from node.memory.tier import Pinning, RamTier
+from node.process import SeldomCollections
 from node.slab import SlotAllocator
 
 PAGE_NBYTES = 4096

@@ -1,6 +1,6 @@
 """kvstore: a distributed KV-cache store for LLM inference. This package is what clients need.
 
-What is named here is imported when it is first used: a node's keeper needs the errors and the checksum, and would
+What is named here is imported when it is first used: a node's I/O process needs the errors and the checksum, and would
 otherwise start with gRPC and a whole client, in twice the time.
 """
 

@@ -1,5 +1,11 @@
-"""Callers' buffers as flat byte views, without a copy and without importing torch; and what is done to large ones
-while other threads of the process run on."""
+"""View and copy callers' buffers: flat byte views without a copy, and without importing torch.
+
+Large copies let the process's other threads run on. A page's bytes lie in one run of memory or in several,
+as in an engine's pool whose K and V are far apart, and travel one piece after the other:
+
+    a page     | piece 0 ... | piece 1 | piece 2 ....... |      buffers of the caller, in the page's order
+    a slot     |                                         |      at a node it is one run
+"""
 
 import contextlib
 import ctypes
@@ -13,6 +19,8 @@ from kvstore.errors import InvalidRequest
 # Copied, hashed or joined while the GIL is kept: 5 to 15 us. To give it up and get it back costs as much, and up to
 # `sys.getswitchinterval()`, 5 ms, beside a thread that computes.
 HELD_NBYTES_MAX = 64 << 10
+
+Pieces: TypeAlias = tuple[memoryview, ...]  # flat views of bytes, one or more
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PyBUF_WRITABLE = 1
@@ -149,15 +157,6 @@ def _tensor_view(tensor: Any) -> memoryview:
     memory = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
     memory.owner = tensor  # the view holds the ctypes array, which holds the tensor
     return memoryview(memory).cast("B")
-
-
-# Pages in pieces: the bytes of a page lie in one run of memory or in several, as in an engine's
-# pool whose K and V are far apart, and travel one piece after the other.
-#
-#     a page     | piece 0 ... | piece 1 | piece 2 ....... |      buffers of the caller, in the page's order
-#     a slot     |                                         |      at a node it is one run
-
-Pieces: TypeAlias = tuple[memoryview, ...]  # flat views of bytes, one or more
 
 
 def page_segments(pages: Iterable[Any], nbytes: int, writable: bool = False) -> list[Pieces]:

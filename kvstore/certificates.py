@@ -1,4 +1,4 @@
-"""PEM files of certificates and keys: read together, checked whole, and read again when they have changed.
+"""Read PEM files of certificates and keys: together, checked whole, and again when they change.
 
 authorities    whose certificates of the other side are believed
 certificate    what this side shows: its own first, then those between it and its authority

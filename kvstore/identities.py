@@ -1,4 +1,4 @@
-"""The file of identities: who there is, what he may, and which namespaces tenants share.
+"""Read and change the file of identities: who there is, what each may do, which namespaces tenants share.
 
     token        ci        tenant=team-a role=write hash=<SHA-256 of the token, 64 hex digits> models=llama-*,qwen-*
     certificate  gpu-7     tenant=team-a role=write expires=2027-01-01T00:00:00Z
@@ -8,6 +8,9 @@
 One entry a line; `#` begins a comment. A token is the start of a tenant's name and 256 random bits, of which only the
 hash is kept: a plain SHA-256, for there is nothing to guess. A line that is wrong is left out and told by its number,
 never by what it says; the others are in force.
+
+A change adds or removes a line. The file is replaced as a whole, so that nobody reads half of it; comments and other
+lines stay as they are. A node takes the change up within a second or two.
 """
 
 import contextlib
@@ -29,6 +32,12 @@ from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.secrets import write_whole
 
 ALL = "*"  # the tenant of who is of all of them
+TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+_NAME = re.compile(r"[!-~]{1,255}")  # certificates have all kinds of names
+_HASH = re.compile(r"[0-9a-f]{64}")
+LINES_MAX = 100_000
+MODE_NEW = 0o640  # of a file that is made anew
+SECRET_NBYTES = 32  # random bytes in a token
 
 
 class Role(enum.IntEnum):
@@ -38,6 +47,9 @@ class Role(enum.IntEnum):
     WRITE = 2
     NODE = 3
     ADMIN = 4
+
+
+ROLES = {role.name.lower(): role for role in Role}
 
 
 @dataclass(frozen=True)
@@ -78,13 +90,6 @@ def share_of(tenant: str) -> str:
 
 def matches(model: str, patterns: tuple[str, ...]) -> bool:
     return not patterns or any(fnmatchcase(model, pattern) for pattern in patterns)
-
-
-TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
-_NAME = re.compile(r"[!-~]{1,255}")  # certificates have all kinds of names
-_HASH = re.compile(r"[0-9a-f]{64}")
-LINES_MAX = 100_000
-ROLES = {role.name.lower(): role for role in Role}
 
 
 @dataclass(frozen=True)
@@ -237,16 +242,6 @@ def expiry_text(expires_s: float) -> str:
         return ""
     when = datetime.datetime.fromtimestamp(expires_s, datetime.timezone.utc)
     return when.isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
-# Changes to the file of identities: a line more, or one less. A node takes it up within a second
-# or two.
-#
-# The file is replaced as a whole, so that nobody reads half of it; comments and the lines of
-# others stay as they are.
-
-MODE_NEW = 0o640
-SECRET_NBYTES = 32
 
 
 def new_token(tenant: str) -> str:

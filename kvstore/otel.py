@@ -1,4 +1,6 @@
-"""Spans by OpenTelemetry, where that is installed and its own variables ask for them. The only file that imports it.
+"""Export spans by OpenTelemetry, where it is installed and its own variables ask for them.
+
+The only file that imports it.
 
 An engine's process has its provider from the engine, or its operator; a process of ours gets one here. Whoever
 configures neither has nothing imported.

@@ -1,4 +1,4 @@
-"""Seals: what a node can not forge. A keyed namespace's page is stored with its seal behind it, a MAC for each part.
+"""Seal pages so that a node can not forge them. A keyed namespace's page is stored with its seal, a MAC for each part.
 
     stored page  | part 0 | part 1 | ... | last part | MAC 0 | MAC 1 | ... | last MAC |      parts: `checksum.cuts`
                  |<--------- page_nbytes ----------->|<-------- seal_nbytes --------->|
@@ -24,6 +24,7 @@ from kvstore.secrets import SECRET_NBYTES_MAX, read_guarded
 SECRET_NBYTES = 32
 MAC_NBYTES = 16
 _KEY_ID_NBYTES = 8
+_EVERYBODY = stat.S_IROTH | stat.S_IWOTH  # may not read or write the file of the secret
 
 
 def seal_nbytes(page_nbytes: int) -> int:
@@ -128,13 +129,11 @@ def _hmac(key: bytes, data: bytes) -> bytes:
     return hmac.digest(key, data, "sha256")
 
 
-# The secret that pages are sealed with, from where the settings say it is.
-
-_EVERYBODY = stat.S_IROTH | stat.S_IWOTH
-
-
 def page_keys(config: PageKeyConfig) -> PageKeys | None:
-    """None where no secret is set. Raises ConfigError, in which no part of the secret stands."""
+    """Return the keys made from the secret that the settings name, or None where none is set.
+
+    Raises ConfigError, in which no part of the secret stands.
+    """
     if config.page_key and config.page_key_file:
         raise ConfigError("page_key and page_key_file are both set; leave one of them out")
     if config.page_key_file:

@@ -1,6 +1,12 @@
-"""Files that hold a secret, or say who may do what: regular ones, closed to others, no longer than they need be.
+"""Read and write files that hold a secret or say who may do what, and say who a client is.
 
-A file is named as `setting=path`, and so errors name it. They say nothing of what it holds.
+Such files are regular ones, closed to others, and no longer than they need be. A file is named as
+`setting=path`, and so errors name it. They say nothing of what it holds.
+
+A client is known by a token, and by the tenant with whose name the token begins:
+
+    team-a.Yq3...43 characters      of tenant team-a
+    Yq3...43 characters             of all tenants
 """
 
 import contextlib
@@ -15,34 +21,10 @@ from typing import Any
 from kvstore.config import ClientConfig, is_loopback
 from kvstore.errors import ConfigError
 
-# Files that are replaced whole or not at all: somebody may be reading them, or the power may go.
-
-
-def write_whole(path: Path, content: bytes, mode: int, owner: tuple[int, int] | None = None) -> None:
-    """`owner`: (user, group), another than this process's. It is there after a loss of power, too, and nobody has read
-    it with another mode. Raises OSError."""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(fd, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fchmod(fd, mode)
-            if owner is not None and owner != (os.geteuid(), os.getegid()):
-                os.fchown(fd, *owner)
-            os.fsync(fd)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 SECRET_NBYTES_MAX = 4096  # of a file that holds one secret
+DEFAULT_TENANT = "default"
+TOKEN_NBYTES_MAX = 1024
+_TOKEN = re.compile(r"[!-~]+")  # what a header of HTTP may carry
 
 
 def look_at(file: str, forbidden: int = 0) -> os.stat_result:
@@ -101,14 +83,31 @@ def _unread(file: str, error: OSError) -> ConfigError:
     return ConfigError(f"{file} can not be read: {error.strerror}")
 
 
-# Who a client is, to a node that asks: a token, and the tenant with whose name it begins.
-#
-# team-a.Yq3...43 characters      of tenant team-a
-# Yq3...43 characters             of all tenants
+def write_whole(path: Path, content: bytes, mode: int, owner: tuple[int, int] | None = None) -> None:
+    """Replace a file as a whole or not at all: somebody may be reading it, or the power may fail.
 
-DEFAULT_TENANT = "default"
-TOKEN_NBYTES_MAX = 1024
-_TOKEN = re.compile(r"[!-~]+")  # what a header of HTTP may carry
+    It is there after a loss of power, too, and nobody has read it with another mode. `owner` is
+    (user, group), another than this process's. Raises OSError.
+    """
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fchmod(fd, mode)
+            if owner is not None and owner != (os.geteuid(), os.getegid()):
+                os.fchown(fd, *owner)
+            os.fsync(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def token_of(config: ClientConfig) -> str:

@@ -174,7 +174,7 @@ def carried(function: Callable[..., Result]) -> Callable[..., Result]:
 
 class NamesRequest(logging.Filter):
     """For a logger of what an engine's process has: lines say which request they are about. (A node's say it by their
-    form, `node.log_lines`.)"""
+    form, `node.process`.)"""
 
     def filter(self, record: logging.LogRecord) -> bool:
         trace = current()

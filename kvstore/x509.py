@@ -1,4 +1,4 @@
-"""Fields of certificates: dates and names.
+"""Read fields of certificates: dates and names.
 
 For nodes and the command line. An engine's environment has no `cryptography`: what `import kvstore` loads, and the
 wires, must not import this file.

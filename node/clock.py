@@ -1,4 +1,4 @@
-"""A clock in seconds since the epoch that does not jump: for times to live, pins on disk and last uses."""
+"""Tell seconds since the epoch without jumps: for times to live, pins on disk and last uses."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""All settings of a node, checked together at its start."""
+"""Define all settings of a node, checked together at its start."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""`kvstore-node`: the command that runs a node."""
+"""Run a node: the command `kvstore-node`."""
 
 import argparse
 import dataclasses
@@ -9,13 +9,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import kvstore
-import kvstore.otel as spans
+from kvstore import otel
 from kvstore.config import load
 from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
 from node.config import NodeConfig, missing
-from node.gc_policy import SeldomCollections
-from node.log_lines import formatter
+from node.process import SeldomCollections, formatter
 
 if TYPE_CHECKING:
     from node.server import Node
@@ -41,7 +40,6 @@ KVSTORE_NODE_TOKEN and KVSTORE_NODE_ETCD_PASSWORD have no flag, which everybody 
 Settings for experts, which are not listed here: docs/operations.md, "Expert settings".
 exit status: 0 stopped by SIGTERM, SIGINT or SIGHUP, 2 a setting or an installed package is unusable
 """
-
 
 # The groups of `--help` and their settings, in order. `setting(expert=True)` leaves one out.
 GROUPS = {
@@ -178,7 +176,7 @@ def main() -> None:
         handler.addFilter(LogRate())
         handler.setFormatter(formatter(config.log_format))
         logging.basicConfig(level=config.log_level, handlers=[handler])
-        spans.set_up("kvstore-node")
+        otel.set_up("kvstore-node")
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         node = _node_class()(config, _end_if_asked, gateway_processes=True)
         SeldomCollections()
@@ -192,7 +190,7 @@ def main() -> None:
     print(f"kvstore-node ready {ports}", flush=True)
     _await_stop(signals)
     node.stop()
-    spans.flush()
+    otel.flush()
     logging.shutdown()
     os._exit(0)  # a thread of a pool may still hang in a read of the disk, and Python would wait for it
 

@@ -1,4 +1,4 @@
-"""Slot allocator: cuts a region into slots of several sizes. Pure: offsets only, no bytes, no clock.
+"""Allocate slots of several sizes in a region. Pure: offsets only, no bytes, no clock.
 
     region  | extent 0                        | extent 1                        | extent 2
     blocks  | A A A A A A A . | B   | C C . . | D                               | (free)
@@ -21,10 +21,10 @@ from typing import Any
 
 from kvstore.layout import SLOT_ALIGN_NBYTES
 
-# Blocks of slots of one size, into which a region is cut (`node.slab`): what is where in each,
-# and what of a size is in use in all of them.
-
 NO_SLOTS = array("I")  # the free slots of a full block: one array for them all
+HALVINGS_MAX = 6  # 64 blocks in an extent: a block of 4 KiB slots costs its owner of memory little
+UNUSED_SHARE = 16  # a block may leave 1/16 of itself unused at its end
+LOOKED_AT = 8  # blocks, in search of an emptier one
 
 
 class SizeClass:
@@ -67,11 +67,6 @@ class Block:
     @property
     def used_count(self) -> int:
         return len(self.owners) - len(self.free)
-
-
-HALVINGS_MAX = 6  # 64 blocks in an extent: a block of 4 KiB slots costs its owner of memory little
-UNUSED_SHARE = 16  # a block may leave 1/16 of itself unused at its end
-LOOKED_AT = 8  # blocks, in search of an emptier one
 
 
 class SlotAllocator:

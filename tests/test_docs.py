@@ -180,6 +180,64 @@ def test_links_of_a_document_resolve(document: Path) -> None:
     assert dead == []
 
 
+# ---- files -----------------------------------------------------------------------------------
+
+TOPS = ("benchmarks", "deploy", "docker", "docs", "gpu_agent", "kvstore", "node", "proto", "tests")
+FILES = {path.name for path in ROOT.iterdir() if path.is_file()} | {
+    path.relative_to(ROOT).as_posix()
+    for top in TOPS
+    for path in (ROOT / top).rglob("*")
+    if path.is_file() and path.suffix != ".pyc"
+}
+FOLDERS = {parent.as_posix() for name in FILES for parent in Path(name).parents}
+MADE = {"member.json", "plan.html", "config.json", "dist/sbom.json"}  # by nodes, commands and users
+NAMING = [path for path in LINKING if "decisions" not in path.parts and path.name != "CHANGELOG.md"]  # no history
+SUFFIXES = "py|pyi|cu|js|mjs|html|css|svg|json|yaml|toml|md"
+
+
+def named_files(text: str) -> set[str]:
+    """Return the files that a document names as code, but for scripts of an earlier commit."""
+    return set(re.findall(rf"`([\w./-]+\.(?:{SUFFIXES}))`(?!\s+at\s+commit)", text))
+
+
+def is_file(name: str) -> bool:
+    """Return whether a file has this name, or this end of its path."""
+    return name in FILES or any(path.endswith("/" + name) for path in FILES)
+
+
+def is_module(name: str) -> bool:
+    """Return whether a dotted name begins with a module, and goes on with a name that stands in it."""
+    parts = name.split(".")
+    for count in range(len(parts), 1, -1):
+        path = "/".join(parts[:count])
+        if f"{path}.py" in FILES:
+            return count == len(parts) or parts[count] in (ROOT / f"{path}.py").read_text()
+        if path in FOLDERS:
+            return count == len(parts)
+    return False
+
+
+@pytest.mark.parametrize("document", NAMING, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_and_modules_that_a_document_names_exist(document: Path) -> None:
+    text = document.read_text()
+    assert {name for name in named_files(text) if not is_file(name)} <= MADE
+    rooms = "|".join(sorted(folder.replace("/", r"\.") for folder in FOLDERS if folder.count("/") == 1))
+    modules = set(re.findall(rf"\b((?:{rooms})(?:\.\w+)*)\b", text))
+    assert {name for name in modules if not is_module(name)} == set()
+    paths = set(re.findall(rf"`((?:{'|'.join(TOPS)})/[\w/]*\w)/?`", text))
+    assert paths - FOLDERS - FILES == set()
+
+
+def test_files_of_a_table_are_in_its_folder() -> None:
+    tables = re.findall(
+        r"^\| `([\w/]+)/` \|.*\n((?:\|.*\n)+)", (ROOT / "docs" / "ARCHITECTURE.md").read_text(), re.MULTILINE
+    )
+    rows = [(folder, row.split("|")[1]) for folder, table in tables for row in table.splitlines()]
+    named = {f"{folder}/{name}" for folder, cell in rows for name in named_files(cell)}
+    assert len(named) > 100
+    assert named <= FILES
+
+
 # ---- a program -------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@
       "module_path": "gpu_agent.engines.sglang", "class_name": "KVStoreHiCache", "interface_v1": 1,
       "address": "store:7440"}'
 
-A page of a host pool is the unit (`layouts/sglang_host.py`), so pages move between the engine's pool and
+A page of a host pool is the unit (`layouts/sglang.py`), so pages move between the engine's pool and
 the node's memory in one copy, and over a wire without one. Each pool (KV, indexer, Mamba, ...) has a
 namespace of its own; a prefix counts as stored as far as all of them can restore it. How to use it:
 docs/engines/sglang.md.

@@ -1,4 +1,4 @@
-"""Which weights an engine serves, said so that every process that serves the same says the same.
+"""Name the weights that an engine serves, so that every process that serves the same says the same.
 
     a directory or a file       its last component, and a digest over its bytes
     a snapshot of a hub         its repository's name, and the commit
@@ -7,6 +7,15 @@
 
 A local path names nothing to others, and a name or a branch says nothing about bytes. A revision that the user
 names is believed, and vouches for all weights of the engine.
+
+Of files everything is read: weights that were trained further, or quantised again, keep their length, their names and
+their headers. What is told apart by less would be told apart wrongly one day.
+
+A Hugging Face hub's cache on this machine:
+
+    models--owner--name/refs/<branch, tag or pull request>   text: a commit
+                        snapshots/<commit>/<file>            -> ../../blobs/<hash of the content>
+                        blobs/<hash>                         large files: SHA-256; small ones: git's SHA-1
 """
 
 import functools
@@ -26,11 +35,6 @@ from kvstore.checksum import running_digest
 from kvstore.config import hub_cache_dir
 from kvstore.errors import ConfigError
 
-# The files of a checkpoint, and a digest over all their bytes.
-#
-# Everything is read: weights that were trained further, or quantised again, keep their length,
-# their names and their headers. What is told apart by less would be told apart wrongly one day.
-
 log = logging.getLogger(__name__)
 
 _READ_NBYTES = 16 << 20
@@ -40,9 +44,69 @@ SLOW_NBYTES = 8 << 30  # from here on, two seconds and more, a start says what i
 _NOISE = {".md", ".log", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf", ".lock", ".tmp", ".pyc"}
 # What counts and is no weights by itself: configurations, code, vocabularies.
 _TEXT = {".json", ".yaml", ".yml", ".txt", ".py", ".jinja", ".model", ".tiktoken", ""}
+# Of a model's configuration, what says nothing about its KV: who wrote it, where it was, how it runs.
+_NOT_IDENTITY = {"transformers_version", "_name_or_path", "use_cache", "return_dict", "output_attentions"}
 _SPLIT = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.\w+)$")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SNAPSHOT = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?P<rest>/.*)?$")
+_BLOB = re.compile(r"/models--[^/]+/blobs/(?:(?P<git>[0-9a-f]{40})|[0-9a-f]{64})$")
 
 _Signature = tuple[tuple[str, int, int, int, int, int], ...]
+
+
+def named(identity: Identity, model: str, revision: str = "", cache: str | None = "") -> Identity:
+    """`identity` with the model's name and revision filled in where the user gave none.
+
+    `model`: what the engine loads, a hub's name, a directory or a file; `revision`: of the hub, if the engine
+    was told one; `cache`: where the engine keeps what it fetches from the Hugging Face hub (empty: this user's
+    place, None: it fetches from elsewhere). Without a revision of the user's, weights in a directory or a file
+    are read as a whole. Raises ConfigError if nothing says which weights these are.
+    """
+    path = Path(model)
+    if not path.exists():
+        commit = identity.revision or _commit(model, revision, cache)
+        return replace(identity, model=identity.model or model, revision=commit)
+    if identity.revision:
+        snapshot = snapshot_of(path, ())
+        return replace(identity, model=identity.model or (snapshot[0] if snapshot else path.resolve().name))
+    files = weight_files(path)
+    snapshot = snapshot_of(path, files.values())
+    name, content = snapshot or (path.resolve().name, weights_digest(files))
+    return replace(identity, model=identity.model or name, revision=content)
+
+
+def also_loaded(vouched: bool, model: str, revision: str = "", cache: str | None = "") -> str:
+    """`"name@revision"` of weights that an engine has beside its model's: a draft model, a LoRA. What can not be
+    named is taken by its name if the user vouches for the engine's weights with a revision; else raises ConfigError."""
+    try:
+        other = named(Identity(), model, revision, cache)
+    except ConfigError:
+        if not vouched:
+            raise
+        return f"{model}@{revision}"
+    return f"{other.model}@{other.revision}"
+
+
+def _commit(model: str, revision: str, cache: str | None) -> str:
+    directory = None if cache is None else Path(cache or hub_cache_dir())
+    commit = commit_of(directory, model, revision) if directory else None
+    if commit is None:
+        raise ConfigError(
+            f"nothing says which weights {model!r} are: it is no directory and no file here, and "
+            + (f"{directory} holds no commit for its revision {revision or 'main'!r}" if directory else "no hub's name")
+            + "; set the option revision (a commit, a date), and another one after every change of the weights"
+        )
+    return commit
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """32 hex digits over a model's configuration, as `to_dict()` or config.json has it."""
+    return text_digest({name: value for name, value in config.items() if name not in _NOT_IDENTITY})
+
+
+def text_digest(value: Any) -> str:
+    """32 hex digits over anything that JSON can hold, or text."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def weight_files(path: Path) -> dict[str, Path]:
@@ -116,51 +180,6 @@ def _digest(files: tuple[tuple[str, Path], ...], signature: _Signature) -> str:
     return f"weights={running.digest().hex()}"
 
 
-# Rotary embeddings whose angles depend on how long a prompt is, read from a model's configuration.
-#
-#     dynamic         transformers: on the longest prompt since a short one; vLLM: on nothing; SGLang: on nothing;
-#                     LightLLM: on a token's own position
-#     longrope, su    transformers and SGLang: on the longest prompt of a batch; vLLM: on max_model_len; LightLLM: on
-#                     a token's own position
-#     all others      (linear, yarn, llama3, proportional, mrope) on nothing
-#
-# A page is found by its tokens and those before it. Where its K depends on what comes after, or
-# on what else was in the batch, no key tells such pages apart.
-
-
-def length_dependent(config: Mapping[str, Any]) -> list[str]:
-    """The kinds of such embeddings that a configuration names, of any of its parts and layers."""
-    return sorted({kind for kind in _kinds(config) if is_length_dependent(kind)})
-
-
-def is_length_dependent(kind: str) -> bool:
-    """transformers' rule; "su" is longrope's first name."""
-    return "dynamic" in kind or kind in ("longrope", "su")
-
-
-def _kinds(config: Mapping[str, Any], within: bool = False) -> Iterator[str]:
-    """`within`: of an entry that is about rotary embeddings. Nested: one for each kind of layer."""
-    for name, value in config.items():
-        if name == "use_dynamic_ntk" and value:
-            yield "dynamic"
-        elif isinstance(value, Mapping):
-            yield from _kinds(value, within or name.startswith("rope"))
-        elif within and name in ("rope_type", "type") and isinstance(value, str):
-            yield value
-
-
-# A Hugging Face hub's cache on this machine: which commit it holds for a name, and whether a
-# snapshot is as the hub made it.
-#
-#     models--owner--name/refs/<branch, tag or pull request>   text: a commit
-#                         snapshots/<commit>/<file>            -> ../../blobs/<hash of the content>
-#                         blobs/<hash>                         large files: SHA-256; small ones: git's SHA-1
-
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_SNAPSHOT = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?P<rest>/.*)?$")
-_BLOB = re.compile(r"/models--[^/]+/blobs/(?:(?P<git>[0-9a-f]{40})|[0-9a-f]{64})$")
-
-
 def commit_of(cache: Path, name: str, revision: str) -> str | None:
     """The commit that `revision` (empty: main) of a repository stands for here; None if its snapshot is not here.
     A commit stands for itself.
@@ -215,60 +234,32 @@ def _untouched(file: Path) -> bool:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest() == blob["git"]
 
 
-# Of a model's configuration, what says nothing about its KV: who wrote it, where it was, how it runs.
-_NOT_IDENTITY = {"transformers_version", "_name_or_path", "use_cache", "return_dict", "output_attentions"}
+def length_dependent(config: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of rotary embeddings in a model's configuration whose angles depend on a prompt's length.
 
+        dynamic         transformers: on the longest prompt since a short one; vLLM: on nothing; SGLang: on nothing;
+                        LightLLM: on a token's own position
+        longrope, su    transformers and SGLang: on the longest prompt of a batch; vLLM: on max_model_len; LightLLM: on
+                        a token's own position
+        all others      (linear, yarn, llama3, proportional, mrope) on nothing
 
-def config_digest(config: Mapping[str, Any]) -> str:
-    """32 hex digits over a model's configuration, as `to_dict()` or config.json has it."""
-    return text_digest({name: value for name, value in config.items() if name not in _NOT_IDENTITY})
-
-
-def text_digest(value: Any) -> str:
-    """32 hex digits over anything that JSON can hold, or text."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def named(identity: Identity, model: str, revision: str = "", cache: str | None = "") -> Identity:
-    """`identity` with the model's name and revision filled in where the user gave none.
-
-    `model`: what the engine loads, a hub's name, a directory or a file; `revision`: of the hub, if the engine
-    was told one; `cache`: where the engine keeps what it fetches from the Hugging Face hub (empty: this user's
-    place, None: it fetches from elsewhere). Without a revision of the user's, weights in a directory or a file
-    are read as a whole. Raises ConfigError if nothing says which weights these are.
+    A page is found by its tokens and those before it. Where its K depends on what comes after, or on what else was in
+    the batch, no key tells such pages apart.
     """
-    path = Path(model)
-    if not path.exists():
-        commit = identity.revision or _commit(model, revision, cache)
-        return replace(identity, model=identity.model or model, revision=commit)
-    if identity.revision:
-        snapshot = snapshot_of(path, ())
-        return replace(identity, model=identity.model or (snapshot[0] if snapshot else path.resolve().name))
-    files = weight_files(path)
-    snapshot = snapshot_of(path, files.values())
-    name, content = snapshot or (path.resolve().name, weights_digest(files))
-    return replace(identity, model=identity.model or name, revision=content)
+    return sorted({kind for kind in _kinds(config) if is_length_dependent(kind)})
 
 
-def also_loaded(vouched: bool, model: str, revision: str = "", cache: str | None = "") -> str:
-    """`"name@revision"` of weights that an engine has beside its model's: a draft model, a LoRA. What can not be
-    named is taken by its name if the user vouches for the engine's weights with a revision; else raises ConfigError."""
-    try:
-        other = named(Identity(), model, revision, cache)
-    except ConfigError:
-        if not vouched:
-            raise
-        return f"{model}@{revision}"
-    return f"{other.model}@{other.revision}"
+def is_length_dependent(kind: str) -> bool:
+    """transformers' rule; "su" is longrope's first name."""
+    return "dynamic" in kind or kind in ("longrope", "su")
 
 
-def _commit(model: str, revision: str, cache: str | None) -> str:
-    directory = None if cache is None else Path(cache or hub_cache_dir())
-    commit = commit_of(directory, model, revision) if directory else None
-    if commit is None:
-        raise ConfigError(
-            f"nothing says which weights {model!r} are: it is no directory and no file here, and "
-            + (f"{directory} holds no commit for its revision {revision or 'main'!r}" if directory else "no hub's name")
-            + "; set the option revision (a commit, a date), and another one after every change of the weights"
-        )
-    return commit
+def _kinds(config: Mapping[str, Any], within: bool = False) -> Iterator[str]:
+    """`within`: of an entry that is about rotary embeddings. Nested: one for each kind of layer."""
+    for name, value in config.items():
+        if name == "use_dynamic_ntk" and value:
+            yield "dynamic"
+        elif isinstance(value, Mapping):
+            yield from _kinds(value, within or name.startswith("rope"))
+        elif within and name in ("rope_type", "type") and isinstance(value, str):
+            yield value

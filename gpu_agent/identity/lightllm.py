@@ -1,4 +1,4 @@
-"""LightLLM: what its start arguments say about whose KV a page of its CPU cache holds.
+"""Name the KV of LightLLM: what its start arguments say of a page of its CPU cache.
 
 Its page hashes are of token ids alone, so all that decides what the bytes are stands here, and whatever is not
 said by token ids is refused.

@@ -1,4 +1,4 @@
-"""SGLang: what a server's arguments and its pools say about whose KV a page holds.
+"""Name the KV of SGLang from a server's arguments and its pools.
 
 Its keys are a SHA-256 chain over token ids, which for an image are made from a hash of its content, and over
 `extra_key` (a LoRA's id) and `cache_salt`. The rest is in the namespace.

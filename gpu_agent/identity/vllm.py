@@ -1,4 +1,4 @@
-"""vLLM: what its configuration says about whose KV this is, for both routes.
+"""Name the KV of vLLM from its configuration, for both routes.
 
 Everything that changes the bytes of a block, or their meaning, is in the namespace; what an engine's
 block hash covers (tokens, LoRA's name and path, images, cache salt) is in the key.

@@ -1,6 +1,7 @@
-"""Page-locked host memory: what the copy engine reads and writes by itself.
+"""Page-lock host memory, and copy many pieces of it to and from a GPU in one call.
 
-A mapping of shared memory that is registered here is as fast as memory from CUDA's own allocator.
+The copy engine reads and writes page-locked memory by itself. A mapping of shared memory that is registered here is as
+fast as memory from CUDA's own allocator.
 """
 
 import bisect
@@ -18,109 +19,12 @@ from cupy.cuda import runtime
 from gpu_agent.kernels.device import Addresses
 from kvstore.errors import ConfigError
 
-# What NVRTC does to signals, undone.
-#
-# Compiling, it puts the process's handlers aside and back again, but marked so that system calls
-# go on after a signal (SA_RESTART). A main thread that waits in one, as an engine's does for
-# requests, then never sees that Python has a handler to run: the process ignores SIGTERM until
-# something else wakes it (NVRTC 13.0; found with vLLM, all of whose engines with an agent of ours
-# ignored SIGTERM).
-
-
-@contextlib.contextmanager
-def interrupts_kept() -> Iterator[None]:
-    """Around a call of NVRTC: signals with a handler in Python interrupt system calls afterwards."""
-    try:
-        yield
-    finally:
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.siginterrupt(number, True)
-
-
-# Many copies in one call of the driver: `cuMemcpyBatchAsync` (CUDA 12.8), which CuPy does not wrap.
-#
-# One call per page loses about 2 us each on the GPU; one call with thousands of entries costs the
-# CPU more than the copies take (16,384 entries: 43 ms on the H200's host), hence BATCH_MAX.
-
 log = logging.getLogger(__name__)
 
 BATCH_MAX = 256
 _CUDA_VERSION = 12080  # asked for by version, the function has one signature, whatever the driver's
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-
-
-class _Location(ctypes.Structure):
-    """CUmemLocation: a hint for managed memory only; zero says nothing."""
-
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
-
-    _fields_ = (("order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
-
-
-def _driver_function() -> Any:
-    """The driver's function, or None where there is no driver or an older one."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        look_up = driver.cuGetProcAddress_v2
-    except (OSError, AttributeError):
-        return None
-    address, status = ctypes.c_void_p(), ctypes.c_int()
-    flags = ctypes.c_uint64(0)
-    failed = look_up(b"cuMemcpyBatchAsync", ctypes.byref(address), _CUDA_VERSION, flags, ctypes.byref(status))
-    if failed or not address.value:
-        return None
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    prototype = ctypes.CFUNCTYPE(
-        ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
-    )
-    return prototype(address.value)
-
-
-class BatchCopy:
-    """Thread-safe. Host memory must be page-locked, and a context be current in the calling thread."""
-
-    def __init__(self) -> None:
-        self._function = _driver_function()
-        self._attributes = _Attributes(order=_STREAM_ORDER)
-        self._first = ctypes.c_size_t(0)  # the one set of attributes holds from entry 0 on
-
-    @property
-    def available(self) -> bool:
-        """Whether `copy` may be called. Can turn False at the first call: some GPUs refuse."""
-        return self._function is not None
-
-    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: int) -> bool:
-        """Enqueues copies of `nbytes` each on a stream's handle. False if the driver refused: some are perhaps
-        enqueued, and all may be enqueued again. On an H200 it refuses (error 1) the first batch in each
-        direction between page-locked memory and memory that another process shares through CUDA IPC."""
-        sizes = array("Q", (nbytes,)) * min(len(targets), BATCH_MAX)
-        for start in range(0, len(targets), BATCH_MAX):
-            failed_at = ctypes.c_size_t(0)
-            code = self._function(
-                targets.buffer_info()[0] + start * targets.itemsize,
-                sources.buffer_info()[0] + start * sources.itemsize,
-                sizes.buffer_info()[0],
-                min(BATCH_MAX, len(targets) - start),
-                ctypes.byref(self._attributes),
-                ctypes.byref(self._first),
-                1,
-                ctypes.byref(failed_at),
-                stream,
-            )
-            if code:
-                if code == _NOT_SUPPORTED:
-                    self._function = None
-                log.info("cuMemcpyBatchAsync: CUDA error %d, copying one by one", code)
-                return False
-        return True
-
-
 _PORTABLE, _MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 
 
@@ -181,3 +85,97 @@ class HostMemory:
 def _locked(address: int, nbytes: int) -> bool:
     ends = (address, address + nbytes - 1)
     return all(runtime.pointerGetAttributes(end).type == runtime.memoryTypeHost for end in ends)
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation: a hint for managed memory only; zero says nothing."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (("order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
+
+
+def _driver_function() -> Any:
+    """The driver's function, or None where there is no driver or an older one."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        look_up = driver.cuGetProcAddress_v2
+    except (OSError, AttributeError):
+        return None
+    address, status = ctypes.c_void_p(), ctypes.c_int()
+    flags = ctypes.c_uint64(0)
+    failed = look_up(b"cuMemcpyBatchAsync", ctypes.byref(address), _CUDA_VERSION, flags, ctypes.byref(status))
+    if failed or not address.value:
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    prototype = ctypes.CFUNCTYPE(
+        ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
+    )
+    return prototype(address.value)
+
+
+class BatchCopy:
+    """Many copies in one call of the driver: `cuMemcpyBatchAsync` (CUDA 12.8), which CuPy does not wrap.
+
+    One call per page loses about 2 us each on the GPU; one call with thousands of entries costs the
+    CPU more than the copies take (16,384 entries: 43 ms on the H200's host), hence BATCH_MAX.
+
+    Thread-safe. Host memory must be page-locked, and a context be current in the calling thread.
+    """
+
+    def __init__(self) -> None:
+        self._function = _driver_function()
+        self._attributes = _Attributes(order=_STREAM_ORDER)
+        self._first = ctypes.c_size_t(0)  # the one set of attributes holds from entry 0 on
+
+    @property
+    def available(self) -> bool:
+        """Whether `copy` may be called. Can turn False at the first call: some GPUs refuse."""
+        return self._function is not None
+
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: int) -> bool:
+        """Enqueues copies of `nbytes` each on a stream's handle. False if the driver refused: some are perhaps
+        enqueued, and all may be enqueued again. On an H200 it refuses (error 1) the first batch in each
+        direction between page-locked memory and memory that another process shares through CUDA IPC."""
+        sizes = array("Q", (nbytes,)) * min(len(targets), BATCH_MAX)
+        for start in range(0, len(targets), BATCH_MAX):
+            failed_at = ctypes.c_size_t(0)
+            code = self._function(
+                targets.buffer_info()[0] + start * targets.itemsize,
+                sources.buffer_info()[0] + start * sources.itemsize,
+                sizes.buffer_info()[0],
+                min(BATCH_MAX, len(targets) - start),
+                ctypes.byref(self._attributes),
+                ctypes.byref(self._first),
+                1,
+                ctypes.byref(failed_at),
+                stream,
+            )
+            if code:
+                if code == _NOT_SUPPORTED:
+                    self._function = None
+                log.info("cuMemcpyBatchAsync: CUDA error %d, copying one by one", code)
+                return False
+        return True
+
+
+@contextlib.contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """Let signals with a handler in Python interrupt system calls after a call of NVRTC, as before it.
+
+    Compiling, NVRTC puts the process's handlers aside and back again, but marked so that system calls
+    go on after a signal (SA_RESTART). A main thread that waits in one, as an engine's does for
+    requests, then never sees that Python has a handler to run: the process ignores SIGTERM until
+    something else wakes it (NVRTC 13.0; found with vLLM, all of whose engines with an agent of ours
+    ignored SIGTERM).
+    """
+    try:
+        yield
+    finally:
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.siginterrupt(number, True)

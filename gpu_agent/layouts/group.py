@@ -1,4 +1,4 @@
-"""Groups of layers as an engine holds them; one or more of them make a pool.
+"""Describe groups of layers as an engine holds them; one or more of them make a pool.
 
 Whatever another engine or variant brings is a value of `GroupView`: which tensors, how many tokens
 one index names, and whose indices they are. Nothing here or above asks what a layout is called.

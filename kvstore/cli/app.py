@@ -1,8 +1,6 @@
-"""Entry point of the `kvstore` command. Importable without the `cli` extra, to say what is missing."""
+"""Start the `kvstore` command. Importable without the `cli` extra, to say what is missing."""
 
 import sys
-
-from kvstore.cli.output import guard_stdout
 
 EXTRA_MODULES = ("typer", "rich", "click", "shellingham")
 
@@ -10,6 +8,7 @@ EXTRA_MODULES = ("typer", "rich", "click", "shellingham")
 def main() -> None:
     try:
         from kvstore.cli.commands import app
+        from kvstore.cli.output import guard_stdout
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRA_MODULES:
             raise

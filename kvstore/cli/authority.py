@@ -1,4 +1,6 @@
-"""A certificate authority in a folder, for development and for who has no other: keys on P-256, PEM files.
+"""Keep a certificate authority in a folder, for development and where there is no other.
+
+Keys are on P-256, files in PEM form:
 
 ca.pem  ca.key        the authority: give ca.pem to all, ca.key to nobody
 NAME.pem  NAME.key    what it signed; every key is readable by its owner alone

@@ -1,4 +1,4 @@
-"""`kvstore certs`: certificates of nodes and clients, from an authority of one's own."""
+"""Run `kvstore certs`: make certificates of nodes and clients, from an authority of one's own."""
 
 import datetime
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`kvstore cluster`: the members of a cluster and what they have; whose a key is. `kvstore status` of a cluster."""
+"""Run `kvstore cluster` and its commands: the members, whose a key is, drain, rebalance. And `kvstore status`."""
 
 import time
 from itertools import chain
@@ -39,8 +39,14 @@ from kvstore.cluster.view import REGISTRIES, Member, View
 from kvstore.doctor.pages import hints
 from kvstore.pb import kvstore_pb2 as pb
 
-# One screen of 24 lines has so many rows of members and namespaces; `kvstore cluster` and `kvstore ls` show all.
+# Rows of members and namespaces on one screen of 24 lines; `kvstore cluster` and `kvstore ls` show all.
 ROWS = 11
+
+LOOK_S = 0.5
+
+MemberArgument = Annotated[str, typer.Argument(metavar="MEMBER", help="Its id; see `kvstore cluster`.")]
+EndOption = Annotated[bool, typer.Option("--end", help="It serves again.")]
+DryOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would be moved.")]
 MEMBER_ROWS, NAMESPACE_ROWS_MIN = 8, 2
 
 
@@ -94,75 +100,6 @@ def owners(
             [(key, " ".join(f"{some} ({view.by_id[some].address})" for some in of)) for key, *of in rows],
         )
     return ExitCode.OK
-
-
-def show_cluster_status(run: Invocation, client: Client) -> None:
-    """What `kvstore status` shows of a cluster, on one screen: members, and namespaces over all of them."""
-    statuses = client.statuses()
-    view = view_of(client)
-    known = summed(chain.from_iterable(status.namespaces for status in answers(statuses)))
-    found = hints(known)
-    if run.as_json:
-        namespaces = [namespace_json(namespace, info) for namespace, info in known]
-        emit({**members_json(view, statuses), "namespaces": namespaces, "hints": found})
-        return
-    _show(view, statuses, MEMBER_ROWS)
-    if known:
-        console().print()
-        show_namespaces(known, max(NAMESPACE_ROWS_MIN, ROWS - len(view.members)), copies=True)
-    for hint in found:
-        note(f"hint: {hint}")
-
-
-def _show(view: View, statuses: Statuses, count: int) -> None:
-    out = console()
-    for line in (headline(view, statuses), *sums(view, statuses)):
-        out.print(line, markup=False, soft_wrap=True)
-    members = view.members if count >= len(view.members) else troubled_first(view.members, statuses)[:count]
-    show_fitting(COLUMNS, rows(view, members, statuses))
-    if len(members) < len(view.members):
-        out.print(f"and {len(view.members) - len(members):,} more members: kvstore cluster", markup=False)
-    for line in troubles(view, statuses):
-        note(line)
-
-
-def view_of(client: Client) -> View:
-    view = client.view()
-    if view is None:
-        raise Failure(f"the node at {client.config.address} is in no cluster; kvstore status shows it", ExitCode.USAGE)
-    return view
-
-
-# `kvstore status`: a node, or the members of a cluster.
-
-
-def status(run: Invocation) -> None:
-    """Show the node, its tiers and its namespaces; of a cluster its members, and namespaces over all of them.
-
-    A cluster is one screen; `kvstore cluster` has all members, and exit 3 if one does not answer.
-
-    Misses are counted by reason. A namespace that never hits gets a hint: usually its layout,
-    revision, data type, TP size or salt differs from that of the namespace that holds the pages.
-
-    \b
-    Examples:
-      kvstore status
-      kvstore status -a node7:7440 --json | jq .ram.used_nbytes
-      KVSTORE_DIRECT=1 kvstore status -a node7:7440      one member of a cluster alone
-    """
-    with run.client() as client:
-        if client.view() is None:
-            show_status(run, client)
-        else:
-            show_cluster_status(run, client)
-
-
-# Commands that move pages between the members of a cluster: drain, rebalance.
-
-LOOK_S = 0.5
-MemberArgument = Annotated[str, typer.Argument(metavar="MEMBER", help="Its id; see `kvstore cluster`.")]
-EndOption = Annotated[bool, typer.Option("--end", help="It serves again.")]
-DryOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would be moved.")]
 
 
 def drain(run: Invocation, member: MemberArgument, end: EndOption = False) -> int:
@@ -233,6 +170,64 @@ def rebalance(run: Invocation, dry_run: DryOption = False) -> int:
         print(f"{len(rows)} members look for their pages; `kvstore cluster rebalance --dry-run` says what is left")
     incomplete = any(told.away for told in done.values())
     return without(away) or (ExitCode.UNAVAILABLE if incomplete else ExitCode.OK)
+
+
+def status(run: Invocation) -> None:
+    """Show the node, its tiers and its namespaces; of a cluster its members, and namespaces over all of them.
+
+    A cluster is one screen; `kvstore cluster` has all members, and exit 3 if one does not answer.
+
+    Misses are counted by reason. A namespace that never hits gets a hint: usually its layout,
+    revision, data type, TP size or salt differs from that of the namespace that holds the pages.
+
+    \b
+    Examples:
+      kvstore status
+      kvstore status -a node7:7440 --json | jq .ram.used_nbytes
+      KVSTORE_DIRECT=1 kvstore status -a node7:7440      one member of a cluster alone
+    """
+    with run.client() as client:
+        if client.view() is None:
+            show_status(run, client)
+        else:
+            show_cluster_status(run, client)
+
+
+def show_cluster_status(run: Invocation, client: Client) -> None:
+    """What `kvstore status` shows of a cluster, on one screen: members, and namespaces over all of them."""
+    statuses = client.statuses()
+    view = view_of(client)
+    known = summed(chain.from_iterable(status.namespaces for status in answers(statuses)))
+    found = hints(known)
+    if run.as_json:
+        namespaces = [namespace_json(namespace, info) for namespace, info in known]
+        emit({**members_json(view, statuses), "namespaces": namespaces, "hints": found})
+        return
+    _show(view, statuses, MEMBER_ROWS)
+    if known:
+        console().print()
+        show_namespaces(known, max(NAMESPACE_ROWS_MIN, ROWS - len(view.members)), copies=True)
+    for hint in found:
+        note(f"hint: {hint}")
+
+
+def _show(view: View, statuses: Statuses, count: int) -> None:
+    out = console()
+    for line in (headline(view, statuses), *sums(view, statuses)):
+        out.print(line, markup=False, soft_wrap=True)
+    members = view.members if count >= len(view.members) else troubled_first(view.members, statuses)[:count]
+    show_fitting(COLUMNS, rows(view, members, statuses))
+    if len(members) < len(view.members):
+        out.print(f"and {len(view.members) - len(members):,} more members: kvstore cluster", markup=False)
+    for line in troubles(view, statuses):
+        note(line)
+
+
+def view_of(client: Client) -> View:
+    view = client.view()
+    if view is None:
+        raise Failure(f"the node at {client.config.address} is in no cluster; kvstore status shows it", ExitCode.USAGE)
+    return view
 
 
 def _member(run: Invocation, name: str) -> Member:

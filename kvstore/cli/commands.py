@@ -1,4 +1,4 @@
-"""The `kvstore` command: its subcommands and the options before them."""
+"""Define the `kvstore` command: its subcommands and the options before them."""
 
 from typing import Annotated
 
@@ -6,11 +6,6 @@ import typer
 
 from kvstore import __version__
 from kvstore.cli import certs, cluster, disk, load, pages, payload, plan, tokens
-from kvstore.cli import cluster as moves
-from kvstore.cli import disk as erasure
-from kvstore.cli import load as record
-from kvstore.cli import pages as listing
-from kvstore.cli import pages as pins
 from kvstore.cli.cluster import status
 from kvstore.cli.doctor import doctor
 from kvstore.cli.exits import Root
@@ -82,31 +77,31 @@ for _name, _function in (
     ("status", status),
     ("top", top),
     ("doctor", doctor),
-    ("ls", listing.ls),
+    ("ls", pages.ls),
     ("stat", pages.stat),
     ("lookup", pages.lookup),
     ("get", payload.get),
     ("put", payload.put),
     ("rm", pages.rm),
-    ("pin", pins.pin),
-    ("unpin", pins.unpin),
+    ("pin", pages.pin),
+    ("unpin", pages.unpin),
     ("verify", pages.verify),
-    ("forget", erasure.forget),
+    ("forget", disk.forget),
     ("flush", disk.flush),
     ("scrub", disk.scrub),
     ("recover", disk.recover),
     ("bench", load.bench_command),
     ("replay", load.replay_command),
     ("plan", plan.plan),
-    ("record", record.record),
+    ("record", load.record),
 ):
     app.command(_name)(command(_function))
 
 _cluster = typer.Typer(rich_markup_mode=None)
 _cluster.callback(invoke_without_command=True)(command(cluster.cluster))
 _cluster.command("owners")(command(cluster.owners))
-_cluster.command("drain")(command(moves.drain))
-_cluster.command("rebalance")(command(moves.rebalance))
+_cluster.command("drain")(command(cluster.drain))
+_cluster.command("rebalance")(command(cluster.rebalance))
 app.add_typer(_cluster, name="cluster")
 
 _tokens = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Who may do what, in the file of identities.")

@@ -1,4 +1,4 @@
-"""What is in a page: its planes with shapes and exact statistics, without numpy or torch.
+"""Decode a page: its planes with shapes and exact statistics, without numpy or torch.
 
 Types of 8 and 16 bits have few values, so their codes are counted first and only the values that
 occur are decoded: a plane of four million bfloat16 takes about as long as counting it.

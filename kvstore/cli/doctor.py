@@ -1,4 +1,4 @@
-"""`kvstore doctor`: what is wrong with a deployment, seen from here, and what to do."""
+"""Run `kvstore doctor`: show what is wrong with a deployment, seen from here, and what to do."""
 
 import contextlib
 from collections import Counter
@@ -45,10 +45,10 @@ def doctor(
     from kvstore.doctor.checks import run_all
     from kvstore.doctor.runner import Runner, Wanted
 
-    examination = Runner(run.config(wire), Wanted(data_dir, gpu))
+    runner = Runner(run.config(wire), Wanted(data_dir, gpu))
     found: list[tuple[str, Finding]] = []
     out = console()
-    with contextlib.closing(examination.groups()) as groups:
+    with contextlib.closing(runner.groups()) as groups:
         for group in groups:
             with progress(group.title, len(group.checks)) as report:
                 findings = run_all(group.checks, report)

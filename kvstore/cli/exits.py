@@ -1,4 +1,4 @@
-"""How a command ends: exit codes, and one line on stderr for every error.
+"""End a command: exit codes, and one line on stderr for every error.
 
 0 ok · 1 miss, not found, nothing matched · 2 usage or invalid request · 3 node unavailable or
 deadline · 4 exhausted · 5 corrupt data or mismatches · 74 the output can not be

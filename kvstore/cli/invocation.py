@@ -1,4 +1,4 @@
-"""What every command shares: node address, deadline, --json; and the client made from them."""
+"""Hold what every command shares: node address, deadline, --json; and make the client from them."""
 
 import contextlib
 import dataclasses
@@ -47,7 +47,7 @@ class Invocation:
 
     @property
     def patient_s(self) -> float:
-        """Of what may take long: a RAM tier to be written, a keeper to be waited for, a member that hangs."""
+        """Of what may take long: a RAM tier to be written, an I/O process to be waited for, a member that hangs."""
         return self.timeout_s or PATIENT_S
 
     @contextmanager

@@ -1,4 +1,7 @@
-"""What is told of a cluster's members: a row for each, sums over those that answer, and what is not well."""
+"""Show the members of a cluster: a row for each, sums over those that answer, and what is wrong.
+
+`at_each` runs a call at every member, and `without` reports those that did not answer.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,9 +15,40 @@ from kvstore.cluster.view import REGISTRIES, Member, State, View
 from kvstore.errors import KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
 
-# What is asked of every member of a cluster: what becomes of those that do not answer.
+Statuses = Mapping[str, pb.NodeStatusReply | KVStoreError]  # by address
 
 Result = TypeVar("Result")
+NO_ANSWER = "NO ANSWER"
+NOT_TOLD = "what members store, hand on and fetch is told to who is of all tenants"
+
+# The first columns stay where a terminal is narrow.
+COLUMNS = (
+    "MEMBER",
+    "STATE",
+    ">SHARE",
+    ">HIT",
+    ">RAM",
+    ">DISK",
+    ">PAGES",
+    ">COPIES",
+    ">TO HAND",
+    ">DROPPED",
+    ">UP",
+    "ZONE",
+    "ADDRESS",
+)
+_STORED = ("used_nbytes", "capacity_nbytes", "page_count")
+_SUMMED = (
+    "queue_pages",
+    "queue_nbytes",
+    "queue_nbytes_max",
+    "pages_handed",
+    "pages_dropped",
+    "copy_count",
+    "copy_nbytes",
+    "pages_fetched",
+    "pages_fetch_failed",
+)
 
 
 def at_each(run: Invocation, do: Callable[[Client, str], Result]) -> tuple[dict[str, Result], Away | None]:
@@ -47,40 +81,6 @@ def without(away: Away | None, remark: str = "") -> int:
 def away_json(away: Away | None) -> dict[str, Any]:
     """Of a cluster; nothing of a node that is alone (None)."""
     return {} if away is None else {"away": sorted(away)}
-
-
-Statuses = Mapping[str, pb.NodeStatusReply | KVStoreError]  # by address
-NO_ANSWER = "NO ANSWER"
-NOT_TOLD = "what members store, hand on and fetch is told to who is of all tenants"
-
-# The first ones are left where a terminal is narrow.
-COLUMNS = (
-    "MEMBER",
-    "STATE",
-    ">SHARE",
-    ">HIT",
-    ">RAM",
-    ">DISK",
-    ">PAGES",
-    ">COPIES",
-    ">TO HAND",
-    ">DROPPED",
-    ">UP",
-    "ZONE",
-    "ADDRESS",
-)
-_STORED = ("used_nbytes", "capacity_nbytes", "page_count")
-_SUMMED = (
-    "queue_pages",
-    "queue_nbytes",
-    "queue_nbytes_max",
-    "pages_handed",
-    "pages_dropped",
-    "copy_count",
-    "copy_nbytes",
-    "pages_fetched",
-    "pages_fetch_failed",
-)
 
 
 def answers(statuses: Statuses) -> list[pb.NodeStatusReply]:

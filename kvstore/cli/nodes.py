@@ -1,4 +1,4 @@
-"""A node, its tiers and its namespaces, and why nothing hits."""
+"""Show a node, its tiers, its tenants and its namespaces, and why nothing hits."""
 
 import time
 from collections.abc import Sequence

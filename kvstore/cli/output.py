@@ -1,4 +1,4 @@
-"""What goes to stdout and stderr: JSON, tables, sizes for people, progress."""
+"""Write to stdout and stderr: JSON, tables, sizes for people, progress. And take Ctrl-C at a safe point."""
 
 import io
 import json
@@ -22,8 +22,11 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.messages import plain
 from kvstore.pb import kvstore_pb2 as pb
 
-# The command's stdout, of which a failure is told from any other: it may come from wherever
-# something is printed, and also when the rest is written at the end.
+NOTHING = ("", "-", "0", "0 B", "0 B/s")  # cells that say so
+GAP = 2  # between two columns of a dense table
+PIPE_COLUMNS = 4000  # a pipe has no width: nothing is cut or folded there
+
+Report = Callable[[float], None]
 
 
 class Unwritten(Exception):
@@ -41,7 +44,11 @@ class _Raw(io.FileIO):
 
 
 def guard_stdout() -> None:
-    """In place of Python's own, and otherwise the same."""
+    """Replace Python's stdout by one that raises `Unwritten`, and is otherwise the same.
+
+    A failure of stdout can then be told from any other: wherever something is printed, and when the
+    rest is written at the end.
+    """
     own = sys.stdout
     if not isinstance(own, io.TextIOWrapper):  # None: it is closed
         return
@@ -55,64 +62,9 @@ def guard_stdout() -> None:
     )
 
 
-# Sizes as options of commands have them.
-
-
-def option_nbytes(text: str, option: str) -> int:
-    """Raises InvalidRequest, which names the option."""
-    try:
-        return parse_nbytes(text)
-    except ValueError as error:
-        raise InvalidRequest(f"{option} {text!r} is not a size; write for example 4096, 256KiB or 1MiB") from error
-
-
-def option_sizes(texts: Sequence[str] | None, option: str) -> tuple[int, ...]:
-    """Of an option that may be there several times, or have several with commas: rising, each once."""
-    return tuple(sorted({option_nbytes(part, option) for text in texts or () for part in text.split(",")}))
-
-
-# Ctrl-C at a safe point.
-#
-# KeyboardInterrupt may surface between any two bytecodes. Inside gRPC's Python code that can
-# leave one of its locks held, and closing the channel then never returns (seen with grpcio 1.85).
-# So while a long command runs, the first Ctrl-C only takes effect where the command says it may.
-
-
-@contextmanager
-def deferred_interrupt() -> Iterator[Callable[[], None]]:
-    """Gives the body a function that raises KeyboardInterrupt if Ctrl-C was pressed since.
-
-    A second Ctrl-C does what it always does, at once.
-    """
-    if threading.current_thread() is not threading.main_thread():  # signals are not ours there
-        yield lambda: None
-        return
-    pressed = False
-
-    def press(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
-        signal.signal(signal.SIGINT, before)
-
-    def safe_point() -> None:
-        if pressed:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield safe_point
-    except KVStoreError:
-        safe_point()  # a node that we started got the Ctrl-C as well: not its loss is the news
-        raise
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-NOTHING = ("", "-", "0", "0 B", "0 B/s")  # cells that say so
-GAP = 2  # between two columns of a dense table
-PIPE_COLUMNS = 4000  # a pipe has no width: nothing is cut or folded there
-
-Report = Callable[[float], None]
+def silence(stream: IO[str]) -> None:
+    """What it did not take and what is still to come goes nowhere: the interpreter would fail again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _Console(Console):
@@ -136,11 +88,6 @@ def note(text: str) -> None:
         print(text, file=sys.stderr)
     except OSError:
         silence(sys.stderr)
-
-
-def silence(stream: IO[str]) -> None:
-    """What it did not take and what is still to come goes nowhere: the interpreter would fail again at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], dense: bool = False) -> Table:
@@ -224,6 +171,38 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
+def option_nbytes(text: str, option: str) -> int:
+    """Raises InvalidRequest, which names the option."""
+    try:
+        return parse_nbytes(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{option} {text!r} is not a size; write for example 4096, 256KiB or 1MiB") from error
+
+
+def option_sizes(texts: Sequence[str] | None, option: str) -> tuple[int, ...]:
+    """Of an option that may be there several times, or have several with commas: rising, each once."""
+    return tuple(sorted({option_nbytes(part, option) for text in texts or () for part in text.split(",")}))
+
+
+def told_all(status: pb.NodeStatusReply) -> bool:
+    """Return whether a status is whole. An identity of one tenant is shown its own pages only."""
+    return status.HasField("ram")
+
+
+def pages_told(status: pb.NodeStatusReply) -> int:
+    """Pages in RAM: all, or his own."""
+    return status.ram.page_count if told_all(status) else sum(info.page_count for info in status.namespaces)
+
+
+def status_json(status: pb.NodeStatusReply) -> dict[str, Any]:
+    """What was not told is null."""
+    values = plain(status)
+    if told_all(status):
+        return values
+    told = {field.name for field, _ in status.ListFields()}
+    return {name: value if name in told else None for name, value in values.items()}
+
+
 @contextmanager
 def progress(what: str, total: float) -> Iterator[Report]:
     """A progress bar on stderr if that is a terminal. The body reports how much is done so far.
@@ -250,23 +229,33 @@ def _bar(what: str, total: float) -> Iterator[Report]:
         yield lambda done: bar.update(task, completed=done)
 
 
-# What of a node's status was told: who is of one tenant hears of his own pages only, and of
-# nothing else how much.
+@contextmanager
+def deferred_interrupt() -> Iterator[Callable[[], None]]:
+    """Give the body a function that raises KeyboardInterrupt if Ctrl-C was pressed since.
 
+    KeyboardInterrupt may surface between any two bytecodes. Inside gRPC's Python code that can leave
+    one of its locks held, and closing the channel then never returns (seen with grpcio 1.85). So the
+    first Ctrl-C takes effect only where the command allows it. A second one does at once.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals are not ours there
+        yield lambda: None
+        return
+    pressed = False
 
-def told_all(status: pb.NodeStatusReply) -> bool:
-    return status.HasField("ram")
+    def press(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
 
+    def safe_point() -> None:
+        if pressed:
+            raise KeyboardInterrupt
 
-def pages_told(status: pb.NodeStatusReply) -> int:
-    """Pages in RAM: all, or his own."""
-    return status.ram.page_count if told_all(status) else sum(info.page_count for info in status.namespaces)
-
-
-def status_json(status: pb.NodeStatusReply) -> dict[str, Any]:
-    """What was not told is null."""
-    values = plain(status)
-    if told_all(status):
-        return values
-    told = {field.name for field, _ in status.ListFields()}
-    return {name: value if name in told else None for name, value in values.items()}
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield safe_point
+    except KVStoreError:
+        safe_point()  # a node that we started got the Ctrl-C as well: not its loss is the news
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)

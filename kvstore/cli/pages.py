@@ -1,4 +1,4 @@
-"""Commands on pages that do not move their bytes: stat, lookup, rm, verify."""
+"""Run the commands on pages that do not move their bytes: ls, stat, lookup, rm, verify, pin, unpin."""
 
 import sys
 from itertools import islice
@@ -33,84 +33,11 @@ from kvstore.keys import Namespace
 from kvstore.messages import plain
 from kvstore.pb import kvstore_pb2 as pb
 
-# `kvstore pin` and `kvstore unpin`.
-
-
-def pin(
-    run: Invocation,
-    keys: KeysArgument = None,
-    namespace: NamespaceOption = None,
-    model: ModelOption = None,
-    tokens: TokensOption = None,
-    tokens_file: TokensFileOption = None,
-    ttl: Annotated[str, typer.Option("--ttl", metavar="TIME", help="How long: 90s, 30m, 1h, 7d.")] = "1h",
-) -> int:
-    """Keep pages from being evicted for a time. Exit 1 if none of them is stored.
-
-    A new pin replaces the old one. Pinned pages can still be removed.
-
-    \b
-    Examples:
-      kvstore pin -n 3fa2 9c0d41 --ttl 1h
-      kvstore pin --model llama-3-8b --tokens-file system_prompt.txt --ttl 7d
-    """
-    ttl_s = parse_duration(ttl)
-    with run.client() as client:
-        space, _ = find_namespace(client, namespace, model)
-        hashes = find_keys(client, space, keys, tokens, tokens_file)
-        done = client.pin(space, hashes, ttl_s)
-    if run.as_json:
-        emit(
-            {
-                "namespace": space.digest.hex(),
-                "ttl_s": ttl_s,
-                "pinned": sum(done),
-                "pages": _verdicts(hashes, done, "pinned"),
-            }
-        )
-    else:
-        print(f"pinned {sum(done)} of {len(done)} pages for {human_ms(ttl_s * 1000)}")
-    return ExitCode.OK if any(done) else ExitCode.MISS
-
-
-def _verdicts(hashes: list[bytes], done: list[bool], name: str) -> list[dict[str, Any]]:
-    return [{"prefix_hash": h.hex(), name: ok} for h, ok in zip(hashes, done, strict=True)]
-
-
-def unpin(
-    run: Invocation,
-    keys: KeysArgument = None,
-    namespace: NamespaceOption = None,
-    model: ModelOption = None,
-    tokens: TokensOption = None,
-    tokens_file: TokensFileOption = None,
-) -> int:
-    """Let pinned pages be evicted again.
-
-    Exit 1 if none of them was pinned, 3 if a member of a cluster does not answer.
-
-    \b
-    Example:
-      kvstore unpin -n 3fa2 9c0d41
-    """
-    away: Away = {}
-    with run.client() as client:
-        space, _ = find_namespace(client, namespace, model)
-        hashes = find_keys(client, space, keys, tokens, tokens_file)
-        done = client.unpin(space, hashes, away=away)
-        alone = client.view() is None
-    if run.as_json:
-        pages = _verdicts(hashes, done, "unpinned")
-        found = {"namespace": space.digest.hex(), "unpinned": sum(done), "pages": pages}
-        emit({**found, **away_json(None if alone else away)})
-    else:
-        print(f"unpinned {sum(done)} of {len(done)} pages")
-    return without(away) or (ExitCode.OK if any(done) else ExitCode.MISS)
-
-
-# `kvstore ls`: namespaces, or the pages of one.
-
 LIST_COUNT = 1000  # pages that `ls` shows unless told otherwise
+# Page bytes that one request lets the node hash: a tenth of a second, far below any deadline.
+VERIFY_NBYTES = 1 << 30
+
+AllOption = Annotated[bool, typer.Option("--all", help="All pages of the namespace, which must be named.")]
 
 
 def ls(
@@ -206,12 +133,6 @@ def _state(page: pb.PageStat) -> str:
     """Where the page is: 'ram', 'disk', 'ram+disk'; or 'writing', 'absent'."""
     tiers = "+".join(name for name, there in (("ram", page.in_ram), ("disk", page.on_disk)) if there)
     return tiers or ("writing" if page.writing else "absent")
-
-
-# Page bytes that the node is asked to hash in one request: a tenth of a second, far below any deadline.
-VERIFY_NBYTES = 1 << 30
-
-AllOption = Annotated[bool, typer.Option("--all", help="All pages of the namespace, which must be named.")]
 
 
 def stat(
@@ -323,30 +244,6 @@ def rm(
     return code or (ExitCode.OK if removed else ExitCode.MISS)
 
 
-def _about(client: Client, info: pb.NamespaceInfo) -> int:
-    """How many pages a namespace has, where each lies at as many members as there are replicas."""
-    view = client.view()
-    return page_count(info) // min(view.replicas, len(view.members)) if view else page_count(info)
-
-
-def _named_namespace(
-    client: Client, keys: list[str] | None, namespace: str | None, model: str | None, every: bool
-) -> tuple[Namespace, pb.NamespaceInfo]:
-    """For commands that take --all, which must not guess the namespace."""
-    if every and keys:
-        raise InvalidRequest("give keys or --all, not both")
-    if every and namespace is None and model is None:
-        raise InvalidRequest("--all needs the namespace: add --namespace or --model")
-    return find_namespace(client, namespace, model)
-
-
-def confirm(question: str) -> None:
-    if not sys.stdin.isatty():
-        raise InvalidRequest(f"{question} Nobody is there to ask; add --yes")
-    if not typer.confirm(question, err=True):
-        raise Failure("nothing was removed", ExitCode.USAGE)
-
-
 def verify(
     run: Invocation,
     keys: KeysArgument = None,
@@ -386,3 +283,99 @@ def verify(
     if total.dropped:
         return ExitCode.CORRUPT
     return code or (ExitCode.OK if total.intact else ExitCode.MISS)
+
+
+def _about(client: Client, info: pb.NamespaceInfo) -> int:
+    """How many pages a namespace has, where each lies at as many members as there are replicas."""
+    view = client.view()
+    return page_count(info) // min(view.replicas, len(view.members)) if view else page_count(info)
+
+
+def _named_namespace(
+    client: Client, keys: list[str] | None, namespace: str | None, model: str | None, every: bool
+) -> tuple[Namespace, pb.NamespaceInfo]:
+    """For commands that take --all, which must not guess the namespace."""
+    if every and keys:
+        raise InvalidRequest("give keys or --all, not both")
+    if every and namespace is None and model is None:
+        raise InvalidRequest("--all needs the namespace: add --namespace or --model")
+    return find_namespace(client, namespace, model)
+
+
+def confirm(question: str) -> None:
+    if not sys.stdin.isatty():
+        raise InvalidRequest(f"{question} Nobody is there to ask; add --yes")
+    if not typer.confirm(question, err=True):
+        raise Failure("nothing was removed", ExitCode.USAGE)
+
+
+def pin(
+    run: Invocation,
+    keys: KeysArgument = None,
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tokens: TokensOption = None,
+    tokens_file: TokensFileOption = None,
+    ttl: Annotated[str, typer.Option("--ttl", metavar="TIME", help="How long: 90s, 30m, 1h, 7d.")] = "1h",
+) -> int:
+    """Keep pages from being evicted for a time. Exit 1 if none of them is stored.
+
+    A new pin replaces the old one. Pinned pages can still be removed.
+
+    \b
+    Examples:
+      kvstore pin -n 3fa2 9c0d41 --ttl 1h
+      kvstore pin --model llama-3-8b --tokens-file system_prompt.txt --ttl 7d
+    """
+    ttl_s = parse_duration(ttl)
+    with run.client() as client:
+        space, _ = find_namespace(client, namespace, model)
+        hashes = find_keys(client, space, keys, tokens, tokens_file)
+        done = client.pin(space, hashes, ttl_s)
+    if run.as_json:
+        emit(
+            {
+                "namespace": space.digest.hex(),
+                "ttl_s": ttl_s,
+                "pinned": sum(done),
+                "pages": _verdicts(hashes, done, "pinned"),
+            }
+        )
+    else:
+        print(f"pinned {sum(done)} of {len(done)} pages for {human_ms(ttl_s * 1000)}")
+    return ExitCode.OK if any(done) else ExitCode.MISS
+
+
+def unpin(
+    run: Invocation,
+    keys: KeysArgument = None,
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tokens: TokensOption = None,
+    tokens_file: TokensFileOption = None,
+) -> int:
+    """Let pinned pages be evicted again.
+
+    Exit 1 if none of them was pinned, 3 if a member of a cluster does not answer.
+
+    \b
+    Example:
+      kvstore unpin -n 3fa2 9c0d41
+    """
+    away: Away = {}
+    with run.client() as client:
+        space, _ = find_namespace(client, namespace, model)
+        hashes = find_keys(client, space, keys, tokens, tokens_file)
+        done = client.unpin(space, hashes, away=away)
+        alone = client.view() is None
+    if run.as_json:
+        pages = _verdicts(hashes, done, "unpinned")
+        found = {"namespace": space.digest.hex(), "unpinned": sum(done), "pages": pages}
+        emit({**found, **away_json(None if alone else away)})
+    else:
+        print(f"unpinned {sum(done)} of {len(done)} pages")
+    return without(away) or (ExitCode.OK if any(done) else ExitCode.MISS)
+
+
+def _verdicts(hashes: list[bytes], done: list[bool], name: str) -> list[dict[str, Any]]:
+    return [{"prefix_hash": h.hex(), name: ok} for h, ok in zip(hashes, done, strict=True)]

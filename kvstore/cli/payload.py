@@ -1,4 +1,4 @@
-"""Commands that move page bytes: get, put."""
+"""Run the commands that move page bytes: get, put."""
 
 import sys
 from collections.abc import Callable, Iterator

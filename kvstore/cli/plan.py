@@ -1,12 +1,18 @@
-"""`kvstore plan`: how much RAM and disk, from a trace."""
+"""Run `kvstore plan`: how much RAM and disk, from a trace, in a table, in sentences and as a picture.
 
+A picture is a PNG, or an HTML page that needs nothing else, with figures and words.
+"""
+
+import html
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import (
     Report,
@@ -20,16 +26,177 @@ from kvstore.cli.output import (
     progress,
     show,
 )
-from kvstore.cli.plan_picture import check_pictures, draw
 from kvstore.errors import InvalidRequest
 from kvstore.tools.plan import NEARLY_ALL, Plan, Rate, Row, Wishes, planned, surveyed
 from kvstore.tools.survey import EXACT, MOST, Sampling, page_size, sampling, token_nbytes
 from kvstore.tools.trace import TraceRequest, read_trace, trace_size
 
-# What a plan comes to, in sentences.
-
 LITTLE = 0.01  # of the hit rate: what twice the size must add at least
 NEAR_BOUND = 0.95
+EXACT_PAGES_MAX = 10**8  # uses of pages: some 2.5 minutes, 1 GiB; beyond, a sample
+SAMPLE_PAGES = 10**7  # of about so many uses
+PREFILL_TOKENS_PER_S = 10_000.0
+
+_Sizes = list[str] | None
+TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="JSONL file of requests with hash_ids.")]
+RamOption = Annotated[
+    _Sizes,
+    typer.Option("--ram", metavar="SIZE", help="RAM of all nodes; several times, or 64GiB,128GiB. [default: chosen]"),
+]
+DiskOption = Annotated[
+    _Sizes, typer.Option("--disk", metavar="SIZE", help="Disk of all nodes beside it. [default: none]")
+]
+PageOption = Annotated[
+    str | None, typer.Option("--page-bytes", metavar="SIZE", help="Of a page. [default: the trace's, or by the model]")
+]
+ModelOption = Annotated[
+    Path | None, typer.Option("--model-config", metavar="FILE", help="config.json of the model: bytes of a token.")
+]
+TokensOption = Annotated[
+    float | None, typer.Option("--tokens-per-page", metavar="N", help="[default: as the trace has it]")
+]
+SampleOption = Annotated[
+    float | None,
+    typer.Option("--sample", metavar="N", help="Look at one page in N. [default: all, up to 10^8 of them]"),
+]
+PictureOption = Annotated[
+    list[Path] | None, typer.Option("--picture", metavar="FILE", help="plan.png or plan.html; or both, said twice.")
+]
+
+_RATES = (">GET GB/s", ">PUT", ">DISK READ", ">WRITE")
+
+PICTURE_KINDS = (".png", ".html")
+_INCHES = (9.0, 5.0)
+_DPI = 144
+_PICTURE_COLUMNS = ("RAM", "disk", "hit", "bound", "tokens saved", "GPU s saved")
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>kvstore plan</title>
+<style>body{{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}}svg{{width:100%;height:auto}}
+table{{border-collapse:collapse}}td,th{{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}}</style></head>
+<body><h1>kvstore plan</h1><p>{about}</p>
+{svg}
+<ul>{words}</ul>
+<table>{head}{rows}</table>
+</body></html>
+"""
+
+
+def plan(
+    run: Invocation,
+    trace: TraceArgument,
+    ram: RamOption = None,
+    disk: DiskOption = None,
+    page_bytes: PageOption = None,
+    model_config: ModelOption = None,
+    page_tokens: TokensOption = None,
+    prefill: Annotated[
+        float, typer.Option("--prefill-tokens-per-s", metavar="X", help="What a GPU computes of a prompt.")
+    ] = PREFILL_TOKENS_PER_S,
+    copies: Annotated[int, typer.Option("--copies", metavar="R", help="Owners of each page (--replicas).")] = 1,
+    near_share: Annotated[
+        float, typer.Option("--near-share", metavar="F", help="Share of RAM with copies of others' pages.")
+    ] = 0.0,
+    window_s: Annotated[float, typer.Option("--window", metavar="S", help="Peak rates are of so long.")] = 60.0,
+    disk_gb_per_s: Annotated[
+        float, typer.Option("--disk-gb-per-s", metavar="X", help="What the disks do, in all.")
+    ] = 2.0,
+    one_in: SampleOption = None,
+    limit: Annotated[int | None, typer.Option("--limit", metavar="N", help="Only the first N requests.")] = None,
+    picture: PictureOption = None,
+) -> int:
+    """Plan RAM and disk from a trace.
+
+    TRACE has a JSON object on each line with timestamp (ms), input_length, output_length and
+    hash_ids, one id per page, as Mooncake's traces have and as kvstore record writes. Shows what
+    stores of several sizes would have hit, beside the most that any policy could have hit; what
+    that saves; what links and disks must bear; and says what to take. No node is asked. Sizes are
+    of all nodes together.
+
+    \b
+    Examples:
+      kvstore plan trace.jsonl
+      kvstore plan trace.jsonl --ram 64GiB,256GiB --disk 2TiB --model-config config.json
+      kvstore plan trace.jsonl --copies 2 --picture plan.html --json
+    """
+    if limit is not None and not 1 <= limit <= sys.maxsize:
+        raise InvalidRequest(f"--limit {limit} must be at least 1, at most {sys.maxsize}")
+    if one_in is not None and not 1 <= one_in <= MOST:
+        raise InvalidRequest(f"--sample {one_in:g} must be at least 1: one page in so many; at most {MOST:g}")
+    check_pictures(picture or [])
+    token = token_nbytes(model_config) if model_config else None
+    nbytes = option_nbytes(page_bytes, "--page-bytes") if page_bytes is not None else None
+    page = page_size(read_trace(trace, limit), page_tokens, nbytes, token)
+    rams, disks = option_sizes(ram, "--ram"), option_sizes(disk, "--disk")
+    wishes = Wishes(page, prefill, rams, disks, copies, near_share, window_s, disk_gb_per_s)
+    requests, pages = trace_size(trace, limit)
+    with progress("reading", requests) as on_progress:
+        survey = surveyed(_counted(read_trace(trace, limit), on_progress), wishes, _sample(one_in, pages))
+    with progress("planning", 1.0) as on_progress:
+        made = planned(survey, wishes, on_progress)
+    words = recommendation(made)
+    for path in picture or []:
+        draw(made, words, path)
+        note(f"drawn: {path}")
+    if run.as_json:
+        emit({**made.as_dict(), "recommendation": words})
+    else:
+        _show(made, words)
+    return 0
+
+
+def _sample(one_in: float | None, pages: int) -> Sampling:
+    if one_in is not None:
+        return sampling(one_in)
+    return sampling(pages / SAMPLE_PAGES) if pages > EXACT_PAGES_MAX else EXACT
+
+
+def _counted(requests: Iterator[TraceRequest], on_progress: Report) -> Iterator[TraceRequest]:
+    for number, request in enumerate(requests):
+        if number & 1023 == 0:
+            on_progress(number)
+        yield request
+
+
+def _show(plan: Plan, words: Sequence[str]) -> None:
+    about = f"{plan.requests:,} requests, {plan.pages_asked:,} pages asked for, {plan.pages:,} distinct"
+    span = f", {human_ms(1000 * plan.seconds)}" if plan.seconds else ""
+    print(f"{about}{span}; a page is {plan.page_tokens:g} tokens, {human_nbytes(plan.page_nbytes)}")
+    for assumed in plan.assumed:
+        print(f"assumed: {assumed}")
+    if plan.sampled < 1:
+        print(
+            f"from {percent(plan.sampled)} of the pages; ± is one standard error; bounds are besides a little too low"
+        )
+    print()
+    rows = [_cells(plan, row) for row in plan.rows]
+    show((">RAM", ">DISK", ">PAGES", ">HIT", ">IN RAM", ">BOUND", ">TOKENS SAVED", ">GPU s", *_RATES), rows)
+    print()
+    for sentence in words:
+        print(f"* {sentence}")
+
+
+def _cells(plan: Plan, row: Row) -> tuple[object, ...]:
+    return (
+        human_nbytes(row.ram_nbytes),
+        human_nbytes(row.disk_nbytes) if row.disk_nbytes else "-",
+        row.pages,
+        _rate_cell(row.hit_rate, row.hit_rate_error),
+        percent(row.hit_rate_ram) if row.disk_nbytes else "",
+        _rate_cell(row.bound, row.bound_error),
+        human_count(row.tokens_saved),
+        f"{row.gpu_seconds_saved:,.0f}",
+        *(_speed(rate) for rate in (row.gets, row.puts)),
+        *(_speed(rate) if row.disk_nbytes else "" for rate in (row.disk_reads, row.disk_writes)),
+    )
+
+
+def _rate_cell(share: float, error: float) -> str:
+    return percent(share) + (f" ±{100 * error:.1f}" if error else "")
+
+
+def _speed(rate: Rate) -> str:
+    """Mean / peak."""
+    return "-" if rate.mean is None else f"{rate.mean:.2f} / {rate.peak:.2f}"
 
 
 def recommendation(plan: Plan) -> list[str]:
@@ -140,154 +307,89 @@ def _of_copies(plan: Plan) -> Iterator[str]:
         )
 
 
-EXACT_PAGES_MAX = 10**8  # uses of pages: some 2.5 minutes, 1 GiB; beyond, a sample
-SAMPLE_PAGES = 10**7  # of about so many uses
-PREFILL_TOKENS_PER_S = 10_000.0
+def check_pictures(paths: Sequence[Path]) -> None:
+    """Before what takes long. Raises InvalidRequest."""
+    for path in paths:
+        if path.suffix.lower() not in PICTURE_KINDS:
+            raise InvalidRequest(f"--picture {path} must end with {' or '.join(PICTURE_KINDS)}")
+        if not path.absolute().parent.is_dir():
+            raise InvalidRequest(f"--picture {path}: there is no folder {path.absolute().parent}")
+    if paths:
+        _figure_class()
 
 
-_Sizes = list[str] | None
-TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="JSONL file of requests with hash_ids.")]
-RamOption = Annotated[
-    _Sizes,
-    typer.Option("--ram", metavar="SIZE", help="RAM of all nodes; several times, or 64GiB,128GiB. [default: chosen]"),
-]
-DiskOption = Annotated[
-    _Sizes, typer.Option("--disk", metavar="SIZE", help="Disk of all nodes beside it. [default: none]")
-]
-PageOption = Annotated[
-    str | None, typer.Option("--page-bytes", metavar="SIZE", help="Of a page. [default: the trace's, or by the model]")
-]
-ModelOption = Annotated[
-    Path | None, typer.Option("--model-config", metavar="FILE", help="config.json of the model: bytes of a token.")
-]
-TokensOption = Annotated[
-    float | None, typer.Option("--tokens-per-page", metavar="N", help="[default: as the trace has it]")
-]
-SampleOption = Annotated[
-    float | None,
-    typer.Option("--sample", metavar="N", help="Look at one page in N. [default: all, up to 10^8 of them]"),
-]
-PictureOption = Annotated[
-    list[Path] | None, typer.Option("--picture", metavar="FILE", help="plan.png or plan.html; or both, said twice.")
-]
+def draw(plan: Plan, words: Sequence[str], path: Path) -> None:
+    """Raises Failure if it can not be written."""
+    data = _png(plan) if path.suffix.lower() == ".png" else _html(plan, words).encode()
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise Failure(f"can not write {path}: {error.strerror}", ExitCode.UNWRITTEN) from error
 
 
-def plan(
-    run: Invocation,
-    trace: TraceArgument,
-    ram: RamOption = None,
-    disk: DiskOption = None,
-    page_bytes: PageOption = None,
-    model_config: ModelOption = None,
-    page_tokens: TokensOption = None,
-    prefill: Annotated[
-        float, typer.Option("--prefill-tokens-per-s", metavar="X", help="What a GPU computes of a prompt.")
-    ] = PREFILL_TOKENS_PER_S,
-    copies: Annotated[int, typer.Option("--copies", metavar="R", help="Owners of each page (--replicas).")] = 1,
-    near_share: Annotated[
-        float, typer.Option("--near-share", metavar="F", help="Share of RAM with copies of others' pages.")
-    ] = 0.0,
-    window_s: Annotated[float, typer.Option("--window", metavar="S", help="Peak rates are of so long.")] = 60.0,
-    disk_gb_per_s: Annotated[
-        float, typer.Option("--disk-gb-per-s", metavar="X", help="What the disks do, in all.")
-    ] = 2.0,
-    one_in: SampleOption = None,
-    limit: Annotated[int | None, typer.Option("--limit", metavar="N", help="Only the first N requests.")] = None,
-    picture: PictureOption = None,
-) -> int:
-    """Plan RAM and disk from a trace.
-
-    TRACE has a JSON object on each line with timestamp (ms), input_length, output_length and
-    hash_ids, one id per page, as Mooncake's traces have and as kvstore record writes. Shows what
-    stores of several sizes would have hit, beside the most that any policy could have hit; what
-    that saves; what links and disks must bear; and says what to take. No node is asked. Sizes are
-    of all nodes together.
-
-    \b
-    Examples:
-      kvstore plan trace.jsonl
-      kvstore plan trace.jsonl --ram 64GiB,256GiB --disk 2TiB --model-config config.json
-      kvstore plan trace.jsonl --copies 2 --picture plan.html --json
-    """
-    if limit is not None and not 1 <= limit <= sys.maxsize:
-        raise InvalidRequest(f"--limit {limit} must be at least 1, at most {sys.maxsize}")
-    if one_in is not None and not 1 <= one_in <= MOST:
-        raise InvalidRequest(f"--sample {one_in:g} must be at least 1: one page in so many; at most {MOST:g}")
-    check_pictures(picture or [])
-    token = token_nbytes(model_config) if model_config else None
-    nbytes = option_nbytes(page_bytes, "--page-bytes") if page_bytes is not None else None
-    page = page_size(read_trace(trace, limit), page_tokens, nbytes, token)
-    rams, disks = option_sizes(ram, "--ram"), option_sizes(disk, "--disk")
-    wishes = Wishes(page, prefill, rams, disks, copies, near_share, window_s, disk_gb_per_s)
-    requests, pages = trace_size(trace, limit)
-    with progress("reading", requests) as on_progress:
-        survey = surveyed(_counted(read_trace(trace, limit), on_progress), wishes, _sample(one_in, pages))
-    with progress("planning", 1.0) as on_progress:
-        made = planned(survey, wishes, on_progress)
-    words = recommendation(made)
-    for path in picture or []:
-        draw(made, words, path)
-        note(f"drawn: {path}")
-    if run.as_json:
-        emit({**made.as_dict(), "recommendation": words})
-    else:
-        _show(made, words)
-    return 0
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise InvalidRequest(
+            f"{error.name} is not installed, which draws pictures; it comes with the extra plan of kvstore-llm "
+            "(README, Install)"
+        ) from error
+    return Figure
 
 
-def _sample(one_in: float | None, pages: int) -> Sampling:
-    if one_in is not None:
-        return sampling(one_in)
-    return sampling(pages / SAMPLE_PAGES) if pages > EXACT_PAGES_MAX else EXACT
+def _figure(plan: Plan) -> Any:
+    figure = _figure_class()(figsize=_INCHES, layout="constrained")
+    axes = figure.subplots()
+    sizes = [nbytes / (1 << 30) for nbytes, _ in plan.curve]
+    axes.plot(
+        sizes, [100 * rate for _, rate in plan.curve], color="#1f5fa8", label="hit rate, RAM or disk of this size"
+    )
+    bounds = sorted({(max(row.ram_nbytes, row.disk_nbytes) / (1 << 30), 100 * row.bound) for row in plan.rows})
+    axes.plot(*zip(*bounds, strict=True), "o--", color="#b05020", linewidth=0.8, label="bound: the future is known")
+    axes.axhline(100 * plan.endless, color="#777777", linewidth=0.8, linestyle=":")
+    top = (sizes[0], 100 * plan.endless)
+    axes.annotate(f"never forgets: {100 * plan.endless:.1f} %", top, color="#777777", va="bottom")
+    knee = plan.nearly_all_nbytes / (1 << 30)
+    axes.axvline(knee, color="#2a7a3a", linewidth=0.8)
+    axes.annotate(f" knee: {human_nbytes(plan.nearly_all_nbytes)}", (knee, 0), color="#2a7a3a")
+    for row in plan.rows:
+        if row.disk_nbytes:
+            axes.plot(row.ram_nbytes / (1 << 30), 100 * row.hit_rate_ram, "s", color="#1f5fa8", markersize=4)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda gib, _: human_nbytes(gib * (1 << 30)).replace(".0", ""))
+    axes.set(xlabel="capacity of all nodes together", ylabel="pages hit, %", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center left", frameon=False)
+    return figure
 
 
-def _counted(requests: Iterator[TraceRequest], on_progress: Report) -> Iterator[TraceRequest]:
-    for number, request in enumerate(requests):
-        if number & 1023 == 0:
-            on_progress(number)
-        yield request
+def _png(plan: Plan) -> bytes:
+    out = io.BytesIO()
+    _figure(plan).savefig(out, format="png", dpi=_DPI)
+    return out.getvalue()
 
 
-def _show(plan: Plan, words: Sequence[str]) -> None:
-    about = f"{plan.requests:,} requests, {plan.pages_asked:,} pages asked for, {plan.pages:,} distinct"
-    span = f", {human_ms(1000 * plan.seconds)}" if plan.seconds else ""
-    print(f"{about}{span}; a page is {plan.page_tokens:g} tokens, {human_nbytes(plan.page_nbytes)}")
-    for assumed in plan.assumed:
-        print(f"assumed: {assumed}")
-    if plan.sampled < 1:
-        print(
-            f"from {percent(plan.sampled)} of the pages; ± is one standard error; bounds are besides a little too low"
-        )
-    print()
-    rows = [_cells(plan, row) for row in plan.rows]
-    show((">RAM", ">DISK", ">PAGES", ">HIT", ">IN RAM", ">BOUND", ">TOKENS SAVED", ">GPU s", *_RATES), rows)
-    print()
-    for sentence in words:
-        print(f"* {sentence}")
-
-
-_RATES = (">GET GB/s", ">PUT", ">DISK READ", ">WRITE")
-
-
-def _cells(plan: Plan, row: Row) -> tuple[object, ...]:
-    return (
-        human_nbytes(row.ram_nbytes),
-        human_nbytes(row.disk_nbytes) if row.disk_nbytes else "-",
-        row.pages,
-        _rate_cell(row.hit_rate, row.hit_rate_error),
-        percent(row.hit_rate_ram) if row.disk_nbytes else "",
-        _rate_cell(row.bound, row.bound_error),
-        human_count(row.tokens_saved),
-        f"{row.gpu_seconds_saved:,.0f}",
-        *(_speed(rate) for rate in (row.gets, row.puts)),
-        *(_speed(rate) if row.disk_nbytes else "" for rate in (row.disk_reads, row.disk_writes)),
+def _html(plan: Plan, words: Sequence[str]) -> str:
+    out = io.StringIO()
+    _figure(plan).savefig(out, format="svg", metadata={"Date": None})
+    rows = "".join(_html_row("td", _picture_cells(row)) for row in plan.rows)
+    about = (
+        f"{plan.requests:,} requests, {plan.pages_asked:,} pages asked for, {plan.pages:,} distinct; "
+        f"a page is {plan.page_tokens:g} tokens, {human_nbytes(plan.page_nbytes)}"
+    )
+    items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in words)
+    svg = out.getvalue()
+    return _PAGE.format(
+        about=about, svg=svg[svg.index("<svg") :], words=items, head=_html_row("th", _PICTURE_COLUMNS), rows=rows
     )
 
 
-def _rate_cell(share: float, error: float) -> str:
-    return percent(share) + (f" ±{100 * error:.1f}" if error else "")
+def _picture_cells(row: Row) -> tuple[str, ...]:
+    sizes = (human_nbytes(nbytes) if nbytes else "-" for nbytes in (row.ram_nbytes, row.disk_nbytes))
+    rates = (f"{100 * rate:.1f} %" for rate in (row.hit_rate, row.bound))
+    return (*sizes, *rates, f"{row.tokens_saved:,}", f"{row.gpu_seconds_saved:,.0f}")
 
 
-def _speed(rate: Rate) -> str:
-    """Mean / peak."""
-    return "-" if rate.mean is None else f"{rate.mean:.2f} / {rate.peak:.2f}"
+def _html_row(cell: str, texts: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<{cell}>{text}</{cell}>" for text in texts) + "</tr>"

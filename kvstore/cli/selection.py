@@ -1,4 +1,7 @@
-"""Which namespace and which pages a command is about, from what the user typed."""
+"""Find the namespace and the pages that a command is about, from what the user typed.
+
+Shell completion asks the node itself, and is silent and quick if it does not answer.
+"""
 
 import json
 import re
@@ -20,9 +23,11 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace, prefix_hashes
 from kvstore.pb import kvstore_pb2 as pb
 
-# Shell completion of namespaces and models, from the node itself. Silent and quick if it is away.
-
 TIMEOUT_S = 0.5  # a shell that waits for TAB must not hang
+COUNT_MAX = 4096  # keys of one request: few enough for its deadline, and progress shows between two
+SHA256_DIGITS = 64
+TOKENS_NBYTES_MAX = 64 << 20
+_DURATION_S = {"ms": 0.001, "s": 1, "": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
 def complete_namespace(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
@@ -45,36 +50,6 @@ def _namespaces(ctx: typer.Context) -> list[Namespace]:
     except KVStoreError:
         return []
 
-
-# Many keys, piece by piece: for progress, and so that no request outlasts its deadline.
-
-COUNT_MAX = 4096  # keys in a piece
-
-
-def pieces(keys: Iterable[bytes], count_max: int = COUNT_MAX) -> Iterator[list[bytes]]:
-    """Lists of at most `count_max` keys, in order."""
-    rest = iter(keys)
-    while piece := list(islice(rest, count_max)):
-        yield piece
-
-
-def all_keys(client: Client, namespace: Namespace) -> Iterator[bytes]:
-    """Keys of all pages of a namespace. Pages may be removed as they come: the listing goes on
-    behind the last key it gave."""
-    return (page.prefix_hash for page in client.list_pages(namespace))
-
-
-def remove_all(client: Client, namespace: Namespace) -> Away:
-    """Removes every page of a namespace; which members of a cluster could not be asked to."""
-    away: Away = {}
-    for piece in pieces(all_keys(client, namespace)):
-        client.remove(namespace, piece, away=away)
-    return away
-
-
-SHA256_DIGITS = 64
-TOKENS_NBYTES_MAX = 64 << 20
-_DURATION_S = {"ms": 0.001, "s": 1, "": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 NamespaceOption = Annotated[
     str | None,
@@ -163,6 +138,27 @@ def list_pages(client: Client, namespace: Namespace, hex_prefix: str) -> Iterato
     start = bytes.fromhex(hex_prefix[: len(hex_prefix) // 2 * 2])
     pages = client.list_pages(namespace, start)
     return (page for page in pages if page.prefix_hash.hex().startswith(hex_prefix))
+
+
+def pieces(keys: Iterable[bytes], count_max: int = COUNT_MAX) -> Iterator[list[bytes]]:
+    """Yield lists of at most `count_max` keys, in order."""
+    rest = iter(keys)
+    while piece := list(islice(rest, count_max)):
+        yield piece
+
+
+def all_keys(client: Client, namespace: Namespace) -> Iterator[bytes]:
+    """Keys of all pages of a namespace. Pages may be removed as they come: the listing goes on
+    behind the last key it gave."""
+    return (page.prefix_hash for page in client.list_pages(namespace))
+
+
+def remove_all(client: Client, namespace: Namespace) -> Away:
+    """Removes every page of a namespace; which members of a cluster could not be asked to."""
+    away: Away = {}
+    for piece in pieces(all_keys(client, namespace)):
+        client.remove(namespace, piece, away=away)
+    return away
 
 
 def whole_key(text: str) -> bytes | None:

@@ -1,4 +1,4 @@
-"""`kvstore tokens`: who may do what at a node, in the file that its `--identities` names."""
+"""Run `kvstore tokens`: change who may do what at a node, in the file that `--identities` names."""
 
 import math
 import sys

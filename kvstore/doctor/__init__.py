@@ -1,14 +1,12 @@
-"""What is wrong with a deployment, seen from where this runs: small checks, each with what it found and what to do.
+"""Check a deployment, as seen from where this runs. Each check says what it found and what to do.
 
 in: a client's settings; out: groups of checks, whose findings `kvstore doctor` shows. Nothing stays behind.
 
-    examination.py   which checks, in which order; what one finds out the next ones use
-    finding.py       what a check found; check.py: how it is run: abreast, each for so long at most
-    host.py          this host; settings.py: files and secrets of this client
-    way.py           to one node: name, TCP, TLS, gRPC
-    member.py        what a node tells of itself; cluster.py: what members tell of each other
-    wires.py         which wires to a node work from here
-    pages.py         pages that are put, read back, compared and removed
-    hints.py         why nothing hits, by namespaces and their counters
-    probe.py         checks in a process of their own; directory.py: one of a data directory
+    runner.py         which checks, in which order; what one finds out the next ones use
+    checks.py         findings, and how checks are run: in parallel, each for a limited time
+    host.py           this host, and the settings of this client
+    connectivity.py   to one node: name, TCP, TLS, gRPC, and which wires work from here
+    members.py        what a node tells of itself, and what the members of a cluster tell of each other
+    pages.py          pages put, read back, compared and removed; why nothing hits
+    data_dir.py       a data directory, in a process of its own
 """

@@ -1,4 +1,12 @@
-"""What a check found, and what to do about it."""
+"""Run checks, and hold what they find.
+
+checks --in parallel--> threads --findings, as they come--> a list in the order of the checks
+
+Each check has a thread of its own and a limit of time. Whatever one does, the others go on. What may
+hang in a driver or a disk runs in a process of its own, and is left there:
+
+module --one finding per line, as JSON, then an end line--> findings
+"""
 
 import enum
 import json
@@ -14,6 +22,15 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from kvstore.errors import Forbidden, KVStoreError, ProtocolError, Unauthenticated
+
+log = logging.getLogger(__name__)
+
+ABREAST = 16
+STEP_S = 0.05  # between two looks at who has ended
+END = "end"  # of the last line: all findings were printed
+KILLED_S = 0.5  # one that hangs in the kernel does not even end then
+
+Tick = Callable[[float], None]
 
 
 class State(enum.Enum):
@@ -63,86 +80,6 @@ def remedy_of(error: KVStoreError, otherwise: str = "") -> str:
             "update the older of both: versions work together that are one step apart; or a node is not what is there"
         )
     return otherwise
-
-
-# Checks in a process of their own, which may hang in a driver or a disk and be left there.
-#
-# module --one finding per line, as JSON, then an end line--> findings
-
-END = "end"  # of the last line: all findings were printed
-KILLED_S = 0.5  # one that hangs in the kernel does not even end then
-
-
-def tell(findings: Iterable[Finding]) -> None:
-    """What such a module does: each as soon as it is there."""
-    for finding in findings:
-        said = {"name": finding.name, "state": finding.state.value, "found": finding.found, "remedy": finding.remedy}
-        print(json.dumps(said), flush=True)
-    print(json.dumps({END: True}), flush=True)
-
-
-def ending(status: int) -> str:
-    """Describe how a process ended, with the name of a signal."""
-    if status >= 0:
-        return f"it ended with status {status}"
-    try:
-        return f"it was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"it was ended by signal {-status}"
-
-
-def probed(name: str, module: str, arguments: Sequence[str], limit_s: float, remedy: str) -> Iterator[Finding]:
-    """Yield the findings of `python -m module`.
-
-    `remedy` is for a process that hangs or fails. One that fails after its end line is a warning only.
-    """
-    command = [sys.executable, "-m", module, *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        said, complained = process.communicate(timeout=limit_s)
-        hung = False
-    except subprocess.TimeoutExpired as late:
-        said, complained, hung = late.output or b"", late.stderr or b"", True
-        process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(KILLED_S)
-    finally:
-        for pipe in (process.stdout, process.stderr):
-            assert pipe is not None
-            pipe.close()
-    yield from _parsed(said)
-    if hung:
-        yield fail(name, f"hangs: no end in {limit_s:g} s", remedy)
-    elif process.returncode:
-        last = complained.decode(errors="replace").strip().splitlines()[-1:] or [ending(process.returncode)]
-        if _ended(said):
-            yield warn(name, f"the checks completed, then their process failed: {last[0]}", remedy)
-        else:
-            yield fail(name, last[0], remedy)
-
-
-def _ended(said: bytes) -> bool:
-    return json.dumps({END: True}).encode() in said.splitlines()
-
-
-def _parsed(said: bytes) -> Iterator[Finding]:
-    for line in said.splitlines():
-        with suppress(ValueError, KeyError, TypeError):  # libraries talk, too
-            told = json.loads(line)
-            yield Finding(told["name"], State(told["state"]), told["found"], told["remedy"])
-
-
-# Running checks: some at a time, each in a thread of its own and for so long at most. Whatever
-# one does, the others go on.
-#
-#     checks --abreast--> threads --findings, as they come--> a list in the order of the checks
-
-log = logging.getLogger(__name__)
-
-ABREAST = 16
-STEP_S = 0.05  # between two looks at who has ended
-
-Tick = Callable[[float], None]
 
 
 class Check(NamedTuple):
@@ -218,3 +155,62 @@ class _Run:
             self._found.append(fail(self.check.name, said, "tell the maintainers; all other checks hold"))
         finally:
             self.ended.set()
+
+
+def tell(findings: Iterable[Finding]) -> None:
+    """What such a module does: each as soon as it is there."""
+    for finding in findings:
+        said = {"name": finding.name, "state": finding.state.value, "found": finding.found, "remedy": finding.remedy}
+        print(json.dumps(said), flush=True)
+    print(json.dumps({END: True}), flush=True)
+
+
+def ending(status: int) -> str:
+    """Describe how a process ended, with the name of a signal."""
+    if status >= 0:
+        return f"it ended with status {status}"
+    try:
+        return f"it was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"it was ended by signal {-status}"
+
+
+def probed(name: str, module: str, arguments: Sequence[str], limit_s: float, remedy: str) -> Iterator[Finding]:
+    """Yield the findings of `python -m module`.
+
+    `remedy` is for a process that hangs or fails. One that fails after its end line is a warning only.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        said, complained = process.communicate(timeout=limit_s)
+        hung = False
+    except subprocess.TimeoutExpired as late:
+        said, complained, hung = late.output or b"", late.stderr or b"", True
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILLED_S)
+    finally:
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+    yield from _parsed(said)
+    if hung:
+        yield fail(name, f"hangs: no end in {limit_s:g} s", remedy)
+    elif process.returncode:
+        last = complained.decode(errors="replace").strip().splitlines()[-1:] or [ending(process.returncode)]
+        if _ended(said):
+            yield warn(name, f"the checks completed, then their process failed: {last[0]}", remedy)
+        else:
+            yield fail(name, last[0], remedy)
+
+
+def _ended(said: bytes) -> bool:
+    return json.dumps({END: True}).encode() in said.splitlines()
+
+
+def _parsed(said: bytes) -> Iterator[Finding]:
+    for line in said.splitlines():
+        with suppress(ValueError, KeyError, TypeError):  # libraries talk, too
+            told = json.loads(line)
+            yield Finding(told["name"], State(told["state"]), told["found"], told["remedy"])

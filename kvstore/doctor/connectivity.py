@@ -1,8 +1,9 @@
-"""The way to one node, step by step: what fails there ends it, and the steps behind it are skipped.
+"""Check the way to one node, step by step, and which wires work from here.
 
 name -> TCP -> TLS -> certificate -> gRPC -> who this is there; then what the node tells of itself, and its clock
 
-At an address of bulk:// frames are in gRPC's place, and at one of unix: there is nothing before them.
+A step that fails ends it, and the steps behind it are skipped. At an address of bulk:// frames are in gRPC's
+place, and at one of unix: there is nothing before them. Then `Wires` says why a wire does not work.
 """
 
 import os
@@ -27,6 +28,8 @@ from kvstore.transports.tls import PROBE_S, SPEAKS_TLS, client_tls, greeted, sho
 from kvstore.x509 import hosts, validity
 
 GRACE_S = 2.0  # for threads to come by, beside what the steps themselves may take
+NAMES = ("shm", "bulk", "grpc")  # the best one first
+IN_CONTAINERS = "docs/operations.md, Shared memory between containers"
 _NO_ANSWER = (
     "the port is open and nobody answers: a node that starts, hangs or is stopped, or something else; look at the "
     "log of kvstore-node there"
@@ -154,15 +157,17 @@ class Connectivity:
     def _ask(self) -> Iterator[Finding]:
         began = time.monotonic()
         try:
-            way = self._opened()
+            connection = self._opened()
         except KVStoreError as error:
             yield fail(self._asks_over, str(error), remedy_of(error, _NO_ANSWER))
             return
-        self._wire, self.hello = way.wire, way.hello
+        self._wire, self.hello = connection.wire, connection.hello
         took_ms = 1000 * (time.monotonic() - began)
-        yield ok(self._asks_over, f"node {way.hello.version} answers in {took_ms:.1f} ms")
-        who = f"{way.hello.role} of {'all tenants' if way.hello.tenant == '*' else way.hello.tenant}"
-        yield ok("who this is", f"{who} there" if way.hello.role else "the node asks nobody who he is")
+        yield ok(self._asks_over, f"node {connection.hello.version} answers in {took_ms:.1f} ms")
+        who = (
+            f"{connection.hello.role} of {'all tenants' if connection.hello.tenant == '*' else connection.hello.tenant}"
+        )
+        yield ok("who this is", f"{who} there" if connection.hello.role else "the node asks nobody who he is")
 
     @property
     def _asks_over(self) -> str:
@@ -176,9 +181,9 @@ class Connectivity:
     def ask_again(self) -> None:
         """What it says at hello, as it is now; as it was, if it does not answer."""
         with suppress(KVStoreError):
-            way = self._opened()
-            way.close()
-            self.hello = way.hello
+            connection = self._opened()
+            connection.close()
+            self.hello = connection.hello
 
     def _look(self) -> Iterator[Finding]:
         """One question for which time was taken before and after."""
@@ -211,18 +216,12 @@ def _remedy_of_tcp(error: OSError) -> str:
     return "there is no way to that address from here: correct the address, or the network"
 
 
-# Which wires to a node work from here, and why the others do not.
-
-NAMES = ("shm", "bulk", "grpc")  # the best one first
-IN_CONTAINERS = "docs/operations.md, Shared memory between containers"
-
-
 class Wires:
     """To a node that said hello. `clients`: of the wires that work, by name; to be closed. `keep`: they stay open until
     then, with some seven descriptors."""
 
-    def __init__(self, way: Connectivity, keep: bool = True) -> None:
-        self.way = way
+    def __init__(self, node: Connectivity, keep: bool = True) -> None:
+        self.node = node
         self.keep = keep
         self.clients: dict[str, Client] = {}
 
@@ -238,23 +237,23 @@ class Wires:
             client.close()
 
     def _shm(self) -> Finding:
-        hello, config = self.way.hello, self.way.config
+        hello, config = self.node.hello, self.node.config
         assert hello is not None
         wrong = fail if config.wire == "shm" else warn
         if not hello.shm_socket:
-            if hello.shm_refused and (self.way.is_here or config.wire == "shm"):
+            if hello.shm_refused and (self.node.is_here or config.wire == "shm"):
                 return wrong("shm", hello.shm_refused, "--shm-trust of the node names tenants that may: SECURITY.md")
             if config.wire == "shm":
                 return fail("shm", "the node serves none", "start it without --shm-socket none, or take another wire")
             return skipped("shm", hello.shm_refused or "the node serves none (--shm-socket none)")
-        named = self.way.scheme == "unix"
-        path = parse_address(self.way.address).path if named else socket_here(hello.shm_socket, config)
+        named = self.node.scheme == "unix"
+        path = parse_address(self.node.address).path if named else socket_here(hello.shm_socket, config)
         try:
             os.stat(path)
         except FileNotFoundError:
             said = f"its socket {path} is not on this host"
             remedy = f"if the node runs in a container here, mount its socket and set KVSTORE_SHM_DIR: {IN_CONTAINERS}"
-            if self.way.is_here or config.wire == "shm":
+            if self.node.is_here or config.wire == "shm":
                 return wrong("shm", said, remedy)
             return skipped("shm", f"{said}: the node is on another, or in a container")
         except OSError:
@@ -264,9 +263,9 @@ class Wires:
         return wrong("shm", problem, remedy) if problem else ok("shm", f"works, through {path}")
 
     def _bulk(self) -> Finding:
-        hello = self.way.hello
+        hello = self.node.hello
         assert hello is not None
-        if self.way.scheme == "unix":
+        if self.node.scheme == "unix":
             return skipped("bulk", "the address is that of a Unix socket")
         problem = self._try("bulk")
         if problem:
@@ -275,14 +274,14 @@ class Wires:
         return ok("bulk", f"works, at port {hello.bulk_port}")
 
     def _grpc(self) -> Finding:
-        if self.way.scheme != "grpc":
+        if self.node.scheme != "grpc":
             return skipped("grpc", "the address is one of frames")
         problem = self._try("grpc")
         return fail("grpc", problem, "look at the log of kvstore-node") if problem else ok("grpc", "works")
 
     def _try(self, wire: str) -> str:
         """Why it does not work; empty: it does."""
-        config = replace(self.way.config, wire=wire, connections_max=1, page_key="", page_key_file="")
+        config = replace(self.node.config, wire=wire, connections_max=1, page_key="", page_key_file="")
         client = Client(config)
         try:
             client.view()

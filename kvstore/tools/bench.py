@@ -1,4 +1,4 @@
-"""Load on a live node: put, lookup, get, verify, remove, round after round.
+"""Load a live node: put, lookup, get, verify, remove, round after round.
 
 Each thread has a batch of pages of its own, under random keys, with content that follows from the
 key. It is made once: making it costs more than moving it. A round ends by removing its pages, so a
@@ -26,52 +26,12 @@ from kvstore.results import PutOutcome
 from kvstore.secrets import tenant_of
 from kvstore.tools.trace import page_content
 
-# Latencies of one kind of call, and the throughput that follows from them.
-
-PERCENTILES = (50, 90, 99)
-
-
-class Stopwatch:
-    """Times calls one after the other; not thread-safe. Costs 8 bytes per call."""
-
-    def __init__(self) -> None:
-        self.seconds = array("d")
-        self.nbytes = 0
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Times its body, also one that raises."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds.append(time.perf_counter() - start)
-
-    @property
-    def busy_s(self) -> float:
-        return sum(self.seconds)
-
-    def gb_per_s(self) -> float:
-        """Payload bytes moved per second spent in calls, in 10^9 bytes; 0 before the first call."""
-        busy_s = self.busy_s
-        return self.nbytes / busy_s / 1e9 if busy_s else 0.0
-
-
-def latency_ms(seconds: Iterable[float]) -> dict[str, float]:
-    """{"p50": ms, "p90": ms, "p99": ms}: the smallest latency that so many percent do not exceed.
-
-    Empty if there is no latency.
-    """
-    ordered = sorted(seconds)
-    count = len(ordered)
-    return {f"p{p}": round(ordered[-(-p * count // 100) - 1] * 1e3, 4) for p in PERCENTILES} if count else {}
-
-
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 0.2
-# Page and read buffer of every page of every thread: a bound on what a slip of the finger may cost.
+# Page and read buffer of every page of every thread: a bound on what a typing error may cost.
 MEMORY_NBYTES_MAX = 16 << 30
+PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
@@ -213,3 +173,39 @@ class _Worker:
                 self.pages_verified += intact
                 self.mismatches += not intact
         self._client.remove(self._namespace, self._hashes, away=self.away)
+
+
+class Stopwatch:
+    """The latencies of one kind of call, and its throughput. Costs 8 bytes per call; not thread-safe."""
+
+    def __init__(self) -> None:
+        self.seconds = array("d")
+        self.nbytes = 0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Times its body, also one that raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds.append(time.perf_counter() - start)
+
+    @property
+    def busy_s(self) -> float:
+        return sum(self.seconds)
+
+    def gb_per_s(self) -> float:
+        """Payload bytes moved per second spent in calls, in 10^9 bytes; 0 before the first call."""
+        busy_s = self.busy_s
+        return self.nbytes / busy_s / 1e9 if busy_s else 0.0
+
+
+def latency_ms(seconds: Iterable[float]) -> dict[str, float]:
+    """{"p50": ms, "p90": ms, "p99": ms}: the smallest latency that so many percent do not exceed.
+
+    Empty if there is no latency.
+    """
+    ordered = sorted(seconds)
+    count = len(ordered)
+    return {f"p{p}": round(ordered[-(-p * count // 100) - 1] * 1e3, 4) for p in PERCENTILES} if count else {}

@@ -1,4 +1,4 @@
-"""Exact LRU of all sizes at once: how many other pages were used since each page of a request was.
+"""Compute the hits of an exact LRU of all sizes at once, and the most that any store could have hit.
 
 A node ages a request's pages tail first (docs/decisions/0005), and a page stands for itself and all before it. So after
 every request, for each page p and the page q before it in its chain,
@@ -14,6 +14,9 @@ and it follows, with `distance` the number of pages that are newer when the requ
 What a request used and nobody since is the end of its chain: who uses a page uses all before it. The whole order is
 therefore one *run* for each request, newest request first, each head to tail, and a request takes the beginnings of a
 few runs. Each costs a logarithm of the number of requests, whatever its pages; memory is 8 bytes a page.
+
+`Stack` finds the reuses; `Curve` sums them over all sizes, `Windows` over stretches of time, and `Intervals` bounds
+what any policy could reach.
 """
 
 from array import array
@@ -23,97 +26,8 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
 
-# The most that any store of a size could have hit: the bound beside every hit rate.
-#
-# A page that two requests use, one after the other, is a hit at the second if it is kept all the
-# time between them. So a hit is an interval, a store of C pages keeps at most C of them at any
-# time, and the bound is the largest number of intervals of which no more than C overlap. Greedy
-# gives it: whenever there are too many, the one that ends last goes (Belady 1966, with bypass: it
-# may have only just begun; optimal for intervals: Carlisle and Lloyd 1995).
-#
-# A page is asked for again no later than one behind it in its chain, and of those that are asked
-# for together the tail can go first: what is kept of a chain is a leading run. So the bound is
-# reached by who knows the future, also where only leading runs count.
-#
-# Pages of one run that one request uses again are one interval with a weight, as `stack` finds
-# them.
-
-
-class Intervals:
-    """Filled in the order of their ends."""
-
-    def __init__(self) -> None:
-        self._starts, self._ends, self._counts = array("q"), array("q"), array("q")
-
-    def add(self, start: int, end: int, count: int) -> None:
-        """`count` pages that request `start` used, and then request `end`."""
-        self._starts.append(start)
-        self._ends.append(end)
-        self._counts.append(count)
-
-    def overlap(self) -> int:
-        """The most that are wanted at a time: a store of that size has all."""
-        if not self._ends:
-            return 0
-        change = array("q", bytes(8 * (self._ends[-1] + 1)))
-        for start, end, count in zip(self._starts, self._ends, self._counts, strict=True):
-            change[start] += count
-            change[end] -= count
-        most = now = 0
-        for by in change:
-            now += by
-            most = max(most, now)
-        return most
-
-    def by_start(self) -> "Starts":
-        """For `most_hits`, as often as one likes."""
-        if not self._ends:
-            return Starts(array("q"), array("q"), array("q"), array("q"))
-        requests = self._ends[-1] + 1
-        heads = array("q", b"\xff" * (8 * requests))  # -1: none
-        behind = array("q", bytes(8 * len(self._starts)))
-        for place, start in enumerate(self._starts):
-            behind[place] = heads[start]
-            heads[start] = place
-        return Starts(heads, behind, self._ends, self._counts)
-
-
-class Starts:
-    """Intervals as lists, one for each request that they start with."""
-
-    def __init__(self, heads: "array[int]", behind: "array[int]", ends: "array[int]", counts: "array[int]") -> None:
-        self._heads, self._behind, self._ends, self._counts = heads, behind, ends, counts
-
-    def most_hits(self, capacity: int) -> int:
-        ends, counts, behind = self._ends, self._counts, self._behind
-        kept = [0] * len(self._heads)  # by the request that they end with
-        latest: list[int] = []  # those ends, negative: what ends last is on top
-        hits = total = 0
-        for number, place in enumerate(self._heads):
-            ended = kept[number]
-            if ended:
-                hits += ended
-                total -= ended
-                if not total:
-                    latest.clear()
-            while place >= 0:
-                end, count = ends[place], counts[place]
-                if not kept[end]:
-                    heappush(latest, -end)
-                kept[end] += count
-                total += count
-                place = behind[place]
-            while total > capacity:
-                end = -latest[0]
-                count = min(kept[end], total - capacity)
-                kept[end] -= count
-                total -= count
-                if not kept[end]:
-                    heappop(latest)
-        return hits
-
-
 ID_NBYTES = 8  # chains are ids as u64 in the machine's order, so that runs are compared as bytes
+GROW = 1 << 12
 
 
 class Reuse(NamedTuple):
@@ -126,7 +40,10 @@ class Reuse(NamedTuple):
 
 
 class Stack:
-    """Pages are named by all ids up to theirs, so ids that are no prefix hashes do no harm."""
+    """The pages in LRU order, as runs.
+
+    A page is named by all ids up to its own, so ids that are no prefix hashes do no harm.
+    """
 
     def __init__(self) -> None:
         self._runs: dict[int, int] = {}  # hash of the chain up to a run's first page -> its request
@@ -206,43 +123,11 @@ def _common_nbytes(chain: bytes, at: int, ids: bytes) -> int:
     return least
 
 
-# Hits in each stretch of time at some sizes: what links and disks must bear at the worst, not
-# only on average.
-
-
-class Windows:
-    """`sizes`: in pages, rising."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = list(sizes)
-        self._whole: dict[int, list[int]] = {}  # by window: pages of runs that are hits from this size on
-        self._parts: dict[int, list[int]] = {}  # pages of runs of which this size has the beginning
-
-    def add(self, window: int, reuse: Reuse) -> None:
-        distance, pages, _ = reuse
-        if window not in self._whole:
-            self._whole[window] = [0] * (len(self._sizes) + 1)
-            self._parts[window] = [0] * len(self._sizes)
-        whole = bisect_left(self._sizes, distance + pages)
-        self._whole[window][whole] += pages
-        for place in range(bisect_right(self._sizes, distance, 0, whole), whole):
-            self._parts[window][place] += self._sizes[place] - distance
-
-    def hits(self) -> dict[int, list[int]]:
-        """By window, at each of the sizes."""
-        return {
-            window: [run + part for run, part in zip(accumulate(whole), self._parts[window], strict=False)]
-            for window, whole in self._whole.items()
-        }
-
-
-# Hits at every size: how many of the pages that were asked for had fewer than so many newer ones.
-
-GROW = 1 << 12
-
-
 class Curve:
-    """Filled first, read then."""
+    """Hits at every size: how many of the pages asked for had fewer than so many newer ones.
+
+    Fill it first, then read.
+    """
 
     def __init__(self) -> None:
         self._change = array("q", bytes(8 * GROW))  # of how many pages have a distance, from one distance to the next
@@ -289,3 +174,120 @@ class Curve:
         self.hits(0)
         assert self._hits is not None
         return min(bisect_left(self._hits, hits), self._end)
+
+
+class Windows:
+    """Hits in each stretch of time at some sizes: what links and disks must bear at the worst, not only on average.
+
+    `sizes` are in pages, rising.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = list(sizes)
+        self._whole: dict[int, list[int]] = {}  # by window: pages of runs that are hits from this size on
+        self._parts: dict[int, list[int]] = {}  # pages of runs of which this size has the beginning
+
+    def add(self, window: int, reuse: Reuse) -> None:
+        distance, pages, _ = reuse
+        if window not in self._whole:
+            self._whole[window] = [0] * (len(self._sizes) + 1)
+            self._parts[window] = [0] * len(self._sizes)
+        whole = bisect_left(self._sizes, distance + pages)
+        self._whole[window][whole] += pages
+        for place in range(bisect_right(self._sizes, distance, 0, whole), whole):
+            self._parts[window][place] += self._sizes[place] - distance
+
+    def hits(self) -> dict[int, list[int]]:
+        """By window, at each of the sizes."""
+        return {
+            window: [run + part for run, part in zip(accumulate(whole), self._parts[window], strict=False)]
+            for window, whole in self._whole.items()
+        }
+
+
+class Intervals:
+    """The bound beside every hit rate: the most that a store of a size could have hit.
+
+    A page that two requests use, one after the other, is a hit at the second if it is kept all the
+    time between them. So a hit is an interval, a store of C pages keeps at most C of them at any
+    time, and the bound is the largest number of intervals of which no more than C overlap. Greedy
+    gives it: whenever there are too many, the one that ends last goes (Belady 1966, with bypass: it
+    may have only just begun; optimal for intervals: Carlisle and Lloyd 1995).
+
+    A page is asked for again no later than one behind it in its chain, and of those that are asked
+    for together the tail can go first: what is kept of a chain is a leading run. So a policy that knows
+    the future reaches the bound, also where only leading runs count.
+
+    Pages of one run that one request uses again are one interval with a weight, as `Stack` finds
+    them. Intervals are added in the order of their ends.
+    """
+
+    def __init__(self) -> None:
+        self._starts, self._ends, self._counts = array("q"), array("q"), array("q")
+
+    def add(self, start: int, end: int, count: int) -> None:
+        """`count` pages that request `start` used, and then request `end`."""
+        self._starts.append(start)
+        self._ends.append(end)
+        self._counts.append(count)
+
+    def overlap(self) -> int:
+        """The most that are wanted at a time: a store of that size has all."""
+        if not self._ends:
+            return 0
+        change = array("q", bytes(8 * (self._ends[-1] + 1)))
+        for start, end, count in zip(self._starts, self._ends, self._counts, strict=True):
+            change[start] += count
+            change[end] -= count
+        most = now = 0
+        for by in change:
+            now += by
+            most = max(most, now)
+        return most
+
+    def by_start(self) -> "Starts":
+        """For `most_hits`, as often as one likes."""
+        if not self._ends:
+            return Starts(array("q"), array("q"), array("q"), array("q"))
+        requests = self._ends[-1] + 1
+        heads = array("q", b"\xff" * (8 * requests))  # -1: none
+        behind = array("q", bytes(8 * len(self._starts)))
+        for place, start in enumerate(self._starts):
+            behind[place] = heads[start]
+            heads[start] = place
+        return Starts(heads, behind, self._ends, self._counts)
+
+
+class Starts:
+    """Intervals as lists, one for each request that they start with."""
+
+    def __init__(self, heads: "array[int]", behind: "array[int]", ends: "array[int]", counts: "array[int]") -> None:
+        self._heads, self._behind, self._ends, self._counts = heads, behind, ends, counts
+
+    def most_hits(self, capacity: int) -> int:
+        ends, counts, behind = self._ends, self._counts, self._behind
+        kept = [0] * len(self._heads)  # by the request that they end with
+        latest: list[int] = []  # those ends, negative: what ends last is on top
+        hits = total = 0
+        for number, place in enumerate(self._heads):
+            ended = kept[number]
+            if ended:
+                hits += ended
+                total -= ended
+                if not total:
+                    latest.clear()
+            while place >= 0:
+                end, count = ends[place], counts[place]
+                if not kept[end]:
+                    heappush(latest, -end)
+                kept[end] += count
+                total += count
+                place = behind[place]
+            while total > capacity:
+                end = -latest[0]
+                count = min(kept[end], total - capacity)
+                kept[end] -= count
+                total -= count
+                if not kept[end]:
+                    heappop(latest)
+        return hits

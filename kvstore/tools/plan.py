@@ -1,4 +1,4 @@
-"""A plan: what stores of several sizes would have been worth on a trace, and what they would have had to bear.
+"""Plan stores of several sizes: what each would have been worth on a trace, and what it would have had to bear.
 
 RAM and disk are one stack of pages. What is committed to RAM goes to disk as well, and both age exactly
 (docs/decisions/0007): a page is in RAM if it is among the newest that RAM has room for, and in the store if it is among

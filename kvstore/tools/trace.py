@@ -1,12 +1,17 @@
-"""Traces of requests, as published by Mooncake: one JSON object per line.
+"""Read traces of requests, write them from a node's recording, and make page content for them.
+
+A trace is one JSON object per line, as published by Mooncake:
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2111]}
 
 `timestamp` is in milliseconds, lengths are in tokens. An id stands for one page *and everything
 before it* (one parent per id), so ids are prefix hashes already, only shorter ones.
 
-What `kvstore record` writes has more: `page_nbytes` and `page_tokens` of each of its pages, and `stored` where pages
-were stored or used by somebody who did not ask for them first.
+What `kvstore record` writes has more: `page_nbytes` and `page_tokens` of each of its pages, and
+`stored` where pages were stored or used without a lookup. Its ids are numbered in the order in which
+they come. A request may have only the end of its chain, such as the pages that an engine stores in one
+step. Which page stands before which is learned from all requests, and in the end each request gets
+the pages before its own.
 """
 
 import hashlib
@@ -15,26 +20,14 @@ import json
 import random
 import stat
 import struct
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from kvstore.errors import InvalidRequest
-
-# Page content that follows from the page's key, so that a reader can verify every byte.
-#
-#     content = SHAKE-128(namespace digest || prefix hash), as many bytes as the page has
-#
-# Every byte depends on the key and on its position: a page under the wrong key, a shifted, cut or
-# swapped piece of a page all differ. SHAKE-128 because every language has it and because here it
-# makes 0.6 GB/s, twice what Mersenne Twister's `randbytes` does.
-
-
-def page_content(namespace_digest: bytes, prefix_hash: bytes, nbytes: int) -> bytes:
-    """The `nbytes` bytes that tools store under this key."""
-    return hashlib.shake_128(namespace_digest + prefix_hash).digest(nbytes)
-
+from kvstore.pb import kvstore_pb2 as pb
 
 LINE_NBYTES_MAX = 16 << 20  # a request of a million pages; more is not a trace but a mistake
 NUMBER_MAX = 1e15  # no time, length or size is larger; sums and products of such stay finite
@@ -43,6 +36,9 @@ CHATS = 64
 CHAT_PAGES_MAX = 48
 _NUMBERS = ("timestamp", "input_length", "output_length")
 _PAGE_NUMBERS = ("page_nbytes", "page_tokens")
+
+LINE_NBYTES = 120  # of a recorded request, without its pages
+_UNKNOWN = -1  # no page is known to stand before this one
 
 
 class TraceRequest(NamedTuple):
@@ -174,3 +170,90 @@ def _hash_ids(ids: object) -> tuple[int, ...]:
     if len(set(ids)) != len(ids):
         raise ValueError("hash_ids names an id twice, so they are not chained prefix hashes")
     return tuple(ids)
+
+
+def page_content(namespace_digest: bytes, prefix_hash: bytes, nbytes: int) -> bytes:
+    """Return the bytes that tools store under this key, so that a reader can verify every one.
+
+        content = SHAKE-128(namespace digest || prefix hash), as many bytes as the page has
+
+    Every byte depends on the key and on its position: a page under the wrong key, a shifted, cut or
+    swapped piece of a page all differ. SHAKE-128 because every language has it and because here it
+    makes 0.6 GB/s, twice what Mersenne Twister's `randbytes` does.
+    """
+    return hashlib.shake_128(namespace_digest + prefix_hash).digest(nbytes)
+
+
+class Chains:
+    """Numbers of pages, and which is before each."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._before = array("q")
+        self._deep = array("q")  # pages before each, as far as they were known when it was first there
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def add(self, ids: Iterable[int]) -> list[int]:
+        """Numbers of pages that follow each other; one that is there twice counts once."""
+        numbers = [self._numbers.setdefault(page, len(self._numbers)) for page in dict.fromkeys(ids)]
+        self._before.extend([_UNKNOWN] * (len(self._numbers) - len(self._before)))
+        self._deep.extend([0] * (len(self._numbers) - len(self._deep)))
+        for before, number in itertools.pairwise(numbers):
+            if self._before[number] == _UNKNOWN:
+                self._before[number] = before
+                self._deep[number] = self._deep[before] + 1
+        return numbers
+
+    def deep(self, number: int) -> int:
+        """About how many pages `whole` finds before it."""
+        return self._deep[number]
+
+    def whole(self, numbers: Sequence[int]) -> list[int]:
+        """With what is known to be before the first of them."""
+        seen, head = set(numbers), []
+        number = self._before[numbers[0]]
+        while number != _UNKNOWN and number not in seen:  # keys that are no chains may go in a circle
+            head.append(number)
+            seen.add(number)
+            number = self._before[number]
+        return [*reversed(head), *numbers]
+
+
+class Recording:
+    """Kept in `spool`, which can be read again, until it is told with `lines`. `nbytes`: about what these come to.
+    `dropped`: requests that found no room at the node."""
+
+    def __init__(self, spool: IO[bytes]) -> None:
+        self._spool = spool
+        self.chains = Chains()
+        self.requests = 0
+        self.stores = 0
+        self.nbytes = 0
+        self.dropped = 0
+
+    def add(self, reply: pb.RecordReply) -> None:
+        self.dropped = reply.dropped
+        for use in reply.uses:
+            if not use.pages:
+                continue
+            pages = self.chains.add(use.pages)
+            fields: dict[str, Any] = {"timestamp": use.at_ms, "hash_ids": pages}
+            fields |= {"page_nbytes": use.page_nbytes, "page_tokens": use.page_tokens}
+            if use.stored:
+                fields["stored"] = True
+            self.stores += use.stored
+            self.requests += not use.stored
+            self._spool.write(json.dumps(fields).encode() + b"\n")
+            self.nbytes += LINE_NBYTES + (len(pages) + self.chains.deep(pages[0])) * len(f"{pages[-1]}, ")
+
+    def lines(self) -> Iterator[str]:
+        """Of the trace."""
+        self._spool.seek(0)
+        for line in self._spool:
+            fields = json.loads(line)
+            pages = self.chains.whole(fields.pop("hash_ids"))
+            length = round(len(pages) * fields["page_tokens"])
+            start = {"timestamp": fields.pop("timestamp"), "input_length": length, "output_length": 0}
+            yield json.dumps({**start, "hash_ids": pages, **fields}) + "\n"

@@ -1,4 +1,7 @@
-"""Who there is: the identities that are in force, read again when their file changes."""
+"""Find the identity of a caller. The identities in force are read again when their file changes.
+
+`Caller` is who makes a request; `FileReloader` polls files that may change while the node runs.
+"""
 
 import logging
 import math
@@ -14,7 +17,11 @@ from kvstore.identities import ALL, Identities, Principal, Role, parse, share_of
 from kvstore.secrets import look_at, read_guarded, stamp
 from node.auth.quotas import tenant_of
 
-# Who asks: the caller of a request, and who may be one without a credential.
+log = logging.getLogger(__name__)
+
+EVERY_S = 1.0  # between two looks at the files
+
+FILE_NBYTES_MAX = 16 << 20
 
 EVERYBODY = Principal("everybody", ALL, Role.ADMIN)  # at a node that asks nobody who he is
 ITSELF = Principal("the node itself", ALL, Role.ADMIN)
@@ -42,15 +49,8 @@ class Caller:
 THE_NODE = Caller("the node itself", who=lambda: ITSELF)
 
 
-# Files that may change while the node runs: looked at once a second.
-
-log = logging.getLogger(__name__)
-
-EVERY_S = 1.0
-
-
 class FileReloader:
-    """A thread that calls each of `looks`; one that breaks harms no other."""
+    """A thread that calls each of `looks` once a second; one that breaks harms no other."""
 
     def __init__(self, looks: Sequence[Callable[[], None]]) -> None:
         self._looks = looks
@@ -72,9 +72,6 @@ class FileReloader:
                     look()
                 except Exception:
                     log.exception("a file could not be looked at")
-
-
-FILE_NBYTES_MAX = 16 << 20
 
 
 class Access:

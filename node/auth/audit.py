@@ -1,4 +1,6 @@
-"""What was refused and what an administrator did: a line of JSON each, in a file of its own or in the node's log.
+"""Log what was refused and what an administrator did.
+
+Each is a line of JSON, in a file of its own or in the node's log:
 
     {"time": "2026-11-23T04:00:00Z", "what": "refused", "op": "remove", "who": "ci", "peer": "10.0.0.7", "why": "..."}
 

@@ -1,7 +1,10 @@
-"""The gate: every request passes it, on every wire, before anything is done.
+"""Authorize every request, on every wire, before anything is done.
 
 (who, what)               --> the role that its rule asks for
 (who, namespace digest)   --> the namespace, if it is his: those of others are not there for him
+
+`RULES` names a request by its field in BulkRequest; `follow`, `reflection` and `metrics` have none. `commit` and
+`release` belong to a put or get that was let in.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,15 +16,13 @@ from kvstore.keys import Namespace, unknown
 from node.auth.access import EVERYBODY, ITSELF, THE_NODE, Access, Caller
 from node.auth.audit import Audit
 
-# What each request needs: a role, and for what concerns the whole node an identity that is of all
-# tenants.
-#
-# A request is named by its field in BulkRequest; `follow`, `reflection` and `metrics` have none.
-# `commit` and `release` belong to a put or get that was let in.
+Info = TypeVar("Info", bound=Any)  # NamespaceInfo
+TENANT_NBYTES_MAX = 63  # an error repeats at most this much of a tenant name that a client sent
 
 
 class Rule(NamedTuple):
-    """`of_node`: only for who is of all tenants. `is_act`: of administration, which is written down."""
+    """The role that a request needs. `of_node`: it concerns the whole node, so only an identity of all tenants may make
+    it. `is_act`: of administration, which is written down."""
 
     role: Role
     of_node: bool = False
@@ -59,16 +60,12 @@ RULES = {
     "forget": _OF_NODE,  # it rewrites the rows of all tenants
     "reflection": Rule(Role.ADMIN),
 }
+
 # What a node does in the name of others.
 FORWARD = Rule(Role.NODE, of_node=True)
 
-
-Info = TypeVar("Info", bound=Any)  # NamespaceInfo
-
 # Requests about a namespace that those may make with whom its owner shares it.
 SHARED = ("lookup", "get", "list", "stat", "verify")
-
-TENANT_NBYTES_MAX = 63  # an error repeats at most this much of a tenant name that a client sent
 
 
 class _NotVisible(Exception):

@@ -1,4 +1,4 @@
-"""How much of a node each tenant may have, and what of it the node keeps for it.
+"""Limit how much of a node each tenant may have, and say what the node keeps for it.
 
     ram=4GiB disk=40GiB pins=1000 held=1GiB connections=64 requests=1000/s bytes=1GiB/s
 
@@ -12,32 +12,6 @@ from typing import NamedTuple
 
 from kvstore.config import parse_nbytes
 from kvstore.errors import ConfigError
-
-# So much at once, and so much a second after that: a bucket that fills steadily.
-
-
-class Bucket:
-    """Not thread-safe. `left` may be taken into debt, which is made up for first."""
-
-    __slots__ = ("at_s", "left")
-
-    def __init__(self, most: float, now_s: float) -> None:
-        self.left = most
-        self.at_s = now_s
-
-    def fill(self, rate: float, most: float, now_s: float) -> float:
-        """What is there now."""
-        self.left = min(most, self.left + rate * (now_s - self.at_s))
-        self.at_s = now_s
-        return self.left
-
-    def take(self, rate: float, most: float, now_s: float) -> bool:
-        """One, if there is one."""
-        if self.fill(rate, most, now_s) < 1.0:
-            return False
-        self.left -= 1.0
-        return True
-
 
 COUNT_MAX = 1 << 48
 PEER_PREFIX = "tenant "
@@ -148,3 +122,29 @@ class Quotas:
     def promised(self, field: str) -> int:
         """Of all tenants together."""
         return sum(getattr(quota, field) for quota in self._by_tenant.values())
+
+
+class Bucket:
+    """A token bucket: so much at once, and so much a second after that. Not thread-safe.
+
+    `left` may be taken into debt, which is made up for first.
+    """
+
+    __slots__ = ("at_s", "left")
+
+    def __init__(self, most: float, now_s: float) -> None:
+        self.left = most
+        self.at_s = now_s
+
+    def fill(self, rate: float, most: float, now_s: float) -> float:
+        """What is there now."""
+        self.left = min(most, self.left + rate * (now_s - self.at_s))
+        self.at_s = now_s
+        return self.left
+
+    def take(self, rate: float, most: float, now_s: float) -> bool:
+        """One, if there is one."""
+        if self.fill(rate, most, now_s) < 1.0:
+            return False
+        self.left -= 1.0
+        return True

@@ -1,7 +1,7 @@
 """A member that is to go: it owns nothing any more, is asked still, and goes through its pages until others have them.
 
-The others fetch them (`sweep.py`), because each of them knows best what it has room for. Here is looked what became of
-it: a page is handed when one of its owners has it.
+The others fetch them (`rebalance.py`), because each of them knows best what it has room for. Here is looked what
+became of it: a page is handed when one of its owners has it.
 """
 
 import logging

@@ -1,10 +1,10 @@
-"""What each path of the console answers, and to whom.
+"""Answer each path of the console, to those who may see it.
 
     /console/             the page, its style, its scripts: to everybody
     /console/events       what is happening, for as long as somebody listens
     /console/look-up      pages under a key
     /console/bytes        bytes of one of them
-    /console/act          what an administrator does
+    /console/act          the few things that an administrator may do, each a request of the schema
 
 All but the files need a bearer token or a certificate, as the metrics do. Each request has a thread
 of its own (`node.serving.http_server`), so a read from a disk that hangs delays no other request.
@@ -30,23 +30,46 @@ from node.auth.access import Caller
 from node.cluster.membership import Membership
 from node.cluster.peers import Peers
 from node.console.history import History
-from node.console.members import Members
 from node.console.pages import Pages, key_of, namespace_of
-from node.console.snapshot import Snapshots
+from node.console.snapshot import Members, Snapshots
 from node.serving.http_server import STOP_S, Disconnected, Request, Response, http_status, json_response, text
 from node.serving.limits import CONSOLE_CALLS_MAX, WATCHERS_MAX, Budget, cap
 from node.serving.metrics_server import CONSOLE_PATH
 from node.serving.service import Service
 
-# The few things that an administrator may do from the page. Each is a request of the schema, with
-# its rule and its line in the audit log.
+log = logging.getLogger(__name__)
 
+PREFIX = CONSOLE_PATH + "/"
+# Only a script of the console's own origin can send it. A browser asks a server before it sends such
+# a header for another site's page, and no reply of a node allows it.
+OWN_HEADER = "x-kvstore-console"
+EVERY_S = 2.0
+STALL_S = 15.0  # a watcher that does not take one event in this time loses its connection
+AT_WORK_MAX = 2
 WAIT_MS = 20_000  # for a flush
 SCRUB_NBYTES = 64 << 20  # of one call; the page goes on from the cursor
+NAMES = (
+    "page.html",
+    "style.css",
+    "icon.svg",
+    "console.js",
+    "node.js",
+    "board.js",
+    "graphs.js",
+    "look.js",
+    "planes.js",
+    "words.js",
+)
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+
+Result = TypeVar("Result")
 
 
 class Acts:
-    """Thread-safe."""
+    """The few things that an administrator may do from the page. Thread-safe.
+
+    Each is a request of the schema, with its rule and its line in the audit log.
+    """
 
     def __init__(self, service: Service, membership: Membership) -> None:
         self._service = service
@@ -82,31 +105,6 @@ def _cursor(values: Mapping[str, Any]) -> bytes:
         return bytes.fromhex(text)
     except (TypeError, ValueError) as error:
         raise InvalidRequest("cursor: that of the answer before") from error
-
-
-log = logging.getLogger(__name__)
-Result = TypeVar("Result")
-
-PREFIX = CONSOLE_PATH + "/"
-# Only a script of the console's own origin can send it. A browser asks a server before it sends such
-# a header for another site's page, and no reply of a node allows it.
-OWN_HEADER = "x-kvstore-console"
-EVERY_S = 2.0
-STALL_S = 15.0  # a watcher that does not take one event in this time loses its connection
-AT_WORK_MAX = 2
-NAMES = (
-    "page.html",
-    "style.css",
-    "icon.svg",
-    "console.js",
-    "node.js",
-    "board.js",
-    "graphs.js",
-    "look.js",
-    "planes.js",
-    "words.js",
-)
-_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
 class Console:

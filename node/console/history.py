@@ -1,4 +1,4 @@
-"""The last hour in numbers: a ring of samples of fixed size for the node, and one for each of some tenants.
+"""Keep the last hour in numbers: a ring of samples of fixed size for the node, and for some tenants.
 
 A sample is the change of counters since the one before, by second, and how much there is.
 """

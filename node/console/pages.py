@@ -1,4 +1,4 @@
-"""Pages that somebody looks at: which there are under a key, what they are made of, and their bytes.
+"""Look pages up for the console: which there are under a key, their layout, and their bytes.
 
 The node sends bytes as it does to any reader, and the browser decodes them: a get, with its gate, quotas and checksums.
 """

@@ -1,59 +1,35 @@
-"""What watchers are told: the node's own status, as he who watches may see it, in JSON."""
+"""Make what watchers of the console are told, in JSON: this node's status, findings, and the cluster's members.
+
+A watcher sees the node's own status as far as it may. Findings are what `kvstore doctor` would say of what a node tells
+of itself. They look from the node: a client's host, its settings and its way to the node are the command's to check.
+Members are asked through this node, and only while somebody watches.
+"""
 
 import json
+import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from kvstore.cluster.view import REGISTRIES
+from kvstore.cluster.view import REGISTRIES, Member, View
+from kvstore.deadline import Deadline
 from kvstore.doctor.checks import Finding, State, warn
 from kvstore.doctor.members import state, told
 from kvstore.doctor.pages import hints
+from kvstore.errors import KVStoreError
 from kvstore.identities import Principal
 from kvstore.keys import short
 from kvstore.messages import namespace_value, plain
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.transports.channel import NodeConnection
 from node.auth.access import Caller
+from node.cluster.membership import Membership
+from node.cluster.remote_pages import PeerLinks
 from node.console.history import History
-from node.console.members import Members
 from node.serving.hot_prefixes import HotPrefixes
 from node.serving.request_metrics import SlowCall, SlowCalls
 from node.serving.service import Service
-
-# What an operator should know and do: what `kvstore doctor` would say of what a node tells of
-# itself.
-#
-# It looks from the node. What a client's host, its settings and its way to the node are like, the
-# command looks at.
-
-COMPARED_MAX = 64  # namespaces
-
-
-def findings(status: pb.NodeStatusReply) -> list[Finding]:
-    """What is not as it should be."""
-    of_node = told(status) if status.HasField("ram") else ()
-    found = [state(status), *of_node, *_of_peers(status.peers), *_of_hits(status)]
-    return [finding for finding in found if finding.state in (State.WARN, State.FAIL)]
-
-
-def _of_peers(peers: pb.PeersStatus) -> Iterator[Finding]:
-    if peers.registry not in ("", *REGISTRIES):
-        yield warn("registry", f"it can not be asked: {peers.registry}", "the last view is kept meanwhile")
-    for line in peers.apart:
-        yield warn("members", f"not of the view: {line}", "")
-    if peers.pages_dropped:
-        found = f"{peers.pages_dropped:,} pages were not handed to their owners since the start"
-        yield warn("members", found, "a member is away, full, or slower than the puts; a sweep fetches them")
-
-
-def _of_hits(status: pb.NodeStatusReply) -> Iterator[Finding]:
-    """Of those with most pages, or questions, which are what others are compared with."""
-    chosen: Sequence[pb.NamespaceInfo] = sorted(
-        status.namespaces, key=lambda info: -(info.page_count + info.counters.pages_asked)
-    )[:COMPARED_MAX]
-    for hint in hints([(namespace_value(info.namespace), info) for info in chosen]):
-        yield warn("hits", hint, "")
-
 
 EVERY_S = 1.9  # below that of a watcher: each of its events is new, and all watchers of a moment get the same
 COST_FACTOR = 50  # of what making it took it is good for so long at least: a fiftieth of one core
@@ -63,9 +39,117 @@ TENANTS_MAX = 50
 HOT_MAX = 12
 SAMPLES = 6  # the newest of the last hour: none is missed by who was told a minute ago
 FINDINGS_S = 10.0
+COMPARED_MAX = 64  # namespaces, for findings
+ASKED_S = 5.0  # how often members are asked, at most
+ROUND_S = 10.0  # for all of them; who was not asked in it is asked first in the next
+CALL_S = 2.0  # for one of them
 _SAID = ("version", "state", "uptime_ms")
 _OF_NODE = ("insecure", "session_count", "rss_nbytes", "refused_calls")
 _PARTS = ("ram", "disk", "peers", "shm", "tls")
+_TIER = ("used_nbytes", "capacity_nbytes", "page_count")
+_PEERS = (
+    "copy_count",
+    "copy_nbytes",
+    "queue_pages",
+    "queue_nbytes",
+    "queue_nbytes_max",
+    "pages_dropped",
+    "sweeping",
+    "sweep_pages_missing",
+    "sweep_pages_fetched",
+    "view_number",
+)
+_TOTALS = ("pages_asked", "prefix_hits", "nbytes_put", "nbytes_got")
+
+Begin = Callable[[Callable[[], object]], "Future[Any] | None"]
+
+
+class Members:
+    """What the members say of themselves. Used by one thread at a time. `begin` does something in another."""
+
+    def __init__(self, membership: Membership, links: PeerLinks, begin: Begin) -> None:
+        self._membership = membership
+        self._links = links
+        self._begin = begin
+        self._lock = threading.Lock()
+        self._told: dict[str, dict[str, Any]] = {}  # by member
+        self._asked_s: dict[str, float] = {}
+        self._round: Future[Any] | None = None
+        self._began_s = -ASKED_S
+
+    def told(self, own: pb.NodeStatusReply) -> dict[str, Any] | None:
+        """The view, and of each member what it said last; None: this node is alone."""
+        view = self._membership.view
+        if view is None:
+            return None
+        self._ask(view)
+        now_s = time.monotonic()
+        with self._lock:
+            told = self._told | {self._membership.member: {"status": summary(own), "at_s": now_s}}
+        return {
+            "cluster": view.cluster,
+            "number": view.number,
+            "replicas": view.replicas,
+            "own": self._membership.member,
+            "members": [_member(member, told.get(member.id, {}), now_s) for member in view.members],
+        }
+
+    def _ask(self, view: View) -> None:
+        now_s = time.monotonic()
+        if (self._round is None or self._round.done()) and now_s - self._began_s >= ASKED_S:
+            self._began_s = now_s
+            self._round = self._begin(lambda: self._ask_all(view))
+
+    def _ask_all(self, view: View) -> None:
+        """Who was asked longest ago first. Who does not answer costs `CALL_S` once, and is left alone for a while."""
+        end_s = time.monotonic() + ROUND_S
+        others = [member.id for member in view.members if member.id != self._membership.member]
+        for member in sorted(others, key=lambda name: self._asked_s.get(name, 0.0)):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                break
+            said = self._said(member, min(CALL_S, left_s))
+            with self._lock:
+                self._told[member] = said
+                self._asked_s[member] = said["at_s"]
+        with self._lock:
+            for name in self._told.keys() - set(others):
+                del self._told[name]
+                self._asked_s.pop(name, None)
+
+    def _said(self, member: str, timeout_s: float) -> dict[str, Any]:
+        def call(link: NodeConnection, deadline: Deadline) -> pb.NodeStatusReply:
+            reply: pb.NodeStatusReply = link.wire.call("node_status", pb.NodeStatusRequest(), deadline)
+            return reply
+
+        said: dict[str, Any] = {"status": None, "error": ""}
+        try:
+            said["status"] = summary(self._links.link(member).run(call, None, Deadline(timeout_s)))
+        except KVStoreError as error:
+            said["error"] = str(error)
+        return said | {"at_s": time.monotonic()}
+
+
+def _member(member: Member, said: Mapping[str, Any], now_s: float) -> dict[str, Any]:
+    return {
+        "id": member.id,
+        "address": member.address,
+        "zone": member.zone,
+        "weight": member.weight,
+        "state": member.state.name.lower(),
+        "status": said.get("status"),
+        "error": said.get("error", ""),
+        "age_s": round(now_s - said["at_s"], 1) if "at_s" in said else None,
+    }
+
+
+def summary(status: pb.NodeStatusReply) -> dict[str, Any]:
+    """What the map shows of a member."""
+    parts = {"ram": (status.ram, _TIER), "peers": (status.peers, _PEERS), "totals": (status.totals, _TOTALS)}
+    if status.HasField("disk"):
+        parts["disk"] = (status.disk, (*_TIER, "state"))
+    told = {name: {field: plain(part)[field] for field in fields} for name, (part, fields) in parts.items()}
+    return {"state": status.state, "version": status.version, "uptime_ms": status.uptime_ms, "disk": None, **told}
 
 
 class _Made(NamedTuple):
@@ -218,3 +302,29 @@ def _slow(call: SlowCall) -> dict[str, Any]:
 
 def _text(values: dict[str, Any] | None) -> str:
     return json.dumps(values, allow_nan=False, separators=(",", ":"))
+
+
+def findings(status: pb.NodeStatusReply) -> list[Finding]:
+    """What is not as it should be."""
+    of_node = told(status) if status.HasField("ram") else ()
+    found = [state(status), *of_node, *_of_peers(status.peers), *_of_hits(status)]
+    return [finding for finding in found if finding.state in (State.WARN, State.FAIL)]
+
+
+def _of_peers(peers: pb.PeersStatus) -> Iterator[Finding]:
+    if peers.registry not in ("", *REGISTRIES):
+        yield warn("registry", f"it can not be asked: {peers.registry}", "the last view is kept meanwhile")
+    for line in peers.apart:
+        yield warn("members", f"not of the view: {line}", "")
+    if peers.pages_dropped:
+        found = f"{peers.pages_dropped:,} pages were not handed to their owners since the start"
+        yield warn("members", found, "a member is away, full, or slower than the puts; a sweep fetches them")
+
+
+def _of_hits(status: pb.NodeStatusReply) -> Iterator[Finding]:
+    """Of those with most pages, or questions, which are what others are compared with."""
+    chosen: Sequence[pb.NamespaceInfo] = sorted(
+        status.namespaces, key=lambda info: -(info.page_count + info.counters.pages_asked)
+    )[:COMPARED_MAX]
+    for hint in hints([(namespace_value(info.namespace), info) for info in chosen]):
+        yield warn("hits", hint, "")

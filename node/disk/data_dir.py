@@ -1,11 +1,11 @@
-"""The data directory of a node, opened: rows and extents, and one process at a time that touches them.
+"""Open the data directory of a node: rows and extents, and one process at a time that touches them.
 
 data_dir/lock             held by the node: the directory is its own
-data_dir/keeper.lock      held while rows and extents are open, by the keeper of the node
+data_dir/keeper.lock      held while rows and extents are open, by the I/O process of the node
 data_dir/rows/            RocksDB: what is on disk
 data_dir/extents/000000   page bytes
 
-Two locks, because a keeper may outlive its node for as long as a call of the disk takes.
+Two locks, because an I/O process may outlive its node for as long as a call of the disk takes.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from node.disk.rows import Rows
 log = logging.getLogger(__name__)
 
 OTHER_FILES = 512  # sockets, rows, libraries: what a process has open beside the extents
-LOCK_WAIT_S = 20.0  # for the keeper of a node that was killed: it ends with the call of the disk it is in
+LOCK_WAIT_S = 20.0  # for the I/O process of a node that was killed: it ends with the call of the disk it is in
 _LOCK_STEP_S = 0.02
 
 

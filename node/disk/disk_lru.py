@@ -1,6 +1,7 @@
-"""In which order pages leave the disk: of the tenants as `node/memory/tenant_usage.py` says, and of
-the pages of one, or of all who have no quota, by last use within a slot size and by whole blocks
-between sizes.
+"""Choose which pages leave the disk.
+
+Of the tenants as `node/memory/tenant_usage.py` says. Of the pages of one tenant, or of all that have no
+quota, by last use within a slot size and by whole blocks between sizes.
 
 Busy records (being read or written) stay; pinned ones are in no pool, and the newest when their pin ends. Pages on disk
 do not move: a block serves another size when all in it may go at once.
@@ -22,11 +23,13 @@ from node.memory.pins import PINNED_SHARE
 from node.memory.tenant_usage import TenantAccount, TenantUsage
 from node.slab import Block, SlotAllocator
 
-# Records of which one goes when room is needed: of one tenant that has a quota, or of all who
-# have none.
-#
-# Of each slot size in order of use, and which size has the oldest. Pure; not thread-safe, the
-# disk tier's lock guards it.
+LOOKED_AT = 256  # busy records that are stepped over, and pins that are ended, in one search
+VICTIMS = 256  # of one search
+SIZES_TRIED = 4
+AREAS_TRIED = 4  # places of one size, the coldest first
+PLACES_TRIED = 16  # of any size, when nothing else is left
+AREA_LOOKED_AT = 4096  # records of an area
+AREA_RECORDS = 16  # oldest records of a size, in search of them
 
 
 @dataclass
@@ -61,7 +64,10 @@ class Links:
 
 
 class DiskPool:
-    """`number` names it in `links`."""
+    """Records of which one goes when room is needed: of one tenant that has a quota, or of all that have none.
+
+    Of each slot size in order of use, and which size has the oldest. `number` names the pool in `links`.
+    """
 
     def __init__(self, number: int, links: Links) -> None:
         self.number = number
@@ -192,13 +198,6 @@ class DiskPool:
                 record = following
 
 
-LOOKED_AT = 256  # busy records that are stepped over, and pins that are ended, in one search
-VICTIMS = 256  # of one search
-SIZES_TRIED = 4
-AREAS_TRIED = 4  # places of one size, the coldest first
-PLACES_TRIED = 16  # of any size, when nothing else is left
-AREA_LOOKED_AT = 4096  # records of an area
-AREA_RECORDS = 16  # oldest records of a size, in search of them
 Owner = TenantAccount[DiskPool]
 
 

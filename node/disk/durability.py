@@ -1,4 +1,4 @@
-"""Making pages durable: offering them to the disk tier until it takes them, then a barrier."""
+"""Make pages durable: offer them to the disk tier until it takes them, then a barrier."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

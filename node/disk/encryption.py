@@ -1,9 +1,24 @@
-"""What encrypts and wraps, with `cryptography`.
+"""Encrypt the disk tier, with `cryptography`.
+
+    the operator's key (a file, or what a command prints)
+        wraps    in the row of each namespace: its description and its page key
+                     which encrypts the bytes of its pages
 
     units of a page    AES-256-XTS: as long as what it encrypts, and any change of it is noise in what comes out
     wrapped keys       AES-256-GCM with a random nonce: what was changed, or moved to another row, is told
 
-Both let other threads run while they work on many bytes. XTS takes 7 µs a unit and 0.1 ms a MiB (docs/decisions/0030).
+Who destroys that row has erased the namespace. Without the operator's key all is plain: `PLAIN`. The key is never
+logged, and no error says more of it than its length.
+
+Both ciphers let other threads run while they work on many bytes. XTS takes 7 µs a unit and 0.1 ms a MiB
+(docs/decisions/0030). Where a page lies on disk, and how its bytes are encrypted there:
+
+    slot     | unit 0: 1 MiB | unit 1 | ... | what is left |       each encrypted by itself
+    tweak    place of the unit on disk u64 (x 4 KiB) | first 8 bytes of the page's checksum
+
+The least that is read of a page begins at a whole MiB of it and ends at another, or at its slot's end
+(`node.memory.promotion`), so every read is of whole units. The checksum is of the plain bytes and of the page's key: a
+slot that is written again gets other tweaks, and what is in it tells nothing of what was there before.
 """
 
 import base64
@@ -30,6 +45,17 @@ WRAPPING_KEY_NBYTES = 32
 PAGE_KEY_NBYTES = 64  # two keys of AES-256
 TWEAK_NBYTES = 16
 _NONCE_NBYTES = 12
+KEY_MARK_NBYTES = 4  # of a key: tells operators which one it is, and nothing about it
+_MARK_LABEL = b"kvstore-disk-key-1\0"
+
+UNIT_NBYTES = LEAF_NBYTES
+MARK_NBYTES = 8  # of a page's checksum
+
+COMMAND_S = 30.0  # for the command that prints the operator's key
+_OTHERS = stat.S_IRWXO | stat.S_IWGRP
+_FORM = (
+    f"{WRAPPING_KEY_NBYTES} random bytes in hex or base64; `openssl rand -hex {WRAPPING_KEY_NBYTES}` makes such a key"
+)
 
 
 def works() -> bool:
@@ -69,18 +95,6 @@ def unwrap(key: bytes, wrapped: bytes, label: bytes) -> bytes | None:
         return AESGCM(key).decrypt(wrapped[:_NONCE_NBYTES], wrapped[_NONCE_NBYTES:], label)
     except (InvalidTag, ValueError):  # ValueError: it is too short to have a nonce
         return None
-
-
-# Keys of the disk tier.
-#
-#     the operator's key (a file, or what a command prints)
-#         wraps    in the row of each namespace: its description and its page key
-#                      which encrypts the bytes of its pages (`node.disk.encryption`)
-#
-# Who destroys that row has erased the namespace. Without the operator's key all is plain: `PLAIN`.
-
-KEY_MARK_NBYTES = 4  # of a key: tells operators which one it is, and nothing about it
-_MARK_LABEL = b"kvstore-disk-key-1\0"
 
 
 class Vault(Protocol):
@@ -137,20 +151,6 @@ class Locked:
         return secret[:PAGE_KEY_NBYTES], secret[PAGE_KEY_NBYTES:]
 
 
-# Where a page lies on disk, and how its bytes are encrypted there.
-#
-#     slot     | unit 0: 1 MiB | unit 1 | ... | what is left |       each encrypted by itself
-#     tweak    place of the unit on disk u64 (x 4 KiB) | first 8 bytes of the page's checksum
-#
-# The least that is read of a page begins at a whole MiB of it and ends at another, or at its
-# slot's end (`node.memory.promotion`), so every read is of whole units. The checksum is of the
-# plain bytes and of the page's key: a slot that is written again gets other tweaks, and what is
-# in it tells nothing of what was there before.
-
-UNIT_NBYTES = LEAF_NBYTES
-MARK_NBYTES = 8  # of a page's checksum
-
-
 class PageEncryption(NamedTuple):
     """Of a slot. `key`: of the page's namespace."""
 
@@ -159,7 +159,7 @@ class PageEncryption(NamedTuple):
     mark: bytes
 
     def __repr__(self) -> str:
-        return f"Seal({self.offset})"  # a key is in no log
+        return f"PageEncryption({self.offset})"  # a key is in no log
 
     def encrypt(self, start: int, source: memoryview, target: memoryview) -> None:
         """`source`: what lies from `start` on in the slot, from a unit's begin to its end or the slot's."""
@@ -178,26 +178,15 @@ class PageEncryption(NamedTuple):
 
 
 class DiskLocation(NamedTuple):
-    """Of a page on disk; without a seal its bytes are plain."""
+    """Of a page on disk; without `encryption` its bytes are plain."""
 
     offset: int
-    seal: PageEncryption | None
+    encryption: PageEncryption | None
 
 
 def disk_location(offset: int, key: bytes, checksum: bytes) -> DiskLocation:
     """`key`: empty if its namespace has none."""
     return DiskLocation(offset, PageEncryption(offset, key, checksum[:MARK_NBYTES]) if key else None)
-
-
-# The operator's key of an encrypted disk tier: from a file that only its owner reads, or from a
-# command that asks a key service. It is never logged, and no error says more of it than its
-# length.
-
-COMMAND_S = 30.0
-_OTHERS = stat.S_IRWXO | stat.S_IWGRP
-_FORM = (
-    f"{WRAPPING_KEY_NBYTES} random bytes in hex or base64; `openssl rand -hex {WRAPPING_KEY_NBYTES}` makes such a key"
-)
 
 
 def open_vault(key_file: str, key_command: str) -> Vault:

@@ -1,4 +1,4 @@
-"""Page bytes on disk: one preallocated file per extent, moved straight between arena slot and file.
+"""Store page bytes on disk: one preallocated file per extent, straight from and to arena slots.
 
 `O_DIRECT` where the file system allows: no copy through the page cache, and the serving process's
 memory stays its own. Offsets and lengths are multiples of 4 KiB, as slots are. Reads and writes
@@ -185,7 +185,7 @@ class ExtentFiles:
 
     def _write_slot(self, slot: Slot) -> None:
         """From where it lies, or unit by unit as it is encrypted."""
-        if slot.place.seal is None:
+        if slot.place.encryption is None:
             self._write(slot.place.offset, self._view(slot.arena_offset, slot.nbytes))
             return
         for start in range(0, slot.nbytes, UNIT_NBYTES):
@@ -196,10 +196,10 @@ class ExtentFiles:
     def _copy(self, slot: Slot, start: int, target: memoryview) -> None:
         """What lies there from `start` on, as it is on disk."""
         source = self._view(slot.arena_offset + start, target.nbytes)
-        if slot.place.seal is None:
+        if slot.place.encryption is None:
             target[:] = source
         else:
-            slot.place.seal.encrypt(start, source, target)
+            slot.place.encryption.encrypt(start, source, target)
 
     def _write(self, offset: int, view: memoryview) -> None:
         number, fd, within = self._open.find(offset)

@@ -1,4 +1,4 @@
-"""Which page is where on disk, as the node knows it in RAM.
+"""Find where each page is on disk. What the node knows of it in RAM:
 
     records       by key, by slot, by last use
     spaces        short numbers of namespaces
@@ -17,8 +17,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message, parse_namespace
 from node.disk.disk_lru import DiskPool
-from node.disk.encryption import PLAIN, DiskLocation, Vault
-from node.disk.encryption import disk_location as place
+from node.disk.encryption import PLAIN, DiskLocation, Vault, disk_location
 from node.disk.extents import Slot
 from node.disk.page_table import DiskCounters, PageTable
 from node.disk.rows import PageRow, is_page_key, namespace_key, page_key, parse_page_row
@@ -26,16 +25,44 @@ from node.memory.lower_tier import LowerTierInfo
 from node.memory.page import Page, State
 from node.memory.tenant_usage import TenantAccount
 
-# Short numbers for namespaces on disk: rows and records carry 2 bytes instead of a description.
-
-# Numbers have 16 bits, and a salt per request makes many namespaces: beyond this many, the numbers
-# of those without pages are used again.
+# Numbers of namespaces have 16 bits, and a salt per request makes many namespaces: beyond this
+# many, the numbers of those without pages are used again.
 KEPT = 1 << 12
+BLOCK_KEYS = 1 << 14  # tombstones in a block: as many as one order to the I/O process has
+AGAIN = -1  # no record number
+# Of a namespace that goes, under one lock: a millisecond or two.
+FORGET_LOOKED_AT = 4096
+FORGOTTEN = 256
+
+
+class RowBatch(NamedTuple):
+    """What one batch of rows is made of: new namespaces, new pages, keys to delete. A `partial` one has only keys, and
+    others are left: pages come with the last, because their slots and keys may be those of what is gone."""
+
+    namespaces: dict[int, bytes]
+    pages: list[PageRow]
+    gone: list[bytes]
+    partial: bool
+
+    def gone_pages(self) -> list[bytes]:
+        """Keys to delete once more, should a sync fail. Of no number: another namespace may have it by then."""
+        return [key for key in self.gone if is_page_key(key)]
+
+
+class Borrowed(NamedTuple):
+    """A page that is being verified: its number may be another namespace's before that is done."""
+
+    record: int
+    space: Namespace
+    prefix_hash: bytes
+    location: DiskLocation
+    checksum: bytes
 
 
 class NamespaceIds:
-    """A namespace has one number and one row. Not thread-safe; the disk tier's lock guards it. 0 is
-    no number.
+    """Short numbers for namespaces on disk: rows and records carry 2 bytes instead of a description.
+
+    A namespace has one number and one row. 0 is no number.
 
     `keys`: of their pages, by number, each empty if they are plain. `counts`: pages on disk by number. `new`: what
     is not in the rows yet.
@@ -108,20 +135,18 @@ class NamespaceIds:
         return empty
 
 
-# What of the pages on disk is on the medium, and so survives power loss.
-#
-# The rule: what a sync covers is what was written before it began. Each batch of rows gets the
-# next number; a sync takes the last number when it begins, and what it took is safe when it ends.
-# What an earlier run left has number 0 and is as unsafe as the rest until the first sync: that
-# run may have been killed, and its last writes may be in the memory of the host or of the device.
-#
-# After a sync that failed nobody can say what is on the medium, and a second one may succeed
-# without it. So from then on nothing becomes safe until what was written since the last one that
-# worked is forgotten. (What an earlier run left stays: a restart would trust it as much.)
-
-
 class SyncTracker:
-    """Of records by number. Pure; not thread-safe, the disk tier's lock guards it."""
+    """Which of the pages on disk are on the medium, and so survive power loss. Of records by number.
+
+    The rule: what a sync covers is what was written before it began. Each batch of rows gets the
+    next number; a sync takes the last number when it begins, and what it took is safe when it ends.
+    What an earlier run left has number 0 and is as unsafe as the rest until the first sync: that
+    run may have been killed, and its last writes may be in the memory of the host or of the device.
+
+    After a sync that failed nobody can say what is on the medium, and a second one may succeed
+    without it. So from then on nothing becomes safe until what was written since the last one that
+    worked is forgotten. (What an earlier run left stays: a restart would trust it as much.)
+    """
 
     def __init__(self) -> None:
         self._written = 0  # number of the last batch
@@ -182,16 +207,12 @@ class SyncTracker:
         return doubtful, gone
 
 
-# Keys of rows that are to be deleted, in blocks: millions may be gone at once, after a start or
-# with a namespace.
-#
-# Nothing here takes longer the more there are. Pure; not thread-safe, the disk tier's lock guards
-# it.
-
-BLOCK_KEYS = 1 << 14  # as many as one order to the keeper has
-
-
 class Tombstones:
+    """Keys of rows that are to be deleted, in blocks.
+
+    Millions may come at once, after a start or with a namespace. Nothing here takes longer the more there are.
+    """
+
     def __init__(self) -> None:
         self._full: list[list[bytes]] = []
         self._last: list[bytes] = []
@@ -218,36 +239,6 @@ class Tombstones:
         for block in blocks:
             self._full.append(block)
             self.count += len(block)
-
-
-AGAIN = -1  # no record number
-# Of a namespace that goes, under one lock: a millisecond or two.
-FORGET_LOOKED_AT = 4096
-FORGOTTEN = 256
-
-
-class RowBatch(NamedTuple):
-    """What one batch of rows is made of: new namespaces, new pages, keys to delete. A `partial` one has only keys, and
-    others are left: pages come with the last, because their slots and keys may be those of what is gone."""
-
-    namespaces: dict[int, bytes]
-    pages: list[PageRow]
-    gone: list[bytes]
-    partial: bool
-
-    def gone_pages(self) -> list[bytes]:
-        """Keys to delete once more, should a sync fail. Of no number: another namespace may have it by then."""
-        return [key for key in self.gone if is_page_key(key)]
-
-
-class Borrowed(NamedTuple):
-    """A page that is being verified: its number may be another namespace's before that is done."""
-
-    record: int
-    space: Namespace
-    prefix_hash: bytes
-    place: DiskLocation
-    checksum: bytes
 
 
 class DiskIndex:
@@ -320,7 +311,7 @@ class DiskIndex:
     def place(self, record: int) -> DiskLocation:
         """Of a record that is published and in use, with its checksum."""
         number, _ = self.records.key(record)
-        return place(self.records.offset(record), self.spaces.keys[number], self.records.checksum(record))
+        return disk_location(self.records.offset(record), self.spaces.keys[number], self.records.checksum(record))
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes], now_s: int) -> list[bool]:
         number = self.spaces.known(digest)
@@ -437,7 +428,9 @@ class DiskIndex:
         keys = self.spaces.keys
         return [
             Slot(
-                page.offset, page.namespace.slot_nbytes, place(self.records.offset(record), keys[number], page.checksum)
+                page.offset,
+                page.namespace.slot_nbytes,
+                disk_location(self.records.offset(record), keys[number], page.checksum),
             )
             for page, record in reserved
             for number, _ in [self.records.key(record)]

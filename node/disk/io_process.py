@@ -1,10 +1,10 @@
-"""A data directory in the hands of a keeper, as the node sees it: rows and files to call as if they were here.
+"""Use a data directory through an I/O process: rows and files to call as if they were here.
 
-    KeptDir -- KeeperProcess -- two sockets -- node.disk.io_worker -- DataDir
+    ProcessStorage -- IoProcess -- two sockets -- node.disk.io_worker -- DataDir
        +-- rows    written, synced and scanned there
        +-- files   written and synced there; read here, by the thread that wants the page
 
-A keeper that was ended is an OSError for whoever has an order for it, until `revive` starts another.
+An I/O process that was ended is an OSError for whoever has an order for it, until `revive` starts another.
 """
 
 import contextlib
@@ -28,22 +28,28 @@ from node.disk.extents import FileLayer, OpenExtents, Slot
 from node.disk.io_protocol import Broken, Channel, Kind, Opened, Outcome, Pair, Task
 from node.disk.rows import PageRow, numbered, page_at, pairs
 
-# A keeper in a child process, and talking to it.
-
 log = logging.getLogger(__name__)
 
-END_S = 10.0  # a node that stops waits so long for its keeper, then kills it
+END_S = 10.0  # a node that stops waits so long for its I/O process, then kills it
 KILL_S = 5.0  # one that is killed and still there is in a call of the disk
 PULSE_S = 0.2  # between two looks at whether to go on waiting for one that begins
 OWED_MAX = 16  # answers that nobody waits for any more; beyond, they must come before more is asked
+START_S = 120.0  # for the start of an I/O process, of which 20 may go by for the lock of the one before
+RECOVER_S = 30.0  # for all orders of a `recover`, a new process too: then it has failed, and may be tried again
+# A list or a scrub waits so long for a disk that hangs. A client waits longer by default: else it
+# would take the node for one that hangs, and leave it alone.
+QUESTION_S = 4.0
+QUESTION_NBYTES = 16 << 10  # of the first answer, because a scrub looks at a few rows; then twice as many, up to
+QUESTION_NBYTES_MAX = 1 << 20
+ORDER_KEYS_MAX = 1 << 14  # rows to delete with one order
 
 
 class NotAnswering(Exception):
-    """No answer in time: the disk, or the keeper, hangs."""
+    """No answer in time: the disk, or the I/O process, hangs."""
 
 
 class Timeouts(NamedTuple):
-    """With a keeper that begins: so long for each piece that it says. `pulse` is called meanwhile, and may raise to
+    """With a process that begins: so long for each piece that it says. `pulse` is called meanwhile, and may raise to
     end it."""
 
     seconds: float
@@ -51,10 +57,10 @@ class Timeouts(NamedTuple):
 
 
 class IoProcess:
-    """A running keeper. Raises ConfigError if it can not use its directory, OSError if it can not be started
+    """A running I/O process. Raises ConfigError if it can not use its directory, OSError if it can not be started
     or does not begin in time."""
 
-    def __init__(self, task: Task, patience: Timeouts) -> None:
+    def __init__(self, task: Task, timeouts: Timeouts) -> None:
         (order_end, its_order_end), (question_end, its_question_end) = socket.socketpair(), socket.socketpair()
         self.orders = IoChannel(order_end, self._say_gone)
         self.questions = IoChannel(question_end, self._say_gone)
@@ -71,15 +77,15 @@ class IoProcess:
             undo.callback(self.kill)
             its_order_end.close()  # now, or its end would not be noticed
             its_question_end.close()
-            self.opened = self._begun(patience)
+            self.opened = self._begun(timeouts)
             undo.pop_all()
 
-    def _begun(self, patience: Timeouts) -> Opened:
+    def _begun(self, timeouts: Timeouts) -> Opened:
         try:
-            return Opened.unpack(self.orders.unasked(patience))
+            return Opened.unpack(self.orders.unasked(timeouts))
         except NotAnswering as error:
             raise OSError(
-                f"its keeper (process {self.pid}) has not begun in {patience.seconds:g} s and is killed: the disk hangs"
+                f"its keeper (process {self.pid}) has not begun in {timeouts.seconds:g} s and is killed: the disk hangs"
             ) from error
 
     @property
@@ -129,9 +135,9 @@ class IoProcess:
 
 
 class IoChannel:
-    """One socket to a keeper: an order, its answer, the next one. Thread-safe.
+    """One socket to an I/O process: an order, its answer, the next one. Thread-safe.
 
-    Raises OSError with what the keeper met, or with what `gone` says became of it.
+    Raises OSError with what the process met, or with what `gone` says became of it.
     """
 
     def __init__(self, sock: socket.socket, gone: Callable[[], str]) -> None:
@@ -154,15 +160,15 @@ class IoChannel:
         finally:
             self._lock.release()
 
-    def stream(self, kind: Kind, body: bytes, patience: Timeouts) -> Iterator[bytes]:
+    def stream(self, kind: Kind, body: bytes, timeouts: Timeouts) -> Iterator[bytes]:
         """The answer piece by piece. Raises Silent if one does not come in time."""
         with self._lock:
             self._send(kind, body)
-            yield from self._answer(lambda: self._recv_patiently(patience))
+            yield from self._answer(lambda: self._recv_patiently(timeouts))
 
-    def unasked(self, patience: Timeouts) -> bytes:
-        """What a keeper says first. Raises ConfigError if that is that it can not begin, Silent if it is nothing."""
-        return b"".join(self._answer(lambda: self._recv_patiently(patience)))
+    def unasked(self, timeouts: Timeouts) -> bytes:
+        """Return what the process says first. Raises ConfigError if it can not begin, NotAnswering if nothing comes."""
+        return b"".join(self._answer(lambda: self._recv_patiently(timeouts)))
 
     def _send(self, kind: Kind, body: bytes) -> None:
         self._number += 1
@@ -185,10 +191,10 @@ class IoChannel:
             if outcome == Outcome.DONE:
                 return
 
-    def _recv_patiently(self, patience: Timeouts) -> tuple[int, int, bytes]:
-        end = time.monotonic() + patience.seconds
+    def _recv_patiently(self, timeouts: Timeouts) -> tuple[int, int, bytes]:
+        end = time.monotonic() + timeouts.seconds
         while True:
-            patience.pulse()
+            timeouts.pulse()
             now = time.monotonic()
             try:
                 return self._recv(min(end, now + PULSE_S))
@@ -210,19 +216,9 @@ class IoChannel:
         self._channel.close()
 
 
-START_S = 120.0  # a node's start waits so long for its keeper, of which 20 may go by for the lock of the one before
-RECOVER_S = 30.0  # all that is ordered in a `recover`, a new keeper too: then it has failed, and may be tried again
-# A list or a scrub waits so long for a disk that hangs: less than a client does by default, or it would take the node
-# for one that hangs, and leave it alone.
-QUESTION_S = 4.0
-QUESTION_NBYTES = 16 << 10  # of the first answer, because a scrub looks at a few rows; then twice as many, up to
-QUESTION_NBYTES_MAX = 1 << 20
-ORDER_KEYS_MAX = 1 << 14  # rows to delete with one order
-
-
 class ProcessStorage:
-    """Raises ConfigError like `node.disk.data_dir.DataDir`. `arena_fd`: the arena's file, for the keeper to map.
-    `pulse` is called now and then while the start waits for the keeper, and may raise to end it."""
+    """Raises ConfigError like `node.disk.data_dir.DataDir`. `arena_fd`: the arena's file, for the I/O process to map.
+    `pulse` is called now and then while the start waits for it, and may raise to end it."""
 
     def __init__(
         self,
@@ -243,28 +239,28 @@ class ProcessStorage:
             make_directory(path, FileLayer())
             self._lock = take_lock(path / "lock", 0.0)
             undo.callback(release_lock, self._lock)
-            self.keeper = IoProcess(self._task, Timeouts(START_S, pulse))
-            undo.callback(self.keeper.abandon)
-            self.extent_nbytes, self.extent_count, direct, *_ = self.keeper.opened
+            self.process = IoProcess(self._task, Timeouts(START_S, pulse))
+            undo.callback(self.process.abandon)
+            self.extent_nbytes, self.extent_count, direct, *_ = self.process.opened
             allow_open_files(self.extent_count)
             flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
             self._open = OpenExtents(path / "extents", self.extent_nbytes, self.extent_count, flags, FileLayer())
             warn_if_open(path)
             undo.pop_all()
-        self._turn = threading.Lock()  # of who changes the keeper
+        self._turn = threading.Lock()  # of who changes the process
         self._closed = False
         self._orders_end: float | None = None
         self.rows = ProcessRows(self, Timeouts(START_S, pulse))
         self.files = ProcessFiles(self, self._open, direct)
 
     def trouble(self) -> str:
-        return self.keeper.trouble()
+        return self.process.trouble()
 
     def order(self, kind: Kind, body: bytes = b"") -> bytes:
-        """Has the keeper do it; what that brings. Raises OSError, within `limited` also if it takes too long."""
+        """Has the I/O process do it; what that brings. Raises OSError, within `limited` also if it takes too long."""
         timeout_s = None if self._orders_end is None else max(0.0, self._orders_end - time.monotonic())
         try:
-            return self.keeper.orders.ask(kind, body, timeout_s)
+            return self.process.orders.ask(kind, body, timeout_s)
         except NotAnswering as error:
             raise OSError(f"the disk hangs: no answer in {RECOVER_S:g} s") from error
 
@@ -278,11 +274,11 @@ class ProcessStorage:
             self._orders_end = None
 
     def revive(self) -> None:
-        """Starts a keeper in the place of one that has ended. Raises OSError. What was not synced by then
+        """Starts a process in the place of one that has ended. Raises OSError. What was not synced by then
         is as after a crash: perhaps there."""
         with self._turn:
             self._check_open()
-            if self.keeper.trouble():
+            if self.process.trouble():
                 self._revive()
 
     def _check_open(self) -> None:
@@ -294,11 +290,11 @@ class ProcessStorage:
             fresh = IoProcess(self._task, Timeouts(RECOVER_S, self._check_open))
         except ConfigError as error:
             raise OSError(str(error)) from error
-        if fresh.opened != self.keeper.opened:
+        if fresh.opened != self.process.opened:
             fresh.abandon()
             raise OSError(f"{self._task.path} is not the directory any more that it was; restart the node")
-        self.keeper.close()
-        self.keeper = fresh
+        self.process.close()
+        self.process = fresh
         log.warning("a new keeper, process %d", fresh.pid)
 
     def close(self) -> None:
@@ -307,9 +303,9 @@ class ProcessStorage:
         is_ours = self._turn.acquire(timeout=END_S)
         try:
             if is_ours:
-                self.keeper.close()
+                self.process.close()
             else:
-                self.keeper.abandon()
+                self.process.abandon()
                 raise OSError("a new keeper is being started and can not be ended: the disk hangs")
         finally:
             self._open.close()
@@ -319,12 +315,12 @@ class ProcessStorage:
 
 
 class ProcessRows:
-    """`node.disk.rows.Rows` through a keeper."""
+    """`node.disk.rows.Rows` through an I/O process."""
 
-    def __init__(self, directory: ProcessStorage, patience: Timeouts) -> None:
-        """`patience` is that of a start, which reads all rows."""
+    def __init__(self, directory: ProcessStorage, timeouts: Timeouts) -> None:
+        """`timeouts` is that of a start, which reads all rows."""
         self._directory = directory
-        self._patience = patience
+        self._timeouts = timeouts
 
     def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None:
         """All or nothing, but that keys of a large removal go first, in orders of their own."""
@@ -348,11 +344,11 @@ class ProcessRows:
 
     def _all(self, kind: bytes) -> Iterator[Pair]:
         try:
-            for piece in self._directory.keeper.orders.stream(Kind.ALL_ROWS, kind, self._patience):
+            for piece in self._directory.process.orders.stream(Kind.ALL_ROWS, kind, self._timeouts):
                 for key, value, _ in io_protocol.unpack_pairs(piece):
                     yield key, value
         except NotAnswering as error:
-            raise OSError(f"the disk hangs: no answer in {self._patience.seconds:g} s") from error
+            raise OSError(f"the disk hangs: no answer in {self._timeouts.seconds:g} s") from error
 
     def pages(self, start: bytes = b"P") -> Iterator[Pair]:
         """Asked for piece by piece: nothing is kept open there while somebody reads slowly here."""
@@ -369,14 +365,14 @@ class ProcessRows:
         """From the key `start` on, one at least if there is one."""
         try:
             question = io_protocol.pack_question(nbytes, start)
-            piece = self._directory.keeper.questions.ask(Kind.SOME_ROWS, question, QUESTION_S)
+            piece = self._directory.process.questions.ask(Kind.SOME_ROWS, question, QUESTION_S)
         except NotAnswering as error:
             raise Exhausted(f"the disk has not answered for {QUESTION_S:g} s; ask again later") from error
         return [(key, value) for key, value, _ in io_protocol.unpack_pairs(piece)]
 
 
 class ProcessFiles:
-    """`node.disk.extents.ExtentFiles` through a keeper, but for reading."""
+    """`node.disk.extents.ExtentFiles` through an I/O process, but for reading."""
 
     def __init__(self, directory: ProcessStorage, opened: OpenExtents, direct: bool) -> None:
         self._directory = directory
@@ -387,7 +383,7 @@ class ProcessFiles:
         self._directory.order(Kind.WRITE_PAGES, io_protocol.pack_slots(slots))
 
     def read(self, offset: int, view: memoryview) -> bool:
-        """Not by the keeper: a read waits for no write, and the thread that wants the page lets the others run."""
+        """Not by the I/O process: a read waits for no write, and the thread that wants the page lets the others run."""
         return self._open.read(offset, view)
 
     def sync(self) -> None:

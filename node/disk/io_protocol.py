@@ -1,4 +1,4 @@
-"""What a node and its keeper say to each other, over Unix sockets of their own.
+"""Encode what a node and its I/O process say to each other, over Unix sockets of their own.
 
     order := nbytes of the body u32 | number u64 | kind u8 | body
     reply := nbytes of the body u32 | number of the order u64 | outcome u8 | body
@@ -12,9 +12,9 @@
     ALL_ROWS      first byte of their keys                            pairs
     SOME_ROWS     nbytes u32 | first key                              pairs, about so many bytes; none: the end
     PURGE_ROWS    0 u32 | needles, as keys to delete                  files in which one is found
-    CLOSE                                                             the keeper ends
+    CLOSE                                                             the process ends
 
-    slot := offset on disk | offset in the arena | nbytes | number of its key, from 1 on, or 0 | mark of its seal
+    slot := offset on disk | offset in the arena | nbytes | number of its key, from 1 on, or 0 | mark of its encryption
     pair := nbytes u16 | nbytes u32 | key | value        key to delete := nbytes u16 | key
 
 What an order brings comes in replies of outcome MORE; DONE, FAILED or REFUSED is the last one. Both ends
@@ -73,7 +73,7 @@ class Outcome(IntEnum):
 
 
 class Task(NamedTuple):
-    """What a keeper is started for: its command line."""
+    """What an I/O process is started for: its command line."""
 
     orders_fd: int
     questions_fd: int
@@ -98,7 +98,7 @@ class Task(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What a keeper found: the reply to order 0, which nobody gives. `device` and `inode` are the directory's."""
+    """What an I/O process found: the reply to order 0, which nobody gives. `device` and `inode` are the directory's."""
 
     extent_nbytes: int
     extent_count: int
@@ -171,12 +171,12 @@ class Channel:
 
 
 def pack_slots(slots: Iterable[Slot]) -> bytes:
-    """Each key of their seals once."""
+    """Pack slots, with each encryption key once."""
     keys: dict[bytes, int] = {}
     numbers = array.array("Q")
-    for arena_offset, nbytes, (offset, seal) in slots:
-        key = keys.setdefault(seal.key, len(keys) + 1) if seal else 0
-        mark = int.from_bytes(seal.mark, "little") if seal else 0
+    for arena_offset, nbytes, (offset, encryption) in slots:
+        key = keys.setdefault(encryption.key, len(keys) + 1) if encryption else 0
+        mark = int.from_bytes(encryption.mark, "little") if encryption else 0
         numbers.extend((offset, arena_offset, nbytes, key, mark))
     return _COUNT.pack(len(keys)) + b"".join(keys) + numbers.tobytes()
 
@@ -196,8 +196,8 @@ def unpack_slots(body: bytes) -> list[Slot]:
 def _slot(keys: list[bytes], offset: int, arena_offset: int, nbytes: int, key: int, mark: int) -> Slot:
     if key > len(keys):
         raise Broken(f"a slot of key {key}, there are {len(keys)}")
-    seal = PageEncryption(offset, keys[key - 1], mark.to_bytes(MARK_NBYTES, "little")) if key else None
-    return Slot(arena_offset, nbytes, DiskLocation(offset, seal))
+    encryption = PageEncryption(offset, keys[key - 1], mark.to_bytes(MARK_NBYTES, "little")) if key else None
+    return Slot(arena_offset, nbytes, DiskLocation(offset, encryption))
 
 
 def pack_counts(*numbers: int) -> bytes:

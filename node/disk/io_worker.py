@@ -1,10 +1,10 @@
-"""The keeper: a node's process for all that a disk may hold up.
+"""Run the I/O process of a node, which does all that a disk may hold up.
 
 It maps the arena, opens the data directory, and does what the node orders: write these slots to
 those places, these rows, sync. A call of the disk that hangs, and RocksDB, whose binding keeps the
 interpreter while it works, so stop nobody but this process.
 
-    node                                    keeper
+    node                                    I/O process
     writer thread  --- orders ---------->   main thread: one order after the other
     lists, scrubs  --- questions ------->   another: rows, while an order is under way
 
@@ -109,7 +109,7 @@ def _packed(rows: Iterator[io_protocol.Pair], nbytes: int) -> Iterator[bytes]:
 
 
 def main() -> None:
-    """The keeper of the process that started it; see `node.disk.io_process`."""
+    """Serve the process that started this one; see `node.disk.io_process`."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
     os.umask(0o077)  # RocksDB's files name models, tenants and prompt hashes, and it leaves their mode to the umask

@@ -1,9 +1,9 @@
-"""What the node keeps in RAM about each page on disk: 56 to 63 bytes and its hash, in arrays instead of objects.
+"""Keep in RAM what the node knows of each page on disk: 56 to 63 bytes and its hash, in arrays instead of objects.
 
     record r:  mark u32 | namespace u16 | offset u32 (x 4 KiB) | checksum 16
                older u32, newer u32 (LRU of its pool and slot size) | pool u16 | last use u32 s | expiry u32 s
-    hashes:    the whole prefix hash, and a byte for its length
-    table:     record numbers by mark (node/disk/page_table.py), at most 3/4 full
+    hashes:    the whole prefix hash, and a byte for its length (`Hashes`)
+    table:     record numbers by mark (`RecordTable`), at most 3/4 full
     slots:     the owner of each, u32
 
 A page is found by its namespace and its whole prefix hash. The mark, 32 bits of Python's own hash of
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from node.disk.rows import PageRow
 
 
-# Record numbers by a 32-bit mark: open addressing in segments of 1,024 places, of which one is
-# split when it is full, and no other is touched (extendible hashing, Fagin et al. 1979).
-#
-#     mark:  | place in the segment, 10 bits | ... | segment, as many bits as there are segments |
-#
-# So no insertion takes longer the more records there are. Pure; not thread-safe.
+BLOCK_SLOTS_MIN = 4  # blocks of fewer would cost more than all the rest of what a page costs here
+_MIX = 0x9E3779B1  # 2^32 / golden ratio: spreads namespaces over the table
+_MARK_MASK = (1 << 32) - 1
 
-PLACES = 1024
+PLACES = 1024  # of a segment of the table
 FULL = PLACES * 3 // 4
 PLACE_MASK = PLACES - 1
 PLACE_SHIFT = 22  # of a mark's 32 bits
 _DEPTH_MAX = 22  # the bits that tell places apart tell no segments apart
+
+BLOCK_COUNT = 4096  # hashes in a block
+_WIDTH_STEP = 8
 
 
 class Segment:
@@ -55,8 +55,16 @@ class Segment:
 
 
 class RecordTable:
-    """`mark_of(record)`: 32 bits, evenly spread. `segments` and `mask` are read by those who search:
-    from `mark >> PLACE_SHIFT` in `segments[mark & mask].places` on, up to a 0."""
+    """Record numbers by a 32-bit mark: open addressing in segments of 1,024 places, of which one is split when it is
+    full, and no other is touched (extendible hashing, Fagin et al. 1979).
+
+        mark:  | place in the segment, 10 bits | ... | segment, as many bits as there are segments |
+
+    So no insertion takes longer the more records there are.
+
+    `mark_of(record)`: 32 bits, evenly spread. `segments` and `mask` are read by those who search:
+    from `mark >> PLACE_SHIFT` in `segments[mark & mask].places` on, up to a 0.
+    """
 
     def __init__(self, mark_of: Callable[[int], int]) -> None:
         self._mark_of = mark_of
@@ -148,20 +156,15 @@ class RecordTable:
         return wrong
 
 
-# The whole prefix hash of every record: 16 to 64 bytes each, in blocks of one width.
-#
-#     block b    BLOCK_COUNT places of `width` bytes: the hashes of records b x BLOCK_COUNT ...
-#     lengths    one byte a record: what of its place is hash
-#
-# Engines choose the length of their hashes, and one engine has one length, so a block is as wide as
-# its longest hash and no wider. Whole, because hashes of which a part is equal are different pages.
-
-BLOCK_COUNT = 4096
-_WIDTH_STEP = 8
-
-
 class Hashes:
-    """Not thread-safe; the disk tier's lock guards it."""
+    """The whole prefix hash of every record: 16 to 64 bytes each, in blocks of one width.
+
+        block b    BLOCK_COUNT places of `width` bytes: the hashes of records b x BLOCK_COUNT ...
+        lengths    one byte a record: what of its place is hash
+
+    Engines choose the length of their hashes, and one engine has one length, so a block is as wide as
+    its longest hash and no wider. Whole, because hashes of which a part is equal are different pages.
+    """
 
     def __init__(self) -> None:
         self._blocks: list[bytearray] = []
@@ -203,9 +206,6 @@ def _widened(block: bytearray, width: int) -> bytearray:
     return wider
 
 
-# What happened on disk, in numbers.
-
-
 @dataclass
 class DiskCounters:
     """What happened since the start; pages unless the name says otherwise."""
@@ -220,11 +220,6 @@ class DiskCounters:
     rows_damaged: int = 0
     nbytes_written: int = 0
     nbytes_read: int = 0
-
-
-BLOCK_SLOTS_MIN = 4  # blocks of fewer would cost more than all the rest of what a page costs here
-_MIX = 0x9E3779B1  # 2^32 / golden ratio: spreads namespaces over the table
-_MARK_MASK = (1 << 32) - 1
 
 
 class PageTable:

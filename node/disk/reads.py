@@ -1,4 +1,4 @@
-"""Pages read from disk: into arena slots, whole or in part, and beside them to be verified.
+"""Read pages from disk: into arena slots, whole or in part, and beside them to be verified.
 
     begin -> read -> (bytes, checksum)       the record is in use from `begin` on: its place on disk stays as it is
     borrow -> verify
@@ -25,13 +25,6 @@ from node.disk.index import Borrowed, DiskIndex
 from node.disk.rows import PageRow, page_key
 from node.memory.page import Page
 from node.memory.promotion import PartialPage
-
-# Reads from disk that are under way, and whether one of them hangs.
-#
-# Nobody can end a read that hangs, and whoever began it waits for it. Others need not begin one:
-# as long as it hangs, what is on disk only is not there, and is computed anew, which is sooner
-# done. A large page is read in pieces, each with its own time, and what is done with them here,
-# hashing say, is no time of the disk.
 
 log = logging.getLogger(__name__)
 
@@ -87,13 +80,19 @@ class Read:
         self._begin(self)
         found = files.read(place.offset + start, view)
         self._end(self)
-        if found and place.seal is not None:
-            place.seal.decrypt(start, view)
+        if found and place.encryption is not None:
+            place.encryption.decrypt(start, view)
         return found
 
 
 class Reads:
-    """Thread-safe. `ended(record)` is called behind each."""
+    """Reads that are under way, and whether one of them hangs. Thread-safe.
+
+    Nobody can end a read that hangs, and whoever began it waits for it. Others need not begin one: as
+    long as it hangs, what is on disk only is not there, and is computed anew, which is sooner done. A
+    large page is read in pieces, each with its own time, and what is done with them here, hashing say,
+    is no time of the disk. `ended(record)` is called behind each read.
+    """
 
     def __init__(self, ended: Callable[[int], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._ended = ended

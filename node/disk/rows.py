@@ -1,4 +1,4 @@
-"""The truth about what is on disk: small rows in RocksDB. The only file that imports rocksdict.
+"""Keep the truth about what is on disk: small rows in RocksDB. The only file that imports rocksdict.
 
     "F"                                   format version, extent bytes, and of an encrypted directory
                                           the mark of its key: "5 67108864 1f0ac5d2"
@@ -8,7 +8,7 @@
                                           has several, xxh3_64 of key and value before it u64
 
 A page counts as stored only when its row is there. Rows of one batch appear together. The binding
-keeps the GIL while RocksDB works, so a node opens its rows in its keeper only.
+keeps the GIL while RocksDB works, so a node opens its rows in its I/O process only.
 """
 
 import errno
@@ -28,38 +28,7 @@ from kvstore.errors import ConfigError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN
 from kvstore.layout import SLOT_ALIGN_NBYTES
 
-# What the node itself has run out of, told apart from what a disk can not do.
-
 log = logging.getLogger(__name__)
-
-LOG_S = 10.0  # between two lines about it: it meets every page
-CODES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-_NO_THREAD = "can't start new thread"  # all that Python says about it
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Of descriptors, memory or threads. The disk is not to blame, and a moment later there may be enough."""
-    if isinstance(error, OSError):
-        return error.errno in CODES
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_THREAD in str(error))
-
-
-def code_in(text: str) -> int | None:
-    """The code of the shortage that a text is about: RocksDB tells of an error of the system in words."""
-    return next((code for code in CODES if os.strerror(code) in text), None)
-
-
-class Shortages:
-    """A line in the log now and then."""
-
-    def __init__(self) -> None:
-        self._tell_again = 0.0
-
-    def tell(self, doing: str, error: BaseException) -> None:
-        if time.monotonic() >= self._tell_again:
-            self._tell_again = time.monotonic() + LOG_S
-            log.warning("disk tier, %s: the node is short of memory, descriptors or threads: %r", doing, error)
-
 
 FORMAT_VERSION = 5
 PURGE_S = 2.0
@@ -68,6 +37,10 @@ _LOOKED_AT_NBYTES = 1 << 20
 _HEAD = struct.Struct("<QQIII16s")
 _SUM_NBYTES = 8
 _EXTENT = re.compile("[1-9][0-9]{3,14}")
+
+LOG_S = 10.0  # between two lines about a shortage: it meets every page
+CODES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of shortages
+_NO_THREAD = "can't start new thread"  # all that Python says about it
 
 
 class PageRow(NamedTuple):
@@ -319,3 +292,27 @@ class _DiskErrors:
         if kind is not None and kind.__module__ in ("builtins", "rocksdict") and type(error) is Exception:
             code = code_in(str(error))
             raise (OSError(code, f"rows: {error}") if code else OSError(f"rows: {error}")) from error
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Of descriptors, memory or threads. The disk is not to blame, and a moment later there may be enough."""
+    if isinstance(error, OSError):
+        return error.errno in CODES
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_THREAD in str(error))
+
+
+def code_in(text: str) -> int | None:
+    """The code of the shortage that a text is about: RocksDB tells of an error of the system in words."""
+    return next((code for code in CODES if os.strerror(code) in text), None)
+
+
+class Shortages:
+    """What the node itself has run out of, as opposed to a failing disk: a line in the log now and then."""
+
+    def __init__(self) -> None:
+        self._tell_again = 0.0
+
+    def tell(self, doing: str, error: BaseException) -> None:
+        if time.monotonic() >= self._tell_again:
+            self._tell_again = time.monotonic() + LOG_S
+            log.warning("disk tier, %s: the node is short of memory, descriptors or threads: %r", doing, error)

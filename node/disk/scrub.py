@@ -1,4 +1,4 @@
-"""Verifying what is on disk: on demand, and slowly all the time."""
+"""Verify what is on disk: on demand, and slowly all the time."""
 
 import threading
 from collections.abc import Callable

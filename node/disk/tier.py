@@ -1,4 +1,4 @@
-"""The disk tier: what is on disk, and how it comes there; `reading.py` brings it back.
+"""Store pages on disk, and find them there; `reads.py` brings them back.
 
     find                                                        any thread; a short lock, no rows
     store                                                       the writer thread: slot, bytes, row
@@ -30,32 +30,12 @@ from node.memory.lower_tier import LowerTierInfo
 from node.memory.page import Page, Space, State
 from node.memory.tenant_usage import Limits, Use
 
-# Pages on disk that change their pool, because their tenant got a quota or lost it: some at a
-# time, while others are served.
-
-REGROUP_LOOKED_AT = 1024  # records, under one lock: a millisecond or two
-REGROUPED = 256
-
-
-def regroup(records: PageTable, lock: threading.Lock) -> None:
-    """In the order of their last use."""
-    strays: list[list[tuple[int, int]]] = []
-    for first in range(1, records.number_end, REGROUP_LOOKED_AT):
-        with lock:
-            strays.append(records.strays(first, min(first + REGROUP_LOOKED_AT, records.number_end)))
-        time.sleep(0)  # else this thread would have the lock again
-    moving = heapq.merge(*strays, reverse=True)
-    while some := list(islice(moving, REGROUPED)):
-        with lock:
-            for used_s, record in some:
-                records.regroup(record, used_s)
-        time.sleep(0)
-
-
 log = logging.getLogger(__name__)
 
 RECOVER_WAIT_S = 10.0  # for the call of the disk that the writer is in
 PULSE_ROWS = 4096  # taken in between two looks at whether the node is to stop: some 20 ms
+REGROUP_LOOKED_AT = 1024  # records, under one lock: a millisecond or two
+REGROUPED = 256
 
 
 class Dropped(NamedTuple):
@@ -409,3 +389,21 @@ class DiskTier:
     def close(self) -> None:
         """Raises OSError if the rows can not be closed; all else is closed all the same."""
         self._directory.close()
+
+
+def regroup(records: PageTable, lock: threading.Lock) -> None:
+    """Move pages to the pool that their tenant has now, after it got a quota or lost it.
+
+    Some at a time, in the order of their last use, while others are served.
+    """
+    strays: list[list[tuple[int, int]]] = []
+    for first in range(1, records.number_end, REGROUP_LOOKED_AT):
+        with lock:
+            strays.append(records.strays(first, min(first + REGROUP_LOOKED_AT, records.number_end)))
+        time.sleep(0)  # else this thread would have the lock again
+    moving = heapq.merge(*strays, reverse=True)
+    while some := list(islice(moving, REGROUPED)):
+        with lock:
+            for used_s, record in some:
+                records.regroup(record, used_s)
+        time.sleep(0)

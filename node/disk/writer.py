@@ -1,4 +1,4 @@
-"""Write-behind: a bounded queue of pages in RAM, and the one thread that takes them to disk.
+"""Write pages to disk behind the puts: a bounded queue of pages in RAM, and the one thread that takes them.
 
     offer -> [ page page page | barrier | page ... ] -> store(batch) -> release -> barrier: sync, pass
        +---> later, while the disk is full ----^
@@ -27,13 +27,22 @@ from node.disk.page_table import DiskCounters
 from node.memory.page import Page, Space, State
 from node.memory.tier import RamTier
 
-# Pages that wait until RAM has turned over before they go to a disk that is full.
+log = logging.getLogger(__name__)
 
-SIFTED = 4  # looked at for each that comes
+BATCH_PAGES_MAX = 256  # rows that appear together
+BATCH_NBYTES_MAX = 16 << 20  # page bytes that are held until then
+LATER_SHARE = 0.5  # the rest is the time to write a page before RAM evicts it
+IDLE_S = 0.2  # without work for so long, it deletes rows of forgotten pages and syncs
+LATER_PAGES = 1024  # may wait that RAM has evicted already
+SYNC_PAGES = 4096  # stored between two syncs at most, however busy it is
+GONE_S = 0.2  # between two looks at whether somebody still waits for a flush
+SIFTED = 4  # deferred writes that are looked at for each that comes
 
 
 class DeferredWrites:
-    """In the order in which they came, each with when it is due. Those that RAM has evicted meanwhile are sifted
+    """Pages that wait until RAM has turned over before they go to a disk that is full.
+
+    In the order in which they came, each with when it is due. Those that RAM has evicted meanwhile are sifted
     out, a few with each that comes, so that no call takes longer the more there are. Not thread-safe.
 
         sifted: oldest ... | pages: not looked at in this round ... newest
@@ -67,17 +76,6 @@ class DeferredWrites:
 
     def pop(self) -> Page:
         return (self._sifted or self._pages).popleft()[1]
-
-
-log = logging.getLogger(__name__)
-
-BATCH_PAGES_MAX = 256  # rows that appear together
-BATCH_NBYTES_MAX = 16 << 20  # page bytes that are held until then
-LATER_SHARE = 0.5  # the rest is the time to write a page before RAM evicts it
-IDLE_S = 0.2  # without work for so long, it deletes rows of forgotten pages and syncs
-LATER_PAGES = 1024  # may wait that RAM has evicted already
-SYNC_PAGES = 4096  # stored between two syncs at most, however busy it is
-GONE_S = 0.2  # between two looks at whether somebody still waits for a flush
 
 
 class Store(Protocol):

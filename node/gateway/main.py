@@ -18,7 +18,7 @@ from kvstore.log_rate import LogRate
 from node.gateway import sandbox
 from node.gateway.control import EXIT_MEMORY
 from node.gateway.gateway import Gateway, rss_nbytes, serve
-from node.log_lines import formatter
+from node.process import formatter
 
 log = logging.getLogger(__name__)
 

@@ -4,17 +4,23 @@
     put          begin -> verdicts -> chunks, as they come -> commit
     get          request -> reply, then page bytes, which the node has framed as chunks
 
-Health, reflection and views are answered here, from what the node has sent. The node decides who may ask for them.
+Health, reflection and views are answered here, from what the node has sent. The node decides who may ask for them:
+
+    node --control--> NodeState --> Health.Check, Health.Watch, KVStore.Follow
+
+Watchers get the newest state; states in between may be skipped. A node that is silent counts as not serving.
 """
 
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -22,8 +28,6 @@ from kvstore.messages import FRAME_NBYTES, chunk_of, delimited
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.status import status_code
 from node.gateway.call import Call
-from node.gateway.health import SERVICE_NAME as HEALTH_NAME
-from node.gateway.health import NodeState, Reply, Request
 from node.gateway.upstream import NodeConnection, Refused, Upstream
 from node.serving.limits import (
     FOLLOW_S_MAX,
@@ -48,9 +52,98 @@ _GET_BEGIN = pb.GetFrame.BEGIN_FIELD_NUMBER
 
 ADMITTED_MAX = 64  # callers at a time whom the node is asked about: each takes a connection from other calls
 
+HEALTH_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+HealthRequest = health_pb2.HealthCheckRequest
+HealthReply = health_pb2.HealthCheckResponse
+SILENT_S_MAX = 10.0  # a node tells several times a second that it lives; one that has not for so long hangs
+
 Result = TypeVar("Result")
 Messages = AsyncIterator[Any]
 Behaviour = Callable[[Call, Messages], Awaitable[Any]]
+
+
+class NodeState:
+    """The last state that the node sent, and those who watch it. Use it from the event loop's thread only."""
+
+    def __init__(self) -> None:
+        self._good: dict[str, bool] = {}
+        self._view: pb.View | None = None
+        self._alone = True
+        self._heard_s = time.monotonic()
+        self._watchers: set[asyncio.Event] = set()
+
+    # ---- what the node tells -------------------------------------------------------------
+
+    def heard(self) -> None:
+        """Note that the node lives."""
+        silent = self._silent
+        self._heard_s = time.monotonic()
+        if silent:
+            self._tell()
+
+    def set_health(self, good: dict[str, bool]) -> None:
+        """Store the status of every service, by its name."""
+        self._good = good
+        self._tell()
+
+    def set_view(self, view: pb.View | None, alone: bool) -> None:
+        """Store the view. None: there is none yet; None and `alone`: the node is in no cluster."""
+        self._view, self._alone = view, alone
+        self._tell()
+
+    @property
+    def _silent(self) -> bool:
+        return time.monotonic() - self._heard_s > SILENT_S_MAX
+
+    def look(self) -> None:
+        """Wake watchers if the node has gone silent. Call it periodically."""
+        if self._silent:
+            self._tell()
+
+    def _tell(self) -> None:
+        for changed in self._watchers:
+            changed.set()
+
+    # ---- what callers ask ----------------------------------------------------------------
+
+    def health(self, name: str) -> Any:
+        """Return the status of a service. Raise KeyError for an unknown name."""
+        good = self._good[name] and not self._silent
+        return HealthReply(status=HealthReply.SERVING if good else HealthReply.NOT_SERVING)
+
+    async def watch_health(self, name: str) -> AsyncIterator[Any]:
+        """Yield the status now and after each change. Raise KeyError for an unknown name."""
+        told = None
+        async for _ in self._changes():
+            status = self.health(name)
+            if status != told:
+                told = status
+                yield status
+
+    async def watch_views(self, known: int) -> AsyncIterator[pb.View]:
+        """Yield the view now, unless its number is `known`, and every later one. Raise InvalidRequest if the node is in
+        no cluster.
+        """
+        if self._alone:
+            raise InvalidRequest("this node is in no cluster: it has no view")
+        told: pb.View | None = None
+        async for _ in self._changes():
+            view = self._view
+            if view is not None and view is not told and (told or view.number != known):
+                yield view
+            told = view
+
+    async def _changes(self) -> AsyncIterator[None]:
+        """Yield now, and after each change."""
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while True:
+                yield
+                await changed.wait()
+                changed.clear()
+        finally:
+            self._watchers.discard(changed)
 
 
 class Servicer:
@@ -99,7 +192,7 @@ class Servicer:
             ),
         }
         ours = {m.name: self._unary(m) for m in _SCHEMA.methods if m.name not in streams} | streams
-        health_forms = Request.FromString, Reply.SerializeToString
+        health_forms = HealthRequest.FromString, HealthReply.SerializeToString
         health = {
             "Check": self._handler(self._check, self._health_calls, *health_forms),
             "Watch": self._handler(self._watch, self._health_calls, *health_forms),

@@ -2,6 +2,9 @@
 
 port (bound, not listening) --SO_REUSEPORT--> each gateway listens
 Gateways --> _Supervisor: a thread, which watches one process (or, embedded, one thread)
+
+The node holds the port all its life, whether or not a gateway listens just then. A gateway runs in a process of its
+own, or in a thread of the node's process: a `Runner`, which the supervisor starts, waits for, and asks why it ended.
 """
 
 import contextlib
@@ -31,11 +34,29 @@ from node.serving.gateway import GatewayCalls, GatewayDoor
 from node.serving.service import Service
 from node.tls import Certificates
 
-# Hold the gRPC port of a node all its life, whether or not a gateway listens just then.
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
 
-# So long a node waits for a port that is taken: gateways of one that was killed just before end a moment after it.
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["KVStore"].full_name  # of the health service
+DISK_NAME = "kvstore.Disk"  # health of the disk tier alone; unknown on a node without one
+
+# A node waits so long for a port that is taken: gateways of a killed node end a moment after it.
 TAKEN_S_MAX = 3.0
 BIND_PAUSE_S = 0.05
+READY_S_MAX = 120.0  # a start, also on a machine that is very busy
+SILENT_S_MAX = 15.0  # a gateway that says nothing for so long hangs, and is ended; on a busy machine it may wait
+LEAVE_S = 1.0  # to end after it was told to
+PAUSE_S, PAUSE_S_MAX = 0.05, 0.5  # before one is started anew; doubled while they end within STREAK_S
+STREAK_S = 60.0
+CONNECTIONS_MAX = 4096
+PACKAGES = ("grpc_health", "grpc_reflection")  # of the extra `node`, which only a gateway imports
+# Why a gateway has ended, for people and as the label of a metric.
+MEMORY, HUNG, KILLED, FAILED = "memory", "hung", "killed", "failed"
+# What a gateway's process may know of the node's environment: no setting of kvstore, and nobody's secrets.
+ENVIRONMENT = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD")
+# Of glibc, for chunks of 1 MiB that come and go. Without it each is taken from the kernel and given
+# back, page by page.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20), "MALLOC_ARENA_MAX": "4"}
 
 
 class Port:
@@ -86,18 +107,6 @@ def _bind(sock: socket.socket, host: str, port: int) -> None:
             if error.errno != errno.EADDRINUSE or time.monotonic() > end:
                 raise
         time.sleep(BIND_PAUSE_S)
-
-
-# Where a gateway runs: in a process of its own, or in a thread of the node's process.
-#
-# The supervisor starts one, waits for its end, and asks why it ended.
-
-# Why a gateway has ended, for people and as the label of a metric.
-MEMORY, HUNG, KILLED, FAILED = "memory", "hung", "killed", "failed"
-# What a gateway's process may know of the node's environment: no setting of kvstore, and nobody's secrets.
-ENVIRONMENT = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD")
-# Of glibc, for chunks of 1 MiB that come and go: without, each is taken from the kernel and given back, page by page.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20), "MALLOC_ARENA_MAX": "4"}
 
 
 class Runner(Protocol):
@@ -165,20 +174,6 @@ class GatewayThread:
 
     def kill(self) -> None:
         pass
-
-
-log = logging.getLogger(__name__)
-log.addFilter(LogRate())
-
-SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["KVStore"].full_name  # of the health service
-DISK_NAME = "kvstore.Disk"  # health of the disk tier alone; unknown on a node without one
-READY_S_MAX = 120.0  # a start, also on a machine that is very busy
-SILENT_S_MAX = 15.0  # a gateway that says nothing for so long hangs, and is ended; on a busy machine it may wait
-LEAVE_S = 1.0  # to end after it was told to
-PAUSE_S, PAUSE_S_MAX = 0.05, 0.5  # before one is started anew; doubled while they end within STREAK_S
-STREAK_S = 60.0
-CONNECTIONS_MAX = 4096
-PACKAGES = ("grpc_health", "grpc_reflection")  # of the extra `node`, which only a gateway imports
 
 
 class Gateways:

@@ -14,10 +14,9 @@ from kvstore.cli import load as module
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.tools.node_process import NodeProcess
 from kvstore.tools.plan import Wishes, planned, surveyed
-from kvstore.tools.recording import Chains, Recording
 from kvstore.tools.replay import ReplayReport, replay, replay_namespace, throwaway_node
 from kvstore.tools.survey import page_size
-from kvstore.tools.trace import chatting, read_trace
+from kvstore.tools.trace import Chains, Recording, chatting, read_trace
 
 CAPACITY = 400
 

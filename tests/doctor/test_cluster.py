@@ -75,7 +75,7 @@ def test_of_members_that_no_page_is_put_at_nothing_stays_open(
     close, clean = Wires.close, Pages.clean
 
     def closes(wires: Wires) -> None:
-        closed.append(wires.way.address)
+        closed.append(wires.node.address)
         close(wires)
 
     def cleans(pages: Pages) -> Iterator[Finding]:

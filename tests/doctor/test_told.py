@@ -22,12 +22,12 @@ VIEW = View("fleet", 1, MEMBERS, 2)
 
 def of_members(*views: View | None, peers: pb.PeersStatus | None = None) -> dict[str, Finding]:
     """By name; None: one that is in no cluster."""
-    ways: dict[str, Any] = {}
+    nodes: dict[str, Any] = {}
     for number, view in enumerate(views):
         hello = pb.HelloReply() if view is None else pb.HelloReply(view=view.message)
         status = pb.NodeStatusReply() if peers is None else pb.NodeStatusReply(peers=peers)
-        ways[f"n{number}"] = SimpleNamespace(hello=hello, status=status, ask_again=lambda: None)
-    return {finding.name: finding for finding in members.findings(VIEW, ways)}
+        nodes[f"n{number}"] = SimpleNamespace(hello=hello, status=status, ask_again=lambda: None)
+    return {finding.name: finding for finding in members.findings(VIEW, nodes)}
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +53,15 @@ def test_a_view_that_reaches_a_member_a_moment_later_is_the_same() -> None:
     behind = SimpleNamespace(hello=pb.HelloReply(view=VIEW.message), status=pb.NodeStatusReply())
     behind.ask_again = lambda: setattr(behind, "hello", pb.HelloReply(view=later.message))
     ahead = SimpleNamespace(hello=pb.HelloReply(view=later.message), status=pb.NodeStatusReply(), ask_again=list)
-    ways: dict[str, Any] = {"n0": behind, "n1": ahead}
-    found = {finding.name: finding for finding in members.findings(VIEW, ways)}
+    nodes: dict[str, Any] = {"n0": behind, "n1": ahead}
+    found = {finding.name: finding for finding in members.findings(VIEW, nodes)}
     assert (found["view"].state, "number 2" in found["view"].found) == (State.OK, True)
 
 
 def test_more_copies_than_members() -> None:
     three = View("fleet", 1, MEMBERS, 3)
-    ways: dict[str, Any] = {"n0": SimpleNamespace(hello=None)}
-    (found,) = (finding for finding in members.findings(three, ways) if finding.name == "replicas")
+    nodes: dict[str, Any] = {"n0": SimpleNamespace(hello=None)}
+    (found,) = (finding for finding in members.findings(three, nodes) if finding.name == "replicas")
     assert (found.state, "3 are wanted of 2 members" in found.found) == (State.WARN, True)
 
 

@@ -15,8 +15,7 @@ from watched import Target
 
 from kvstore.messages import chunk_of
 from kvstore.pb import kvstore_pb2 as pb
-from node.gateway.health import NodeState
-from node.gateway.server import Servicer
+from node.gateway.server import NodeState, Servicer
 from node.serving.gateway import GatewayDoor
 
 MESSAGES_MAX = 16

@@ -7,8 +7,7 @@ from typing import Any
 import grpc
 
 from node.gateway.call import Call
-from node.gateway.health import NodeState
-from node.gateway.server import Servicer
+from node.gateway.server import NodeState, Servicer
 
 LATER_S = 0.2
 

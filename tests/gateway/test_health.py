@@ -11,7 +11,7 @@ from stopping import stop
 from waiting import wait_until
 
 from kvstore.tools.node_process import NodeProcess
-from node.gateway.health import SILENT_S_MAX
+from node.gateway.server import SILENT_S_MAX
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 

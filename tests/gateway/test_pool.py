@@ -13,8 +13,7 @@ import grpc
 from scripted_node import Plan, ScriptedNode, framed
 
 from kvstore.pb import kvstore_pb2 as pb
-from node.gateway.health import NodeState
-from node.gateway.server import Servicer
+from node.gateway.server import NodeState, Servicer
 
 CALLS = int(os.environ.get("KVSTORE_STORM_EVENTS") or 1000)
 ABREAST = 12

@@ -96,7 +96,7 @@ def keeper_of(node: Node) -> int:
     assert node.disk is not None
     directory = node.disk._directory
     assert isinstance(directory, ProcessStorage)
-    return directory.keeper.pid
+    return directory.process.pid
 
 
 def flags(settings: dict[str, Any]) -> list[str]:

@@ -7,9 +7,9 @@ import weakref
 
 import pytest
 
-from node import gc_policy
-from node.gc_policy import SeldomCollections
+from node import process
 from node.memory.page import Page
+from node.process import SeldomCollections
 
 
 class Space:
@@ -64,10 +64,10 @@ def test_cycles_are_freed_all_the_same() -> None:
 
 def test_a_slow_collection_puts_the_next_one_off_for_two_minutes_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand times as long as it took was an hour, in which calls that fail left hundreds of MiB."""
-    assert gc_policy.INTERVAL_S_MAX == 120.0
-    monkeypatch.setattr(gc_policy, "INTERVAL_S_MAX", 0.01)
+    assert process.INTERVAL_S_MAX == 120.0
+    monkeypatch.setattr(process, "INTERVAL_S_MAX", 0.01)
     again = threading.Semaphore(0)
-    monkeypatch.setattr("node.gc_policy.gc.collect", lambda: (threading.Event().wait(0.03), again.release()))
+    monkeypatch.setattr("node.process.gc.collect", lambda: (threading.Event().wait(0.03), again.release()))
     seldom = SeldomCollections(interval_s_min=0.001)
     try:
         assert all(again.acquire(timeout=10.0) for _ in range(3))
@@ -93,7 +93,7 @@ def test_full_collections_take_a_thousandth_of_the_time(monkeypatch: pytest.Monk
         times.append(time.monotonic())
         threading.Event().wait(0.03)
 
-    monkeypatch.setattr("node.gc_policy.gc.collect", slow)
+    monkeypatch.setattr("node.process.gc.collect", slow)
     seldom = SeldomCollections(interval_s_min=0.001)
     threading.Event().wait(0.5)
     seldom.stop()

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from node import gc_policy
-from node.gc_policy import SeldomCollections
+from node import process
+from node.process import SeldomCollections
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has it")
@@ -48,9 +48,9 @@ def test_a_collection_is_followed_by_a_thousand_times_its_length(
         began.append(now[0])
         now[0] += took_s
 
-    monkeypatch.setattr(gc_policy, "threading", SimpleNamespace(Event=Event, Thread=threading.Thread))
-    monkeypatch.setattr(gc_policy, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("node.gc_policy.gc.collect", collect)
+    monkeypatch.setattr(process, "threading", SimpleNamespace(Event=Event, Thread=threading.Thread))
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("node.process.gc.collect", collect)
     seldom = SeldomCollections()
     seldom._thread.join(10.0)
     seldom.stop()

@@ -27,7 +27,7 @@ from kvstore.tracing import (
     within,
 )
 from kvstore.transports.connections import TRACED_NBYTES_MAX, request_header
-from node.log_lines import formatter
+from node.process import formatter
 
 TRACE = Trace(bytes(range(16)), bytes(range(1, 9)), True)
 
