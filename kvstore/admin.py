@@ -5,12 +5,12 @@ import heapq
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import not_, or_
 from typing import Any, TypeVar, cast
 
 from kvstore.cluster.calls import check_goes_on, keyed_replies, per_key, wait_ms
-from kvstore.cluster.fan_out import Ask, FanOut, Places, chosen
+from kvstore.cluster.fan_out import Ask, FanOut, Indices, select
 from kvstore.cluster.routing import FIRST_SHARE, Away
 from kvstore.cluster.view import View
 from kvstore.config import ClientConfig
@@ -67,13 +67,13 @@ class Admin:
         """Lets the node check its copies of these pages; it drops those that are bad."""
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
 
-        def ask(link: NodeConnection, deadline: Deadline, places: Places) -> list[int]:
-            hashes = chosen(prefix_hashes, places)
+        def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[int]:
+            hashes = select(prefix_hashes, indices)
             replies = keyed_replies(link, "verify", pb.VerifyRequest, namespace, hashes, deadline)
             return [health for reply in replies for health in _healths(reply)]
 
         deadline = self._deadline(timeout_s)
-        found = self._fan_out.every_copy(ask, namespace, prefix_hashes, max, int(pb.PAGE_ABSENT), deadline, away)
+        found = self._fan_out.broadcast(ask, namespace, prefix_hashes, deadline, max, int(pb.PAGE_ABSENT), away)
         return VerifyResult(*map(found.count, (pb.PAGE_INTACT, pb.PAGE_DROPPED, pb.PAGE_ABSENT)))
 
     def remove(
@@ -93,10 +93,10 @@ class Admin:
         limit = deadline if view is None or away is None else deadline.sooner(deadline.remaining() * FIRST_SHARE)
         removed, asked = [False] * len(prefix_hashes), every
         while asked:
-            said = self._removed(namespace, chosen(prefix_hashes, asked), limit, away)
-            there = [place for place, was in zip(asked, said, strict=True) if was]
-            for place in there:
-                removed[place] = True
+            said = self._removed(namespace, select(prefix_hashes, asked), limit, away)
+            there = [index for index, was in zip(asked, said, strict=True) if was]
+            for index in there:
+                removed[index] = True
             if view is None:
                 break
             asked = there if nodes.view is view else every
@@ -108,13 +108,13 @@ class Admin:
     ) -> list[bool]:
         """At all members, each once."""
 
-        def ask(link: NodeConnection, deadline: Deadline, places: Places) -> list[bool]:
-            hashes = chosen(prefix_hashes, places)
+        def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[bool]:
+            hashes = select(prefix_hashes, indices)
             replies = keyed_replies(link, "remove", pb.RemoveRequest, namespace, hashes, deadline)
             self._fan_out.nodes.hear(link, max((reply.view_number for reply in replies), default=0), deadline)
             return per_key(replies, "removed", hashes)
 
-        return self._fan_out.every_copy(ask, namespace, prefix_hashes, or_, False, deadline, away)
+        return self._fan_out.broadcast(ask, namespace, prefix_hashes, deadline, or_, False, away)
 
     def pin(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], ttl_s: float, timeout_s: float | None = None
@@ -123,7 +123,7 @@ class Admin:
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         message = functools.partial(pb.PinRequest, ttl_ms=max(0, round(ttl_s * 1000)))
         ask = _asks("pin", "pinned", message, namespace, prefix_hashes)
-        return self._fan_out.per_key(ask, namespace, prefix_hashes, not_, False, self._deadline(timeout_s))
+        return self._fan_out.route(ask, namespace, prefix_hashes, self._deadline(timeout_s), not_, False)
 
     def unpin(
         self,
@@ -141,13 +141,13 @@ class Admin:
     ) -> list[pb.PageStat]:
         """One PageStat per key; `present` is False for a miss."""
 
-        def ask(link: NodeConnection, deadline: Deadline, places: Places) -> list[pb.PageStat]:
-            hashes = chosen(prefix_hashes, places)
+        def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[pb.PageStat]:
+            hashes = select(prefix_hashes, indices)
             return per_key(keyed_replies(link, "stat", pb.StatRequest, namespace, hashes, deadline), "pages", hashes)
 
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
         absent, deadline = pb.PageStat(), self._deadline(timeout_s)
-        found = self._fan_out.per_key(ask, namespace, prefix_hashes, _not_present, absent, deadline)
+        found = self._fan_out.route(ask, namespace, prefix_hashes, deadline, _not_present, absent)
         return [_of_key(page, prefix_hash) for page, prefix_hash in zip(found, prefix_hashes, strict=True)]
 
     def list_pages(
@@ -296,7 +296,7 @@ class Admin:
         for."""
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         ask = _asks(op, field, message, namespace, prefix_hashes)
-        return self._fan_out.every_copy(ask, namespace, prefix_hashes, or_, False, deadline, away)
+        return self._fan_out.broadcast(ask, namespace, prefix_hashes, deadline, or_, False, away)
 
     def _all(
         self, op: str, request: Any, namespace: Namespace | None, deadline: Deadline, away: Away | None = None
@@ -304,16 +304,8 @@ class Admin:
         return self._fan_out.all(lambda link, limit: link.wire.call(op, request, limit), namespace, deadline, away)
 
     def _only(self, op: str, request: Any, timeout_s: float | None) -> Any:
-        return self._one(op, lambda link, deadline: link.wire.call(op, request, deadline), None, timeout_s)
-
-    def _one(
-        self,
-        what: str,
-        call: Callable[[NodeConnection, Deadline], Result],
-        namespace: Namespace | None,
-        timeout_s: float | None,
-    ) -> Result:
-        return self._fan_out.one(call, namespace, self._deadline(timeout_s), what)
+        deadline = self._deadline(timeout_s)
+        return self._fan_out.one(lambda link, limit: link.wire.call(op, request, limit), None, deadline, op)
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         check_process(self._pid)  # before any lock, which a thread of the parent may hold for ever here
@@ -344,8 +336,8 @@ def answered(outcomes: Mapping[str, Result | KVStoreError]) -> dict[str, Result]
 
 
 def _asks(op: str, field: str, message: Any, namespace: Namespace, prefix_hashes: Sequence[bytes]) -> Ask[bool]:
-    def ask(link: NodeConnection, deadline: Deadline, places: Places) -> list[bool]:
-        hashes = chosen(prefix_hashes, places)
+    def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[bool]:
+        hashes = select(prefix_hashes, indices)
         return per_key(keyed_replies(link, op, message, namespace, hashes, deadline), field, hashes)
 
     return ask

@@ -29,7 +29,7 @@ from kvstore.cluster.calls import (
     put_pages,
     put_request,
 )
-from kvstore.cluster.fan_out import Places, check_knows_members, chosen
+from kvstore.cluster.fan_out import Indices, check_asks_others, check_knows_members, select
 from kvstore.cluster.routing import ELSEWHERE
 from kvstore.config import ClientConfig, client_config
 from kvstore.deadline import Deadline
@@ -156,14 +156,16 @@ class Client(Admin):
         """Which of these pages are stored. `touch` counts as a use; a plain lookup does not, so
         that polling can not keep dead pages alive."""
 
-        def ask(link: NodeConnection, deadline: Deadline, places: Places, near: bool = False) -> list[bool]:
-            return look_up(link, namespace, chosen(prefix_hashes, places), touch, deadline, near)
+        def ask(indices: Indices, link: NodeConnection, limit: Deadline, near: bool = False) -> list[bool]:
+            if near:
+                check_asks_others(link)
+            return look_up(link, namespace, select(prefix_hashes, indices), touch, limit, near)
 
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
         deadline = self._deadline(timeout_s)
         present = self._fan_out.near(partial(ask, near=True), namespace, prefix_hashes, deadline)
         if present is None:
-            present = self._fan_out.per_key(ask, namespace, prefix_hashes, not_, False, deadline)
+            present = self._fan_out.route(ask, namespace, prefix_hashes, deadline, not_, False)
         return LookupResult(leading(present), tuple(present))
 
     def put(
@@ -186,24 +188,25 @@ class Client(Admin):
         check_lengths(prefix_hashes, views)
         key = self._key(namespace)
 
-        def near(link: NodeConnection, deadline: Deadline, places: Places) -> list[PutOutcome]:
+        def ask(indices: Indices, link: NodeConnection, limit: Deadline) -> list[PutOutcome]:
+            check_asks_others(link)
             try:
-                return put_pages(link, namespace, prefix_hashes, views, keep, deadline, key)
+                return put_pages(link, namespace, prefix_hashes, views, keep, limit, key)
             except InvalidRequest as error:
                 if not keep.durable:
                     raise
                 raise Exhausted(f"it can not promise these pages: {error}") from error  # their owners may
 
         deadline = self._deadline(timeout_s)
-        outcomes = self._fan_out.near(near, namespace, prefix_hashes, deadline)
+        outcomes = self._fan_out.near(ask, namespace, prefix_hashes, deadline)
         if outcomes is None:
             return self._put_at_owners(namespace, prefix_hashes, views, keep, deadline)
-        left = [place for place, outcome in enumerate(outcomes) if keep.promised and outcome not in PROMISED]
+        left = [index for index, outcome in enumerate(outcomes) if keep.promised and outcome not in PROMISED]
         if left:
-            hashes, rest = chosen(prefix_hashes, left), chosen(views, left)
+            hashes, rest = select(prefix_hashes, left), select(views, left)
             asked = self._put_at_owners(namespace, hashes, rest, keep, deadline)
-            for place, outcome in zip(left, asked, strict=True):
-                outcomes[place] = outcome
+            for index, outcome in zip(left, asked, strict=True):
+                outcomes[index] = outcome
         return outcomes
 
     def _put_at_owners(
@@ -216,30 +219,30 @@ class Client(Admin):
     ) -> list[PutOutcome]:
         """Where there is no near node, or it did not do what was promised; or at the node that is alone."""
         key = self._key(namespace)
-        full: dict[int, Exhausted] = {}  # what an owner answered that has no room or could not promise, by place
+        full: dict[int, Exhausted] = {}  # by key: what an owner answered that has no space or could not promise
 
-        def ask(link: NodeConnection, deadline: Deadline, places: Places) -> list[PutOutcome]:
+        def ask(indices: Indices, link: NodeConnection, limit: Deadline) -> list[PutOutcome]:
             try:
                 if keep.ack == ACK_ALL and self._fan_out.nodes.view is not None:
                     check_knows_members(link)
-                hashes, pages = chosen(prefix_hashes, places), chosen(views, places)
-                return put_pages(link, namespace, hashes, pages, keep, deadline, key)
+                hashes, pages = select(prefix_hashes, indices), select(views, indices)
+                return put_pages(link, namespace, hashes, pages, keep, limit, key)
             except Exhausted as error:
                 if error.answered:
-                    full.update(dict.fromkeys(places, error))
+                    full.update(dict.fromkeys(indices, error))
                 raise
 
         try:
-            outcomes = self._fan_out.per_key(ask, namespace, prefix_hashes, _full, PutOutcome.AWAY, deadline)
+            outcomes = self._fan_out.route(ask, namespace, prefix_hashes, deadline, _full, PutOutcome.AWAY)
         except (Unavailable, DeadlineExceeded):
             if full:  # says more than that another did not answer
                 raise next(iter(full.values())) from None
             raise
-        refused = [place for place in full if not outcomes[place].kept]
+        refused = [index for index in full if not outcomes[index].kept]
         if refused and keep.promised:
             raise full[refused[0]]
-        for place in refused:
-            outcomes[place] = PutOutcome.FULL
+        for index in refused:
+            outcomes[index] = PutOutcome.FULL
         return outcomes
 
     def get(
@@ -298,28 +301,30 @@ class Client(Admin):
         # What is missing at one member may be at another: no member knows where the prefix ends.
         asked = replace(wanted, prefix=False) if several else wanted
 
-        def ask(link: NodeConnection, deadline: Deadline, places: Places, asked: GetOptions = asked) -> list[bool]:
-            hashes, into = chosen(prefix_hashes, places), chosen(views, places)
-            found = get_pages(link, namespace, hashes, into, asked, deadline)
+        def ask(indices: Indices, link: NodeConnection, limit: Deadline, asked: GetOptions = asked) -> list[bool]:
+            if asked.near:
+                check_asks_others(link)
+            hashes, into = select(prefix_hashes, indices), select(views, indices)
+            found = get_pages(link, namespace, hashes, into, asked, limit)
             forged.update(found.forged)
-            self._complaints.about(found, link, namespace, deadline)
+            self._complaints.about(found, link, namespace, limit)
             return found.hits
 
         ask_near = partial(ask, asked=replace(wanted, near=True))
         hits = self._fan_out.near(ask_near, namespace, prefix_hashes, deadline)
-        if hits is not None and forged:  # it may have them from one owner, and another have the page
-            left = [place for place, hit in enumerate(hits) if not hit and prefix_hashes[place] in forged]
+        if hits is None:
+            hits = self._fan_out.route(ask, namespace, prefix_hashes, deadline, not_, False)
+        elif forged:  # it may have them from one owner, and another have the page
+            left = [index for index, hit in enumerate(hits) if not hit and prefix_hashes[index] in forged]
 
-            def ask_again(link: NodeConnection, deadline: Deadline, places: Places) -> list[bool]:
-                return ask(link, deadline, chosen(left, places))
+            def ask_again(indices: Indices, link: NodeConnection, limit: Deadline) -> list[bool]:
+                return ask(select(left, indices), link, limit)
 
             with contextlib.suppress(*ELSEWHERE):
-                hashes = chosen(prefix_hashes, left)
-                again = self._fan_out.per_key(ask_again, namespace, hashes, not_, False, deadline)
-                for place, hit in zip(left, again, strict=True):
-                    hits[place] = hit
-        elif hits is None:
-            hits = self._fan_out.per_key(ask, namespace, prefix_hashes, not_, False, deadline)
+                hashes = select(prefix_hashes, left)
+                again = self._fan_out.route(ask_again, namespace, hashes, deadline, not_, False)
+                for index, hit in zip(left, again, strict=True):
+                    hits[index] = hit
         length = leading(hits) if wanted.prefix else len(hits)
         return hits[:length] + [False] * (len(views) - length)
 

@@ -113,7 +113,7 @@ class Nodes:
             if not link.connect_count:
                 with contextlib.suppress(KVStoreError):
                     limit = deadline.sooner(deadline.remaining() * NEAR_SHARE)
-                    link.run(lambda link, limit: None, None, limit)
+                    link.open(None, limit)
             if link.wire_name == "shm":
                 log.info("cluster %s: %s is near", view.cluster, link.address)
                 return link
@@ -136,7 +136,7 @@ class Nodes:
             failures = link.failure_count
             try:
                 limit = deadline if last else Deadline(deadline.remaining() / 2)
-                link.run(lambda link, limit: None, None, limit)
+                link.open(None, limit)
             except ProtocolError:
                 raise
             except KVStoreError as error:
@@ -158,7 +158,7 @@ class Nodes:
         """Whether a cluster was found behind one of several addresses that a name has."""
         for record in _records(address, deadline):
             try:
-                self._link(record).run(lambda link, limit: None, None, deadline)
+                self._link(record).open(None, deadline)
             except KVStoreError as error:
                 log.info("%s: %s", record, error)
             if self._view is not None:

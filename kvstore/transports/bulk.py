@@ -145,7 +145,9 @@ class BulkWire:
         return self.hello
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
-        return self._pool.talk(deadline, lambda connection: exchange(connection, op, request)[0])
+        while True:
+            with self._pool.attempt(deadline) as connection:
+                return exchange(connection, op, request)[0]
 
     def put(
         self,
@@ -157,15 +159,18 @@ class BulkWire:
     ) -> list[int]:
         """`good` is told the key of each page that was sent, and the leaves of what was sent: False, and nothing of the
         batch is committed, InvalidRequest."""
-        found = self._shared(
-            request, pages, lambda one, part: self._put(one, pages[part], deadline, seals, good), deadline
+        parts = self._streams(pages)
+        if len(parts) == 1:
+            return self._put(request, pages, deadline, seals, good)
+        found = self._parallel(
+            request, parts, lambda one, part: self._put(one, pages[part], deadline, seals, good), deadline
         )
-        failed = [error for _, error in found if isinstance(error, KVStoreError)]
+        failed = [error for error in found if isinstance(error, KVStoreError)]
         worse = [error for error in failed if not isinstance(error, Exhausted)]
         if worse or len(failed) == len(found) or (failed and (request.durable or request.ack_all)):
             raise (worse or failed)[0]
         verdicts: list[int] = []
-        for part, said in found:  # a share without room is no failure of the others
+        for part, said in zip(parts, found, strict=True):  # a part that found no space is no failure of the others
             verdicts += [pb.FULL] * (part.stop - part.start) if isinstance(said, KVStoreError) else said
         return verdicts
 
@@ -177,26 +182,24 @@ class BulkWire:
         seals: Seals | None,
         good: Good | None,
     ) -> list[int]:
-        def talk(connection: FrameSocket) -> list[int]:
-            verdicts = list(exchange(connection, "put", request)[0].verdicts)
-            if len(verdicts) != len(pages):
-                raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
-            chosen = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
-            if not chosen:
+        while True:
+            with self._pool.attempt(deadline) as connection:
+                verdicts = list(exchange(connection, "put", request)[0].verdicts)
+                if len(verdicts) != len(pages):
+                    raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
+                wanted = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
+                if not wanted:
+                    return verdicts
+                # The bytes, then their leaves in the commit: each chunk is hashed right behind its sending,
+                # while it is in the cache.
+                connection.send_frame(b"", sum(segments_nbytes(pages[i]) + _nbytes(seals) for i in wanted))
+                leaves = [_send_page(connection, sealed(pages[i], request.prefix_hashes[i], seals)) for i in wanted]
+                sent = zip(wanted, leaves, strict=True)
+                unchanged = [good(request.prefix_hashes[i], of) for i, of in sent] if good else []
+                if not all(unchanged):
+                    raise InvalidRequest("a page is not what it was: its bytes changed in memory")
+                exchange(connection, "commit", pb.CommitRequest(leaves=leaves))
                 return verdicts
-            # The bytes, then their leaves in the commit: each chunk is hashed right behind its sending,
-            # while it is in the cache.
-            connection.send_frame(b"", sum(segments_nbytes(pages[i]) + _nbytes(seals) for i in chosen))
-            leaves = [_send_page(connection, sealed(pages[i], request.prefix_hashes[i], seals)) for i in chosen]
-            said = (
-                [good(request.prefix_hashes[i], some) for i, some in zip(chosen, leaves, strict=True)] if good else []
-            )
-            if not all(said):
-                raise InvalidRequest("a page is not what it was: its bytes changed in memory")
-            exchange(connection, "commit", pb.CommitRequest(leaves=leaves))
-            return verdicts
-
-        return self._pool.talk(deadline, talk)
 
     def get(
         self,
@@ -219,35 +222,42 @@ class BulkWire:
         seals: Seals | None = None,
     ) -> list[Arrived | None]:
         """The same, with what else is known of each page that is there, with its seal if it has to have one."""
-        found = self._shared(
-            request, buffers, lambda one, part: self._get(one, buffers[part], seeds[part], deadline, seals), deadline
+        parts = self._streams(buffers)
+        if len(parts) == 1:
+            return self._get(request, buffers, seeds, deadline, seals)
+        found = self._parallel(
+            request, parts, lambda one, part: self._get(one, buffers[part], seeds[part], deadline, seals), deadline
         )
-        arrived = list[Arrived | None]()
-        for _, said in found:
+        arrived: list[Arrived | None] = []
+        for said in found:
             if isinstance(said, KVStoreError):
                 raise said
             arrived += said
         return arrived
 
-    def _shared(
+    def _streams(self, pages: Sequence[Pieces]) -> list[slice]:
+        """Return the parts of a call's pages that are to be moved over a connection each."""
+        self._pool.check_process()
+        return split(len(pages), stream_count(len(pages), segments_nbytes(pages[0]) if pages else 0))
+
+    def _parallel(
         self,
         request: Request,
-        pages: Sequence[Pieces],
-        call: Callable[[Request, slice], Result],
+        parts: Sequence[slice],
+        transfer: Callable[[Request, slice], Result],
         deadline: Deadline,
-    ) -> list[tuple[slice, Result | KVStoreError]]:
-        """What `call` returned or raised for each share of the request's keys, over a connection each. The share that
-        ended last is the newest then, so the chain is touched as a whole: its end must go before its head."""
-        self._pool.check_process()
-        parts = split(len(pages), stream_count(len(pages), segments_nbytes(pages[0]) if pages else 0))
-        if len(parts) == 1:
-            return [(parts[0], call(request, parts[0]))]
-        said = self._abreast.run([partial(call, _share(request, part), part) for part in parts])
-        if not any(isinstance(one, KVStoreError) for one in said):
+    ) -> list[Result | KVStoreError]:
+        """Return what `transfer` returned or raised for each part of the request's keys, over a connection each.
+
+        The part that ended last is the newest then, so the chain is touched as a whole: its end must go before its
+        head.
+        """
+        found = self._abreast.run([partial(transfer, _part_of(request, part), part) for part in parts])
+        if not any(isinstance(one, KVStoreError) for one in found):
             touch = pb.LookupRequest(namespace=request.namespace, prefix_hashes=request.prefix_hashes, touch=True)
             with contextlib.suppress(KVStoreError):  # the pages are there all the same
                 self.call("lookup", touch, deadline)
-        return list(zip(parts, said, strict=True))
+        return found
 
     def _get(
         self,
@@ -257,28 +267,27 @@ class BulkWire:
         deadline: Deadline,
         seals: Seals | None,
     ) -> list[Arrived | None]:
-        def talk(connection: FrameSocket) -> list[Arrived | None]:
-            reply, payload_nbytes = exchange(connection, "get", request)
-            hits = list(reply.hits)
-            found = [i for i, hit in enumerate(hits) if hit]
-            if (
-                len(hits) != len(buffers)
-                or payload_nbytes != sum(segments_nbytes(buffers[i]) + _nbytes(seals) for i in found)
-                or len(reply.checksums) != len(found)
-                or len(reply.ttls_ms) not in (0, len(found))
-            ):
-                raise ProtocolError("the reply to a get does not fit its request")
-            arrived: list[Arrived | None] = [None] * len(hits)
-            ttls_ms = reply.ttls_ms or [0] * len(found)
-            for i, expected, ttl_ms in zip(found, reply.checksums, ttls_ms, strict=True):
-                target = room(buffers[i], seals)
-                leaves = _recv_page(connection, target)
-                intact = root(leaves, seeds[i]) == expected
-                if not (intact and seals) or seals.fits(request.prefix_hashes[i], target[:-1], target[-1]):
-                    arrived[i] = Arrived(leaves if intact else b"", expected, ttl_ms)
-            return arrived
-
-        return self._pool.talk(deadline, talk)
+        while True:
+            with self._pool.attempt(deadline) as connection:
+                reply, payload_nbytes = exchange(connection, "get", request)
+                hits = list(reply.hits)
+                found = [i for i, hit in enumerate(hits) if hit]
+                if (
+                    len(hits) != len(buffers)
+                    or payload_nbytes != sum(segments_nbytes(buffers[i]) + _nbytes(seals) for i in found)
+                    or len(reply.checksums) != len(found)
+                    or len(reply.ttls_ms) not in (0, len(found))
+                ):
+                    raise ProtocolError("the reply to a get does not fit its request")
+                arrived: list[Arrived | None] = [None] * len(hits)
+                ttls_ms = reply.ttls_ms or [0] * len(found)
+                for i, expected, ttl_ms in zip(found, reply.checksums, ttls_ms, strict=True):
+                    target = room(buffers[i], seals)
+                    leaves = _recv_page(connection, target)
+                    intact = root(leaves, seeds[i]) == expected
+                    if not (intact and seals) or seals.fits(request.prefix_hashes[i], target[:-1], target[-1]):
+                        arrived[i] = Arrived(leaves if intact else b"", expected, ttl_ms)
+                return arrived
 
     def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
         """Views from now on, for so long. `number`: of the one that is known. Raises ProtocolError for a node that
@@ -300,8 +309,8 @@ class BulkWire:
         self._abreast.close()
 
 
-def _share(request: Request, part: slice) -> Request:
-    """The same request for some of its keys."""
+def _part_of(request: Request, part: slice) -> Request:
+    """Return the same request for some of its keys."""
     share = type(request)()
     share.CopyFrom(request)
     del share.prefix_hashes[:]

@@ -150,6 +150,12 @@ class NodeConnection:
     def limits(self) -> pb.Limits:
         return self.way.hello.limits
 
+    def open(self, namespace: Namespace, deadline: Deadline) -> None:
+        """Register the namespace at the node, once for this connection."""
+        request = pb.OpenNamespaceRequest(namespace=namespace_message(namespace), digest=namespace.digest)
+        self.wire.call("open_namespace", request, deadline)
+        self.opened.add(namespace.digest)
+
     def enter(self) -> "ConnectionLease | None":
         """A call begins, and ends with `ConnectionLease.leave`. None: this link takes no more."""
         lease = ConnectionLease(self)
@@ -244,87 +250,78 @@ class NodeChannel:
         link = self._link
         return link is not None and not link.knows_members
 
-    def run(
-        self, call: Callable[[NodeConnection, Deadline], Result], namespace: Namespace | None, deadline: Deadline
-    ) -> Result:
-        """Runs one call under breaker and deadline."""
-        if tracing.tracer is None:
-            return self._tried(call, namespace, deadline)
-        with tracing.span("kvstore.call", "client", address=self.address):
-            return self._tried(call, namespace, deadline)
+    def open(self, namespace: Namespace | None, deadline: Deadline) -> None:
+        """Connect to the node, and register the namespace there."""
+        self.run(lambda link, limit: None, namespace, deadline)
 
-    def _tried(
-        self, call: Callable[[NodeConnection, Deadline], Result], namespace: Namespace | None, deadline: Deadline
+    def run(
+        self, work: Callable[[NodeConnection, Deadline], Result], namespace: Namespace | None, deadline: Deadline
     ) -> Result:
-        deadline.remaining()  # a caller who comes too late says nothing about the node
-        check_process(self._pid)  # first: in a child of a fork a lock may be taken by a thread that is not there
-        if self._retired:
-            self._close_retired()
-        self._breaker.enter()
-        began = self._clock()
-        try:
-            result = self._run(call, namespace, deadline)
-        except (Unavailable, DeadlineExceeded) as error:
+        """Run `work` on the connection, with the namespace open there, under breaker and deadline.
+
+        `work` is repeated once if a connection that had worked is dead, as after a restart of the node, or if the node
+        does not know the namespace any more. A connection that fails when it is new is not tried again.
+        """
+        with tracing.span("kvstore.call", "client", address=self.address):
+            deadline.remaining()  # a caller who comes too late says nothing about the node
+            check_process(self._pid)  # first: in a child of a fork a lock may be taken by a thread that is not there
+            if self._retired:
+                self._close_retired()
+            self._breaker.enter()
+            began, repeated = self._clock(), False
+            while True:
+                lease: ConnectionLease | None = None
+                try:
+                    lease = self._connected(deadline)
+                    link = lease.link
+                    if namespace is not None and namespace.digest not in link.opened:
+                        link.open(namespace, deadline)
+                    result = work(link, deadline)
+                    self._breaker.success()
+                    return result
+                except KVStoreError as error:
+                    if lease is not None:
+                        self._drop_broken(lease.link, error, deadline)
+                    if repeated or lease is None or not self._worth_repeating(lease, error):
+                        self._count_failure(error, self._clock() - began, deadline)
+                        raise
+                    repeated = True
+                finally:
+                    if lease is not None:
+                        lease.leave()
+
+    def _drop_broken(self, link: NodeConnection, error: KVStoreError, deadline: Deadline) -> None:
+        """Drop the connection if the error shows that it is dead or out of step."""
+        if isinstance(error, ProtocolError) or (isinstance(error, Unavailable) and not _hurried(deadline)):
+            self._drop(link)
+
+    def _worth_repeating(self, lease: ConnectionLease, error: KVStoreError) -> bool:
+        """Return whether a first try that failed may succeed on a new connection or with the namespace opened again."""
+        if isinstance(error, UnknownNamespace):
+            lease.link.opened.clear()
+            return True
+        if isinstance(error, Unauthenticated):  # the token may be another by now
+            self._drop(lease.link)
+            return not lease.fresh
+        if isinstance(error, Unavailable) and not lease.fresh:
+            log.info("%s: connecting again: %s", self.address, error)
+            return True
+        return False
+
+    def _count_failure(self, error: KVStoreError, cost_s: float, deadline: Deadline) -> None:
+        """Tell the breaker what an error says about the node; `cost_s`: how long the call took."""
+        if isinstance(error, (Unavailable, DeadlineExceeded)):
             self.failure_count += 1
             if isinstance(error, Unavailable) or deadline.seconds >= EVIDENCE_S:
-                self._breaker.failure(error, self._clock() - began)
+                self._breaker.failure(error, cost_s)
                 if _hurried(deadline):
                     self._beside("kvstore-connects", self._connect)
             if isinstance(error, DeadlineExceeded):
                 self._beside("kvstore-lives", self._look_whether_it_lives)
-            raise
-        except KVStoreError as error:
-            if self._link is None and isinstance(error, REFUSED):  # at the door: each call would knock again
-                self._breaker.failure(error, self._clock() - began)
-            elif error.answered:  # a refusal of the node; one of ours, such as a full pool, says nothing about it
-                self._breaker.success()
-            raise
-        self._breaker.success()
-        return result
-
-    def _run(
-        self, call: Callable[[NodeConnection, Deadline], Result], namespace: Namespace | None, deadline: Deadline
-    ) -> Result:
-        """Once more if a link that had worked is dead (the node was restarted) or the node does not
-        know the namespace (any more). A link that fails when new is not tried again."""
-        lease = self._connected(deadline)
-        try:
-            return self._attempt(lease.link, call, namespace, deadline)
-        except UnknownNamespace:
-            lease.link.opened.clear()
-        except Unauthenticated:  # the token may be another by now
-            self._drop(lease.link)
-            if lease.fresh:
-                raise
-        except Unavailable as error:
-            if lease.fresh:
-                raise
-            log.info("%s: connecting again: %s", self.address, error)
-        finally:
-            lease.leave()
-        lease = self._connected(deadline)
-        try:
-            return self._attempt(lease.link, call, namespace, deadline)
-        finally:
-            lease.leave()
-
-    def _attempt(
-        self,
-        link: NodeConnection,
-        call: Callable[[NodeConnection, Deadline], Result],
-        namespace: Namespace | None,
-        deadline: Deadline,
-    ) -> Result:
-        try:
-            if namespace is not None and namespace.digest not in link.opened:
-                request = pb.OpenNamespaceRequest(namespace=namespace_message(namespace), digest=namespace.digest)
-                link.wire.call("open_namespace", request, deadline)
-                link.opened.add(namespace.digest)
-            return call(link, deadline)
-        except (Unavailable, ProtocolError) as error:
-            if isinstance(error, ProtocolError) or not _hurried(deadline):
-                self._drop(link)
-            raise
+        elif self._link is None and isinstance(error, REFUSED):  # at the door: each call would knock again
+            self._breaker.failure(error, cost_s)
+        elif error.answered:  # a refusal of the node; one of ours, such as a full pool, says nothing about it
+            self._breaker.success()
 
     def _connected(self, deadline: Deadline) -> ConnectionLease:
         """A lease on the link, which may have been made just now."""

@@ -25,9 +25,6 @@ from kvstore.transports.status import from_status
 
 Socket = TypeVar("Socket", bound=FrameSocket)
 
-
-Result = TypeVar("Result")
-
 TRACED_NBYTES_MAX = 63 << 10  # a header over 64 KiB is one operation and nothing else (docs/FORMAT.md)
 
 
@@ -73,29 +70,15 @@ class ConnectionPool(Generic[Socket]):
         self._closed = False
         self._pid = os.getpid()
 
-    @contextlib.contextmanager
-    def connection(self, deadline: Deadline) -> Iterator[Socket]:
-        """A connection for one exchange. One that fails is closed, and with it everything the node
-        held for it."""
-        lease = self.lease(deadline)
-        try:
-            with lease as connection:
-                yield connection
-        finally:
-            lease.end()
+    def connection(self, deadline: Deadline) -> "Borrowed[Socket]":
+        """Return a context with a connection for one exchange. One that fails is closed, and with it everything the
+        node held for it."""
+        return Borrowed(self.lease(deadline))
 
-    def talk(self, deadline: Deadline, exchanges: Callable[[Socket], Result]) -> Result:
-        """`exchanges` over a connection; over another where the node had let that one go before it heard a word."""
-        while True:
-            lease = self.lease(deadline)
-            try:
-                with lease as connection:
-                    return exchanges(connection)
-            except Unavailable:
-                if lease.fresh or connection.heard:
-                    raise
-            finally:
-                lease.end()
+    def attempt(self, deadline: Deadline) -> "Attempt[Socket]":
+        """Return such a context for an exchange that is to be made again if the context ends without it: the node had
+        let the connection go before it heard a word."""
+        return Attempt(self.lease(deadline))
 
     def lease(self, deadline: Deadline) -> "Lease[Socket]":
         """A connection until `Lease.end`; armed with the deadline."""
@@ -229,6 +212,42 @@ class Lease(Generic[Socket]):
     def end(self) -> None:
         """Gives the connection back. Once more does no harm."""
         self._pool.take_back(self)
+
+
+class Borrowed(Generic[Socket]):
+    """A lease that ends with its one context."""
+
+    def __init__(self, lease: Lease[Socket]) -> None:
+        self._lease = lease
+
+    def __enter__(self) -> Socket:
+        return self._lease.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self._lease.__exit__(kind, error, at)
+        finally:
+            self._lease.end()
+
+
+class Attempt(Borrowed[Socket]):
+    """Swallows the error of an idle connection that the node had closed, so that the caller tries another one:
+
+    while True:
+        with pool.attempt(deadline) as connection:
+            return exchange(connection, ...)
+    """
+
+    def __exit__(  # type: ignore[override]
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> bool:
+        try:
+            super().__exit__(kind, error, at)
+        except Unavailable:
+            if self._lease.fresh or self._lease.connection.heard:
+                raise
+            return True
+        return False
 
 
 @contextlib.contextmanager

@@ -86,10 +86,11 @@ def unpack_fixed(fixed: bytes | bytearray, header_nbytes_max: int) -> tuple[int,
     return header_nbytes, payload_nbytes
 
 
-def set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
-    """SO_RCVTIMEO or SO_SNDTIMEO of a blocking socket; a millisecond at least, because zero would mean: for ever."""
+def timeval(seconds: float) -> bytes:
+    """Return a value for SO_RCVTIMEO or SO_SNDTIMEO of a blocking socket; a millisecond at least, because zero would
+    mean: for ever."""
     seconds = max(seconds, 0.001)
-    sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6)))
+    return _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
 
 
 class FrameSocket:
@@ -135,8 +136,9 @@ class FrameSocket:
         """Somewhat shorter ones than asked for will do: who wakes early looks at the deadline. So a
         row of calls that all have about the same time left sets them once."""
         self._timeout_s = seconds * 0.75
-        set_timeout(self._sock, socket.SO_RCVTIMEO, self._timeout_s)
-        set_timeout(self._sock, socket.SO_SNDTIMEO, self._timeout_s)
+        packed = timeval(self._timeout_s)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
 
     def send_frame(self, header: bytes, payload_nbytes: int = 0, at_once: bool = False) -> None:
         """Sends all of a frame but its payload, which follows by `send`."""

@@ -61,7 +61,10 @@ class ParallelTransfer:
                     number = left.popleft()
                 except IndexError:  # another took the last one
                     return
-                made[number] = _caught(calls[number])
+                try:
+                    made[number] = calls[number]()
+                except KVStoreError as error:
+                    made[number] = error
 
         others: list[Future[None]] = []
         try:
@@ -120,10 +123,3 @@ class ParallelTransfer:
         with self._lock:
             if self._threads is not None:
                 self._threads.shutdown(wait=False)
-
-
-def _caught(call: Callable[[], T]) -> T | KVStoreError:
-    try:
-        return call()
-    except KVStoreError as error:
-        return error
