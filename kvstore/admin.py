@@ -1,4 +1,4 @@
-"""What is asked of nodes beside the pages: what they have, and what they are to do with it."""
+"""Administration of one node or of all members of a cluster: list, verify, pin, remove, drain, and status."""
 
 import functools
 import heapq
@@ -38,10 +38,11 @@ RECOVER_TIMEOUT_S = 45.0  # a node gives a disk that hangs 30 s, and says so the
 
 
 class Admin:
-    """Of one node, or of all members of a cluster. `kvstore.Client` is one.
+    """Administer one node, or all members of a cluster. `kvstore.Client` is one.
 
-    What is done at all members raises what one of them raised; the others have done it then. Who gives `away` is told
-    there of members that could not be asked, by id, and has what the others answered; if nobody did, it raises.
+    What is done at all members raises what one of them raised; the others have done it then. With
+    `away`, members that could not be asked are noted there, by id, and the call returns what the others
+    answered; if none did, it raises.
     """
 
     def __init__(self, config: ClientConfig) -> None:

@@ -1,7 +1,15 @@
-"""The link to a node: negotiated at connect, dropped when it fails, made again by the next call.
+"""The channel to one node: a connection that is negotiated, dropped when it fails and made again by the next
+call, with one retry, under a circuit breaker.
 
-A link that fell back to a slower wire goes on working while a better one is tried beside it, and ends when the
-calls that are on it have ended.
+A connection that fell back to a slower wire goes on working while a better one is tried beside it. It ends when
+the calls that are on it have ended.
+
+The breaker leaves a node that failed alone for a while, so that it costs a caller at most one deadline and not one
+per call.
+
+    closed --failure--> open for `pause` --time--> half open: one call may try
+      ^                                               |            |
+      +------------------- success -------------------+   failure: open again, pause doubled
 """
 
 import contextlib
@@ -35,20 +43,27 @@ from kvstore.transports.connections import check_process
 from kvstore.transports.negotiation import Negotiated, Negotiation
 from kvstore.transports.wire import Wire
 
-# Circuit breaker: a node that failed is left alone for a while, so that it costs a caller at most
-# one deadline and not one per call.
-#
-#     closed --failure--> open for `pause` --time--> half open: one call may try
-#       ^                                               |            |
-#       +------------------- success -------------------+   failure: open again, pause doubled
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
+# Of the circuit breaker.
 PAUSE_S_MIN = 0.1
 PAUSE_PER_COST = 4
 PAUSE_JITTER = 0.25
+# After falling back to a slower wire, how long until the better one is tried again.
+BETTER_RETRY_S = 30.0
+# A call that had less time than this and got no answer says little about the node: it must not
+# make the breaker refuse the calls of other threads.
+EVIDENCE_S = 0.1
+REFUSED = (Unauthenticated, Forbidden, ConfigError)
+LIVES_S = 1.0  # in which a node that lives says so
 
 
 class CircuitBreaker:
-    """Thread-safe. The clock is an argument so that tests need not wait."""
+    """Refuse calls to a node that failed, until a pause is over. Thread-safe.
+
+    The clock is an argument so that tests need not wait.
+    """
 
     def __init__(
         self,
@@ -112,20 +127,8 @@ class CircuitBreaker:
         return longest * (1 - PAUSE_JITTER * self._chance())
 
 
-log = logging.getLogger(__name__)
-Result = TypeVar("Result")
-
-# After falling back to a slower wire, how long until the better one is tried again.
-BETTER_RETRY_S = 30.0
-# A call that had less time than this and got no answer says little about the node: it must not
-# make the breaker refuse the calls of other threads.
-EVIDENCE_S = 0.1
-REFUSED = (Unauthenticated, Forbidden, ConfigError)
-LIVES_S = 1.0  # in which a node that lives says so
-
-
 class NodeConnection:
-    """A way to one node, the namespaces opened on it, and how many calls are on it. Thread-safe."""
+    """Hold the wire to one node, the namespaces opened on it and the calls that are on it. Thread-safe."""
 
     def __init__(self, way: Negotiated, retry_at: float) -> None:
         """`retry_at`: when a better wire is to be tried, in the clock's time."""
@@ -198,7 +201,7 @@ class ConnectionLease:
 
 
 class NodeChannel:
-    """Keeps at most one `NodeConnection` to one node and runs calls on it. Thread-safe."""
+    """Keep at most one `NodeConnection` to one node and run calls on it. Thread-safe."""
 
     def __init__(
         self,

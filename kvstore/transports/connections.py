@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
+from kvstore.messages import delimited
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.sync import LeaseTable, NoThread, run_in_helper_thread
 from kvstore.tracing import current
@@ -25,6 +26,7 @@ from kvstore.transports.status import from_status
 
 Socket = TypeVar("Socket", bound=FrameSocket)
 
+_NUMBERS = {field.name: field.number for field in pb.BulkRequest.DESCRIPTOR.fields}
 TRACED_NBYTES_MAX = 63 << 10  # a header over 64 KiB is one operation and nothing else (docs/FORMAT.md)
 
 
@@ -278,7 +280,8 @@ def exchange(connection: FrameSocket, op: str, request: Any) -> tuple[Any, int]:
 
 
 def request_header(op: str, request: Any) -> bytes:
-    header = pb.BulkRequest(**{op: request}).SerializeToString()
+    """Return a BulkRequest with this request in wire form: as a message it would be copied once more."""
+    header = delimited(_NUMBERS[op], request.SerializeToString())
     trace = current()
     if trace is None or len(header) > TRACED_NBYTES_MAX:
         return header
