@@ -1,5 +1,5 @@
-"""The bulk TCP wire, client side: protobuf headers, then raw page bytes straight between the
-caller's buffers and the socket."""
+"""Send and receive pages over bulk TCP, client side: protobuf headers, then raw page bytes straight
+between the caller's buffers and the socket."""
 
 import contextlib
 import itertools
@@ -23,12 +23,16 @@ from kvstore.transports.parallel import ParallelTransfer, split, stream_count
 from kvstore.transports.tls import ClientTls, TlsFrameSocket, client_tls, means_no_place
 from kvstore.transports.view_stream import FrameViews
 
-# Connections to a node's bulk port, each greeted with a hello: plain or over TLS, at the
-# addresses of its name.
+Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
+Result = TypeVar("Result")
+Good = Callable[[bytes, bytes], bool]
 
 
 class BulkConnector:
-    """Thread-safe. `where` names the peer in messages, `version` is that of the protocol in which it begins."""
+    """Connect to a node's bulk port and say hello: plain or over TLS, at the addresses of its name. Thread-safe.
+
+    `where` names the peer in messages, `version` is that of the protocol in which it begins.
+    """
 
     def __init__(
         self, host: str, port: int, config: ClientConfig, found: Sequence[str] = (), tls: ClientTls | None = None
@@ -43,8 +47,11 @@ class BulkConnector:
         self._tls = tls or client_tls(config, host)
 
     def connect(self, limit: Deadline, only_asks: bool = False) -> tuple[FrameSocket, pb.HelloReply]:
-        """A connection, and what the node said of itself. `only_asks`: of any version, and of a node that joins its
-        cluster just now, too. Raises OSError or `Refused` for what `ConnectionPool.raise_named` names."""
+        """Return a connection and the node's hello. Raises OSError or `Refused`, which
+        `ConnectionPool.raise_named` translates.
+
+        `only_asks`: in any version, and to a node that joins its cluster just now, too.
+        """
         connection = self._socket(limit)
         with greeting(connection, self.where, limit), self._meant():
             connection.handshake()
@@ -61,7 +68,7 @@ class BulkConnector:
 
     @contextlib.contextmanager
     def _meant(self) -> Iterator[None]:
-        """Around a greeting: what fails in TLS, in plain words."""
+        """Translate errors of TLS during a greeting into plain words."""
         try:
             yield
         except ssl.SSLError as error:
@@ -73,7 +80,8 @@ class BulkConnector:
             raise Unavailable(self._tls.meaning(error) if self._tls else str(error)) from error
 
     def _connected(self, limit: Deadline) -> socket.socket:
-        """Each address has its share of the time, so that one that swallows packets leaves some for the next."""
+        """Connect to the first address that answers. Each has its share of the time, so that one that
+        swallows packets leaves some for the next."""
         for number, address in enumerate(self._found):
             share_s = limit.remaining() / (len(self._found) - number)
             try:
@@ -85,14 +93,9 @@ class BulkConnector:
         raise failed
 
 
-Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
-Result = TypeVar("Result")
-Good = Callable[[bytes, bytes], bool]
-
-
 class Arrived(NamedTuple):
-    """A page that was received. `leaves`: none if they do not match its checksum. `ttl_ms`: until it is forgotten;
-    0: it has no time to live."""
+    """Describe a page that was received. `leaves`: empty if they do not match its checksum. `ttl_ms`:
+    until it is forgotten; 0: it has no time to live."""
 
     leaves: bytes
     checksum: bytes
@@ -100,8 +103,8 @@ class Arrived(NamedTuple):
 
 
 class BulkWire:
-    """Page bytes follow the frames' headers. A connection is a session: one that fails is closed, and
-    with it everything the node held for it."""
+    """Move pages over bulk TCP: page bytes follow the frames' headers. A connection is a session: one
+    that fails is closed, and with it everything the node held for it."""
 
     name = "bulk"
 
@@ -128,13 +131,16 @@ class BulkWire:
         self._abreast = ParallelTransfer()
 
     def connect(self, deadline: Deadline) -> None:
-        """Makes sure that one connection can be had. Raises Unavailable or ProtocolError."""
+        """Make sure that one connection can be had. Raises Unavailable or ProtocolError."""
         with self._pool.connection(deadline):
             pass
 
     def greet(self, deadline: Deadline) -> pb.HelloReply:
-        """Makes the first connection, of a wire of which nothing is known: it is to the run of the node that answers
-        now, in the version that both speak. Raises what the node answers, Unavailable or ProtocolError."""
+        """Make the first connection to an unknown node, in the version that both speak; return its hello.
+
+        All further connections are to the same run of the node. Raises what the node answers,
+        Unavailable or ProtocolError.
+        """
         try:
             self.connect(deadline)
         except ProtocolError:  # an older node may refuse even the first frame of another version than its own
@@ -157,8 +163,8 @@ class BulkWire:
         seals: Seals | None = None,
         good: Good | None = None,
     ) -> list[int]:
-        """`good` is told the key of each page that was sent, and the leaves of what was sent: False, and nothing of the
-        batch is committed, InvalidRequest."""
+        """Send pages; return a verdict per key. `good` is given the key of each page that was sent and
+        the leaves of what was sent. If it returns False, nothing of the batch is committed: InvalidRequest."""
         parts = self._streams(pages)
         if len(parts) == 1:
             return self._put(request, pages, deadline, seals, good)
@@ -221,7 +227,8 @@ class BulkWire:
         deadline: Deadline,
         seals: Seals | None = None,
     ) -> list[Arrived | None]:
-        """The same, with what else is known of each page that is there, with its seal if it has to have one."""
+        """Get pages, with what else is known of each page that is there, and with its seal if it has to
+        have one."""
         parts = self._streams(buffers)
         if len(parts) == 1:
             return self._get(request, buffers, seeds, deadline, seals)
@@ -290,8 +297,10 @@ class BulkWire:
                 return arrived
 
     def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
-        """Views from now on, for so long. `number`: of the one that is known. Raises ProtocolError for a node that
-        knows no such frame."""
+        """Return the cluster's views from now on, for so many seconds. `number`: of the one that is known.
+
+        Raises ProtocolError for a node that knows no such frame.
+        """
         return FrameViews(self._pool.separate(deadline), number, seconds, deadline, self._pool.raise_named)
 
     def _connect(self, deadline: Deadline) -> FrameSocket:
@@ -304,7 +313,7 @@ class BulkWire:
         return connection
 
     def close(self) -> None:
-        """Closes idle connections; those in use close when their call ends."""
+        """Close idle connections; those in use close when their call ends."""
         self._pool.close()
         self._abreast.close()
 
@@ -319,12 +328,12 @@ def _part_of(request: Request, part: slice) -> Request:
 
 
 def _nbytes(seals: Seals | None) -> int:
-    """That follow each page."""
+    """Return how many bytes of seals follow each page."""
     return seals.nbytes if seals else 0
 
 
 def _send_page(connection: FrameSocket, page: Pieces) -> bytes:
-    """The leaves of what was sent."""
+    """Send a page; return the leaves of what was sent."""
     running = Leaves(segments_nbytes(page))
     for chunk in chunks(page, itertools.repeat(CHUNK_NBYTES)):
         if len(chunk) == 1:  # most are, and small pages feel the difference
@@ -337,7 +346,7 @@ def _send_page(connection: FrameSocket, page: Pieces) -> bytes:
 
 
 def _recv_page(connection: FrameSocket, page: Pieces) -> bytes:
-    """The leaves of what was received."""
+    """Receive a page; return the leaves of what was received."""
     running = Leaves(segments_nbytes(page))
     for chunk in chunks(page, itertools.repeat(CHUNK_NBYTES)):
         if len(chunk) == 1:

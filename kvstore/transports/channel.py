@@ -1,11 +1,10 @@
-"""The channel to one node: a connection that is negotiated, dropped when it fails and made again by the next
-call, with one retry, under a circuit breaker.
+"""Run calls on one node: connect when a call needs it, retry once, and stop at a circuit breaker.
 
-A connection that fell back to a slower wire goes on working while a better one is tried beside it. It ends when
-the calls that are on it have ended.
+A connection is negotiated, dropped when it fails and made again by the next call. One that fell back to
+a slower wire goes on working while a better one is tried beside it; it ends with the last of its calls.
 
-The breaker leaves a node that failed alone for a while, so that it costs a caller at most one deadline and not one
-per call.
+The breaker leaves a node that failed alone for a while, so that it costs a caller at most one deadline
+and not one per call.
 
     closed --failure--> open for `pause` --time--> half open: one call may try
       ^                                               |            |
@@ -86,11 +85,11 @@ class CircuitBreaker:
 
     @property
     def failing(self) -> bool:
-        """Whether the last that was heard is a failure."""
+        """Return whether the last that was heard is a failure."""
         return self._failures > 0
 
     def enter(self) -> None:
-        """Call before trying. Raises Unavailable at once while the breaker is open."""
+        """Begin a try. Raises Unavailable at once while the breaker is open."""
         with self._lock:
             if self._failures == 0:
                 return
@@ -110,7 +109,7 @@ class CircuitBreaker:
                 self._trying = False
 
     def failure(self, cause: Exception, cost_s: float = 0.0) -> None:
-        """`cost_s`: how long the caller had waited for it."""
+        """Count a failure, for which the caller had waited `cost_s`."""
         with self._lock:
             # Calls that were under way when it opened tell of the same outage: it counts once.
             if self._failures and not self._trying and self._clock() < self._open_until:
@@ -146,7 +145,7 @@ class NodeConnection:
 
     @property
     def knows_members(self) -> bool:
-        """Whether the node does what is asked of it about other members."""
+        """Return whether the node does what is asked of it about other members."""
         return self.way.hello.protocol_version >= MEMBERS_VERSION
 
     @property
@@ -160,7 +159,7 @@ class NodeConnection:
         self.opened.add(namespace.digest)
 
     def enter(self) -> "ConnectionLease | None":
-        """A call begins, and ends with `ConnectionLease.leave`. None: this link takes no more."""
+        """Begin a call, which ends with `ConnectionLease.leave`. None: this connection takes no more."""
         lease = ConnectionLease(self)
         with self._lock:
             if self._retired:
@@ -174,13 +173,14 @@ class NodeConnection:
             self.close_when_left()
 
     def retire(self) -> None:
-        """Takes no more calls and closes when those on it have ended: a closed channel would end them."""
+        """Take no more calls, and close when those on it have ended: a closed wire would end them."""
         with self._lock:
             self._retired = True
         self.close_when_left()
 
     def close_when_left(self) -> bool:
-        """Whether it is closed, now or before. Once more does no harm: an interrupt may have come in between."""
+        """Close it if no call is on it; return whether it is closed. Once more does no harm: an interrupt
+        may have come in between."""
         if not self._closed and not self._leases.count:
             self.way.close()
             self._closed = True
@@ -188,7 +188,7 @@ class NodeConnection:
 
 
 class ConnectionLease:
-    """Keep a link open during a call. If an interrupt skips `leave`, the lease ends when it is collected."""
+    """Keep a connection open during a call. If an interrupt skips `leave`, it ends when it is collected."""
 
     __slots__ = ("__weakref__", "fresh", "link")
 
@@ -210,7 +210,7 @@ class NodeChannel:
         clock: Callable[[], float] = time.monotonic,
         learn: Callable[[pb.HelloReply], None] = lambda hello: None,
     ) -> None:
-        """`learn` is told what the node says of itself, whenever it is connected to; what it raises ends the call."""
+        """`learn` is given the node's hello at each connect; what it raises ends the call."""
         self.address = address
         self._learn = learn
         self._config = config
@@ -228,18 +228,18 @@ class NodeChannel:
         self.failure_count = 0
 
     def expect(self, bulk_port: int, member: str) -> None:
-        """A view says where this member serves frames (`Negotiation.expect`)."""
+        """Note where a view says that this member serves frames (`Negotiation.expect`)."""
         self._negotiation.expect(bulk_port, member)
 
     @property
     def wire_name(self) -> str:
-        """'shm', 'bulk' or 'grpc'; 'none' before the first call and while the node is unreachable."""
+        """Return 'shm', 'bulk' or 'grpc'; 'none' before the first call and while no node answers."""
         link = self._link
         return link.wire.name if link else "none"
 
     @property
     def limits(self) -> pb.Limits | None:
-        """Of the node, while it is connected to."""
+        """Return the node's limits; None while it is not connected to."""
         link = self._link
         return link.limits if link else None
 
@@ -249,7 +249,7 @@ class NodeChannel:
 
     @property
     def is_older(self) -> bool:
-        """Whether the node, as far as it is connected to, does not know of other members."""
+        """Return whether the node is connected to and too old to know of other members."""
         link = self._link
         return link is not None and not link.knows_members
 
@@ -320,14 +320,14 @@ class NodeChannel:
                 if _hurried(deadline):
                     self._beside("kvstore-connects", self._connect)
             if isinstance(error, DeadlineExceeded):
-                self._beside("kvstore-lives", self._look_whether_it_lives)
+                self._beside("kvstore-lives", self._check_liveness)
         elif self._link is None and isinstance(error, REFUSED):  # at the door: each call would knock again
             self._breaker.failure(error, cost_s)
         elif error.answered:  # a refusal of the node; one of ours, such as a full pool, says nothing about it
             self._breaker.success()
 
     def _connected(self, deadline: Deadline) -> ConnectionLease:
-        """A lease on the link, which may have been made just now."""
+        """Return a lease on the connection, which may have been made just now."""
         link = self._link  # read without the lock: one that is retired meanwhile lets nobody in
         if link is not None and (lease := link.enter()):
             if self._clock() >= link.retry_at:
@@ -339,7 +339,8 @@ class NodeChannel:
             raise Unavailable(f"no thread to connect to {self.address} in: {error}") from error
 
     def _made(self, deadline: Deadline) -> ConnectionLease:
-        """In a thread in which no signal handler raises, and which goes on if its caller is interrupted."""
+        """Connect; in a thread in which no signal handler raises, and which goes on if its caller is
+        interrupted."""
         with self._connecting(deadline):
             link = self._link
             if link is not None and (lease := link.enter()):
@@ -362,7 +363,8 @@ class NodeChannel:
             return lease
 
     def _connect(self) -> None:
-        """For who had no time for it, and for all others: if it is always such a one who tries, nobody gets in."""
+        """Connect for a caller that had no time for it, and for all others: if only such callers tried,
+        none would ever get in."""
         try:
             self._connected(Deadline(self._config.timeout_s)).leave()
             self._breaker.success()
@@ -371,7 +373,7 @@ class NodeChannel:
 
     @contextlib.contextmanager
     def _connecting(self, deadline: Deadline) -> Iterator[None]:
-        """One thread connects; the others wait no longer than they may."""
+        """Let one thread connect; the others wait until their deadline."""
         if not self._turn.acquire(timeout=deadline.remaining()):
             raise DeadlineExceeded(f"{self.address} was still being connected to after {deadline.seconds:g} s")
         try:
@@ -383,7 +385,8 @@ class NodeChannel:
         return NodeConnection(way, self._clock() + BETTER_RETRY_S if way.better else float("inf"))
 
     def _take(self, old: NodeConnection | None, link: NodeConnection) -> bool:
-        """Puts a new link in the place of `old`. False, and the new one retires, if that is gone or all is closed."""
+        """Replace `old` by a new connection. False, and the new one retires, if `old` is gone or all is
+        closed."""
         with self._lock:
             taken = self._link is old and not self._closed
             if taken:
@@ -406,7 +409,7 @@ class NodeChannel:
         self._close_retired()
 
     def _close_retired(self) -> None:
-        """Those of which the last call was interrupted are closed by whoever comes next."""
+        """Close connections whose last call was interrupted, on behalf of the next caller."""
         for link in tuple(self._retired):
             if link.close_when_left():
                 with contextlib.suppress(ValueError):  # another was faster
@@ -415,12 +418,12 @@ class NodeChannel:
     # ---- a better wire -------------------------------------------------------------------
 
     def _try_better(self, link: NodeConnection) -> None:
-        """In a thread of its own: no call waits for what may hang."""
+        """Try a better wire, in a thread of its own: no call waits for what may hang."""
         link.retry_at = self._clock() + BETTER_RETRY_S
         self._beside("kvstore-better-wire", lambda: self._better(link))
 
     def _beside(self, name: str, work: Callable[[], None]) -> None:
-        """Once at a time."""
+        """Do work in a thread of its own; of each name once at a time."""
 
         def run() -> None:
             try:
@@ -438,8 +441,8 @@ class NodeChannel:
             self._running.discard(name)
             log.warning("%s: no thread for %s: %s", self.address, name, error)
 
-    def _look_whether_it_lives(self) -> None:
-        """A call that was late says little of a node that answers others at once: its disk may hang, its RAM not."""
+    def _check_liveness(self) -> None:
+        """Say hello after a call that was late: a node's disk may hang while it answers from RAM."""
         link = self._link
         if link is None or not (lease := link.enter()):
             return
@@ -466,7 +469,7 @@ class NodeChannel:
             link.retry_at = self._clock() + BETTER_RETRY_S
 
     def close(self) -> None:
-        """Closes idle connections now and those in use when their call ends."""
+        """Close idle connections now, and those in use when their call ends."""
         if os.getpid() != self._pid:  # in a child of a fork: a lock may be taken by a thread that is not there
             if self._link:
                 self._link.way.close()
@@ -480,5 +483,6 @@ class NodeChannel:
 
 
 def _hurried(deadline: Deadline) -> bool:
-    """Whether what failed had too little time, such as one more connection: the others' link is as it was."""
+    """Return whether a call failed for too little time, such as one more connection: the connection of
+    the others is as it was."""
     return deadline.seconds < EVIDENCE_S and deadline.passed

@@ -1,4 +1,4 @@
-"""Frames of the bulk and the shared-memory wire, and a socket that sends and receives them under a deadline.
+"""Send and receive the frames of the bulk and the shared-memory wire under a deadline.
 
     0        2      3      4              8                      16
     | 'K''V' | ver  | 0    | header u32le | payload u64le        | header ... | payload ... |
@@ -24,20 +24,21 @@ from kvstore.checksum import CHUNK_NBYTES, Leaves
 from kvstore.config import GRPC_CHUNK_NBYTES, PROTOCOL_VERSION, speaks
 from kvstore.errors import InvalidRequest, ProtocolError
 
-# Page bytes in gRPC messages: a run of pages is cut into chunks that know no page borders.
-
 
 def runs(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """The concatenated views in chunks of GRPC_CHUNK_NBYTES, each as the pieces that it is made of; the last one may
-    be shorter. A view is taken when those before it are used up."""
+    """Cut concatenated views into chunks of GRPC_CHUNK_NBYTES for gRPC messages, across page borders.
+
+    Each chunk is a list of pieces; the last one may be shorter. A view is taken when those before it are
+    used up.
+    """
     return grouped(views, itertools.repeat(GRPC_CHUNK_NBYTES))
 
 
 def fill(pages: Iterable[Sequence[memoryview]], chunks: Iterator[memoryview]) -> list[bytes]:
-    """Copies chunks one after the other through the views of each page, and hashes each right behind, while it is in
-    the cache: the leaves of each page. Takes no chunk more than it needs.
+    """Copy chunks one after the other through the views of each page, and return the leaves of each page.
 
-    Raises InvalidRequest if the chunks are too few, empty, or leave bytes over.
+    Each chunk is hashed right behind its copy, while it is in the cache. Takes no chunk more than it
+    needs. Raises InvalidRequest if the chunks are too few, empty, or leave bytes over.
     """
     made = []
     rest = empty = memoryview(b"")
