@@ -29,7 +29,7 @@ from kvstore.cluster.calls import (
     put_pages,
     put_request,
 )
-from kvstore.cluster.fan_out import Indices, check_asks_others, check_knows_members, select
+from kvstore.cluster.fan_out import Indices, select
 from kvstore.cluster.routing import ELSEWHERE
 from kvstore.config import ClientConfig, client_config
 from kvstore.deadline import Deadline
@@ -120,7 +120,7 @@ class Client(Admin):
 
         def ask(indices: Indices, link: NodeConnection, limit: Deadline, near: bool = False) -> list[bool]:
             if near:
-                check_asks_others(link)
+                link.check_asks_others()
             return look_up(link, namespace, select(prefix_hashes, indices), touch, limit, near)
 
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
@@ -152,7 +152,7 @@ class Client(Admin):
         key = self._key(namespace)
 
         def ask(indices: Indices, link: NodeConnection, limit: Deadline) -> list[PutOutcome]:
-            check_asks_others(link)
+            link.check_asks_others()
             try:
                 return put_pages(link, namespace, prefix_hashes, views, keep, limit, key)
             except InvalidRequest as error:
@@ -188,7 +188,7 @@ class Client(Admin):
         def ask(indices: Indices, link: NodeConnection, limit: Deadline) -> list[PutOutcome]:
             try:
                 if keep.ack == ACK_ALL and self._fan_out.nodes.view is not None:
-                    check_knows_members(link)
+                    link.check_knows_members()
                 hashes, pages = select(prefix_hashes, indices), select(views, indices)
                 return put_pages(link, namespace, hashes, pages, keep, limit, key)
             except Exhausted as error:
@@ -269,7 +269,7 @@ class Client(Admin):
 
         def ask(indices: Indices, link: NodeConnection, limit: Deadline, asked: GetOptions = asked) -> list[bool]:
             if asked.near:
-                check_asks_others(link)
+                link.check_asks_others()
             hashes, into = select(prefix_hashes, indices), select(views, indices)
             found = get_pages(link, namespace, hashes, into, asked, limit)
             forged.update(found.forged)

@@ -14,9 +14,9 @@ from typing import TypeVar
 from kvstore.cluster.nodes import Nodes
 from kvstore.cluster.routing import ELSEWHERE, FIRST_SHARE, Away, broadcast, of_all, try_owners
 from kvstore.cluster.view import View
-from kvstore.config import MEMBERS_VERSION, ClientConfig
+from kvstore.config import ClientConfig
 from kvstore.deadline import Deadline
-from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
 from kvstore.keys import Namespace
 from kvstore.log_rate import LogRate
 from kvstore.transports.channel import NodeConnection
@@ -58,7 +58,7 @@ class FanOut:
     ) -> list[Answer] | None:
         """Return the near node's answers for all keys. None: there is no near node, or it failed; `route` is next.
 
-        `ask` begins with `check_asks_others`.
+        `ask` begins with `NodeConnection.check_asks_others`.
         """
         link = self.nodes.near(deadline)
         if link is None:
@@ -147,8 +147,12 @@ class FanOut:
         near = self.nodes.near(deadline)
         if near is None:
             return self.one(call, namespace, deadline, what)
-        limit = deadline.sooner(deadline.remaining() * FIRST_SHARE)
-        return near.run(lambda link, limit: call(check_knows_members(link), limit), namespace, limit)
+
+        def ask(link: NodeConnection, limit: Deadline) -> Result:
+            link.check_knows_members()
+            return call(link, limit)
+
+        return near.run(ask, namespace, deadline.sooner(deadline.remaining() * FIRST_SHARE))
 
     def each(
         self, call: Call[Result], namespace: Namespace | None, deadline: Deadline
@@ -167,26 +171,6 @@ class FanOut:
         outcomes, view = self.each(call, namespace, deadline), self.nodes.view
         ids = {member.address: member.id for member in view.members} if view else {}
         return list(of_all({ids.get(at, at): outcome for at, outcome in outcomes.items()}, away).values())
-
-
-def check_asks_others(link: NodeConnection) -> None:
-    """Raise Exhausted for a near node that does not ask other members: it is older, or reached by gRPC only, where it
-    may not wait."""
-    if link.wire.name == "grpc":
-        raise Exhausted("the near node is reached by gRPC only")
-    check_knows_members(link)
-
-
-def check_knows_members(link: NodeConnection) -> NodeConnection:
-    """Return the connection. Raises Exhausted for a node too old to do what is asked of it about other members."""
-    if not link.knows_members:
-        error = Exhausted(
-            f"a member speaks protocol {link.way.hello.protocol_version}, in which nothing is asked of others (a near "
-            f"node, ack=all); update it to {MEMBERS_VERSION} or later"
-        )
-        error.answered = True  # what it is
-        raise error
-    return link
 
 
 def routes(

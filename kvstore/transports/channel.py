@@ -27,6 +27,7 @@ from kvstore.deadline import Deadline
 from kvstore.errors import (
     ConfigError,
     DeadlineExceeded,
+    Exhausted,
     Forbidden,
     KVStoreError,
     ProtocolError,
@@ -147,6 +148,23 @@ class NodeConnection:
     def knows_members(self) -> bool:
         """Return whether the node does what is asked of it about other members."""
         return self.way.hello.protocol_version >= MEMBERS_VERSION
+
+    def check_knows_members(self) -> None:
+        """Raise Exhausted for a node too old to do what is asked of it about other members."""
+        if not self.knows_members:
+            error = Exhausted(
+                f"a member speaks protocol {self.way.hello.protocol_version}, in which nothing is asked of others (a "
+                f"near node, ack=all); update it to {MEMBERS_VERSION} or later"
+            )
+            error.answered = True  # what it is
+            raise error
+
+    def check_asks_others(self) -> None:
+        """Raise Exhausted for a near node that does not ask other members: it is older, or reached by
+        gRPC only, where it may not wait."""
+        if self.wire.name == "grpc":
+            raise Exhausted("the near node is reached by gRPC only")
+        self.check_knows_members()
 
     @property
     def limits(self) -> pb.Limits:
