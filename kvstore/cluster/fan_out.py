@@ -45,11 +45,11 @@ class FanOut:
 
     def __init__(self, config: ClientConfig) -> None:
         self.nodes = Nodes(config)
-        self._abreast = ParallelTransfer(THREADS_MAX, "kvstore-members")
+        self._threads = ParallelTransfer(THREADS_MAX, "kvstore-members")
 
     def close(self) -> None:
         self.nodes.close()
-        self._abreast.close()
+        self._threads.close()
 
     # ---- calls about keys ------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class FanOut:
                 return self.nodes.only.run(partial(ask, range(len(prefix_hashes))), namespace, deadline)
             owners = routes(view, namespace, prefix_hashes, deadline)
             ask_member = partial(self._ask_member, view, ask, namespace)
-            return try_owners(owners, ask_member, self._abreast.run, is_miss, default, deadline)
+            return try_owners(owners, ask_member, self._threads.run, is_miss, default, deadline)
         except (Unavailable, DeadlineExceeded):
             if not self.nodes.some_fail:
                 raise
@@ -112,7 +112,7 @@ class FanOut:
             return self.nodes.only.run(partial(ask, range(len(prefix_hashes))), namespace, deadline)
         everyone = [tuple(view.by_id)] * len(prefix_hashes)
         ask_member = partial(self._ask_member, view, ask, namespace)
-        return broadcast(everyone, ask_member, self._abreast.run, combine, default, deadline, away)
+        return broadcast(everyone, ask_member, self._threads.run, combine, default, deadline, away)
 
     def _ask_member(
         self, view: View, ask: Ask[Answer], namespace: Namespace, member: str, indices: list[int], limit: Deadline
@@ -162,7 +162,7 @@ class FanOut:
             return {self.nodes.only.address: self.nodes.only.run(call, namespace, deadline)}
         links = self.nodes.all()
         calls = [partial(link.run, call, namespace, deadline) for link in links.values()]
-        return dict(zip(links, self._abreast.run(calls), strict=True))
+        return dict(zip(links, self._threads.run(calls), strict=True))
 
     def all(
         self, call: Call[Result], namespace: Namespace | None, deadline: Deadline, away: Away | None = None

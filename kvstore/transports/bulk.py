@@ -128,7 +128,7 @@ class BulkWire:
         self._connector = BulkConnector(host, port, config, found, tls)
         self._connector.version = version
         self._pool = ConnectionPool(self._connector.where, self._connect, config.connections_max)
-        self._abreast = ParallelTransfer()
+        self._threads = ParallelTransfer()
 
     def connect(self, deadline: Deadline) -> None:
         """Make sure that one connection can be had. Raises Unavailable or ProtocolError."""
@@ -259,7 +259,7 @@ class BulkWire:
         The part that ended last is the newest then, so the chain is touched as a whole: its end must go before its
         head.
         """
-        found = self._abreast.run([partial(transfer, _part_of(request, part), part) for part in parts])
+        found = self._threads.run([partial(transfer, _part_of(request, part), part) for part in parts])
         if not any(isinstance(one, KVStoreError) for one in found):
             touch = pb.LookupRequest(namespace=request.namespace, prefix_hashes=request.prefix_hashes, touch=True)
             with contextlib.suppress(KVStoreError):  # the pages are there all the same
@@ -315,7 +315,7 @@ class BulkWire:
     def close(self) -> None:
         """Close idle connections; those in use close when their call ends."""
         self._pool.close()
-        self._abreast.close()
+        self._threads.close()
 
 
 def _part_of(request: Request, part: slice) -> Request:

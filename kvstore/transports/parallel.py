@@ -15,21 +15,21 @@ from kvstore.threads import ThreadPool, begin, end, wait_for
 
 T = TypeVar("T")
 
-LANE_NBYTES_MIN = 16 << 20  # of page bytes: less is over before another thread has begun
-LANES_MAX = 4
+STREAM_NBYTES_MIN = 16 << 20  # of page bytes: less is over before another thread has begun
+STREAMS_MAX = 4
 THREADS_MAX = 8  # of one wire: beside them its callers work for themselves
 CORES_EACH = 3  # of this machine's: one here, one at the node if it is the same, one for the engine
 
 
 def stream_count(pages: int, page_nbytes: int) -> int:
     """Return over how many connections so many pages are best sent."""
-    wanted = min(LANES_MAX, pages * page_nbytes // LANE_NBYTES_MIN, pages)
+    wanted = min(STREAMS_MAX, pages * page_nbytes // STREAM_NBYTES_MIN, pages)
     return max(1, min(wanted, len(os.sched_getaffinity(0)) // CORES_EACH)) if wanted > 1 else 1
 
 
-def split(count: int, lanes: int) -> list[slice]:
+def split(count: int, streams: int) -> list[slice]:
     """Split `count` pages into so many runs of about the same length."""
-    ends = [count * (lane + 1) // lanes for lane in range(lanes)]
+    ends = [count * (stream + 1) // streams for stream in range(streams)]
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -41,7 +41,7 @@ class ParallelTransfer:
     """Own the threads of a transport or a client, made when they are needed. A call waits for none:
     behind other calls it would miss its deadline."""
 
-    def __init__(self, threads_max: int = THREADS_MAX, name: str = "kvstore-abreast") -> None:
+    def __init__(self, threads_max: int = THREADS_MAX, name: str = "kvstore-streams") -> None:
         self._threads_max = threads_max
         self._name = name
         self._lock = threading.Lock()
