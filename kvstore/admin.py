@@ -1,4 +1,4 @@
-"""Administration of one node or of all members of a cluster: list, verify, pin, remove, drain, and status."""
+"""Administer one node or all members of a cluster: list, verify, pin, remove, drain and status."""
 
 import functools
 import heapq
@@ -41,8 +41,8 @@ class Admin:
     """Administer one node, or all members of a cluster. `kvstore.Client` is one.
 
     What is done at all members raises what one of them raised; the others have done it then. With
-    `away`, members that could not be asked are noted there, by id, and the call returns what the others
-    answered; if none did, it raises.
+    `away`, members that could not be asked are noted there, by id, and the call returns what the
+    others answered; if none did, it raises.
     """
 
     def __init__(self, config: ClientConfig) -> None:
@@ -54,8 +54,8 @@ class Admin:
         self._fan_out = FanOut(config)
 
     def open(self, namespace: Namespace, timeout_s: float | None = None) -> None:
-        """Register the namespace now, at the node that is alone or near. Every other call does it by
-        itself when needed."""
+        """Register the namespace now, at the node that is alone or near. Every other call does it
+        by itself when needed."""
         self._fan_out.open(namespace, self._deadline(timeout_s))
 
     def verify(
@@ -86,9 +86,9 @@ class Admin:
     ) -> list[bool]:
         """Remove pages, pinned ones too. Return True for each that was there.
 
-        All members of a cluster are asked, also those of a view that arrives meanwhile. Pages that were
-        there are removed again until none is: a member may have handed a page to another just before it
-        removed it, and that one to a third.
+        All members of a cluster are asked, also those of a view that arrives meanwhile. Pages that
+        were there are removed again until none is: a member may have handed a page to another just
+        before it removed it, and that one to a third.
         """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         deadline, nodes = self._deadline(timeout_s), self._fan_out.nodes
@@ -123,8 +123,8 @@ class Admin:
     def pin(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], ttl_s: float, timeout_s: float | None = None
     ) -> list[bool]:
-        """Keep pages from eviction for `ttl_s` seconds. Return True for each that is there, where `get`
-        finds it."""
+        """Keep pages from eviction for `ttl_s` seconds. Return True for each that is there, where
+        `get` finds it."""
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         message = functools.partial(pb.PinRequest, ttl_ms=max(0, round(ttl_s * 1000)))
         ask = _asks("pin", "pinned", message, namespace, prefix_hashes)
@@ -159,10 +159,11 @@ class Admin:
     def list_pages(
         self, namespace: Namespace, key_prefix: bytes = b"", limit: int = 0, after: bytes = b""
     ) -> Iterator[pb.PageStat]:
-        """Yield pages in the order of their prefix hashes, those `after` one; fetched piece by piece.
+        """Yield pages in the order of their prefix hashes, those `after` one; fetched piece by
+        piece.
 
-        `limit` 0: all. Of a cluster, yield the pages of the members that answer; a page that several of
-        them have is listed once.
+        `limit` 0: all. Of a cluster, yield the pages of the members that answer; a page that
+        several of them have is listed once.
         """
         first = pb.ListRequest(namespace=namespace.digest, key_prefix=key_prefix, page_token=after, limit=limit)
         replies = answered(self._fan_out.each(_calls("list", first), namespace, self._deadline(None)))
@@ -179,7 +180,8 @@ class Admin:
     def _list_of(
         self, link: NodeChannel, namespace: Namespace, first: pb.ListRequest, reply: pb.ListReply
     ) -> Iterator[pb.PageStat]:
-        """Yield the pages of a node's answer, and of those that follow when it is asked to go on."""
+        """Yield the pages of a node's answer, and of those that follow when it is asked to go
+        on."""
         request, limit, count = pb.ListRequest(), first.limit, 0
         request.CopyFrom(first)
         while True:
@@ -192,7 +194,8 @@ class Admin:
             reply = link.run(_calls("list", request), namespace, self._deadline(None))
 
     def namespaces(self, timeout_s: float | None = None) -> list[tuple[Namespace, pb.NamespaceInfo]]:
-        """Return all namespaces that the nodes know, with their counters: sums over the members that answer."""
+        """Return all namespaces that the nodes know, with their counters: sums over the members
+        that answer."""
         request, deadline = pb.ListNamespacesRequest(), self._deadline(timeout_s)
         replies = answered(self._fan_out.each(_calls("list_namespaces", request), None, deadline))
         return summed(info for reply in replies.values() for info in reply.namespaces)
@@ -210,7 +213,8 @@ class Admin:
         return self._fan_out.each(_calls("node_status", pb.NodeStatusRequest()), None, self._deadline(timeout_s))
 
     def remove_namespace(self, namespace: Namespace, timeout_s: float | None = None) -> int:
-        """Remove a namespace and all its pages from every tier. Return how many entries were removed."""
+        """Remove a namespace and all its pages from every tier. Return how many entries were
+        removed."""
         request = pb.RemoveNamespaceRequest(namespace=namespace.digest, removal=os.urandom(REMOVAL_NBYTES))
         deadline = self._deadline(timeout_s)
         removed = 0
@@ -223,9 +227,9 @@ class Admin:
     def forget(self, tenant: str, timeout_s: float = FORGET_TIMEOUT_S, away: Away | None = None) -> pb.ForgetReply:
         """Erase all that a tenant has, in RAM and on disk. Return sums over the nodes.
 
-        `left` is 0 if nothing is left; `why` says what is. `plain_disk`: of a disk that is not encrypted,
-        bytes may stay on the medium until other pages overwrite them. A page that the tenant puts
-        meanwhile may stay, as a new one.
+        `left` is 0 if nothing is left; `why` says what is. `plain_disk`: of a disk that is not
+        encrypted, bytes may stay on the medium until other pages overwrite them. A page that the
+        tenant puts meanwhile may stay, as a new one.
         """
         deadline = self._deadline(timeout_s)
         request = pb.ForgetRequest(tenant=tenant, removal=os.urandom(REMOVAL_NBYTES))
@@ -263,25 +267,29 @@ class Admin:
         )
 
     def recover(self, timeout_s: float = RECOVER_TIMEOUT_S) -> None:
-        """Have the node try its failed disk again. Raises Exhausted if it still fails, or hangs for 30 s."""
+        """Have the node try its failed disk again. Raises Exhausted if it still fails, or hangs for
+        30 s."""
         self._only("recover", pb.RecoverRequest(), timeout_s)
 
     def drain(self, end: bool = False, timeout_s: float | None = None) -> pb.DrainReply:
-        """Drain the named member: it hands its pages to the members that own them without it. Return how
-        far it is; `end`: it serves again.
+        """Drain the named member: it hands its pages to the members that own them without it.
+        Return how far it is; `end`: it serves again.
 
-        Raises InvalidRequest at a node that is in no cluster, or in one whose members are a fixed list.
+        Raises InvalidRequest at a node that is in no cluster, or in one whose members are a fixed
+        list.
         """
         return cast(pb.DrainReply, self._only("drain", pb.DrainRequest(end=end), timeout_s))
 
     def sweep(self, dry: bool = False, timeout_s: float | None = None) -> pb.SweepReply:
-        """Have the named member fetch the pages that it owns and lacks; `dry`: only return which."""
+        """Have the named member fetch the pages that it owns and lacks; `dry`: only return
+        which."""
         return cast(pb.SweepReply, self._only("sweep", pb.SweepRequest(dry=dry), timeout_s))
 
     def record(
         self, seconds: float = 0.0, recording: bytes = b"", end: bool = False, timeout_s: float | None = None
     ) -> pb.RecordReply:
-        """Record the node's requests for so many seconds, or fetch what it has recorded since the last time.
+        """Record the node's requests for so many seconds, or fetch what it has recorded since the
+        last time.
 
         Raises Exhausted while another client records there.
         """
@@ -332,7 +340,8 @@ def _calls(op: str, request: Any) -> Call[Any]:
 
 
 def _asks(op: str, field: str, message: Any, namespace: Namespace, prefix_hashes: Sequence[bytes]) -> Ask[bool]:
-    """Return a function that makes this call about keys at a node, and reads `field` of its replies."""
+    """Return a function that makes this call about keys at a node, and reads `field` of its
+    replies."""
 
     def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[bool]:
         hashes = select(prefix_hashes, indices)

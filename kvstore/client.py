@@ -1,10 +1,11 @@
 """Store and read pages: batched, thread-safe, every call under a deadline.
 
-    Client --- routing: which nodes? --- channel: breaker, retry --- transport: shared memory, bulk TCP or gRPC --- node
+    Client -- routing: which nodes? -- channel: breaker, retry -- transport: shm, bulk or gRPC -- node
 
-Page bytes move between the caller's buffers and the node's memory, or the socket, without a copy in between.
-Index 0 of every batch is the head of a prefix chain. A miss, a page that does not match its
-checksum, and a page that could not be stored are values; errors mean the node could not be asked.
+Page bytes move between the caller's buffers and the node's memory, or the socket, without a copy in
+between. Index 0 of every batch is the head of a prefix chain. A miss, a page that does not match
+its checksum, and a page that could not be stored are values; errors mean the node could not be
+asked.
 """
 
 import contextlib
@@ -71,7 +72,8 @@ class Client(Admin):
 
     @property
     def key_id(self) -> str:
-        """Return the id of the key that this client seals pages with, for a `Namespace`; empty: no key."""
+        """Return the id of the key that this client seals pages with, for a `Namespace`; empty: no
+        key."""
         return self._page_keys.key_id if self._page_keys else ""
 
     @property
@@ -84,8 +86,8 @@ class Client(Admin):
 
     @property
     def wire_name(self) -> str:
-        """Return 'shm', 'bulk' or 'grpc'; 'none' before the first call and while no node is reachable;
-        'mixed' if the members of a cluster are reached by several transports."""
+        """Return 'shm', 'bulk' or 'grpc'; 'none' before the first call and while no node is
+        reachable; 'mixed' if the members of a cluster are reached by several transports."""
         names = {link.wire_name for link in self._fan_out.nodes.all().values()} - {"none"}
         return "mixed" if len(names) > 1 else names.pop() if names else "none"
 
@@ -115,7 +117,8 @@ class Client(Admin):
     ) -> LookupResult:
         """Return which of these pages are stored.
 
-        `touch` counts as a use. A plain lookup does not, so that polling can not keep dead pages alive.
+        `touch` counts as a use. A plain lookup does not, so that polling can not keep dead pages
+        alive.
         """
 
         def ask(indices: Indices, link: NodeConnection, limit: Deadline, near: bool = False) -> list[bool]:
@@ -140,11 +143,11 @@ class Client(Admin):
     ) -> list[PutOutcome]:
         """Store pages; return one outcome per key. Pages that exist are touched, not sent.
 
-        `pages`: a buffer for each page, or a list or tuple of buffers that hold its bytes one after the
-        other, of exactly `layout.page_nbytes` bytes. Give the whole chain, head first: the node ages it
-        tail first. Raises Exhausted only if nothing at all could be kept, and for a durable put whose
-        pages are visible but not safe. Here and in gets, raises ConfigError for a namespace that is
-        keyed with another key than this client has.
+        `pages`: a buffer for each page, or a list or tuple of buffers that hold its bytes one after
+        the other, of exactly `layout.page_nbytes` bytes. Give the whole chain, head first: the node
+        ages it tail first. Raises Exhausted only if nothing at all could be kept, and for a durable
+        put whose pages are visible but not safe. Here and in gets, raises ConfigError for a
+        namespace that is keyed with another key than this client has.
         """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         views = page_segments(pages, namespace.layout.page_nbytes)
@@ -180,10 +183,11 @@ class Client(Admin):
         keep: Keep,
         deadline: Deadline,
     ) -> list[PutOutcome]:
-        """Put pages at their owners, or at the node that is alone: there is no near node, or it did not
-        do what was promised."""
+        """Put pages at their owners, or at the node that is alone: there is no near node, or it did
+        not do what was promised."""
         key = self._key(namespace)
-        full: dict[int, Exhausted] = {}  # by key: what an owner answered that has no space or could not promise
+        # By key: what an owner answered that has no space or could not promise.
+        full: dict[int, Exhausted] = {}
 
         def ask(indices: Indices, link: NodeConnection, limit: Deadline) -> list[PutOutcome]:
             try:
@@ -217,13 +221,13 @@ class Client(Admin):
         prefix: bool = False,
         timeout_s: float | None = None,
     ) -> list[bool]:
-        """Read pages into the caller's buffers. Return True for each page that is there, is intact and,
-        if the namespace is keyed, has a seal of its key.
+        """Read pages into the caller's buffers. Return True for each page that is there, is intact
+        and, if the namespace is keyed, has a seal of its key.
 
-        `buffers`: writable, for each page as in `put`. Buffers must not overlap: bytes are checked where
-        they arrive, and not again when others arrive there. After a miss the buffer's content is
-        undefined. Nothing is written to any buffer when this has returned or raised. `prefix` stops at
-        the first miss.
+        `buffers`: writable, for each page as in `put`. Buffers must not overlap: bytes are checked
+        where they arrive, and not again when others arrive there. After a miss the buffer's content
+        is undefined. Nothing is written to any buffer when this has returned or raised. `prefix`
+        stops at the first miss.
         """
         whole = (ByteRange(0, namespace.layout.page_nbytes),)
         options = GetOptions(whole, prefix, key=self._key(namespace))
@@ -239,9 +243,9 @@ class Client(Admin):
     ) -> list[bool]:
         """Read parts of each page, as `get` does; for a layer, `ranges=layout.layer_ranges(layer)`.
 
-        A page's buffers take the ranges one after the other. The node checks the parts of the page in
-        which they lie (`kvstore.checksum.cuts`) before it sends them. Of a keyed namespace it sends all
-        of these parts.
+        A page's buffers take the ranges one after the other. The node checks the parts of the page
+        in which they lie (`kvstore.checksum.cuts`) before it sends them. Of a keyed namespace it
+        sends all of these parts.
         """
         if not ranges:
             raise InvalidRequest("ranges is empty; use get for whole pages")
@@ -322,10 +326,10 @@ class Client(Admin):
         there, then `slots.commit(leaves)`. Leaving without a commit stores nothing.
 
         At most `batch_pages_max` keys. Raises InvalidRequest unless `maps_arena`. A context has a
-        connection of its own; `timeout_s` covers all of it up to the commit. A near node that does not
-        answer leaves half of it. Raises InvalidRequest for a keyed namespace too: another process that
-        maps the node's memory could change a page between its check and its use, or before its seal is
-        made, so both are done in the caller's memory.
+        connection of its own; `timeout_s` covers all of it up to the commit. A near node that does
+        not answer leaves half of it. Raises InvalidRequest for a keyed namespace too: another
+        process that maps the node's memory could change a page between its check and its use, or
+        before its seal is made, so both are done in the caller's memory.
         """
         until = self._deadline(timeout_s)
 
@@ -337,8 +341,8 @@ class Client(Admin):
     def open_get(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], prefix: bool = False, timeout_s: float | None = None
     ) -> contextlib.AbstractContextManager[AcquiredSlots]:
-        """Acquire pages in the node's own memory: `with client.open_get(...) as slots`. They keep their
-        bytes and their slots until the context is left, for however long that is.
+        """Acquire pages in the node's own memory: `with client.open_get(...) as slots`. They keep
+        their bytes and their slots until the context is left, for however long that is.
 
         The caller compares bytes and `slots.checksums`, and calls `verify` for a page that does not
         match. Otherwise as `open_put`.
@@ -387,8 +391,8 @@ class Client(Admin):
 
 
 class CorruptionReports:
-    """Count bad pages that nodes sent to one client, log them and report them to the node, which can do something about
-    them. Whatever the node says to a report, the read was a miss."""
+    """Count bad pages that nodes sent to one client, log them and report them to the node, which
+    can do something about them. Whatever the node says to a report, the read was a miss."""
 
     def __init__(self) -> None:
         self.corrupt_pages = 0
@@ -397,8 +401,9 @@ class CorruptionReports:
     def report(self, found: GetResult, link: NodeConnection, namespace: Namespace, deadline: Deadline) -> None:
         """Report what is bad in a result.
 
-        The node checks its copies of corrupt pages and drops bad ones. Forged ones it removes, or they would be in the
-        way of the true ones for good: the namespace's name says which key it is that their maker has not.
+        The node checks its copies of corrupt pages and drops bad ones. Forged ones it removes, or
+        they would be in the way of the true ones for good: the namespace's name says which key it
+        is that their maker has not.
         """
         named = namespace.digest.hex()
         if corrupt := found.corrupt:

@@ -172,7 +172,8 @@ def carried(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 class Tracer:
-    """Records spans by OpenTelemetry, which `kvstore.otel` imports and hands in. This file imports none of it."""
+    """Records spans by OpenTelemetry, which `kvstore.otel` imports and hands in. This file imports
+    none of it."""
 
     def __init__(self, trace: Any) -> None:
         """`trace`: the module `opentelemetry.trace`."""

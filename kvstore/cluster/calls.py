@@ -1,6 +1,7 @@
 """Make a call at one node in batches that keep the node's limits on keys, bytes and ranges.
 
-A chain that takes several batches is touched as a whole afterwards, so that its end is evicted before its head.
+A chain that takes several batches is touched as a whole afterwards, so that its end is evicted
+before its head.
 """
 
 import itertools
@@ -37,8 +38,8 @@ def look_up(
 ) -> list[bool]:
     """Return whether each page is stored; `near`: at this node or at others.
 
-    Several batches go tail first: touching must end with the head, and after a transfer in batches this puts the whole
-    chain's order right.
+    Several batches go tail first: touching must end with the head, and after a transfer in batches
+    this puts the whole chain's order right.
     """
     found: list[list[bool]] = []
     step = link.limits.batch_keys_max
@@ -62,7 +63,8 @@ def keyed_replies(
     prefix_hashes: Sequence[bytes],
     deadline: Deadline,
 ) -> list[Any]:
-    """Return the replies to a request about each key, one for each batch. `message` makes the request."""
+    """Return the replies to a request about each key, one for each batch. `message` makes the
+    request."""
     step = batch_pages_max(namespace.stored_nbytes if op == "verify" else 0, link.limits)
     replies: list[Any] = []
     for start in range(0, len(prefix_hashes), step):
@@ -74,7 +76,8 @@ def keyed_replies(
 def _call(link: NodeConnection, op: str, request: Any, answered: int, deadline: Deadline) -> Any:
     """Make the call of one batch, behind others with answers for so many keys.
 
-    If its time ends, so many keys were too many for it: Exhausted, which is no failure of a node that answers.
+    If its time ends, so many keys were too many for it: Exhausted, which is no failure of a node
+    that answers.
     """
     try:
         return link.wire.call(op, request, deadline)
@@ -97,15 +100,16 @@ def put_request(namespace: Namespace, prefix_hashes: Sequence[bytes], keep: Keep
 
 
 def wait_ms(deadline: Deadline) -> int:
-    """Return how long a node may wait for its disk: it answers before the deadline, so that a disk that hangs is not
-    taken for a node that does."""
+    """Return how long a node may wait for its disk: it answers before the deadline, so that a disk
+    that hangs is not taken for a node that does."""
     left_s = deadline.remaining()
     return max(1, int(1000 * (left_s - max(WAIT_MARGIN_S, left_s / 10))))
 
 
 def near_wait_ms(deadline: Deadline) -> int:
-    """Return how long a near node may ask others: it answers before the deadline, so that others that hang are not
-    taken for a near node that does. At least a millisecond, for a near node that has nearly everything."""
+    """Return how long a near node may ask others: it answers before the deadline, so that others
+    that hang are not taken for a near node that does. At least a millisecond, for a near node that
+    has nearly everything."""
     return max(1, int(1000 * deadline.remaining() * NEAR_SHARE))
 
 
@@ -147,7 +151,8 @@ def batches(count: int, nbytes: int, limits: pb.Limits, pieces: int = 1) -> Iter
 
 
 def batch_pages_max(nbytes: int, limits: pb.Limits, pieces: int = 1) -> int:
-    """Return how many pages one batch may have, of each of which `nbytes` bytes in so many pieces are moved."""
+    """Return how many pages one batch may have, of each of which `nbytes` bytes in so many pieces
+    are moved."""
     return max(1, min(limits.batch_keys_max, limits.batch_nbytes_max // max(nbytes, 1), GET_PIECES_MAX // pieces))
 
 
@@ -191,8 +196,8 @@ def put_pages(
 
 @dataclass(frozen=True)
 class GetOptions:
-    """Say what a get reads of each page. `prefix`: nothing behind the first miss; `near`: the node may fetch it from
-    others; `key`: of a keyed namespace."""
+    """Say what a get reads of each page. `prefix`: nothing behind the first miss; `near`: the node
+    may fetch it from others; `key`: of a keyed namespace."""
 
     ranges: tuple[ByteRange, ...]
     prefix: bool
@@ -205,8 +210,8 @@ class GetOptions:
 
 
 class GetResult(NamedTuple):
-    """Hold what a get found. `hits`: whether each page is there and good. `corrupt`: keys of pages that
-    do not match their checksum; `forged`: of pages that do, without a good seal."""
+    """Hold what a get found. `hits`: whether each page is there and good. `corrupt`: keys of pages
+    that do not match their checksum; `forged`: of pages that do, without a good seal."""
 
     hits: list[bool]
     corrupt: list[bytes]
@@ -235,8 +240,8 @@ def get_pages(
 
 @dataclass(frozen=True)
 class _NodeGet:
-    """Say what a node is asked to send of each page: its `ranges`, none for all of it. With `seals`, the last of them,
-    or the page, ends with the seal."""
+    """Say what a node is asked to send of each page: its `ranges`, none for all of it. With
+    `seals`, the last of them, or the page, ends with the seal."""
 
     ranges: tuple[tuple[int, int], ...]
     seals: Seals | None = None
@@ -290,8 +295,8 @@ def _get_sealed_ranges(
     options: GetOptions,
     deadline: Deadline,
 ) -> GetResult:
-    """Read all of the parts in which the ranges lie into memory of our own, with the seal, and copy the ranges from
-    there if that fits."""
+    """Read all of the parts in which the ranges lie into memory of our own, with the seal, and copy
+    the ranges from there if that fits."""
     assert options.key is not None
     page_nbytes = namespace.layout.page_nbytes
     check_ranges(ranges, page_nbytes)

@@ -1,8 +1,8 @@
-"""Routes calls to nodes: to the one node there is, to the near node, or to the members of a cluster.
+"""Route calls to the node that is alone, to the near node, or to the members of a cluster.
 
 alone      call --> the node
 near       call --> the near member, which asks the others; if it fails:
-cluster    call --> view: which members own the keys? --> members at the same time --> answers in the order of the keys
+cluster    call --> view: which members own the keys? --> members, in parallel --> answers by key
 """
 
 import contextlib
@@ -28,7 +28,8 @@ Result = TypeVar("Result")
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 Indices = Sequence[int]  # of a call's keys
-Ask = Callable[[Indices, NodeConnection, Deadline], list[Answer]]  # asks one node for some of a call's keys
+# Asks one node for some of a call's keys.
+Ask = Callable[[Indices, NodeConnection, Deadline], list[Answer]]
 Call = Callable[[NodeConnection, Deadline], Result]
 
 THREADS_MAX = 32  # beside the callers' own; members for which there is none are asked one after the other
@@ -56,7 +57,7 @@ class FanOut:
     def near(
         self, ask: Ask[Answer], namespace: Namespace, prefix_hashes: Sequence[bytes], deadline: Deadline
     ) -> list[Answer] | None:
-        """Return the near node's answers for all keys. None: there is no near node, or it failed; `route` is next.
+        """Return the near node's answers for all keys; None if there is no near node, or it failed.
 
         `ask` begins with `NodeConnection.check_asks_others`.
         """
@@ -79,10 +80,10 @@ class FanOut:
         is_miss: Callable[[Answer], bool],
         default: Answer,
     ) -> list[Answer]:
-        """Return an answer per key: of the node that is alone, or from the first of its owners that has one.
+        """Return an answer per key, of the node that is alone or of the first owner that has one.
 
-        A member that failed has nothing while another is well, also when it owns all keys of the call. Otherwise as
-        `try_owners`.
+        A member that failed has nothing while another is well, also when it owns all keys of the
+        call. Otherwise as `try_owners`.
         """
         try:
             view = self.nodes.found(deadline)
@@ -140,7 +141,7 @@ class FanOut:
             self.nodes.only.open(namespace, deadline)
 
     def in_place(self, call: Call[Result], namespace: Namespace, deadline: Deadline, what: str) -> Result:
-        """Call the node that is alone, or the near one, which leaves time to ask the owners if it fails.
+        """Call the node that is alone, or the near one, and leave time to ask the owners after it.
 
         Raises InvalidRequest if there is none.
         """
@@ -178,8 +179,8 @@ def routes(
 ) -> list[tuple[str, ...]]:
     """Return the members to ask for each key, in order.
 
-    Raises DeadlineExceeded: a slot that is asked for first costs microseconds for each member. What was worked out by
-    then need not be again.
+    Raises DeadlineExceeded: a slot that is asked for first costs microseconds for each member. What
+    was worked out by then need not be again.
     """
     found: list[tuple[str, ...]] = []
     for start in range(0, len(prefix_hashes), ROUTED_AT_ONCE):
@@ -189,7 +190,7 @@ def routes(
 
 
 def _some_routes(view: View, namespace: Namespace, prefix_hashes: Sequence[bytes]) -> list[tuple[str, ...]]:
-    """Return each key's owners, then the members that held it before others joined or were drained."""
+    """Return each key's owners, then members that had it before others joined or were drained."""
     owners = view.owners.owners(namespace.digest, prefix_hashes)
     if view.settled:
         return owners

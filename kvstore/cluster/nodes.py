@@ -1,4 +1,4 @@
-"""Know the nodes that a client talks to: one that is alone, or a cluster's members by its newest view.
+"""Hold a channel to each node: the one that is alone, or the members of a cluster's newest view.
 
 addresses that were given --hello--> a view, or none --> a channel per member, which tells of newer views
                                                          a stream of views from one of them
@@ -32,8 +32,8 @@ NEAR_SHARE = 0.25  # of a call's time for each
 
 
 class Near(NamedTuple):
-    """Remember the near node of a view. `link`: to it, None if there was none; `until`: when a search
-    is repeated."""
+    """Remember the near node of a view. `link`: to it, None if there was none; `until`: when a
+    search is repeated."""
 
     view: View
     link: NodeChannel | None
@@ -68,8 +68,8 @@ class Nodes:
     def found(self, deadline: Deadline) -> View | None:
         """Return the view; ask for it at the configured addresses if no node has said hello yet.
 
-        Raises what the last of them raised if none answers, and ProtocolError for several addresses of
-        which one's node is alone.
+        Raises what the last of them raised if none answers, and ProtocolError for several addresses
+        of which one's node is alone.
         """
         alone = len(self._addresses) == 1 and self.only.connect_count
         if self._view is None and not alone:
@@ -94,7 +94,7 @@ class Nodes:
         return None if link is None or link.failing or link.is_older else link
 
     def near(self, deadline: Deadline) -> NodeChannel | None:
-        """Return the channel to the near member, which is asked for everything; None if there is none."""
+        """Return the channel to the near member, which is asked for all keys; None without one."""
         view = self.found(deadline)
         if view is None or self._config.near == "none":
             return None
@@ -126,7 +126,7 @@ class Nodes:
         return None
 
     def _likely(self, view: View) -> Iterator[NodeChannel]:
-        """Yield members whose shared memory is in use already; then those at addresses of this host."""
+        """Yield members whose shared memory is in use; then those at addresses of this host."""
         given = {member.id for member in view.members if member.state is not State.DRAINING}
         with self._lock:
             known = [link for at, link in self._links.items() if self._members.get(at) in given]
@@ -230,8 +230,8 @@ class Nodes:
     def _follow(self, turn: int, seconds: float) -> Views:
         """Return the views that a member sends, preferably one that is connected to.
 
-        When none of them could be followed, the configured addresses are asked, which may be those of
-        others by now.
+        When none of them could be followed, the configured addresses are asked, which may be those
+        of others by now.
         """
         view = self._view
         assert view is not None
@@ -246,7 +246,7 @@ class Nodes:
         return link.run(lambda link, limit: link.way.follow(view.number, seconds, limit), None, deadline)
 
     def _take(self, message: pb.View) -> None:
-        """Make this the newest view, if it is newer. Raises ProtocolError for a view that can not be."""
+        """Take a view if it is newer. Raises ProtocolError for a view that can not be."""
         try:
             view = parse_view(message)
         except ConfigError as error:
@@ -284,7 +284,7 @@ def _tell_ports(view: View, links: Mapping[str, NodeChannel]) -> None:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a host is this one, without a query of any name server; empty: a Unix socket's."""
+    """Return whether a host is this one, without a query of a name server; empty: a Unix socket's."""
     if host in ("", "localhost", socket.gethostname()):
         return True
     try:
@@ -297,7 +297,7 @@ def is_here(host: str) -> bool:
 
 
 def _records(address: str, deadline: Deadline) -> list[str]:
-    """Return the addresses of a name, if they are several; not the two of one host, IPv4 and IPv6."""
+    """Return the addresses of a name if they are several, and not the IPv4 and IPv6 of one host."""
     at = parse_address(address)
     if at.scheme == "unix":
         return []

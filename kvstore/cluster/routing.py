@@ -1,4 +1,4 @@
-"""Spread a call's keys over members and put their answers together. Pure: the caller says how a member is asked.
+"""Spread a call's keys over members and put their answers together. Pure.
 
     keys       0 1 2 3 4 5
     routes     a b a c b a  first           each key's members, in the order in which they are asked
@@ -6,8 +6,8 @@
     round 1    a: 0 2 5   b: 1 4   c: 3     at the same time
     round 2    b: 2       c: 1              what a missed; of b, which failed, the rest
 
-A member that failed is not asked again in this call. A key that no member answered is a miss, unless no member
-answered anything.
+A member that failed is not asked again in this call. A key that no member answered is a miss,
+unless no member answered anything.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,9 +38,10 @@ def try_owners(
 ) -> list[Answer]:
     """Return an answer per key, from the first member of its route that has one.
 
-    `together` makes calls of `ask` at the same time and returns what each returned or raised. `is_miss` says whether
-    the next member is to be asked; `default` is the answer for keys that no member answered. Raises what a member
-    raised if that is the caller's mistake, or if no member answered.
+    `together` makes calls of `ask` at the same time and returns what each returned or raised.
+    `is_miss` says whether the next member is to be asked; `default` is the answer for keys that no
+    member answered. Raises what a member raised if that is the caller's mistake, or if no member
+    answered.
     """
     answers: list[Answer] = [default] * len(routes)
     left = {index: list(route) for index, route in enumerate(routes)}
@@ -68,7 +69,7 @@ def try_owners(
 
 
 def _next(left: dict[int, list[str]], failed: dict[str, KVStoreError]) -> dict[str, list[int]]:
-    """Return the keys to ask each member for now. Takes these members from the routes that are left."""
+    """Return the keys to ask each member for now, and take these members from their routes."""
     groups: dict[str, list[int]] = {}
     for index, route in left.items():
         while route:
@@ -88,9 +89,9 @@ def broadcast(
     deadline: Deadline,
     away: Away | None = None,
 ) -> list[Answer]:
-    """Return an answer per key, combined from those of all members of its route, which are asked at the same time.
+    """Return an answer per key, combined from those of all members of its route.
 
-    Raises as `of_all` does.
+    The members are asked at the same time. Raises as `of_all` does.
     """
     groups: dict[str, list[int]] = {}
     for index, route in enumerate(routes):
@@ -106,9 +107,10 @@ def broadcast(
 
 
 def of_all(outcomes: Mapping[str, Outcome | KVStoreError], away: Away | None = None) -> dict[str, Outcome]:
-    """Return what each member answered, or raise what one of them raised: the others have done it then.
+    """Return what each member answered, or raise what one raised: the others have done it then.
 
-    `away` takes the errors of members that could not be asked, which are not raised then, unless no member could.
+    `away` takes the errors of members that could not be asked, which are not raised then, unless no
+    member could.
     """
     failed = {member: outcome for member, outcome in outcomes.items() if isinstance(outcome, KVStoreError)}
     grave = [error for error in failed.values() if away is None or not isinstance(error, SILENT)]

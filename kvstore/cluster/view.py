@@ -8,10 +8,11 @@ Keys are placed by weighted rendezvous hashing over slots, the same in every pro
 
     key --xxh3--> one of 2^19 slots --> members by score, the best first --> R of them, each from a zone of its own
 
-A member's score in a slot depends on nothing but its id, its weight and the slot. So a member that joins
-takes slots from all others in proportion to the weights, one that leaves gives its own to all others, and
-nothing else moves. A slot's owners are worked out when it is first asked for: a view costs nothing until
-then. (Thaler and Ravishankar 1998; weights as in Schindelhauer and Schomaker 2005.)
+A member's score in a slot depends on nothing but its id, its weight and the slot. So a member that
+joins takes slots from all others in proportion to the weights, one that leaves gives its own to all
+others, and nothing else moves. A slot's owners are worked out when it is first asked for: a view
+costs nothing until then. (Thaler and Ravishankar 1998; weights as in Schindelhauer and Schomaker
+2005.)
 """
 
 import enum
@@ -59,8 +60,8 @@ class Placement:
         self._alike: dict[tuple[str, ...], tuple[str, ...]] = {}  # one tuple for all slots with the same owners
 
     def owners(self, namespace: bytes, prefix_hashes: Sequence[bytes]) -> list[tuple[str, ...]]:
-        """Return each key's owners by id, the first one first: as many as there are replicas, if there
-        are so many members. `namespace`: its digest."""
+        """Return each key's owners by id, the first one first: as many as there are replicas, if
+        there are so many members. `namespace`: its digest."""
         known, found = self._slots, []
         for prefix_hash in prefix_hashes:
             slot = key_seed(namespace, prefix_hash) % SLOT_COUNT
@@ -68,8 +69,8 @@ class Placement:
         return found
 
     def _place(self, slot: int) -> tuple[str, ...]:
-        """Return a slot's owners. The least score wins: of exponential variables the least is a member's
-        with a probability in proportion to its weight."""
+        """Return a slot's owners. The least score wins: of exponential variables the least is a
+        member's with a probability in proportion to its weight."""
         name, log = slot.to_bytes(4, "little"), math.log
         scores = [-log((hash64(name, seed) + 1) * UNIT) * mean for seed, mean in self._drawn]
         owners = self._spread(sorted(range(len(scores)), key=scores.__getitem__))
@@ -77,8 +78,8 @@ class Placement:
         return owners
 
     def _spread(self, ranked: list[int]) -> tuple[str, ...]:
-        """Choose the best members, each from a zone that has none yet; then from any zone, if there are
-        too few zones."""
+        """Choose the best members, each from a zone that has none yet; then from any zone, if there
+        are too few zones."""
         chosen: list[int] = []
         zones: set[str] = set()
         for member in ranked:
@@ -100,10 +101,12 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Member:
-    """Describe a node of a cluster. `address`: host:port of its gRPC as all reach it, or bulk://host:port.
+    """Describe a node of a cluster. `address`: host:port of its gRPC as all reach it, or
+    bulk://host:port.
 
-    `weight`: its share of the keys, in relation to the others'. `zone`: what fails together with it, such
-    as its rack; empty: only itself. `bulk_port`: of its frames over TCP, at the same host; 0: not known.
+    `weight`: its share of the keys, in relation to the others'. `zone`: what fails together with
+    it, such as its rack; empty: only itself. `bulk_port`: of its frames over TCP, at the same host;
+    0: not known.
     """
 
     id: str
@@ -133,8 +136,8 @@ class Member:
 
 @dataclass(frozen=True)
 class View:
-    """List the members of a cluster. `number` rises with every change. `replicas`: how many members own
-    a key, if there are so many.
+    """List the members of a cluster. `number` rises with every change. `replicas`: how many members
+    own a key, if there are so many.
 
     Raises ConfigError for what can not be a cluster.
     """
@@ -155,8 +158,8 @@ class View:
                 raise ConfigError(f"two members of {self.cluster} have the {what} {min(twice)}; each needs its own")
 
     def after(self, known: "View | None") -> "View":
-        """Return this view, which follows `known`, with the placement that was worked out there if that
-        has not changed: it depends on neither number, addresses nor ports."""
+        """Return this view, which follows `known`, with the placement that was worked out there if
+        that has not changed: it depends on neither number, addresses nor ports."""
         if known is not None and _placed_alike(self, known):
             for name in ("owners", "holders"):
                 if name in known.__dict__:
@@ -164,8 +167,8 @@ class View:
         return self
 
     def with_ports(self, known: "View | None") -> "View":
-        """Return this view with the bulk ports that only `known` has: of a fixed list each node knows its
-        own."""
+        """Return this view with the bulk ports that only `known` has: of a fixed list each node
+        knows its own."""
         if known is None or known.number != self.number:
             return self
         ports = {(member.id, member.address): member.bulk_port for member in known.members}
@@ -191,8 +194,8 @@ class View:
 
     @cached_property
     def holders(self) -> Placement:
-        """Place keys on the members that had them before others joined or were drained: these are asked
-        for what the owners lack."""
+        """Place keys on the members that had them before others joined or were drained: these are
+        asked for what the owners lack."""
         return self._placed(State.SERVING, State.DRAINING)
 
     @cached_property
@@ -227,8 +230,8 @@ def check_name(what: str, name: str) -> None:
 
 
 def static_view(text: str) -> View:
-    """Parse `static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],...`, or ID=bulk://HOST:PORT...: a cluster whose
-    members never change. Raises ConfigError."""
+    """Parse `static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],...`, or ID=bulk://HOST:PORT...: a cluster
+    whose members never change. Raises ConfigError."""
     scheme, _, rest = text.partition(":")
     cluster, slash, members = rest.partition("/")
     if scheme != "static" or not slash:

@@ -29,7 +29,8 @@ Good = Callable[[bytes, bytes], bool]
 
 
 class BulkConnector:
-    """Connect to a node's bulk port and say hello: plain or over TLS, at the addresses of its name. Thread-safe.
+    """Connect to a node's bulk port and say hello: plain or over TLS, at the addresses of its name.
+    Thread-safe.
 
     `where` names the peer in messages, `version` is that of the protocol in which it begins.
     """
@@ -80,8 +81,8 @@ class BulkConnector:
             raise Unavailable(self._tls.meaning(error) if self._tls else str(error)) from error
 
     def _connected(self, limit: Deadline) -> socket.socket:
-        """Connect to the first address that answers. Each has its share of the time, so that one that
-        swallows packets leaves some for the next."""
+        """Connect to the first address that answers. Each has its share of the time, so that one
+        that swallows packets leaves some for the next."""
         for number, address in enumerate(self._found):
             share_s = limit.remaining() / (len(self._found) - number)
             try:
@@ -94,8 +95,8 @@ class BulkConnector:
 
 
 class Arrived(NamedTuple):
-    """Describe a page that was received. `leaves`: empty if they do not match its checksum. `ttl_ms`:
-    until it is forgotten; 0: it has no time to live."""
+    """Describe a page that was received. `leaves`: empty if they do not match its checksum.
+    `ttl_ms`: until it is forgotten; 0: it has no time to live."""
 
     leaves: bytes
     checksum: bytes
@@ -103,8 +104,8 @@ class Arrived(NamedTuple):
 
 
 class BulkWire:
-    """Move pages over bulk TCP: page bytes follow the frames' headers. A connection is a session: one
-    that fails is closed, and with it everything the node held for it."""
+    """Move pages over bulk TCP: page bytes follow the frames' headers. A connection is a session:
+    one that fails is closed, and with it everything the node held for it."""
 
     name = "bulk"
 
@@ -136,7 +137,8 @@ class BulkWire:
             pass
 
     def greet(self, deadline: Deadline) -> pb.HelloReply:
-        """Make the first connection to an unknown node, in the version that both speak; return its hello.
+        """Make the first connection to an unknown node, in the version that both speak; return its
+        hello.
 
         All further connections are to the same run of the node. Raises what the node answers,
         Unavailable or ProtocolError.
@@ -163,8 +165,9 @@ class BulkWire:
         seals: Seals | None = None,
         good: Good | None = None,
     ) -> list[int]:
-        """Send pages; return a verdict per key. `good` is given the key of each page that was sent and
-        the leaves of what was sent. If it returns False, nothing of the batch is committed: InvalidRequest."""
+        """Send pages; return a verdict per key. `good` is given the key of each page that was sent
+        and the leaves of what was sent. If it returns False, nothing of the batch is committed:
+        InvalidRequest."""
         parts = self._streams(pages)
         if len(parts) == 1:
             return self._put(request, pages, deadline, seals, good)
@@ -227,8 +230,8 @@ class BulkWire:
         deadline: Deadline,
         seals: Seals | None = None,
     ) -> list[Arrived | None]:
-        """Get pages, with what else is known of each page that is there, and with its seal if it has to
-        have one."""
+        """Get pages, with what else is known of each page that is there, and with its seal if it
+        has to have one."""
         parts = self._streams(buffers)
         if len(parts) == 1:
             return self._get(request, buffers, seeds, deadline, seals)
@@ -254,10 +257,11 @@ class BulkWire:
         transfer: Callable[[Request, slice], Result],
         deadline: Deadline,
     ) -> list[Result | KVStoreError]:
-        """Return what `transfer` returned or raised for each part of the request's keys, over a connection each.
+        """Return what `transfer` returned or raised for each part of the request's keys, over a
+        connection each.
 
-        The part that ended last is the newest then, so the chain is touched as a whole: its end must go before its
-        head.
+        The part that ended last is the newest then, so the chain is touched as a whole: its end
+        must go before its head.
         """
         found = self._threads.run([partial(transfer, _part_of(request, part), part) for part in parts])
         if not any(isinstance(one, KVStoreError) for one in found):
@@ -297,7 +301,8 @@ class BulkWire:
                 return arrived
 
     def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
-        """Return the cluster's views from now on, for so many seconds. `number`: of the one that is known.
+        """Return the cluster's views from now on, for so many seconds. `number`: of the one that is
+        known.
 
         Raises ProtocolError for a node that knows no such frame.
         """

@@ -1,10 +1,11 @@
 """Run calls on one node: connect when a call needs it, retry once, and stop at a circuit breaker.
 
-A connection is negotiated, dropped when it fails and made again by the next call. One that fell back to
-a slower wire goes on working while a better one is tried beside it; it ends with the last of its calls.
+A connection is negotiated, dropped when it fails and made again by the next call. One that fell
+back to a slower wire goes on working while a better one is tried beside it; it ends with the last
+of its calls.
 
-The breaker leaves a node that failed alone for a while, so that it costs a caller at most one deadline
-and not one per call.
+The breaker leaves a node that failed alone for a while, so that it costs a caller at most one
+deadline and not one per call.
 
     closed --failure--> open for `pause` --time--> half open: one call may try
       ^                                               |            |
@@ -128,7 +129,8 @@ class CircuitBreaker:
 
 
 class NodeConnection:
-    """Hold the wire to one node, the namespaces opened on it and the calls that are on it. Thread-safe."""
+    """Hold the wire to one node, the namespaces opened on it and the calls that are on it.
+    Thread-safe."""
 
     def __init__(self, way: Negotiated, retry_at: float) -> None:
         """`retry_at`: when a better wire is to be tried, in the clock's time."""
@@ -160,8 +162,8 @@ class NodeConnection:
             raise error
 
     def check_asks_others(self) -> None:
-        """Raise Exhausted for a near node that does not ask other members: it is older, or reached by
-        gRPC only, where it may not wait."""
+        """Raise Exhausted for a near node that does not ask other members: it is older, or reached
+        by gRPC only, where it may not wait."""
         if self.wire.name == "grpc":
             raise Exhausted("the near node is reached by gRPC only")
         self.check_knows_members()
@@ -177,7 +179,8 @@ class NodeConnection:
         self.opened.add(namespace.digest)
 
     def enter(self) -> "ConnectionLease | None":
-        """Begin a call, which ends with `ConnectionLease.leave`. None: this connection takes no more."""
+        """Begin a call, which ends with `ConnectionLease.leave`. None: this connection takes no
+        more."""
         lease = ConnectionLease(self)
         with self._lock:
             if self._retired:
@@ -191,14 +194,15 @@ class NodeConnection:
             self.close_when_left()
 
     def retire(self) -> None:
-        """Take no more calls, and close when those on it have ended: a closed wire would end them."""
+        """Take no more calls, and close when those on it have ended: a closed wire would end
+        them."""
         with self._lock:
             self._retired = True
         self.close_when_left()
 
     def close_when_left(self) -> bool:
-        """Close it if no call is on it; return whether it is closed. Once more does no harm: an interrupt
-        may have come in between."""
+        """Close it if no call is on it; return whether it is closed. Once more does no harm: an
+        interrupt may have come in between."""
         if not self._closed and not self._leases.count:
             self.way.close()
             self._closed = True
@@ -206,7 +210,8 @@ class NodeConnection:
 
 
 class ConnectionLease:
-    """Keep a connection open during a call. If an interrupt skips `leave`, it ends when it is collected."""
+    """Keep a connection open during a call. If an interrupt skips `leave`, it ends when it is
+    collected."""
 
     __slots__ = ("__weakref__", "fresh", "link")
 
@@ -251,7 +256,8 @@ class NodeChannel:
 
     @property
     def wire_name(self) -> str:
-        """Return 'shm', 'bulk' or 'grpc'; 'none' before the first call and while no node answers."""
+        """Return 'shm', 'bulk' or 'grpc'; 'none' before the first call and while no node
+        answers."""
         link = self._link
         return link.wire.name if link else "none"
 
@@ -280,8 +286,9 @@ class NodeChannel:
     ) -> Result:
         """Run `work` on the connection, with the namespace open there, under breaker and deadline.
 
-        `work` is repeated once if a connection that had worked is dead, as after a restart of the node, or if the node
-        does not know the namespace any more. A connection that fails when it is new is not tried again.
+        `work` is repeated once if a connection that had worked is dead, as after a restart of the
+        node, or if the node does not know the namespace any more. A connection that fails when it
+        is new is not tried again.
         """
         with tracing.span("kvstore.call", "client", address=self.address):
             deadline.remaining()  # a caller who comes too late says nothing about the node
@@ -317,7 +324,8 @@ class NodeChannel:
             self._drop(link)
 
     def _worth_repeating(self, lease: ConnectionLease, error: KVStoreError) -> bool:
-        """Return whether a first try that failed may succeed on a new connection or with the namespace opened again."""
+        """Return whether a first try that failed may succeed on a new connection or with the
+        namespace opened again."""
         if isinstance(error, UnknownNamespace):
             lease.link.opened.clear()
             return True
@@ -357,8 +365,8 @@ class NodeChannel:
             raise Unavailable(f"no thread to connect to {self.address} in: {error}") from error
 
     def _made(self, deadline: Deadline) -> ConnectionLease:
-        """Connect; in a thread in which no signal handler raises, and which goes on if its caller is
-        interrupted."""
+        """Connect; in a thread in which no signal handler raises, and which goes on if its caller
+        is interrupted."""
         with self._connecting(deadline):
             link = self._link
             if link is not None and (lease := link.enter()):
@@ -381,8 +389,8 @@ class NodeChannel:
             return lease
 
     def _connect(self) -> None:
-        """Connect for a caller that had no time for it, and for all others: if only such callers tried,
-        none would ever get in."""
+        """Connect for a caller that had no time for it, and for all others: if only such callers
+        tried, none would ever get in."""
         try:
             self._connected(Deadline(self._config.timeout_s)).leave()
             self._breaker.success()
@@ -403,8 +411,8 @@ class NodeChannel:
         return NodeConnection(way, self._clock() + BETTER_RETRY_S if way.better else float("inf"))
 
     def _take(self, old: NodeConnection | None, link: NodeConnection) -> bool:
-        """Replace `old` by a new connection. False, and the new one retires, if `old` is gone or all is
-        closed."""
+        """Replace `old` by a new connection. False, and the new one retires, if `old` is gone or
+        all is closed."""
         with self._lock:
             taken = self._link is old and not self._closed
             if taken:
@@ -460,7 +468,8 @@ class NodeChannel:
             log.warning("%s: no thread for %s: %s", self.address, name, error)
 
     def _check_liveness(self) -> None:
-        """Say hello after a call that was late: a node's disk may hang while it answers from RAM."""
+        """Say hello after a call that was late: a node's disk may hang while it answers from
+        RAM."""
         link = self._link
         if link is None or not (lease := link.enter()):
             return
@@ -501,6 +510,6 @@ class NodeChannel:
 
 
 def _hurried(deadline: Deadline) -> bool:
-    """Return whether a call failed for too little time, such as one more connection: the connection of
-    the others is as it was."""
+    """Return whether a call failed for too little time, such as one more connection: the connection
+    of the others is as it was."""
     return deadline.seconds < EVIDENCE_S and deadline.passed

@@ -1,7 +1,7 @@
 """Pool connections that carry frames to one node, and exchange a request for its reply.
 
-The bulk and the shared-memory wire share this. They differ in how they connect and in where the page
-bytes are.
+The bulk and the shared-memory wire share this. They differ in how they connect and in where the
+page bytes are.
 """
 
 import contextlib
@@ -44,14 +44,15 @@ def check_process(pid: int) -> None:
 
 
 class ConnectionPool(Generic[Socket]):
-    """Hold at most `count_max` connections to one node; a thread leases one for the length of a call.
+    """Hold at most `count_max` connections to one node; a thread leases one for the length of a
+    call.
 
     The last one returned is the first one taken, so that an idle pool keeps few of them warm.
-    `where` names the peer in messages, `connect` makes a connection that was greeted, `let_go` is called with one
-    that is about to be closed, perhaps twice.
+    `where` names the peer in messages, `connect` makes a connection that was greeted, `let_go` is
+    called with one that is about to be closed, perhaps twice.
 
-    A thread may be interrupted anywhere, so nothing here depends on what comes next: a connection is always in one
-    list at most, and one that is in none is closed when it is collected.
+    A thread may be interrupted anywhere, so nothing here depends on what comes next: a connection
+    is always in one list at most, and one that is in none is closed when it is collected.
     """
 
     def __init__(
@@ -73,13 +74,13 @@ class ConnectionPool(Generic[Socket]):
         self._pid = os.getpid()
 
     def connection(self, deadline: Deadline) -> "Borrowed[Socket]":
-        """Return a context with a connection for one exchange. One that fails is closed, and with it
-        everything the node held for it."""
+        """Return a context with a connection for one exchange. One that fails is closed, and with
+        it everything the node held for it."""
         return Borrowed(self.lease(deadline))
 
     def attempt(self, deadline: Deadline) -> "Attempt[Socket]":
-        """Return such a context for a loop: it ends without the exchange and without an error if the node
-        had closed the connection before it heard a word."""
+        """Return such a context for a loop: it ends without the exchange and without an error if
+        the node had closed the connection before it heard a word."""
         return Attempt(self.lease(deadline))
 
     def lease(self, deadline: Deadline) -> "Lease[Socket]":
@@ -113,8 +114,8 @@ class ConnectionPool(Generic[Socket]):
         connection.heard = False
 
     def _take_idle(self, held: list[Socket]) -> None:
-        """Take an idle connection that the node has not closed meanwhile: a full node closes the longest
-        idle one, which is no failure of a call."""
+        """Take an idle connection that the node has not closed meanwhile: a full node closes the
+        longest idle one, which is no failure of a call."""
         while True:
             with self._lock:
                 if not self._idle:
@@ -135,7 +136,8 @@ class ConnectionPool(Generic[Socket]):
         return os.getpid() != self._pid
 
     def check_process(self) -> None:
-        """Raise InvalidRequest after a fork: two processes on one stream would read each other's answers."""
+        """Raise InvalidRequest after a fork: two processes on one stream would read each other's
+        answers."""
         check_process(self._pid)
 
     def separate(self, deadline: Deadline) -> Socket:
@@ -148,7 +150,8 @@ class ConnectionPool(Generic[Socket]):
             raise
 
     def raise_named(self, error: BaseException, deadline: Deadline) -> None:
-        """Raise what went wrong on a connection as an error of ours; return if it is one already."""
+        """Raise what went wrong on a connection as an error of ours; return if it is one
+        already."""
         if isinstance(error, Refused):
             raise error.error from None
         if isinstance(error, TimeoutError):
@@ -159,8 +162,9 @@ class ConnectionPool(Generic[Socket]):
             raise Unavailable(f"no thread to connect to {self.where} in: {error}") from error
 
     def take_back(self, lease: "Lease[Socket]") -> None:
-        """End a lease. Closes a connection that is out of step, and one for which the node still holds
-        slots, as after two interrupts: its next request would be refused, and the slots kept as long."""
+        """End a lease. Closes a connection that is out of step, and one for which the node still
+        holds slots, as after two interrupts: its next request would be refused, and the slots kept
+        as long."""
         if lease.in_step and not (lease.held and lease.held[0].holds):
             with self._lock:
                 if lease.held and not self._closed:
@@ -170,8 +174,9 @@ class ConnectionPool(Generic[Socket]):
         self._leases.release(lease)
 
     def close(self) -> None:
-        """Close idle connections; those in use close when their call ends. In a child of a fork, whose
-        parent's threads may have held the lock, close only this process's copies of the descriptors."""
+        """Close idle connections; those in use close when their call ends. In a child of a fork,
+        whose parent's threads may have held the lock, close only this process's copies of the
+        descriptors."""
         if self.forked:
             for connection in tuple(self._idle):
                 connection.close()
@@ -186,8 +191,8 @@ class ConnectionPool(Generic[Socket]):
 class Lease(Generic[Socket]):
     """Lend one connection to one thread; `fresh`: made for it.
 
-    As a context around exchanges, translate their errors into ours. After an error the next bytes of the
-    stream are unknown, so the connection is not used again. A refusal leaves it in step.
+    As a context around exchanges, translate their errors into ours. After an error the next bytes
+    of the stream are unknown, so the connection is not used again. A refusal leaves it in step.
     """
 
     connection: Socket
@@ -233,7 +238,8 @@ class Borrowed(Generic[Socket]):
 
 
 class Attempt(Borrowed[Socket]):
-    """Swallow the error of an idle connection that the node had closed, so that the caller tries another:
+    """Swallow the error of an idle connection that the node had closed, so that the caller tries
+    another:
 
     while True:
         with pool.attempt(deadline) as connection:
@@ -280,7 +286,8 @@ def exchange(connection: FrameSocket, op: str, request: Any) -> tuple[Any, int]:
 
 
 def request_header(op: str, request: Any) -> bytes:
-    """Return a BulkRequest with this request, in wire form: as a message it would be copied once more."""
+    """Return a BulkRequest with this request, in wire form: as a message it would be copied once
+    more."""
     header = delimited(_NUMBERS[op], request.SerializeToString())
     trace = current()
     if trace is None or len(header) > TRACED_NBYTES_MAX:
@@ -289,7 +296,8 @@ def request_header(op: str, request: Any) -> bytes:
 
 
 def parse_reply(op: str, header: bytes) -> Any:
-    """Return the reply to `op`. Raises Refused for an error in its place, ProtocolError otherwise."""
+    """Return the reply to `op`. Raises Refused for an error in its place, ProtocolError
+    otherwise."""
     try:
         reply = pb.BulkReply.FromString(header)
     except DecodeError as error:

@@ -26,19 +26,21 @@ from kvstore.errors import InvalidRequest, ProtocolError
 
 
 def runs(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Cut concatenated views into chunks of GRPC_CHUNK_NBYTES for gRPC messages, across page borders.
+    """Cut concatenated views into chunks of GRPC_CHUNK_NBYTES for gRPC messages, across page
+    borders.
 
-    Each chunk is a list of pieces; the last one may be shorter. A view is taken when those before it are
-    used up.
+    Each chunk is a list of pieces; the last one may be shorter. A view is taken when those before
+    it are used up.
     """
     return grouped(views, itertools.repeat(GRPC_CHUNK_NBYTES))
 
 
 def fill(pages: Iterable[Sequence[memoryview]], chunks: Iterator[memoryview]) -> list[bytes]:
-    """Copy chunks one after the other through the views of each page, and return the leaves of each page.
+    """Copy chunks one after the other through the views of each page, and return the leaves of each
+    page.
 
-    Each chunk is hashed right behind its copy, while it is in the cache. Takes no chunk more than it
-    needs. Raises InvalidRequest if the chunks are too few, empty, or leave bytes over.
+    Each chunk is hashed right behind its copy, while it is in the cache. Takes no chunk more than
+    it needs. Raises InvalidRequest if the chunks are too few, empty, or leave bytes over.
     """
     made = []
     rest = empty = memoryview(b"")
@@ -88,8 +90,8 @@ def unpack_fixed(fixed: bytes | bytearray, header_nbytes_max: int) -> tuple[int,
 
 
 def timeval(seconds: float) -> bytes:
-    """Return a value for SO_RCVTIMEO or SO_SNDTIMEO of a blocking socket; a millisecond at least, because zero would
-    mean: for ever."""
+    """Return a value for SO_RCVTIMEO or SO_SNDTIMEO of a blocking socket; a millisecond at least,
+    because zero would mean: for ever."""
     seconds = max(seconds, 0.001)
     return _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
 

@@ -1,4 +1,5 @@
-"""Call a node over gRPC, client side: it works through proxies and from any language; pages cross in chunks."""
+"""Call a node over gRPC, client side: it works through proxies and from any language; pages cross
+in chunks."""
 
 import contextlib
 import ctypes
@@ -33,16 +34,16 @@ from kvstore.transports.tls import ClientTls
 Result = TypeVar("Result")
 
 FRAMES_MAX = 2  # that wait to be sent: while one is sent the next one is made
-# Refuse compressed answers by their head. Some grpcio that engines have unpack a message without a limit and compare
-# its size afterwards, so that a node could fill an engine's memory.
+# Refuse compressed answers by their head. Some grpcio that engines have unpack a message without a
+# limit and compare its size afterwards, so that a node could fill an engine's memory.
 IDENTITY_ONLY = 1
 
 
 class Outbox:
     """Carry frames from the thread that makes them to gRPC's, which sends them.
 
-    One thread puts, another iterates, any may `end` it. Only the thread that puts a frame reads what it
-    is made of, so a call that is over touches it no more, however it ended.
+    One thread puts, another iterates, any may `end` it. Only the thread that puts a frame reads
+    what it is made of, so a call that is over touches it no more, however it ended.
     """
 
     def __init__(self) -> None:
@@ -98,9 +99,9 @@ _METHODS = {
 class GrpcWire:
     """Call a node over one channel, on which gRPC multiplexes the calls of many threads.
 
-    The channel has a condition that all its calls take, in any thread. A signal handler that raises just
-    then leaves it taken, and every later call and `close` would hang: so the main thread does not enter
-    gRPC, another does it.
+    The channel has a condition that all its calls take, in any thread. A signal handler that raises
+    just then leaves it taken, and every later call and `close` would hang: so the main thread does
+    not enter gRPC, another does it.
     """
 
     name = "grpc"

@@ -1,6 +1,8 @@
-"""Move one batch over several connections at a time: one moves no more than one core copies and hashes.
+"""Move one batch over several connections at a time: one moves no more than one core copies and
+hashes.
 
-On 16 cores a connection moves 3.5 GB/s and eight 14 to 19. On two cores the node has the other one: nothing is gained.
+On 16 cores a connection moves 3.5 GB/s and eight 14 to 19. On two cores the node has the other one:
+nothing is gained.
 """
 
 import collections
@@ -50,8 +52,8 @@ class ParallelTransfer:
         self._pid = os.getpid()
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | KVStoreError]:
-        """Return what each call returned or raised, when all have ended: no thread touches a caller's
-        buffer any more, also when this is interrupted.
+        """Return what each call returned or raised, when all have ended: no thread touches a
+        caller's buffer any more, also when this is interrupted.
 
         The calling thread and those that can be had take one call after the other, so that one that
         hangs keeps only the thread that took it.
@@ -104,8 +106,8 @@ class ParallelTransfer:
         return self._leases.count
 
     def _begin(self, done: "Future[None]", work: Callable[[], None]) -> bool:
-        """Return whether a thread does the work. False: there is none; or the transport is closed, or
-        its threads are the parent's, as the call is going to say."""
+        """Return whether a thread does the work. False: there is none; or the transport is closed,
+        or its threads are the parent's, as the call is going to say."""
         if os.getpid() != self._pid:
             return False
         lease = ThreadLease()

@@ -1,5 +1,5 @@
-"""Move pages through shared memory, client side: requests over a Unix socket, page bytes in the node's
-own memory, which is mapped here.
+"""Move pages through shared memory, client side: requests over a Unix socket, page bytes in the
+node's own memory, which is mapped here.
 
     put   {put} -> verdicts, offsets; write in place; {commit} -> reply
     get   {get} -> hits, checksums, offsets; read in place; {release}, not answered
@@ -126,8 +126,8 @@ class ShmWire:
     def reserving(
         self, request: pb.PutRequest, deadline: Deadline, until: Deadline | None = None
     ) -> contextlib.AbstractContextManager[ReservedSlots]:
-        """Reserve slots to write in; leaving the context without a commit gives them back. `until`: the
-        deadline of the commit, if it is another one."""
+        """Reserve slots to write in; leaving the context without a commit gives them back. `until`:
+        the deadline of the commit, if it is another one."""
         commit = until or deadline
         return self._slots(
             "put", request, lambda lease, reply: ReservedSlots(lease, self.arena, request, reply, commit), deadline
@@ -214,7 +214,8 @@ class ShmWire:
     def _each(self, work: Callable[[int], T], count: int, nbytes: int, deadline: Deadline) -> list[T]:
         """Return what `work` makes of each of `count` pages, of each of which it moves `nbytes`.
 
-        Several threads do it where there are cores for them. None touches a page any more when this ends.
+        Several threads do it where there are cores for them. None touches a page any more when this
+        ends.
         """
 
         def of_part(part: slice) -> list[T]:
@@ -280,8 +281,8 @@ class ShmWire:
         _beside("kvstore-populate", lambda: arena.populate(self._closed))
 
     def close(self) -> None:
-        """Close idle connections; those in use close when their call or context ends. The map ends with
-        the last view of it."""
+        """Close idle connections; those in use close when their call or context ends. The map ends
+        with the last view of it."""
         if self._pool.forked:
             return self._pool.close()
         with self._lock:
@@ -294,8 +295,8 @@ class ShmWire:
 
 
 def _beside(name: str, work: Callable[[], None]) -> None:
-    """Do work in a thread of its own. Where none can be had the arena's page tables stay as they are,
-    which is only slower."""
+    """Do work in a thread of its own. Where none can be had the arena's page tables stay as they
+    are, which is only slower."""
     try:
         start_thread(work, name)
     except RuntimeError as error:
@@ -304,8 +305,8 @@ def _beside(name: str, work: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _own_pidfd() -> Iterator[int]:
-    """Open a descriptor by which the node learns for certain that this process has ended, in whatever
-    container it is."""
+    """Open a descriptor by which the node learns for certain that this process has ended, in
+    whatever container it is."""
     try:
         pidfd = os.pidfd_open(os.getpid())
     except OSError as error:
@@ -319,8 +320,9 @@ def _own_pidfd() -> Iterator[int]:
 class _Pace:
     """Choose the steps in which pages are copied and hashed.
 
-    After each step the GIL is asked for twice, which takes a few us, and beside a thread that computes
-    5 ms each time: there it is one step for all that is left. One for the process, as the GIL is.
+    After each step the GIL is asked for twice, which takes a few us, and beside a thread that
+    computes 5 ms each time: there it is one step for all that is left. One for the process, as the
+    GIL is.
     """
 
     def __init__(self) -> None:
@@ -346,8 +348,8 @@ def _write_page(slot: memoryview, page: Pieces) -> bytes:
 
 
 def _read_page(page: Pieces, parts: Sequence[memoryview]) -> bytes:
-    """Copy the parts one after the other and hash the copy: that, not the slot, is what the caller is
-    going to use. Return its leaves."""
+    """Copy the parts one after the other and hash the copy: that, not the slot, is what the caller
+    is going to use. Return its leaves."""
     running = Leaves(segments_nbytes(page))
     for target, part in zip_segments(page, parts):
         _copy_hashed(target, part, target, running)
