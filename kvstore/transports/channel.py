@@ -135,16 +135,14 @@ class NodeConnection:
     def __init__(self, way: Negotiated, retry_at: float) -> None:
         """`retry_at`: when a better wire is to be tried, in the clock's time."""
         self.way = way
+        self.wire: Wire = way.wire
+        self.limits: pb.Limits = way.hello.limits
         self.retry_at = retry_at
         self.opened: set[bytes] = set()
         self._lock = threading.Lock()
         self._leases: LeaseTable[None] = LeaseTable()
         self._retired = False
         self._closed = False
-
-    @property
-    def wire(self) -> Wire:
-        return self.way.wire
 
     @property
     def knows_members(self) -> bool:
@@ -167,10 +165,6 @@ class NodeConnection:
         if self.wire.name == "grpc":
             raise Exhausted("the near node is reached by gRPC only")
         self.check_knows_members()
-
-    @property
-    def limits(self) -> pb.Limits:
-        return self.way.hello.limits
 
     def open(self, namespace: Namespace, deadline: Deadline) -> None:
         """Register the namespace at the node, once for this connection."""

@@ -25,6 +25,7 @@ from kvstore.transports.frames import FrameSocket
 from kvstore.transports.status import from_status
 
 Socket = TypeVar("Socket", bound=FrameSocket)
+Granted = TypeVar("Granted", bound="Lease[Any]")
 
 _NUMBERS = {field.name: field.number for field in pb.BulkRequest.DESCRIPTOR.fields}
 TRACED_NBYTES_MAX = 63 << 10  # a header over 64 KiB is one operation and nothing else (docs/FORMAT.md)
@@ -73,20 +74,21 @@ class ConnectionPool(Generic[Socket]):
         self._closed = False
         self._pid = os.getpid()
 
-    def connection(self, deadline: Deadline) -> "Borrowed[Socket]":
-        """Return a context with a connection for one exchange. One that fails is closed, and with
-        it everything the node held for it."""
-        return Borrowed(self.lease(deadline))
-
-    def attempt(self, deadline: Deadline) -> "Attempt[Socket]":
-        """Return such a context for a loop: it ends without the exchange and without an error if
-        the node had closed the connection before it heard a word."""
-        return Attempt(self.lease(deadline))
-
     def lease(self, deadline: Deadline) -> "Lease[Socket]":
         """Lease a connection until `Lease.end`, armed with the deadline."""
+        return self._grant(Lease(self, deadline), deadline)
+
+    def connection(self, deadline: Deadline) -> "OneExchange[Socket]":
+        """Lease a connection for one exchange, as a context. One that fails is closed, and with it
+        everything the node held for it."""
+        return self._grant(OneExchange(self, deadline), deadline)
+
+    def attempt(self, deadline: Deadline) -> "Attempt[Socket]":
+        """Lease a connection for one exchange that may be made again, as `Attempt` says."""
+        return self._grant(Attempt(self, deadline), deadline)
+
+    def _grant(self, lease: Granted, deadline: Deadline) -> Granted:
         self.check_process()
-        lease = Lease(self, deadline)
         if not self._leases.acquire(lease, lease.held, deadline.remaining()):
             raise Exhausted(
                 f"all {self._count_max} connections (connections_max) stayed busy for {deadline.seconds:g} s"
@@ -221,29 +223,24 @@ class Lease(Generic[Socket]):
         self._pool.take_back(self)
 
 
-class Borrowed(Generic[Socket]):
-    """End a lease with its one context."""
-
-    def __init__(self, lease: Lease[Socket]) -> None:
-        self._lease = lease
-
-    def __enter__(self) -> Socket:
-        return self._lease.__enter__()
+class OneExchange(Lease[Socket]):
+    """End a lease with its context."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
-            self._lease.__exit__(kind, error, at)
+            super().__exit__(kind, error, at)
         finally:
-            self._lease.end()
+            self.end()
 
 
-class Attempt(Borrowed[Socket]):
-    """Swallow the error of an idle connection that the node had closed, so that the caller tries
-    another:
+class Attempt(OneExchange[Socket]):
+    """Swallow the error of an idle connection that the node had closed before it heard a word.
 
-    while True:
-        with pool.attempt(deadline) as connection:
-            return exchange(connection, ...)
+    So the caller tries another one:
+
+        while True:
+            with pool.attempt(deadline) as connection:
+                return exchange(connection, ...)
     """
 
     def __exit__(  # type: ignore[override]
@@ -252,7 +249,7 @@ class Attempt(Borrowed[Socket]):
         try:
             super().__exit__(kind, error, at)
         except Unavailable:
-            if self._lease.fresh or self._lease.connection.heard:
+            if self.fresh or self.connection.heard:
                 raise
             return True
         return False
