@@ -284,7 +284,8 @@ def _tell_ports(view: View, links: Mapping[str, NodeChannel]) -> None:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a host is this one, without a query of a name server; empty: a Unix socket's."""
+    """Return whether a host is this one, without a query of a name server; empty: a Unix
+    socket's."""
     if host in ("", "localhost", socket.gethostname()):
         return True
     try:
