@@ -1,16 +1,16 @@
-"""What is asked of nodes beside the pages: what they have, and what they are to do with it."""
+"""Administer one node or all members of a cluster: list, verify, pin, remove, drain and status."""
 
 import functools
 import heapq
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import not_, or_
 from typing import Any, TypeVar, cast
 
 from kvstore.cluster.calls import check_goes_on, keyed_replies, per_key, wait_ms
-from kvstore.cluster.fan_out import Ask, FanOut, Places, chosen
+from kvstore.cluster.fan_out import Ask, Call, FanOut, Indices, select
 from kvstore.cluster.routing import FIRST_SHARE, Away
 from kvstore.cluster.view import View
 from kvstore.config import ClientConfig
@@ -38,10 +38,11 @@ RECOVER_TIMEOUT_S = 45.0  # a node gives a disk that hangs 30 s, and says so the
 
 
 class Admin:
-    """Of one node, or of all members of a cluster. `kvstore.Client` is one.
+    """Administer one node, or all members of a cluster. `kvstore.Client` is one.
 
-    What is done at all members raises what one of them raised; the others have done it then. Who gives `away` is told
-    there of members that could not be asked, by id, and has what the others answered; if nobody did, it raises.
+    What is done at all members raises what one of them raised; the others have done it then. With
+    `away`, members that could not be asked are noted there, by id, and the call returns what the
+    others answered; if none did, it raises.
     """
 
     def __init__(self, config: ClientConfig) -> None:
@@ -53,8 +54,8 @@ class Admin:
         self._fan_out = FanOut(config)
 
     def open(self, namespace: Namespace, timeout_s: float | None = None) -> None:
-        """Registers the namespace now, at the node that is alone or near. Every other call does it by itself when
-        needed."""
+        """Register the namespace now, at the node that is alone or near. Every other call does it
+        by itself when needed."""
         self._fan_out.open(namespace, self._deadline(timeout_s))
 
     def verify(
@@ -64,16 +65,16 @@ class Admin:
         timeout_s: float | None = None,
         away: Away | None = None,
     ) -> VerifyResult:
-        """Lets the node check its copies of these pages; it drops those that are bad."""
+        """Have nodes check their copies of these pages and drop those that are bad."""
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
 
-        def ask(link: NodeConnection, deadline: Deadline, places: Places) -> list[int]:
-            hashes = chosen(prefix_hashes, places)
+        def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[int]:
+            hashes = select(prefix_hashes, indices)
             replies = keyed_replies(link, "verify", pb.VerifyRequest, namespace, hashes, deadline)
             return [health for reply in replies for health in _healths(reply)]
 
         deadline = self._deadline(timeout_s)
-        found = self._fan_out.every_copy(ask, namespace, prefix_hashes, max, int(pb.PAGE_ABSENT), deadline, away)
+        found = self._fan_out.broadcast(ask, namespace, prefix_hashes, deadline, max, int(pb.PAGE_ABSENT), away)
         return VerifyResult(*map(found.count, (pb.PAGE_INTACT, pb.PAGE_DROPPED, pb.PAGE_ABSENT)))
 
     def remove(
@@ -83,20 +84,23 @@ class Admin:
         timeout_s: float | None = None,
         away: Away | None = None,
     ) -> list[bool]:
-        """Forgets pages, pinned ones too; True for each that was there. At all members of a cluster, also of a view
-        that is heard of meanwhile, and what was there again and again: one of them may have handed it to another just
-        before it forgot it, and that one to a third."""
+        """Remove pages, pinned ones too. Return True for each that was there.
+
+        All members of a cluster are asked, also those of a view that arrives meanwhile. Pages that
+        were there are removed again until none is: a member may have handed a page to another just
+        before it removed it, and that one to a third.
+        """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         deadline, nodes = self._deadline(timeout_s), self._fan_out.nodes
         view, every = nodes.found(deadline), list(range(len(prefix_hashes)))
-        # Who hangs costs the first round its time; it is left out of the others.
+        # A member that hangs costs the first round its time; it is left out of the others.
         limit = deadline if view is None or away is None else deadline.sooner(deadline.remaining() * FIRST_SHARE)
         removed, asked = [False] * len(prefix_hashes), every
         while asked:
-            said = self._removed(namespace, chosen(prefix_hashes, asked), limit, away)
-            there = [place for place, was in zip(asked, said, strict=True) if was]
-            for place in there:
-                removed[place] = True
+            said = self._removed(namespace, select(prefix_hashes, asked), limit, away)
+            there = [index for index, was in zip(asked, said, strict=True) if was]
+            for index in there:
+                removed[index] = True
             if view is None:
                 break
             asked = there if nodes.view is view else every
@@ -106,24 +110,25 @@ class Admin:
     def _removed(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], deadline: Deadline, away: Away | None
     ) -> list[bool]:
-        """At all members, each once."""
+        """Remove pages at all members, once at each."""
 
-        def ask(link: NodeConnection, deadline: Deadline, places: Places) -> list[bool]:
-            hashes = chosen(prefix_hashes, places)
+        def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[bool]:
+            hashes = select(prefix_hashes, indices)
             replies = keyed_replies(link, "remove", pb.RemoveRequest, namespace, hashes, deadline)
             self._fan_out.nodes.hear(link, max((reply.view_number for reply in replies), default=0), deadline)
             return per_key(replies, "removed", hashes)
 
-        return self._fan_out.every_copy(ask, namespace, prefix_hashes, or_, False, deadline, away)
+        return self._fan_out.broadcast(ask, namespace, prefix_hashes, deadline, or_, False, away)
 
     def pin(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], ttl_s: float, timeout_s: float | None = None
     ) -> list[bool]:
-        """Keeps pages from eviction for `ttl_s` seconds; True for each that is there, where `get` finds it."""
+        """Keep pages from eviction for `ttl_s` seconds. Return True for each that is there, where
+        `get` finds it."""
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         message = functools.partial(pb.PinRequest, ttl_ms=max(0, round(ttl_s * 1000)))
         ask = _asks("pin", "pinned", message, namespace, prefix_hashes)
-        return self._fan_out.per_key(ask, namespace, prefix_hashes, not_, False, self._deadline(timeout_s))
+        return self._fan_out.route(ask, namespace, prefix_hashes, self._deadline(timeout_s), not_, False)
 
     def unpin(
         self,
@@ -132,35 +137,36 @@ class Admin:
         timeout_s: float | None = None,
         away: Away | None = None,
     ) -> list[bool]:
-        """True for each page that was pinned."""
-        deadline = self._deadline(timeout_s)
-        return self._keyed("unpin", "unpinned", pb.UnpinRequest, namespace, prefix_hashes, deadline, away)
+        """Unpin all copies of pages. Return True for each page that was pinned."""
+        check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
+        ask = _asks("unpin", "unpinned", pb.UnpinRequest, namespace, prefix_hashes)
+        return self._fan_out.broadcast(ask, namespace, prefix_hashes, self._deadline(timeout_s), or_, False, away)
 
     def stat(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None
     ) -> list[pb.PageStat]:
-        """One PageStat per key; `present` is False for a miss."""
+        """Return one PageStat per key; `present` is False for a miss."""
 
-        def ask(link: NodeConnection, deadline: Deadline, places: Places) -> list[pb.PageStat]:
-            hashes = chosen(prefix_hashes, places)
+        def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[pb.PageStat]:
+            hashes = select(prefix_hashes, indices)
             return per_key(keyed_replies(link, "stat", pb.StatRequest, namespace, hashes, deadline), "pages", hashes)
 
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
         absent, deadline = pb.PageStat(), self._deadline(timeout_s)
-        found = self._fan_out.per_key(ask, namespace, prefix_hashes, _not_present, absent, deadline)
+        found = self._fan_out.route(ask, namespace, prefix_hashes, deadline, _not_present, absent)
         return [_of_key(page, prefix_hash) for page, prefix_hash in zip(found, prefix_hashes, strict=True)]
 
     def list_pages(
         self, namespace: Namespace, key_prefix: bytes = b"", limit: int = 0, after: bytes = b""
     ) -> Iterator[pb.PageStat]:
-        """Pages in the order of their prefix hashes, fetched piece by piece, those `after` one. `limit` 0: all. Of
-        a cluster those of the members that answer; a page that several of them have is listed once."""
+        """Yield pages in the order of their prefix hashes, those `after` one; fetched piece by
+        piece.
+
+        `limit` 0: all. Of a cluster, yield the pages of the members that answer; a page that
+        several of them have is listed once.
+        """
         first = pb.ListRequest(namespace=namespace.digest, key_prefix=key_prefix, page_token=after, limit=limit)
-        replies = answered(
-            self._fan_out.each(
-                lambda link, deadline: link.wire.call("list", first, deadline), namespace, self._deadline(None)
-            )
-        )
+        replies = answered(self._fan_out.each(_calls("list", first), namespace, self._deadline(None)))
         links = self._fan_out.nodes.all()
         parts = [
             self._list_of(links[address], namespace, first, reply)
@@ -174,7 +180,8 @@ class Admin:
     def _list_of(
         self, link: NodeChannel, namespace: Namespace, first: pb.ListRequest, reply: pb.ListReply
     ) -> Iterator[pb.PageStat]:
-        """What a node answered, and what it answers when it is asked to go on."""
+        """Yield the pages of a node's answer, and of those that follow when it is asked to go
+        on."""
         request, limit, count = pb.ListRequest(), first.limit, 0
         request.CopyFrom(first)
         while True:
@@ -184,33 +191,30 @@ class Admin:
             if not request.page_token or (limit and count >= limit):
                 return
             request.limit = limit - count if limit else 0
-            reply = link.run(
-                lambda link, deadline: link.wire.call("list", request, deadline), namespace, self._deadline(None)
-            )
+            reply = link.run(_calls("list", request), namespace, self._deadline(None))
 
     def namespaces(self, timeout_s: float | None = None) -> list[tuple[Namespace, pb.NamespaceInfo]]:
-        """All namespaces that the nodes know, with their counters: sums over those members of a cluster that answer."""
+        """Return all namespaces that the nodes know, with their counters: sums over the members
+        that answer."""
         request, deadline = pb.ListNamespacesRequest(), self._deadline(timeout_s)
-        replies = answered(
-            self._fan_out.each(lambda link, limit: link.wire.call("list_namespaces", request, limit), None, deadline)
-        )
+        replies = answered(self._fan_out.each(_calls("list_namespaces", request), None, deadline))
         return summed(info for reply in replies.values() for info in reply.namespaces)
 
     def view(self, timeout_s: float | None = None) -> View | None:
-        """Of the cluster that the nodes are members of, the newest that one of them told; None: the node is alone."""
+        """Return the newest view of the cluster that a member sent; None: the node is alone."""
         return self._fan_out.nodes.found(self._deadline(timeout_s))
 
     def node_status(self, timeout_s: float | None = None) -> pb.NodeStatusReply:
-        """What the node says of itself: state, memory, namespaces, counters, limits."""
+        """Return the node's own status: state, memory, namespaces, counters, limits."""
         return cast(pb.NodeStatusReply, self._only("node_status", pb.NodeStatusRequest(), timeout_s))
 
     def statuses(self, timeout_s: float | None = None) -> dict[str, pb.NodeStatusReply | KVStoreError]:
-        """What each node says of itself, or why it can not be asked, by address."""
-        request, deadline = pb.NodeStatusRequest(), self._deadline(timeout_s)
-        return self._fan_out.each(lambda link, limit: link.wire.call("node_status", request, limit), None, deadline)
+        """Return each node's own status, or why it can not be asked, by address."""
+        return self._fan_out.each(_calls("node_status", pb.NodeStatusRequest()), None, self._deadline(timeout_s))
 
     def remove_namespace(self, namespace: Namespace, timeout_s: float | None = None) -> int:
-        """Forgets a namespace and all its pages in every tier; how many entries went."""
+        """Remove a namespace and all its pages from every tier. Return how many entries were
+        removed."""
         request = pb.RemoveNamespaceRequest(namespace=namespace.digest, removal=os.urandom(REMOVAL_NBYTES))
         deadline = self._deadline(timeout_s)
         removed = 0
@@ -221,15 +225,18 @@ class Admin:
                 return removed
 
     def forget(self, tenant: str, timeout_s: float = FORGET_TIMEOUT_S, away: Away | None = None) -> pb.ForgetReply:
-        """Erases all that a tenant has, in RAM and on disk: sums over the nodes. `left` is 0 if nothing is left; `why`
-        says what is. `plain_disk`: of a disk that is not encrypted, bytes may stay on the medium until other pages
-        overwrite them. A page that the tenant puts meanwhile may stay, as a new one."""
+        """Erase all that a tenant has, in RAM and on disk. Return sums over the nodes.
+
+        `left` is 0 if nothing is left; `why` says what is. `plain_disk`: of a disk that is not
+        encrypted, bytes may stay on the medium until other pages overwrite them. A page that the
+        tenant puts meanwhile may stay, as a new one.
+        """
         deadline = self._deadline(timeout_s)
         request = pb.ForgetRequest(tenant=tenant, removal=os.urandom(REMOVAL_NBYTES))
         request.remove_only = self.view(timeout_s) is not None
         total = pb.ForgetReply()
         for _ in range(REMOVALS_MAX if request.remove_only else 0):
-            # As `remove` does it: one of them may have handed a page to another meanwhile.
+            # As in `remove`: a member may have handed a page to another meanwhile.
             replies = self._all("forget", request, None, deadline, away)
             total.pages += (count := sum(int(reply.pages) for reply in replies))
             total.ram_nbytes += sum(int(reply.ram_nbytes) for reply in replies)
@@ -245,7 +252,7 @@ class Admin:
         return total
 
     def flush(self, timeout_s: float | None = None, away: Away | None = None) -> int:
-        """Returns when all visible pages survive power loss; the number of pages on disk."""
+        """Wait until all visible pages survive power loss. Return the number of pages on disk."""
 
         def run(link: NodeConnection, deadline: Deadline) -> int:
             reply = link.wire.call("flush", pb.FlushRequest(wait_ms=wait_ms(deadline)), deadline)
@@ -254,66 +261,50 @@ class Admin:
         return sum(self._fan_out.all(run, None, self._deadline(timeout_s), away))
 
     def scrub(self, cursor: bytes = b"", nbytes_max: int = 0, timeout_s: float | None = None) -> pb.ScrubReply:
-        """Lets the node verify a stretch of its disk; go on with `next_cursor` until it is empty."""
+        """Have the node verify a part of its disk. Go on with `next_cursor` until it is empty."""
         return cast(
             pb.ScrubReply, self._only("scrub", pb.ScrubRequest(cursor=cursor, nbytes_max=nbytes_max), timeout_s)
         )
 
     def recover(self, timeout_s: float = RECOVER_TIMEOUT_S) -> None:
-        """Lets the node try its failed disk again. Raises Exhausted if it still fails, or hangs for 30 s."""
+        """Have the node try its failed disk again. Raises Exhausted if it still fails, or hangs for
+        30 s."""
         self._only("recover", pb.RecoverRequest(), timeout_s)
 
     def drain(self, end: bool = False, timeout_s: float | None = None) -> pb.DrainReply:
-        """Has the named member hand its pages to who owns them without it, or says how far it is; `end`: it serves
-        again. Raises InvalidRequest at a node that is in no cluster, or in one whose members are a fixed list."""
+        """Drain the named member: it hands its pages to the members that own them without it.
+        Return how far it is; `end`: it serves again.
+
+        Raises InvalidRequest at a node that is in no cluster, or in one whose members are a fixed
+        list.
+        """
         return cast(pb.DrainReply, self._only("drain", pb.DrainRequest(end=end), timeout_s))
 
     def sweep(self, dry: bool = False, timeout_s: float | None = None) -> pb.SweepReply:
-        """Has the named member fetch what it owns and others have; `dry`: only says what that is."""
+        """Have the named member fetch the pages that it owns and lacks; `dry`: only return
+        which."""
         return cast(pb.SweepReply, self._only("sweep", pb.SweepRequest(dry=dry), timeout_s))
 
     def record(
         self, seconds: float = 0.0, recording: bytes = b"", end: bool = False, timeout_s: float | None = None
     ) -> pb.RecordReply:
-        """Begins to record what the node is asked, for so long, or fetches what it has noted since the last time.
-        Raises Exhausted while somebody else records there."""
+        """Record the node's requests for so many seconds, or fetch what it has recorded since the
+        last time.
+
+        Raises Exhausted while another client records there.
+        """
         request = pb.RecordRequest(ms=round(seconds * 1000), recording=recording, end=end)
         return cast(pb.RecordReply, self._only("record", request, timeout_s))
 
     # ---- one call ------------------------------------------------------------------------
 
-    def _keyed(
-        self,
-        op: str,
-        field: str,
-        message: Any,
-        namespace: Namespace,
-        prefix_hashes: Sequence[bytes],
-        deadline: Deadline,
-        away: Away | None = None,
-    ) -> list[bool]:
-        """What the replies' `field` says of each key, of any of its copies; in as many batches as the node's limit asks
-        for."""
-        check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
-        ask = _asks(op, field, message, namespace, prefix_hashes)
-        return self._fan_out.every_copy(ask, namespace, prefix_hashes, or_, False, deadline, away)
-
     def _all(
         self, op: str, request: Any, namespace: Namespace | None, deadline: Deadline, away: Away | None = None
     ) -> list[Any]:
-        return self._fan_out.all(lambda link, limit: link.wire.call(op, request, limit), namespace, deadline, away)
+        return self._fan_out.all(_calls(op, request), namespace, deadline, away)
 
     def _only(self, op: str, request: Any, timeout_s: float | None) -> Any:
-        return self._one(op, lambda link, deadline: link.wire.call(op, request, deadline), None, timeout_s)
-
-    def _one(
-        self,
-        what: str,
-        call: Callable[[NodeConnection, Deadline], Result],
-        namespace: Namespace | None,
-        timeout_s: float | None,
-    ) -> Result:
-        return self._fan_out.one(call, namespace, self._deadline(timeout_s), what)
+        return self._fan_out.one(_calls(op, request), None, self._deadline(timeout_s), op)
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         check_process(self._pid)  # before any lock, which a thread of the parent may hold for ever here
@@ -321,7 +312,7 @@ class Admin:
 
 
 def summed(infos: Iterable[pb.NamespaceInfo]) -> list[tuple[Namespace, pb.NamespaceInfo]]:
-    """Each namespace once, with the sums of what nodes tell of it."""
+    """Return each namespace once, with the sums of its counters."""
     found: dict[bytes, pb.NamespaceInfo] = {}
     for info in infos:
         if info.digest in found:
@@ -333,7 +324,7 @@ def summed(infos: Iterable[pb.NamespaceInfo]) -> list[tuple[Namespace, pb.Namesp
 
 
 def answered(outcomes: Mapping[str, Result | KVStoreError]) -> dict[str, Result]:
-    """Of the nodes that answered. Raises what one of them raised if none did."""
+    """Return the answers of the nodes that answered. Raises what one of them raised if none did."""
     found = {address: outcome for address, outcome in outcomes.items() if not isinstance(outcome, KVStoreError)}
     failed = {address: outcome for address, outcome in outcomes.items() if isinstance(outcome, KVStoreError)}
     if failed and not found:
@@ -343,16 +334,24 @@ def answered(outcomes: Mapping[str, Result | KVStoreError]) -> dict[str, Result]
     return found
 
 
+def _calls(op: str, request: Any) -> Call[Any]:
+    """Return a function that makes this call at a node."""
+    return lambda link, limit: link.wire.call(op, request, limit)
+
+
 def _asks(op: str, field: str, message: Any, namespace: Namespace, prefix_hashes: Sequence[bytes]) -> Ask[bool]:
-    def ask(link: NodeConnection, deadline: Deadline, places: Places) -> list[bool]:
-        hashes = chosen(prefix_hashes, places)
+    """Return a function that makes this call about keys at a node, and reads `field` of its
+    replies."""
+
+    def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[bool]:
+        hashes = select(prefix_hashes, indices)
         return per_key(keyed_replies(link, op, message, namespace, hashes, deadline), field, hashes)
 
     return ask
 
 
 def _healths(reply: pb.VerifyReply) -> Sequence[int]:
-    """Per key; as an older node tells it, in any order: it has no copies elsewhere."""
+    """Return the health of each page; of an older node in any order: it has no copies elsewhere."""
     counted = [pb.PAGE_INTACT] * reply.intact + [pb.PAGE_DROPPED] * reply.dropped + [pb.PAGE_ABSENT] * reply.absent
     return list(reply.pages) or counted
 

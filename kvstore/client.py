@@ -1,10 +1,11 @@
-"""The client: batched, thread-safe, every call under a deadline.
+"""Store and read pages: batched, thread-safe, every call under a deadline.
 
-    Client --- cluster: which nodes? --- breaker: worth trying? --- wire: shared memory, bulk TCP or gRPC --- node
+    Client -- routing: which nodes? -- channel: breaker, retry -- transport: shm, bulk or gRPC -- node
 
-Page bytes move between the caller's buffers and the node's memory, or the socket, without a copy in between.
-Index 0 of every batch is the head of a prefix chain. A miss, a page that does not match its
-checksum, and a page that could not be stored are values; errors mean the node could not be asked.
+Page bytes move between the caller's buffers and the node's memory, or the socket, without a copy in
+between. Index 0 of every batch is the head of a prefix chain. A miss, a page that does not match
+its checksum, and a page that could not be stored are values; errors mean the node could not be
+asked.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from kvstore.cluster.calls import (
     put_pages,
     put_request,
 )
-from kvstore.cluster.fan_out import Places, check_knows_members, chosen
+from kvstore.cluster.fan_out import Indices, select
 from kvstore.cluster.routing import ELSEWHERE
 from kvstore.config import ClientConfig, client_config
 from kvstore.deadline import Deadline
@@ -45,54 +46,10 @@ from kvstore.transports.channel import NodeConnection
 from kvstore.transports.mapped_memory import AcquiredSlots, ReservedSlots
 from kvstore.transports.shm import ShmWire
 
-# What is wrong with pages that nodes sent: counted, logged, and told to the node, which can do
-# something about it.
-
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
-
-
-class CorruptionReports:
-    """Of one client. Whatever a node says to a complaint, the read was a miss."""
-
-    def __init__(self) -> None:
-        self.corrupt_pages = 0
-        self.forged_pages = 0
-
-    def about(self, found: GetResult, link: NodeConnection, namespace: Namespace, deadline: Deadline) -> None:
-        """The node checks its copies of corrupt pages and drops bad ones. Forged ones it removes, or they would be in
-        the way of the true ones for good: the namespace's name says which key it is that their maker has not."""
-        named = namespace.digest.hex()
-        if corrupt := found.corrupt:
-            self.corrupt_pages += len(corrupt)
-            log.error("%d pages of namespace %s did not match their checksum; treated as misses", len(corrupt), named)
-            check = pb.VerifyRequest(namespace=namespace.digest, prefix_hashes=_distinct(corrupt))
-            _complain(link, "verify", check, deadline)
-        if forged := found.forged:
-            self.forged_pages += len(forged)
-            log.error(
-                "%d pages of namespace %s were made or changed by somebody who has not its key; treated as misses",
-                len(forged),
-                named,
-            )
-            removal = pb.RemoveRequest(namespace=namespace.digest, prefix_hashes=_distinct(forged))
-            _complain(link, "remove", removal, deadline)
-
-
-def _distinct(prefix_hashes: list[bytes]) -> list[bytes]:
-    return list(dict.fromkeys(prefix_hashes))
-
-
-def _complain(link: NodeConnection, op: str, request: Any, deadline: Deadline) -> None:
-    try:
-        link.wire.call(op, request, deadline)
-    except KVStoreError as error:
-        log.warning("could not have the node %s such pages: %s", op, error)
-
-
-Result = TypeVar("Result")
 Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
-PROMISED = (PutOutcome.STORED, PutOutcome.EXISTS)  # what a put's promise holds for
+PROMISED = (PutOutcome.STORED, PutOutcome.EXISTS)  # outcomes for which a put's promise holds
 
 
 class Client(Admin):
@@ -105,15 +62,18 @@ class Client(Admin):
     def __init__(self, config: ClientConfig | None = None) -> None:
         super().__init__(config or client_config())
         self._page_keys = page_keys(self.config)
-        self._complaints = CorruptionReports()
+        self._corruption_reports = CorruptionReports()
 
     @property
     def stats(self) -> ClientStats:
-        return ClientStats(*self._fan_out.nodes.counts, self._complaints.corrupt_pages, self._complaints.forged_pages)
+        return ClientStats(
+            *self._fan_out.nodes.counts, self._corruption_reports.corrupt_pages, self._corruption_reports.forged_pages
+        )
 
     @property
     def key_id(self) -> str:
-        """Of the key that this client seals pages with, for a `Namespace`; empty: it has none."""
+        """Return the id of the key that this client seals pages with, for a `Namespace`; empty: no
+        key."""
         return self._page_keys.key_id if self._page_keys else ""
 
     @property
@@ -126,20 +86,22 @@ class Client(Admin):
 
     @property
     def wire_name(self) -> str:
-        """'shm', 'bulk' or 'grpc'; 'none' before the first call and while no node is reachable; 'mixed' where the
-        members of a cluster are reached by several."""
+        """Return 'shm', 'bulk' or 'grpc'; 'none' before the first call and while no node is
+        reachable; 'mixed' if the members of a cluster are reached by several transports."""
         names = {link.wire_name for link in self._fan_out.nodes.all().values()} - {"none"}
         return "mixed" if len(names) > 1 else names.pop() if names else "none"
 
     @property
     def maps_arena(self) -> bool:
-        """Whether `open_put` and `open_get` work; after the first call, such as `open`. Not while a near node fails:
-        `put` and `get` do without it."""
+        """Return whether `open_put` and `open_get` work; after the first call, such as `open`.
+
+        They do not while a near node fails: `put` and `get` do without it.
+        """
         link = self._fan_out.nodes.at_hand
         return link is not None and link.wire_name == ShmWire.name
 
     def close(self) -> None:
-        """Closes idle connections now and those in use when their call ends."""
+        """Close idle connections now, and those in use when their call ends."""
         self._fan_out.close()
 
     def __enter__(self) -> "Client":
@@ -153,17 +115,22 @@ class Client(Admin):
     def lookup(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], touch: bool = False, timeout_s: float | None = None
     ) -> LookupResult:
-        """Which of these pages are stored. `touch` counts as a use; a plain lookup does not, so
-        that polling can not keep dead pages alive."""
+        """Return which of these pages are stored.
 
-        def ask(link: NodeConnection, deadline: Deadline, places: Places, near: bool = False) -> list[bool]:
-            return look_up(link, namespace, chosen(prefix_hashes, places), touch, deadline, near)
+        `touch` counts as a use. A plain lookup does not, so that polling can not keep dead pages
+        alive.
+        """
+
+        def ask(indices: Indices, link: NodeConnection, limit: Deadline, near: bool = False) -> list[bool]:
+            if near:
+                link.check_asks_others()
+            return look_up(link, namespace, select(prefix_hashes, indices), touch, limit, near)
 
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
         deadline = self._deadline(timeout_s)
         present = self._fan_out.near(partial(ask, near=True), namespace, prefix_hashes, deadline)
         if present is None:
-            present = self._fan_out.per_key(ask, namespace, prefix_hashes, not_, False, deadline)
+            present = self._fan_out.route(ask, namespace, prefix_hashes, deadline, not_, False)
         return LookupResult(leading(present), tuple(present))
 
     def put(
@@ -174,36 +141,38 @@ class Client(Admin):
         keep: Keep = KEEP_WHILE_SPACE,
         timeout_s: float | None = None,
     ) -> list[PutOutcome]:
-        """Stores pages; one outcome per key. Pages that exist are touched, not sent.
+        """Store pages; return one outcome per key. Pages that exist are touched, not sent.
 
-        `pages`: a buffer for each, or a list or tuple of buffers in which its bytes lie one after the other; of exactly
-        `layout.page_nbytes` bytes. Give the whole chain, head first: the node ages it tail first. Raises Exhausted only
-        if nothing at all could be kept, and Exhausted for a durable put whose pages are visible but not safe. Here and
-        in gets, ConfigError for a namespace that is keyed with another key than this client has.
+        `pages`: a buffer for each page, or a list or tuple of buffers that hold its bytes one after
+        the other, of exactly `layout.page_nbytes` bytes. Give the whole chain, head first: the node
+        ages it tail first. Raises Exhausted only if nothing at all could be kept, and for a durable
+        put whose pages are visible but not safe. Here and in gets, raises ConfigError for a
+        namespace that is keyed with another key than this client has.
         """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         views = page_segments(pages, namespace.layout.page_nbytes)
         check_lengths(prefix_hashes, views)
         key = self._key(namespace)
 
-        def near(link: NodeConnection, deadline: Deadline, places: Places) -> list[PutOutcome]:
+        def ask(indices: Indices, link: NodeConnection, limit: Deadline) -> list[PutOutcome]:
+            link.check_asks_others()
             try:
-                return put_pages(link, namespace, prefix_hashes, views, keep, deadline, key)
+                return put_pages(link, namespace, prefix_hashes, views, keep, limit, key)
             except InvalidRequest as error:
                 if not keep.durable:
                     raise
                 raise Exhausted(f"it can not promise these pages: {error}") from error  # their owners may
 
         deadline = self._deadline(timeout_s)
-        outcomes = self._fan_out.near(near, namespace, prefix_hashes, deadline)
+        outcomes = self._fan_out.near(ask, namespace, prefix_hashes, deadline)
         if outcomes is None:
             return self._put_at_owners(namespace, prefix_hashes, views, keep, deadline)
-        left = [place for place, outcome in enumerate(outcomes) if keep.promised and outcome not in PROMISED]
+        left = [index for index, outcome in enumerate(outcomes) if keep.promised and outcome not in PROMISED]
         if left:
-            hashes, rest = chosen(prefix_hashes, left), chosen(views, left)
+            hashes, rest = select(prefix_hashes, left), select(views, left)
             asked = self._put_at_owners(namespace, hashes, rest, keep, deadline)
-            for place, outcome in zip(left, asked, strict=True):
-                outcomes[place] = outcome
+            for index, outcome in zip(left, asked, strict=True):
+                outcomes[index] = outcome
         return outcomes
 
     def _put_at_owners(
@@ -214,32 +183,34 @@ class Client(Admin):
         keep: Keep,
         deadline: Deadline,
     ) -> list[PutOutcome]:
-        """Where there is no near node, or it did not do what was promised; or at the node that is alone."""
+        """Put pages at their owners, or at the node that is alone: there is no near node, or it did
+        not do what was promised."""
         key = self._key(namespace)
-        full: dict[int, Exhausted] = {}  # what an owner answered that has no room or could not promise, by place
+        # By key: what an owner answered that has no space or could not promise.
+        full: dict[int, Exhausted] = {}
 
-        def ask(link: NodeConnection, deadline: Deadline, places: Places) -> list[PutOutcome]:
+        def ask(indices: Indices, link: NodeConnection, limit: Deadline) -> list[PutOutcome]:
             try:
                 if keep.ack == ACK_ALL and self._fan_out.nodes.view is not None:
-                    check_knows_members(link)
-                hashes, pages = chosen(prefix_hashes, places), chosen(views, places)
-                return put_pages(link, namespace, hashes, pages, keep, deadline, key)
+                    link.check_knows_members()
+                hashes, pages = select(prefix_hashes, indices), select(views, indices)
+                return put_pages(link, namespace, hashes, pages, keep, limit, key)
             except Exhausted as error:
                 if error.answered:
-                    full.update(dict.fromkeys(places, error))
+                    full.update(dict.fromkeys(indices, error))
                 raise
 
         try:
-            outcomes = self._fan_out.per_key(ask, namespace, prefix_hashes, _full, PutOutcome.AWAY, deadline)
+            outcomes = self._fan_out.route(ask, namespace, prefix_hashes, deadline, _full, PutOutcome.AWAY)
         except (Unavailable, DeadlineExceeded):
             if full:  # says more than that another did not answer
                 raise next(iter(full.values())) from None
             raise
-        refused = [place for place in full if not outcomes[place].kept]
+        refused = [index for index in full if not outcomes[index].kept]
         if refused and keep.promised:
             raise full[refused[0]]
-        for place in refused:
-            outcomes[place] = PutOutcome.FULL
+        for index in refused:
+            outcomes[index] = PutOutcome.FULL
         return outcomes
 
     def get(
@@ -250,16 +221,17 @@ class Client(Admin):
         prefix: bool = False,
         timeout_s: float | None = None,
     ) -> list[bool]:
-        """Reads pages into the callers' buffers; True for each that is there, intact and, if the namespace is keyed,
-        sealed by who has the key.
+        """Read pages into the caller's buffers. Return True for each page that is there, is intact
+        and, if the namespace is keyed, has a seal of its key.
 
-        `buffers`: writable, for each page as in `put`, no byte of them named twice: bytes are checked where they arrive
-        and not again when others arrive there. Those of misses hold nothing of meaning afterwards. Nothing is written
-        to any when this has returned or raised. `prefix` stops at the first miss.
+        `buffers`: writable, for each page as in `put`. Buffers must not overlap: bytes are checked
+        where they arrive, and not again when others arrive there. After a miss the buffer's content
+        is undefined. Nothing is written to any buffer when this has returned or raised. `prefix`
+        stops at the first miss.
         """
         whole = (ByteRange(0, namespace.layout.page_nbytes),)
-        wanted = GetOptions(whole, prefix, key=self._key(namespace))
-        return self._get(namespace, prefix_hashes, buffers, wanted, timeout_s)
+        options = GetOptions(whole, prefix, key=self._key(namespace))
+        return self._get(namespace, prefix_hashes, buffers, options, timeout_s)
 
     def get_ranges(
         self,
@@ -269,26 +241,27 @@ class Client(Admin):
         buffers: Sequence[Any],
         timeout_s: float | None = None,
     ) -> list[bool]:
-        """Like `get` for parts of each page: for a layer, `ranges=layout.layer_ranges(layer)`.
+        """Read parts of each page, as `get` does; for a layer, `ranges=layout.layer_ranges(layer)`.
 
-        A page's buffers take the ranges one after the other. The node checks the parts of the page in which they
-        lie (`kvstore.checksum.cuts`) before it sends them. Of a keyed namespace it sends all of these parts.
+        A page's buffers take the ranges one after the other. The node checks the parts of the page
+        in which they lie (`kvstore.checksum.cuts`) before it sends them. Of a keyed namespace it
+        sends all of these parts.
         """
         if not ranges:
             raise InvalidRequest("ranges is empty; use get for whole pages")
-        wanted = GetOptions(tuple(ranges), False, key=self._key(namespace))
-        return self._get(namespace, prefix_hashes, buffers, wanted, timeout_s)
+        options = GetOptions(tuple(ranges), False, key=self._key(namespace))
+        return self._get(namespace, prefix_hashes, buffers, options, timeout_s)
 
     def _get(
         self,
         namespace: Namespace,
         prefix_hashes: Sequence[bytes],
         buffers: Sequence[Any],
-        wanted: GetOptions,
+        options: GetOptions,
         timeout_s: float | None,
     ) -> list[bool]:
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
-        views = page_segments(buffers, wanted.nbytes, writable=True)
+        views = page_segments(buffers, options.nbytes, writable=True)
         check_lengths(prefix_hashes, views)
 
         deadline = self._deadline(timeout_s)
@@ -296,36 +269,40 @@ class Client(Admin):
         several = view is not None and (view.replicas > 1 or not view.settled)
         forged: set[bytes] = set()
         # What is missing at one member may be at another: no member knows where the prefix ends.
-        asked = replace(wanted, prefix=False) if several else wanted
+        asked = replace(options, prefix=False) if several else options
 
-        def ask(link: NodeConnection, deadline: Deadline, places: Places, asked: GetOptions = asked) -> list[bool]:
-            hashes, into = chosen(prefix_hashes, places), chosen(views, places)
-            found = get_pages(link, namespace, hashes, into, asked, deadline)
+        def ask(indices: Indices, link: NodeConnection, limit: Deadline, asked: GetOptions = asked) -> list[bool]:
+            if asked.near:
+                link.check_asks_others()
+            hashes, into = select(prefix_hashes, indices), select(views, indices)
+            found = get_pages(link, namespace, hashes, into, asked, limit)
             forged.update(found.forged)
-            self._complaints.about(found, link, namespace, deadline)
+            self._corruption_reports.report(found, link, namespace, limit)
             return found.hits
 
-        ask_near = partial(ask, asked=replace(wanted, near=True))
+        ask_near = partial(ask, asked=replace(options, near=True))
         hits = self._fan_out.near(ask_near, namespace, prefix_hashes, deadline)
-        if hits is not None and forged:  # it may have them from one owner, and another have the page
-            left = [place for place, hit in enumerate(hits) if not hit and prefix_hashes[place] in forged]
+        if hits is None:
+            hits = self._fan_out.route(ask, namespace, prefix_hashes, deadline, not_, False)
+        elif forged:  # it may have them from one owner, and another have the page
+            left = [index for index, hit in enumerate(hits) if not hit and prefix_hashes[index] in forged]
 
-            def ask_again(link: NodeConnection, deadline: Deadline, places: Places) -> list[bool]:
-                return ask(link, deadline, chosen(left, places))
+            def ask_again(indices: Indices, link: NodeConnection, limit: Deadline) -> list[bool]:
+                return ask(select(left, indices), link, limit)
 
             with contextlib.suppress(*ELSEWHERE):
-                hashes = chosen(prefix_hashes, left)
-                again = self._fan_out.per_key(ask_again, namespace, hashes, not_, False, deadline)
-                for place, hit in zip(left, again, strict=True):
-                    hits[place] = hit
-        elif hits is None:
-            hits = self._fan_out.per_key(ask, namespace, prefix_hashes, not_, False, deadline)
-        length = leading(hits) if wanted.prefix else len(hits)
+                hashes = select(prefix_hashes, left)
+                again = self._fan_out.route(ask_again, namespace, hashes, deadline, not_, False)
+                for index, hit in zip(left, again, strict=True):
+                    hits[index] = hit
+        length = leading(hits) if options.prefix else len(hits)
         return hits[:length] + [False] * (len(views) - length)
 
     def _key(self, namespace: Namespace) -> bytes | None:
-        """With which its pages are sealed; None: they are not. Raises ConfigError if another key than this client's
-        was meant."""
+        """Return the key that the namespace's pages are sealed with; None: they are not sealed.
+
+        Raises ConfigError if another key than this client's was meant.
+        """
         if not namespace.key_id:
             return None
         if self._page_keys is None or self._page_keys.key_id != namespace.key_id:
@@ -345,13 +322,14 @@ class Client(Admin):
         keep: Keep = KEEP_WHILE_SPACE,
         timeout_s: float | None = None,
     ) -> contextlib.AbstractContextManager[ReservedSlots]:
-        """`with client.open_put(...) as slots`: the node's own memory, to write pages in and then
-        `slots.commit(leaves)`. Leaving without a commit stores nothing.
+        """Reserve slots in the node's own memory: `with client.open_put(...) as slots`. Write pages
+        there, then `slots.commit(leaves)`. Leaving without a commit stores nothing.
 
         At most `batch_pages_max` keys. Raises InvalidRequest unless `maps_arena`. A context has a
-        connection of its own; `timeout_s` covers all of it up to the commit. A near node that does not answer
-        leaves half of it. Raises InvalidRequest for a keyed namespace too: who maps the node's memory could change a
-        page between its check and its use, or before its seal is made, so that is done in memory of the caller's.
+        connection of its own; `timeout_s` covers all of it up to the commit. A near node that does
+        not answer leaves half of it. Raises InvalidRequest for a keyed namespace too: another
+        process that maps the node's memory could change a page between its check and its use, or
+        before its seal is made, so both are done in the caller's memory.
         """
         until = self._deadline(timeout_s)
 
@@ -363,10 +341,10 @@ class Client(Admin):
     def open_get(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], prefix: bool = False, timeout_s: float | None = None
     ) -> contextlib.AbstractContextManager[AcquiredSlots]:
-        """`with client.open_get(...) as slots`: the pages in the node's own memory, which keep their
-        bytes and their place until the context is left, for however long that is.
+        """Acquire pages in the node's own memory: `with client.open_get(...) as slots`. They keep
+        their bytes and their slots until the context is left, for however long that is.
 
-        The caller compares bytes and `slots.checksums`, and tells `verify` of a page that does not
+        The caller compares bytes and `slots.checksums`, and calls `verify` for a page that does not
         match. Otherwise as `open_put`.
         """
 
@@ -379,7 +357,7 @@ class Client(Admin):
         return self._in_place(enter, namespace, self._deadline(timeout_s))
 
     def batch_pages_max(self, namespace: Namespace, timeout_s: float | None = None) -> int:
-        """Pages of this namespace that one `open_put` or `open_get` may ask for."""
+        """Return how many pages of this namespace one `open_put` or `open_get` may ask for."""
         nbytes = namespace.stored_nbytes
         near = self._fan_out.nodes.at_hand
         if near is not None and (limits := near.limits) is not None:
@@ -410,6 +388,46 @@ class Client(Admin):
         slots, stack = self._fan_out.in_place(run, namespace, deadline, "a page in place")
         with stack:
             yield slots
+
+
+class CorruptionReports:
+    """Count bad pages that nodes sent to one client, log them and report them to the node, which
+    can do something about them. Whatever the node says to a report, the read was a miss."""
+
+    def __init__(self) -> None:
+        self.corrupt_pages = 0
+        self.forged_pages = 0
+
+    def report(self, found: GetResult, link: NodeConnection, namespace: Namespace, deadline: Deadline) -> None:
+        """Report what is bad in a result.
+
+        The node checks its copies of corrupt pages and drops bad ones. Forged ones it removes, or
+        they would be in the way of the true ones for good: the namespace's name says which key it
+        is that their maker has not.
+        """
+        named = namespace.digest.hex()
+        if corrupt := found.corrupt:
+            self.corrupt_pages += len(corrupt)
+            log.error("%d pages of namespace %s did not match their checksum; treated as misses", len(corrupt), named)
+            _report(link, "verify", pb.VerifyRequest, namespace, corrupt, deadline)
+        if forged := found.forged:
+            self.forged_pages += len(forged)
+            log.error(
+                "%d pages of namespace %s were made or changed by somebody who has not its key; treated as misses",
+                len(forged),
+                named,
+            )
+            _report(link, "remove", pb.RemoveRequest, namespace, forged, deadline)
+
+
+def _report(
+    link: NodeConnection, op: str, message: Any, namespace: Namespace, prefix_hashes: list[bytes], deadline: Deadline
+) -> None:
+    request = message(namespace=namespace.digest, prefix_hashes=list(dict.fromkeys(prefix_hashes)))
+    try:
+        link.wire.call(op, request, deadline)
+    except KVStoreError as error:
+        log.warning("could not have the node %s such pages: %s", op, error)
 
 
 def _full(outcome: PutOutcome) -> bool:

@@ -9,15 +9,12 @@ configures neither has nothing imported.
 import importlib.metadata
 import logging
 import threading
-from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import kvstore.tracing as tracing
 from kvstore.config import Telemetry, telemetry
 from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
-from kvstore.tracing import Trace
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -46,7 +43,7 @@ def set_up(service: str = "") -> None:
     if service:
         _provide(trace, service, wanted)
     try:
-        tracing.tracer = _Tracer(trace)
+        tracing.tracer = tracing.Tracer(trace)
     except Exception:  # as above
         log.exception("OTEL_* asks for traces, and its provider can not be used")
 
@@ -104,65 +101,3 @@ def flush() -> None:
     flushing.join(FLUSH_S)
     if flushing.is_alive():
         log.warning("the last spans could not be sent within %g s", FLUSH_S)
-
-
-class _Tracer:
-    def __init__(self, trace: Any) -> None:
-        self._api = trace
-        self._tracer = trace.get_tracer("kvstore")
-
-    def span(self, name: str, parent: Trace | None, kind: str, attributes: dict[str, Any]) -> "_Span":
-        api = self._api
-        context, links = None, []
-        if parent is not None:
-            context = api.set_span_in_context(api.NonRecordingSpan(self._remote(parent)))
-            links = [api.Link(self._remote(other)) for other in parent.others]
-        try:
-            started = self._tracer.start_span(name, context, api.SpanKind[kind.upper()], attributes, links)
-        except Exception:  # of a sampler or a processor that is not ours: what is traced is done all the same
-            log.exception("the step %s is not recorded", name)
-            started = api.INVALID_SPAN
-        return _Span(api, started, parent)
-
-    def _remote(self, trace: Trace) -> Any:
-        return self._api.SpanContext(
-            int.from_bytes(trace.trace_id, "big"),
-            int.from_bytes(trace.span_id, "big"),
-            is_remote=True,
-            trace_flags=self._api.TraceFlags(trace.sampled),
-        )
-
-    def active(self) -> Trace | None:
-        """Of the span that the engine is in, if it is in one."""
-        return _trace(self._api.get_current_span())
-
-
-def _trace(span: Any) -> Trace | None:
-    of = span.get_span_context()
-    if not of.is_valid:
-        return None
-    return Trace(of.trace_id.to_bytes(16, "big"), of.span_id.to_bytes(8, "big"), bool(of.trace_flags.sampled))
-
-
-class _Span(AbstractContextManager[Any]):
-    """A context. What is done within is of this span, and so is what others are asked."""
-
-    def __init__(self, api: Any, started: Any, parent: Trace | None) -> None:
-        self._api = api
-        self._started = started
-        trace = _trace(started)
-        self._within = tracing.within(trace._replace(others=parent.others) if trace and parent else trace or parent)
-
-    def __enter__(self) -> Any:
-        self._within.__enter__()
-        return self._started
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._within.__exit__(None, None, None)
-        try:
-            if error is not None:
-                said = f"{type(error).__name__}: {error}"
-                self._started.set_status(self._api.Status(self._api.StatusCode.ERROR, said))
-            self._started.end()
-        except Exception:  # the edge to code that is not ours
-            log.exception("a step is not recorded")

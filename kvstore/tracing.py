@@ -15,8 +15,13 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol, TypeVar
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
 
+from kvstore.log_rate import LogRate
+
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
 Result = TypeVar("Result")
 
 TRACE_NBYTES, SPAN_NBYTES = 16, 8
@@ -91,17 +96,8 @@ def _valid(trace_id: bytes, span_id: bytes, flags: int) -> Trace | None:
 Span = contextlib.AbstractContextManager[Any]  # one step, around which its trace is the current one
 
 
-class Tracer(Protocol):
-    """Who records spans (`kvstore.otel`)."""
-
-    def span(self, name: str, parent: Trace | None, kind: str, attributes: dict[str, Any]) -> Span: ...
-
-    def active(self) -> Trace | None:
-        """That the engine itself is in."""
-
-
 NOTHING = contextlib.nullcontext()
-tracer: Tracer | None = None
+tracer: "Tracer | None" = None
 _current: ContextVar[Trace | None] = ContextVar("kvstore-trace", default=None)
 current = _current.get
 
@@ -170,6 +166,75 @@ def carried(function: Callable[..., Result]) -> Callable[..., Result]:
             return function(*arguments)
 
     return run
+
+
+# ---- spans of OpenTelemetry ----------------------------------------------------------------
+
+
+class Tracer:
+    """Records spans by OpenTelemetry, which `kvstore.otel` imports and hands in. This file imports
+    none of it."""
+
+    def __init__(self, trace: Any) -> None:
+        """`trace`: the module `opentelemetry.trace`."""
+        self._api = trace
+        self._tracer = trace.get_tracer("kvstore")
+
+    def span(self, name: str, parent: Trace | None, kind: str, attributes: dict[str, Any]) -> "_Span":
+        api = self._api
+        context, links = None, []
+        if parent is not None:
+            context = api.set_span_in_context(api.NonRecordingSpan(self._remote(parent)))
+            links = [api.Link(self._remote(other)) for other in parent.others]
+        try:
+            started = self._tracer.start_span(name, context, api.SpanKind[kind.upper()], attributes, links)
+        except Exception:  # of a sampler or a processor that is not ours: what is traced is done all the same
+            log.exception("the step %s is not recorded", name)
+            started = api.INVALID_SPAN
+        return _Span(api, started, parent)
+
+    def _remote(self, trace: Trace) -> Any:
+        return self._api.SpanContext(
+            int.from_bytes(trace.trace_id, "big"),
+            int.from_bytes(trace.span_id, "big"),
+            is_remote=True,
+            trace_flags=self._api.TraceFlags(trace.sampled),
+        )
+
+    def active(self) -> Trace | None:
+        """Return the trace that the engine itself is in; None if it is in none."""
+        return _trace_of(self._api.get_current_span())
+
+
+def _trace_of(span: Any) -> Trace | None:
+    of = span.get_span_context()
+    if not of.is_valid:
+        return None
+    return Trace(of.trace_id.to_bytes(16, "big"), of.span_id.to_bytes(8, "big"), bool(of.trace_flags.sampled))
+
+
+class _Span(contextlib.AbstractContextManager[Any]):
+    """Make a started span the current one, as a context, and end it."""
+
+    def __init__(self, api: Any, started: Any, parent: Trace | None) -> None:
+        self._api = api
+        self._started = started
+        trace = _trace_of(started)
+        self._within = within(trace._replace(others=parent.others) if trace and parent else trace or parent)
+
+    def __enter__(self) -> Any:
+        self._within.__enter__()
+        return self._started
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._within.__exit__(None, None, None)
+        try:
+            if error is not None:
+                said = f"{type(error).__name__}: {error}"
+                self._started.set_status(self._api.Status(self._api.StatusCode.ERROR, said))
+            self._started.end()
+        except Exception:  # the edge to code that is not ours
+            log.exception("a step is not recorded")
 
 
 class NamesRequest(logging.Filter):

@@ -1,6 +1,9 @@
-"""What a call does at one node, batch by batch."""
+"""Make a call at one node in batches that keep the node's limits on keys, bytes and ranges.
 
-import contextlib
+A chain that takes several batches is touched as a whole afterwards, so that its end is evicted
+before its head.
+"""
+
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +21,11 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import ACK_ALL, Keep, PutOutcome
 from kvstore.transports.channel import NodeConnection
 
-# A call's keys in batches: the node's limits, and what must hold across them.
-
 # So long before a caller's deadline a node ends its waiting for the disk, at least.
 WAIT_MARGIN_S = 0.05
 _OUTCOMES = {outcome.value: outcome for outcome in PutOutcome}  # to call the enum takes ten times as long
 NEAR_SHARE = 0.8  # of the time that is left, for what a near node asks of others
+SCRATCH_NBYTES = 64 << 20  # of parts of sealed pages, in which the ranges that are wanted lie
 
 
 def look_up(
@@ -34,8 +36,11 @@ def look_up(
     deadline: Deadline,
     near: bool = False,
 ) -> list[bool]:
-    """Presence per key; `near`: at this node or at others. Several batches go tail first: touching must end with the
-    head, and after a transfer in batches this puts the whole chain's order right."""
+    """Return whether each page is stored; `near`: at this node or at others.
+
+    Several batches go tail first: touching must end with the head, and after a transfer in batches
+    this puts the whole chain's order right.
+    """
     found: list[list[bool]] = []
     step = link.limits.batch_keys_max
     for start in reversed(range(0, len(prefix_hashes), step)):
@@ -43,8 +48,7 @@ def look_up(
         request = pb.LookupRequest(namespace=namespace.digest, prefix_hashes=hashes, touch=touch)
         if near:
             request.near, request.wait_ms = True, near_wait_ms(deadline)
-        with _too_many(len(found) * step, deadline):
-            present = link.wire.call("lookup", request, deadline).present[:]
+        present = _call(link, "lookup", request, len(found) * step, deadline).present[:]
         if len(present) != len(hashes):
             raise ProtocolError(f"the node answered a lookup of {len(hashes)} keys for {len(present)}")
         found.append(present)
@@ -59,22 +63,24 @@ def keyed_replies(
     prefix_hashes: Sequence[bytes],
     deadline: Deadline,
 ) -> list[Any]:
-    """Replies of a request per key, one for each batch. `message`: makes the request."""
+    """Return the replies to a request about each key, one for each batch. `message` makes the
+    request."""
     step = batch_pages_max(namespace.stored_nbytes if op == "verify" else 0, link.limits)
     replies: list[Any] = []
     for start in range(0, len(prefix_hashes), step):
         request = message(namespace=namespace.digest, prefix_hashes=prefix_hashes[start : start + step])
-        with _too_many(start, deadline):
-            replies.append(link.wire.call(op, request, deadline))
+        replies.append(_call(link, op, request, start, deadline))
     return replies
 
 
-@contextlib.contextmanager
-def _too_many(answered: int, deadline: Deadline) -> Iterator[None]:
-    """Around each batch of a call that has answers for so many keys. If its time ends, so many keys were too many for
-    it: Exhausted, which is no failure of a node that answers."""
+def _call(link: NodeConnection, op: str, request: Any, answered: int, deadline: Deadline) -> Any:
+    """Make the call of one batch, behind others with answers for so many keys.
+
+    If its time ends, so many keys were too many for it: Exhausted, which is no failure of a node
+    that answers.
+    """
     try:
-        yield
+        return link.wire.call(op, request, deadline)
     except DeadlineExceeded as error:
         if not answered:
             raise
@@ -94,15 +100,16 @@ def put_request(namespace: Namespace, prefix_hashes: Sequence[bytes], keep: Keep
 
 
 def wait_ms(deadline: Deadline) -> int:
-    """How long a node may wait for its disk: it answers before the deadline, so that a disk that hangs is not taken
-    for a node that does."""
+    """Return how long a node may wait for its disk: it answers before the deadline, so that a disk
+    that hangs is not taken for a node that does."""
     left_s = deadline.remaining()
     return max(1, int(1000 * (left_s - max(WAIT_MARGIN_S, left_s / 10))))
 
 
 def near_wait_ms(deadline: Deadline) -> int:
-    """How long a near node may ask others: it answers before the deadline, so that others that hang are not taken for
-    a near node that does. The least is for one that asks next to nobody."""
+    """Return how long a near node may ask others: it answers before the deadline, so that others
+    that hang are not taken for a near node that does. At least a millisecond, for a near node that
+    has nearly everything."""
     return max(1, int(1000 * deadline.remaining() * NEAR_SHARE))
 
 
@@ -114,7 +121,7 @@ def put_outcomes(verdicts: Sequence[int]) -> list[PutOutcome]:
 
 
 def per_key(replies: Sequence[Any], field: str, prefix_hashes: Sequence[bytes]) -> list[Any]:
-    """What the replies' `field` says of each key."""
+    """Return what the replies' `field` says of each key."""
     found = [value for reply in replies for value in getattr(reply, field)]
     if len(found) != len(prefix_hashes):
         raise ProtocolError(f"the node said what is {field} of {len(found)} keys, asked about {len(prefix_hashes)}")
@@ -122,13 +129,13 @@ def per_key(replies: Sequence[Any], field: str, prefix_hashes: Sequence[bytes]) 
 
 
 def check_goes_on(request: pb.ListRequest, reply: pb.ListReply) -> None:
-    """A list that did not go on would be asked for without end."""
+    """Raise ProtocolError for a list that does not go on: it would be asked for without end."""
     if reply.next_page_token and reply.next_page_token <= request.page_token:
         raise ProtocolError("the node's list of pages goes in a circle")
 
 
 def leading(present: Sequence[bool]) -> int:
-    """Length of the leading run of True."""
+    """Return the length of the leading run of True."""
     return present.index(False) if False in present else len(present)
 
 
@@ -137,23 +144,21 @@ def key_seeds(namespace: Namespace, prefix_hashes: Sequence[bytes]) -> list[int]
 
 
 def batches(count: int, nbytes: int, limits: pb.Limits, pieces: int = 1) -> Iterator[slice]:
-    """Slices of a batch that keep the limits on keys, bytes and pieces; the latter two are per key."""
+    """Yield slices that keep the limits on keys, bytes and pieces; the latter two are per key."""
     step = batch_pages_max(nbytes, limits, pieces)
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
 
 def batch_pages_max(nbytes: int, limits: pb.Limits, pieces: int = 1) -> int:
-    """Pages in one batch, of each of which `nbytes` bytes in so many pieces are moved."""
+    """Return how many pages one batch may have, of each of which `nbytes` bytes in so many pieces
+    are moved."""
     return max(1, min(limits.batch_keys_max, limits.batch_nbytes_max // max(nbytes, 1), GET_PIECES_MAX // pieces))
 
 
 def check_lengths(prefix_hashes: Sequence[bytes], pages: Sequence[Pieces]) -> None:
     if len(prefix_hashes) != len(pages):
         raise InvalidRequest(f"{len(prefix_hashes)} prefix hashes for {len(pages)} buffers")
-
-
-SCRATCH_NBYTES = 64 << 20  # of parts of sealed pages, in which the ranges that are wanted lie
 
 
 def put_pages(
@@ -165,7 +170,10 @@ def put_pages(
     deadline: Deadline,
     key: bytes | None = None,
 ) -> list[PutOutcome]:
-    """An outcome per key. `key`: of a keyed namespace. Raises Exhausted if nothing at all could be kept."""
+    """Send pages; return an outcome per key. `key`: of a keyed namespace.
+
+    Raises Exhausted if nothing at all could be kept.
+    """
     outcomes: list[PutOutcome] = []
     seals = None if key is None else Seals(key, namespace.layout.page_nbytes)
     parts = list(batches(len(pages), namespace.stored_nbytes, link.limits))
@@ -188,8 +196,8 @@ def put_pages(
 
 @dataclass(frozen=True)
 class GetOptions:
-    """What a get asks of each page. `prefix`: nothing behind the first miss; `near`: the node may fetch it from
-    others; `key`: of a keyed namespace."""
+    """Say what a get reads of each page. `prefix`: nothing behind the first miss; `near`: the node
+    may fetch it from others; `key`: of a keyed namespace."""
 
     ranges: tuple[ByteRange, ...]
     prefix: bool
@@ -202,8 +210,8 @@ class GetOptions:
 
 
 class GetResult(NamedTuple):
-    """`hits`: whether each is there and good. Keys of pages that are there: `corrupt` do not match their checksum,
-    `forged` do and have not their seal."""
+    """Hold what a get found. `hits`: whether each page is there and good. `corrupt`: keys of pages
+    that do not match their checksum; `forged`: of pages that do, without a good seal."""
 
     hits: list[bool]
     corrupt: list[bytes]
@@ -215,24 +223,25 @@ def get_pages(
     namespace: Namespace,
     prefix_hashes: Sequence[bytes],
     pages: Sequence[Pieces],
-    wanted: GetOptions,
+    options: GetOptions,
     deadline: Deadline,
 ) -> GetResult:
+    """Read pages into buffers; say which of them were there and good."""
     page_nbytes = namespace.layout.page_nbytes
-    whole = wanted.ranges == (ByteRange(0, page_nbytes),)
-    ranges = tuple((part.offset, part.nbytes) for part in wanted.ranges)
-    if wanted.key is None:
-        return _get(link, namespace, prefix_hashes, pages, _NodeGet(() if whole else ranges), wanted, deadline)
+    whole = options.ranges == (ByteRange(0, page_nbytes),)
+    ranges = tuple((part.offset, part.nbytes) for part in options.ranges)
+    if options.key is None:
+        return _get(link, namespace, prefix_hashes, pages, _NodeGet(() if whole else ranges), options, deadline)
     if whole:
-        asked = _NodeGet((), Seals(wanted.key, page_nbytes))
-        return _get(link, namespace, prefix_hashes, pages, asked, wanted, deadline)
-    return _get_sealed_ranges(link, namespace, prefix_hashes, pages, ranges, wanted, deadline)
+        asked = _NodeGet((), Seals(options.key, page_nbytes))
+        return _get(link, namespace, prefix_hashes, pages, asked, options, deadline)
+    return _get_sealed_ranges(link, namespace, prefix_hashes, pages, ranges, options, deadline)
 
 
 @dataclass(frozen=True)
 class _NodeGet:
-    """What a node is asked for, of each page: its `ranges`, none for all of it; with `seals` what the last of them, or
-    the page, ends with is the seal."""
+    """Say what a node is asked to send of each page: its `ranges`, none for all of it. With
+    `seals`, the last of them, or the page, ends with the seal."""
 
     ranges: tuple[tuple[int, int], ...]
     seals: Seals | None = None
@@ -244,7 +253,7 @@ def _get(
     prefix_hashes: Sequence[bytes],
     pages: Sequence[Pieces],
     asked: _NodeGet,
-    wanted: GetOptions,
+    options: GetOptions,
     deadline: Deadline,
 ) -> GetResult:
     stored_nbytes, ranges = namespace.stored_nbytes, asked.ranges
@@ -260,19 +269,19 @@ def _get(
             namespace=namespace.digest,
             prefix_hashes=hashes,
             ranges=messages,
-            prefix_only=wanted.prefix,
-            near=wanted.near,
-            wait_ms=near_wait_ms(deadline) if wanted.near else 0,
+            prefix_only=options.prefix,
+            near=options.near,
+            wait_ms=near_wait_ms(deadline) if options.near else 0,
         )
         seeds = key_seeds(namespace, hashes)
         found, damaged = link.wire.get(request, pages[part], seeds, deadline, asked.seals)
         hits.extend(found)
         corrupt.extend(hashes[place] for place in damaged)
-        if wanted.prefix and not all(found):
+        if options.prefix and not all(found):
             break
     if len(parts) > 1:
         look_up(link, namespace, prefix_hashes[: len(hits)], True, deadline)
-    length = leading(hits) if wanted.prefix else len(hits)
+    length = leading(hits) if options.prefix else len(hits)
     forged = asked.seals.forged if asked.seals else []
     return GetResult(hits[:length] + [False] * (len(pages) - length), corrupt, forged)
 
@@ -283,12 +292,12 @@ def _get_sealed_ranges(
     prefix_hashes: Sequence[bytes],
     pages: Sequence[Pieces],
     ranges: Sequence[tuple[int, int]],
-    wanted: GetOptions,
+    options: GetOptions,
     deadline: Deadline,
 ) -> GetResult:
-    """All of the parts in which the ranges lie come, into memory of our own, with the seal; the ranges are copied from
-    there when that fits."""
-    assert wanted.key is not None
+    """Read all of the parts in which the ranges lie into memory of our own, with the seal, and copy
+    the ranges from there if that fits."""
+    assert options.key is not None
     page_nbytes = namespace.layout.page_nbytes
     check_ranges(ranges, page_nbytes)
     sealed = SealedRanges(page_nbytes, ranges)
@@ -298,8 +307,8 @@ def _get_sealed_ranges(
     scratch = [(memoryview(bytearray(sealed.nbytes)),) for _ in range(step)]
     for start in range(0, len(pages), step):
         hashes = prefix_hashes[start : start + step]
-        asked = _NodeGet((*sealed.runs, behind), Seals(wanted.key, page_nbytes, sealed.numbers))
-        some = _get(link, namespace, hashes, scratch[: len(hashes)], asked, wanted, deadline)
+        asked = _NodeGet((*sealed.runs, behind), Seals(options.key, page_nbytes, sealed.numbers))
+        some = _get(link, namespace, hashes, scratch[: len(hashes)], asked, options, deadline)
         for hit, page, (parts,) in zip(some.hits, pages[start : start + step], scratch, strict=False):
             if hit:
                 copy_segments(page, sealed.pick(parts))

@@ -1,6 +1,6 @@
-"""The nodes that a client talks to: one that is alone, or the members of a cluster as the newest view has them.
+"""Hold a channel to each node: the one that is alone, or the members of a cluster's newest view.
 
-addresses that were given --hello--> a view, or none --> a link per member, which tells of newer views
+addresses that were given --hello--> a view, or none --> a channel per member, which tells of newer views
                                                          a stream of views from one of them
                                                      --> which of them is near
 """
@@ -32,7 +32,8 @@ NEAR_SHARE = 0.25  # of a call's time for each
 
 
 class Near(NamedTuple):
-    """`link`: to the near node of a view, None if there was none; `until`: when that is looked at again."""
+    """Remember the near node of a view. `link`: to it, None if there was none; `until`: when a
+    search is repeated."""
 
     view: View
     link: NodeChannel | None
@@ -40,8 +41,10 @@ class Near(NamedTuple):
 
 
 class Nodes:
-    """Thread-safe. No address is connected to before a call needs it. `only`: the node that is alone, or the first one
-    that was named."""
+    """Hold a channel to each node. Thread-safe. No address is connected to before a call needs it.
+
+    `only`: the node that is alone, or the first one that was named.
+    """
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
@@ -59,19 +62,22 @@ class Nodes:
 
     @property
     def view(self) -> View | None:
-        """None: before the first call, and with a node that is alone."""
+        """Return the newest view; None before the first call, and with a node that is alone."""
         return self._view
 
     def found(self, deadline: Deadline) -> View | None:
-        """The view, asked for at the addresses that were given if nobody has said hello yet. Raises what the last of
-        them raised if none answers, ProtocolError for several addresses of which one's node is alone."""
+        """Return the view; ask for it at the configured addresses if no node has said hello yet.
+
+        Raises what the last of them raised if none answers, and ProtocolError for several addresses
+        of which one's node is alone.
+        """
         alone = len(self._addresses) == 1 and self.only.connect_count
         if self._view is None and not alone:
             self._ask(deadline)
         return self._view
 
     def hear(self, link: NodeConnection, number: int, deadline: Deadline) -> None:
-        """A member has told the number of its view: if that is newer, it is asked for it."""
+        """Ask a member for its view if the number that it has told is a newer one's."""
         view = self._view
         if view is not None and number > view.number:
             hello = link.wire.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), deadline)
@@ -81,14 +87,14 @@ class Nodes:
 
     @property
     def at_hand(self) -> NodeChannel | None:
-        """The node that is alone, or the near one as far as it was looked for and answers."""
+        """Return the node that is alone, or the near one if it is known and answers."""
         if self._view is None:
             return self.only
         link = self._near.link if self._near else None
         return None if link is None or link.failing or link.is_older else link
 
     def near(self, deadline: Deadline) -> NodeChannel | None:
-        """The link to the member that is asked for everything. None: there is none, or the node is alone."""
+        """Return the channel to the near member, which is asked for all keys; None without one."""
         view = self.found(deadline)
         if view is None or self._config.near == "none":
             return None
@@ -113,14 +119,14 @@ class Nodes:
             if not link.connect_count:
                 with contextlib.suppress(KVStoreError):
                     limit = deadline.sooner(deadline.remaining() * NEAR_SHARE)
-                    link.run(lambda link, limit: None, None, limit)
+                    link.open(None, limit)
             if link.wire_name == "shm":
                 log.info("cluster %s: %s is near", view.cluster, link.address)
                 return link
         return None
 
     def _likely(self, view: View) -> Iterator[NodeChannel]:
-        """Members whose shared memory is in use already; then those at addresses of this host."""
+        """Yield members whose shared memory is in use; then those at addresses of this host."""
         given = {member.id for member in view.members if member.state is not State.DRAINING}
         with self._lock:
             known = [link for at, link in self._links.items() if self._members.get(at) in given]
@@ -136,7 +142,7 @@ class Nodes:
             failures = link.failure_count
             try:
                 limit = deadline if last else Deadline(deadline.remaining() / 2)
-                link.run(lambda link, limit: None, None, limit)
+                link.open(None, limit)
             except ProtocolError:
                 raise
             except KVStoreError as error:
@@ -155,10 +161,10 @@ class Nodes:
             return
 
     def _ask_records(self, address: str, deadline: Deadline) -> bool:
-        """Whether a cluster was found behind one of several addresses that a name has."""
+        """Return whether a cluster was found behind one of several addresses that a name has."""
         for record in _records(address, deadline):
             try:
-                self._link(record).run(lambda link, limit: None, None, deadline)
+                self._link(record).open(None, deadline)
             except KVStoreError as error:
                 log.info("%s: %s", record, error)
             if self._view is not None:
@@ -166,11 +172,11 @@ class Nodes:
         return False
 
     def member(self, view: View, member: str) -> NodeChannel:
-        """The link to a member of a view, which may have been the newest only when a call began."""
+        """Return the channel to a member of a view, which was the newest when the call began."""
         return self._link(view.by_id[member].address)
 
     def all(self) -> dict[str, NodeChannel]:
-        """By address: the members, or the node that is alone."""
+        """Return the channels by address: of the members, or of the node that is alone."""
         view = self._view
         if view is None:
             return {self.only.address: self.only}
@@ -178,13 +184,13 @@ class Nodes:
 
     @property
     def some_fail(self) -> bool:
-        """And one that is connected to does not."""
+        """Return whether a node fails while another, which is connected to, does not."""
         known = [(link.failing, link.wire_name != "none") for link in self.all().values()]  # once: it may change
         return any(failing for failing, _ in known) and any(there and not failing for failing, there in known)
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Connections made and calls that failed."""
+        """Return the number of connections made and of calls that failed."""
         with self._lock:
             connects, failures = self._gone
             links = list(self._links.values())
@@ -214,7 +220,7 @@ class Nodes:
             return link
 
     def _learn(self, hello: pb.HelloReply, address: str = "") -> None:
-        """Raises ProtocolError for a view that can not be."""
+        """Take the view of a hello. Raises ProtocolError for a view that can not be."""
         if hello.HasField("view") and not self._config.direct:
             self._take(hello.view)
             with self._lock:
@@ -222,8 +228,11 @@ class Nodes:
             self._follower.begin()
 
     def _follow(self, turn: int, seconds: float) -> Views:
-        """What one of the members tells: of those that are connected to, if there are any. When none of them could be
-        followed, the addresses that were given are asked, which may be those of others by now."""
+        """Return the views that a member sends, preferably one that is connected to.
+
+        When none of them could be followed, the configured addresses are asked, which may be those
+        of others by now.
+        """
         view = self._view
         assert view is not None
         members = [self._link(member.address) for member in view.members]
@@ -237,7 +246,7 @@ class Nodes:
         return link.run(lambda link, limit: link.way.follow(view.number, seconds, limit), None, deadline)
 
     def _take(self, message: pb.View) -> None:
-        """Raises ProtocolError for a view that can not be."""
+        """Take a view if it is newer. Raises ProtocolError for a view that can not be."""
         try:
             view = parse_view(message)
         except ConfigError as error:
@@ -267,7 +276,7 @@ class Nodes:
 
 
 def _tell_ports(view: View, links: Mapping[str, NodeChannel]) -> None:
-    """Links to members, where they serve frames: no hello over gRPC needs to come first."""
+    """Tell channels where their members serve frames: no hello over gRPC needs to come first."""
     for member in view.members:
         link = links.get(member.address)
         if link is not None:
@@ -275,7 +284,8 @@ def _tell_ports(view: View, links: Mapping[str, NodeChannel]) -> None:
 
 
 def is_here(host: str) -> bool:
-    """Whether it is this host, as far as that shows without asking anybody; empty: a Unix socket's."""
+    """Return whether a host is this one, without a query of a name server; empty: a Unix
+    socket's."""
     if host in ("", "localhost", socket.gethostname()):
         return True
     try:
@@ -288,7 +298,7 @@ def is_here(host: str) -> bool:
 
 
 def _records(address: str, deadline: Deadline) -> list[str]:
-    """The addresses that a name stands for, if they are several; not the two of one host, of IPv4 and IPv6."""
+    """Return the addresses of a name if they are several, and not the IPv4 and IPv6 of one host."""
     at = parse_address(address)
     if at.scheme == "unix":
         return []

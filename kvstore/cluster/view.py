@@ -1,8 +1,18 @@
-"""Who is in a cluster: a numbered list of members, the same for everybody who holds it. Pure.
+"""Describe a cluster: a numbered list of members, and which of them own a key. Pure.
 
-joining    it is given its keys, and asks those who had them for what it lacks
+joining    it is given its keys, and asks the members that had them for what it lacks
 serving    it is given and asked for its keys
 draining   it is given nothing any more, and asked for what it still has
+
+Keys are placed by weighted rendezvous hashing over slots, the same in every process and version:
+
+    key --xxh3--> one of 2^19 slots --> members by score, the best first --> R of them, each from a zone of its own
+
+A member's score in a slot depends on nothing but its id, its weight and the slot. So a member that
+joins takes slots from all others in proportion to the weights, one that leaves gives its own to all
+others, and nothing else moves. A slot's owners are worked out when it is first asked for: a view
+costs nothing until then. (Thaler and Ravishankar 1998; weights as in Schindelhauer and Schomaker
+2005.)
 """
 
 import enum
@@ -18,24 +28,19 @@ from kvstore.config import split_address
 from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
 
-# Which members own a key: weighted rendezvous hashing over slots. Pure, and the same in every
-# process and version.
-#
-#     key --xxh3--> one of 2^19 slots --> members by score, the best first --> R of them, each from a zone of its own
-#
-# A member's score in a slot depends on nothing but its id, its weight and the slot. So who joins
-# takes slots from all others in proportion to the weights, who leaves gives its own to all
-# others, and nothing else moves. A slot's owners are worked out when it is first asked for: a
-# view costs nothing until then. (Thaler and Ravishankar 1998; weights as in Schindelhauer and
-# Schomaker 2005.)
-
 # Of 64 equal members the fullest has 3 to 4 % more than the mean, with 2^16 it would have 8 %.
 SLOT_COUNT = 1 << 19
 UNIT = 1 / (1 << 64)  # makes 64 drawn bits a number in 0..1
+MEMBERS_MAX = 1024
+REPLICAS_MAX = 8
+WEIGHT_MAX = 1e6
+NAME_NBYTES_MAX = 64  # of a cluster, a zone and a member's id
+ADDRESS_NBYTES_MAX = 300  # the longest name of a host has 253; a view with the most members fits a message
+REGISTRIES = ("static", "etcd")  # what a member says of its own while that is well
 
 
 class Candidate(NamedTuple):
-    """Who may own keys. `zone`: empty where it fails alone."""
+    """Name a member that may own keys. `zone`: empty where it fails alone."""
 
     id: str
     weight: float
@@ -43,7 +48,7 @@ class Candidate(NamedTuple):
 
 
 class Placement:
-    """Thread-safe: what two threads work out at once is the same."""
+    """Place keys on members. Thread-safe: what two threads work out at once is the same."""
 
     def __init__(self, candidates: Sequence[Candidate], replicas: int) -> None:
         ordered = sorted(candidates)
@@ -55,8 +60,8 @@ class Placement:
         self._alike: dict[tuple[str, ...], tuple[str, ...]] = {}  # one tuple for all slots with the same owners
 
     def owners(self, namespace: bytes, prefix_hashes: Sequence[bytes]) -> list[tuple[str, ...]]:
-        """Of each key: ids of as many members as there are replicas, fewer if there are fewer, the first one first.
-        `namespace`: its digest."""
+        """Return each key's owners by id, the first one first: as many as there are replicas, if
+        there are so many members. `namespace`: its digest."""
         known, found = self._slots, []
         for prefix_hash in prefix_hashes:
             slot = key_seed(namespace, prefix_hash) % SLOT_COUNT
@@ -64,8 +69,8 @@ class Placement:
         return found
 
     def _place(self, slot: int) -> tuple[str, ...]:
-        """The least score wins: of exponential variables the least is a member's with a probability in proportion to
-        its weight."""
+        """Return a slot's owners. The least score wins: of exponential variables the least is a
+        member's with a probability in proportion to its weight."""
         name, log = slot.to_bytes(4, "little"), math.log
         scores = [-log((hash64(name, seed) + 1) * UNIT) * mean for seed, mean in self._drawn]
         owners = self._spread(sorted(range(len(scores)), key=scores.__getitem__))
@@ -73,7 +78,8 @@ class Placement:
         return owners
 
     def _spread(self, ranked: list[int]) -> tuple[str, ...]:
-        """The best, each from a zone that has none of them yet; then from any, if there are not so many zones."""
+        """Choose the best members, each from a zone that has none yet; then from any zone, if there
+        are too few zones."""
         chosen: list[int] = []
         zones: set[str] = set()
         for member in ranked:
@@ -87,16 +93,6 @@ class Placement:
         return tuple(self._ids[member] for member in (chosen + rest)[: self._replicas])
 
 
-MEMBERS_MAX = 1024
-REPLICAS_MAX = 8
-WEIGHT_MAX = 1e6
-NAME_NBYTES_MAX = 64  # of a cluster, a zone and a member's id
-ADDRESS_NBYTES_MAX = 300  # the longest name of a host has 253; a view with the most members fits a message
-
-
-REGISTRIES = ("static", "etcd")  # what a member says of its own while that is well
-
-
 class State(enum.Enum):
     JOINING = pb.MEMBER_JOINING
     SERVING = pb.MEMBER_SERVING
@@ -105,10 +101,12 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Member:
-    """A node of a cluster. `address`: host:port of its gRPC, as everybody reaches it, or bulk://host:port.
+    """Describe a node of a cluster. `address`: host:port of its gRPC as all reach it, or
+    bulk://host:port.
 
-    `weight`: its share of the keys, in relation to the others'. `zone`: what fails together with it, such as its rack;
-    empty: only itself. `bulk_port`: of its frames over TCP, at the same host; 0: it is not known.
+    `weight`: its share of the keys, in relation to the others'. `zone`: what fails together with
+    it, such as its rack; empty: only itself. `bulk_port`: of its frames over TCP, at the same host;
+    0: not known.
     """
 
     id: str
@@ -138,7 +136,8 @@ class Member:
 
 @dataclass(frozen=True)
 class View:
-    """`number` rises with every change. `replicas`: how many members own a key, if there are so many.
+    """List the members of a cluster. `number` rises with every change. `replicas`: how many members
+    own a key, if there are so many.
 
     Raises ConfigError for what can not be a cluster.
     """
@@ -159,8 +158,8 @@ class View:
                 raise ConfigError(f"two members of {self.cluster} have the {what} {min(twice)}; each needs its own")
 
     def after(self, known: "View | None") -> "View":
-        """This view, which follows `known`: with what was worked out there, if that has not changed: who owns a key
-        depends on neither number, addresses nor ports."""
+        """Return this view, which follows `known`, with the placement that was worked out there if
+        that has not changed: it depends on neither number, addresses nor ports."""
         if known is not None and _placed_alike(self, known):
             for name in ("owners", "holders"):
                 if name in known.__dict__:
@@ -168,7 +167,8 @@ class View:
         return self
 
     def with_ports(self, known: "View | None") -> "View":
-        """This view, with the bulk ports that only `known` has: of a fixed list each node knows its own."""
+        """Return this view with the bulk ports that only `known` has: of a fixed list each node
+        knows its own."""
         if known is None or known.number != self.number:
             return self
         ports = {(member.id, member.address): member.bulk_port for member in known.members}
@@ -184,22 +184,23 @@ class View:
 
     @cached_property
     def message(self) -> pb.View:
-        """As it is told: made once, because a node tells it with every hello. Not to be changed."""
+        """Return the view as it is sent: made once, because each hello has it. Do not change it."""
         return view_message(self)
 
     @cached_property
     def owners(self) -> Placement:
-        """Who is given a key, and asked for it first."""
+        """Place keys on the members that are given them and asked for them first."""
         return self._placed(State.SERVING, State.JOINING)
 
     @cached_property
     def holders(self) -> Placement:
-        """Who was given a key before members joined or were drained: asked for what its owners lack."""
+        """Place keys on the members that had them before others joined or were drained: these are
+        asked for what the owners lack."""
         return self._placed(State.SERVING, State.DRAINING)
 
     @cached_property
     def settled(self) -> bool:
-        """Whether nobody joins or is drained: then holders are owners."""
+        """Return whether no member joins or is drained: then holders are owners."""
         return all(member.state is State.SERVING for member in self.members)
 
     def _placed(self, *states: State) -> Placement:
@@ -222,15 +223,15 @@ def _check_count(members: int) -> None:
 
 
 def check_name(what: str, name: str) -> None:
-    """Raises ConfigError. Names stand in paths, metrics and logs."""
+    """Raise ConfigError for an illegal name. Names stand in paths, metrics and logs."""
     fits = name.isascii() and len(name) <= NAME_NBYTES_MAX and name.replace("-", "").replace("_", "").isalnum()
     if not fits:
         raise ConfigError(f"{what} is called {name!r}; use up to {NAME_NBYTES_MAX} of a-z, A-Z, 0-9, - and _")
 
 
 def static_view(text: str) -> View:
-    """Of `static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],...`, or ID=bulk://HOST:PORT...: a cluster whose members never
-    change. Raises ConfigError."""
+    """Parse `static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],...`, or ID=bulk://HOST:PORT...: a cluster
+    whose members never change. Raises ConfigError."""
     scheme, _, rest = text.partition(":")
     cluster, slash, members = rest.partition("/")
     if scheme != "static" or not slash:
@@ -268,7 +269,7 @@ def view_message(view: View) -> pb.View:
 
 
 def parse_view(message: pb.View) -> View:
-    """Raises ConfigError for what can not be a cluster."""
+    """Return the view of a message. Raises ConfigError for what can not be a cluster."""
     _check_count(len(message.members))  # before each is looked at
     return View(message.cluster, message.number, tuple(_parsed(message.members)), message.replicas)
 

@@ -1,5 +1,5 @@
-"""The bulk TCP wire, client side: protobuf headers, then raw page bytes straight between the
-caller's buffers and the socket."""
+"""Send and receive pages over bulk TCP, client side: protobuf headers, then raw page bytes straight
+between the caller's buffers and the socket."""
 
 import contextlib
 import itertools
@@ -23,12 +23,17 @@ from kvstore.transports.parallel import ParallelTransfer, split, stream_count
 from kvstore.transports.tls import ClientTls, TlsFrameSocket, client_tls, means_no_place
 from kvstore.transports.view_stream import FrameViews
 
-# Connections to a node's bulk port, each greeted with a hello: plain or over TLS, at the
-# addresses of its name.
+Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
+Result = TypeVar("Result")
+Good = Callable[[bytes, bytes], bool]
 
 
 class BulkConnector:
-    """Thread-safe. `where` names the peer in messages, `version` is that of the protocol in which it begins."""
+    """Connect to a node's bulk port and say hello: plain or over TLS, at the addresses of its name.
+    Thread-safe.
+
+    `where` names the peer in messages, `version` is that of the protocol in which it begins.
+    """
 
     def __init__(
         self, host: str, port: int, config: ClientConfig, found: Sequence[str] = (), tls: ClientTls | None = None
@@ -43,8 +48,11 @@ class BulkConnector:
         self._tls = tls or client_tls(config, host)
 
     def connect(self, limit: Deadline, only_asks: bool = False) -> tuple[FrameSocket, pb.HelloReply]:
-        """A connection, and what the node said of itself. `only_asks`: of any version, and of a node that joins its
-        cluster just now, too. Raises OSError or `Refused` for what `ConnectionPool.raise_named` names."""
+        """Return a connection and the node's hello. Raises OSError or `Refused`, which
+        `ConnectionPool.raise_named` translates.
+
+        `only_asks`: in any version, and to a node that joins its cluster just now, too.
+        """
         connection = self._socket(limit)
         with greeting(connection, self.where, limit), self._meant():
             connection.handshake()
@@ -61,7 +69,7 @@ class BulkConnector:
 
     @contextlib.contextmanager
     def _meant(self) -> Iterator[None]:
-        """Around a greeting: what fails in TLS, in plain words."""
+        """Translate errors of TLS during a greeting into plain words."""
         try:
             yield
         except ssl.SSLError as error:
@@ -73,7 +81,8 @@ class BulkConnector:
             raise Unavailable(self._tls.meaning(error) if self._tls else str(error)) from error
 
     def _connected(self, limit: Deadline) -> socket.socket:
-        """Each address has its share of the time, so that one that swallows packets leaves some for the next."""
+        """Connect to the first address that answers. Each has its share of the time, so that one
+        that swallows packets leaves some for the next."""
         for number, address in enumerate(self._found):
             share_s = limit.remaining() / (len(self._found) - number)
             try:
@@ -85,14 +94,9 @@ class BulkConnector:
         raise failed
 
 
-Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
-Result = TypeVar("Result")
-Good = Callable[[bytes, bytes], bool]
-
-
 class Arrived(NamedTuple):
-    """A page that was received. `leaves`: none if they do not match its checksum. `ttl_ms`: until it is forgotten;
-    0: it has no time to live."""
+    """Describe a page that was received. `leaves`: empty if they do not match its checksum.
+    `ttl_ms`: until it is forgotten; 0: it has no time to live."""
 
     leaves: bytes
     checksum: bytes
@@ -100,8 +104,8 @@ class Arrived(NamedTuple):
 
 
 class BulkWire:
-    """Page bytes follow the frames' headers. A connection is a session: one that fails is closed, and
-    with it everything the node held for it."""
+    """Move pages over bulk TCP: page bytes follow the frames' headers. A connection is a session:
+    one that fails is closed, and with it everything the node held for it."""
 
     name = "bulk"
 
@@ -125,16 +129,20 @@ class BulkWire:
         self._connector = BulkConnector(host, port, config, found, tls)
         self._connector.version = version
         self._pool = ConnectionPool(self._connector.where, self._connect, config.connections_max)
-        self._abreast = ParallelTransfer()
+        self._threads = ParallelTransfer()
 
     def connect(self, deadline: Deadline) -> None:
-        """Makes sure that one connection can be had. Raises Unavailable or ProtocolError."""
+        """Make sure that one connection can be had. Raises Unavailable or ProtocolError."""
         with self._pool.connection(deadline):
             pass
 
     def greet(self, deadline: Deadline) -> pb.HelloReply:
-        """Makes the first connection, of a wire of which nothing is known: it is to the run of the node that answers
-        now, in the version that both speak. Raises what the node answers, Unavailable or ProtocolError."""
+        """Make the first connection to an unknown node, in the version that both speak; return its
+        hello.
+
+        All further connections are to the same run of the node. Raises what the node answers,
+        Unavailable or ProtocolError.
+        """
         try:
             self.connect(deadline)
         except ProtocolError:  # an older node may refuse even the first frame of another version than its own
@@ -145,7 +153,9 @@ class BulkWire:
         return self.hello
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
-        return self._pool.talk(deadline, lambda connection: exchange(connection, op, request)[0])
+        while True:
+            with self._pool.attempt(deadline) as connection:
+                return exchange(connection, op, request)[0]
 
     def put(
         self,
@@ -155,17 +165,21 @@ class BulkWire:
         seals: Seals | None = None,
         good: Good | None = None,
     ) -> list[int]:
-        """`good` is told the key of each page that was sent, and the leaves of what was sent: False, and nothing of the
-        batch is committed, InvalidRequest."""
-        found = self._shared(
-            request, pages, lambda one, part: self._put(one, pages[part], deadline, seals, good), deadline
+        """Send pages; return a verdict per key. `good` is given the key of each page that was sent
+        and the leaves of what was sent. If it returns False, nothing of the batch is committed:
+        InvalidRequest."""
+        parts = self._streams(pages)
+        if len(parts) == 1:
+            return self._put(request, pages, deadline, seals, good)
+        found = self._parallel(
+            request, parts, lambda one, part: self._put(one, pages[part], deadline, seals, good), deadline
         )
-        failed = [error for _, error in found if isinstance(error, KVStoreError)]
+        failed = [error for error in found if isinstance(error, KVStoreError)]
         worse = [error for error in failed if not isinstance(error, Exhausted)]
         if worse or len(failed) == len(found) or (failed and (request.durable or request.ack_all)):
             raise (worse or failed)[0]
         verdicts: list[int] = []
-        for part, said in found:  # a share without room is no failure of the others
+        for part, said in zip(parts, found, strict=True):  # a part that found no space is no failure of the others
             verdicts += [pb.FULL] * (part.stop - part.start) if isinstance(said, KVStoreError) else said
         return verdicts
 
@@ -177,26 +191,24 @@ class BulkWire:
         seals: Seals | None,
         good: Good | None,
     ) -> list[int]:
-        def talk(connection: FrameSocket) -> list[int]:
-            verdicts = list(exchange(connection, "put", request)[0].verdicts)
-            if len(verdicts) != len(pages):
-                raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
-            chosen = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
-            if not chosen:
+        while True:
+            with self._pool.attempt(deadline) as connection:
+                verdicts = list(exchange(connection, "put", request)[0].verdicts)
+                if len(verdicts) != len(pages):
+                    raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
+                wanted = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
+                if not wanted:
+                    return verdicts
+                # The bytes, then their leaves in the commit: each chunk is hashed right behind its sending,
+                # while it is in the cache.
+                connection.send_frame(b"", sum(segments_nbytes(pages[i]) + _nbytes(seals) for i in wanted))
+                leaves = [_send_page(connection, sealed(pages[i], request.prefix_hashes[i], seals)) for i in wanted]
+                sent = zip(wanted, leaves, strict=True)
+                unchanged = [good(request.prefix_hashes[i], of) for i, of in sent] if good else []
+                if not all(unchanged):
+                    raise InvalidRequest("a page is not what it was: its bytes changed in memory")
+                exchange(connection, "commit", pb.CommitRequest(leaves=leaves))
                 return verdicts
-            # The bytes, then their leaves in the commit: each chunk is hashed right behind its sending,
-            # while it is in the cache.
-            connection.send_frame(b"", sum(segments_nbytes(pages[i]) + _nbytes(seals) for i in chosen))
-            leaves = [_send_page(connection, sealed(pages[i], request.prefix_hashes[i], seals)) for i in chosen]
-            said = (
-                [good(request.prefix_hashes[i], some) for i, some in zip(chosen, leaves, strict=True)] if good else []
-            )
-            if not all(said):
-                raise InvalidRequest("a page is not what it was: its bytes changed in memory")
-            exchange(connection, "commit", pb.CommitRequest(leaves=leaves))
-            return verdicts
-
-        return self._pool.talk(deadline, talk)
 
     def get(
         self,
@@ -218,36 +230,45 @@ class BulkWire:
         deadline: Deadline,
         seals: Seals | None = None,
     ) -> list[Arrived | None]:
-        """The same, with what else is known of each page that is there, with its seal if it has to have one."""
-        found = self._shared(
-            request, buffers, lambda one, part: self._get(one, buffers[part], seeds[part], deadline, seals), deadline
+        """Get pages, with what else is known of each page that is there, and with its seal if it
+        has to have one."""
+        parts = self._streams(buffers)
+        if len(parts) == 1:
+            return self._get(request, buffers, seeds, deadline, seals)
+        found = self._parallel(
+            request, parts, lambda one, part: self._get(one, buffers[part], seeds[part], deadline, seals), deadline
         )
-        arrived = list[Arrived | None]()
-        for _, said in found:
+        arrived: list[Arrived | None] = []
+        for said in found:
             if isinstance(said, KVStoreError):
                 raise said
             arrived += said
         return arrived
 
-    def _shared(
+    def _streams(self, pages: Sequence[Pieces]) -> list[slice]:
+        """Return the parts of a call's pages that are to be moved over a connection each."""
+        self._pool.check_process()
+        return split(len(pages), stream_count(len(pages), segments_nbytes(pages[0]) if pages else 0))
+
+    def _parallel(
         self,
         request: Request,
-        pages: Sequence[Pieces],
-        call: Callable[[Request, slice], Result],
+        parts: Sequence[slice],
+        transfer: Callable[[Request, slice], Result],
         deadline: Deadline,
-    ) -> list[tuple[slice, Result | KVStoreError]]:
-        """What `call` returned or raised for each share of the request's keys, over a connection each. The share that
-        ended last is the newest then, so the chain is touched as a whole: its end must go before its head."""
-        self._pool.check_process()
-        parts = split(len(pages), stream_count(len(pages), segments_nbytes(pages[0]) if pages else 0))
-        if len(parts) == 1:
-            return [(parts[0], call(request, parts[0]))]
-        said = self._abreast.run([partial(call, _share(request, part), part) for part in parts])
-        if not any(isinstance(one, KVStoreError) for one in said):
+    ) -> list[Result | KVStoreError]:
+        """Return what `transfer` returned or raised for each part of the request's keys, over a
+        connection each.
+
+        The part that ended last is the newest then, so the chain is touched as a whole: its end
+        must go before its head.
+        """
+        found = self._threads.run([partial(transfer, _part_of(request, part), part) for part in parts])
+        if not any(isinstance(one, KVStoreError) for one in found):
             touch = pb.LookupRequest(namespace=request.namespace, prefix_hashes=request.prefix_hashes, touch=True)
             with contextlib.suppress(KVStoreError):  # the pages are there all the same
                 self.call("lookup", touch, deadline)
-        return list(zip(parts, said, strict=True))
+        return found
 
     def _get(
         self,
@@ -257,32 +278,34 @@ class BulkWire:
         deadline: Deadline,
         seals: Seals | None,
     ) -> list[Arrived | None]:
-        def talk(connection: FrameSocket) -> list[Arrived | None]:
-            reply, payload_nbytes = exchange(connection, "get", request)
-            hits = list(reply.hits)
-            found = [i for i, hit in enumerate(hits) if hit]
-            if (
-                len(hits) != len(buffers)
-                or payload_nbytes != sum(segments_nbytes(buffers[i]) + _nbytes(seals) for i in found)
-                or len(reply.checksums) != len(found)
-                or len(reply.ttls_ms) not in (0, len(found))
-            ):
-                raise ProtocolError("the reply to a get does not fit its request")
-            arrived: list[Arrived | None] = [None] * len(hits)
-            ttls_ms = reply.ttls_ms or [0] * len(found)
-            for i, expected, ttl_ms in zip(found, reply.checksums, ttls_ms, strict=True):
-                target = room(buffers[i], seals)
-                leaves = _recv_page(connection, target)
-                intact = root(leaves, seeds[i]) == expected
-                if not (intact and seals) or seals.fits(request.prefix_hashes[i], target[:-1], target[-1]):
-                    arrived[i] = Arrived(leaves if intact else b"", expected, ttl_ms)
-            return arrived
-
-        return self._pool.talk(deadline, talk)
+        while True:
+            with self._pool.attempt(deadline) as connection:
+                reply, payload_nbytes = exchange(connection, "get", request)
+                hits = list(reply.hits)
+                found = [i for i, hit in enumerate(hits) if hit]
+                if (
+                    len(hits) != len(buffers)
+                    or payload_nbytes != sum(segments_nbytes(buffers[i]) + _nbytes(seals) for i in found)
+                    or len(reply.checksums) != len(found)
+                    or len(reply.ttls_ms) not in (0, len(found))
+                ):
+                    raise ProtocolError("the reply to a get does not fit its request")
+                arrived: list[Arrived | None] = [None] * len(hits)
+                ttls_ms = reply.ttls_ms or [0] * len(found)
+                for i, expected, ttl_ms in zip(found, reply.checksums, ttls_ms, strict=True):
+                    target = room(buffers[i], seals)
+                    leaves = _recv_page(connection, target)
+                    intact = root(leaves, seeds[i]) == expected
+                    if not (intact and seals) or seals.fits(request.prefix_hashes[i], target[:-1], target[-1]):
+                        arrived[i] = Arrived(leaves if intact else b"", expected, ttl_ms)
+                return arrived
 
     def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
-        """Views from now on, for so long. `number`: of the one that is known. Raises ProtocolError for a node that
-        knows no such frame."""
+        """Return the cluster's views from now on, for so many seconds. `number`: of the one that is
+        known.
+
+        Raises ProtocolError for a node that knows no such frame.
+        """
         return FrameViews(self._pool.separate(deadline), number, seconds, deadline, self._pool.raise_named)
 
     def _connect(self, deadline: Deadline) -> FrameSocket:
@@ -295,13 +318,13 @@ class BulkWire:
         return connection
 
     def close(self) -> None:
-        """Closes idle connections; those in use close when their call ends."""
+        """Close idle connections; those in use close when their call ends."""
         self._pool.close()
-        self._abreast.close()
+        self._threads.close()
 
 
-def _share(request: Request, part: slice) -> Request:
-    """The same request for some of its keys."""
+def _part_of(request: Request, part: slice) -> Request:
+    """Return the same request for some of its keys."""
     share = type(request)()
     share.CopyFrom(request)
     del share.prefix_hashes[:]
@@ -310,12 +333,12 @@ def _share(request: Request, part: slice) -> Request:
 
 
 def _nbytes(seals: Seals | None) -> int:
-    """That follow each page."""
+    """Return how many bytes of seals follow each page."""
     return seals.nbytes if seals else 0
 
 
 def _send_page(connection: FrameSocket, page: Pieces) -> bytes:
-    """The leaves of what was sent."""
+    """Send a page; return the leaves of what was sent."""
     running = Leaves(segments_nbytes(page))
     for chunk in chunks(page, itertools.repeat(CHUNK_NBYTES)):
         if len(chunk) == 1:  # most are, and small pages feel the difference
@@ -328,7 +351,7 @@ def _send_page(connection: FrameSocket, page: Pieces) -> bytes:
 
 
 def _recv_page(connection: FrameSocket, page: Pieces) -> bytes:
-    """The leaves of what was received."""
+    """Receive a page; return the leaves of what was received."""
     running = Leaves(segments_nbytes(page))
     for chunk in chunks(page, itertools.repeat(CHUNK_NBYTES)):
         if len(chunk) == 1:

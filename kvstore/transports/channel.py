@@ -1,7 +1,15 @@
-"""The link to a node: negotiated at connect, dropped when it fails, made again by the next call.
+"""Run calls on one node: connect when a call needs it, retry once, and stop at a circuit breaker.
 
-A link that fell back to a slower wire goes on working while a better one is tried beside it, and ends when the
-calls that are on it have ended.
+A connection is negotiated, dropped when it fails and made again by the next call. One that fell
+back to a slower wire goes on working while a better one is tried beside it; it ends with the last
+of its calls.
+
+The breaker leaves a node that failed alone for a while, so that it costs a caller at most one
+deadline and not one per call.
+
+    closed --failure--> open for `pause` --time--> half open: one call may try
+      ^                                               |            |
+      +------------------- success -------------------+   failure: open again, pause doubled
 """
 
 import contextlib
@@ -20,6 +28,7 @@ from kvstore.deadline import Deadline
 from kvstore.errors import (
     ConfigError,
     DeadlineExceeded,
+    Exhausted,
     Forbidden,
     KVStoreError,
     ProtocolError,
@@ -35,20 +44,27 @@ from kvstore.transports.connections import check_process
 from kvstore.transports.negotiation import Negotiated, Negotiation
 from kvstore.transports.wire import Wire
 
-# Circuit breaker: a node that failed is left alone for a while, so that it costs a caller at most
-# one deadline and not one per call.
-#
-#     closed --failure--> open for `pause` --time--> half open: one call may try
-#       ^                                               |            |
-#       +------------------- success -------------------+   failure: open again, pause doubled
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
+# Of the circuit breaker.
 PAUSE_S_MIN = 0.1
 PAUSE_PER_COST = 4
 PAUSE_JITTER = 0.25
+# After falling back to a slower wire, how long until the better one is tried again.
+BETTER_RETRY_S = 30.0
+# A call that had less time than this and got no answer says little about the node: it must not
+# make the breaker refuse the calls of other threads.
+EVIDENCE_S = 0.1
+REFUSED = (Unauthenticated, Forbidden, ConfigError)
+LIVES_S = 1.0  # in which a node that lives says so
 
 
 class CircuitBreaker:
-    """Thread-safe. The clock is an argument so that tests need not wait."""
+    """Refuse calls to a node that failed, until a pause is over. Thread-safe.
+
+    The clock is an argument so that tests need not wait.
+    """
 
     def __init__(
         self,
@@ -71,11 +87,11 @@ class CircuitBreaker:
 
     @property
     def failing(self) -> bool:
-        """Whether the last that was heard is a failure."""
+        """Return whether the last that was heard is a failure."""
         return self._failures > 0
 
     def enter(self) -> None:
-        """Call before trying. Raises Unavailable at once while the breaker is open."""
+        """Begin a try. Raises Unavailable at once while the breaker is open."""
         with self._lock:
             if self._failures == 0:
                 return
@@ -95,7 +111,7 @@ class CircuitBreaker:
                 self._trying = False
 
     def failure(self, cause: Exception, cost_s: float = 0.0) -> None:
-        """`cost_s`: how long the caller had waited for it."""
+        """Count a failure, for which the caller had waited `cost_s`."""
         with self._lock:
             # Calls that were under way when it opened tell of the same outage: it counts once.
             if self._failures and not self._trying and self._clock() < self._open_until:
@@ -112,24 +128,15 @@ class CircuitBreaker:
         return longest * (1 - PAUSE_JITTER * self._chance())
 
 
-log = logging.getLogger(__name__)
-Result = TypeVar("Result")
-
-# After falling back to a slower wire, how long until the better one is tried again.
-BETTER_RETRY_S = 30.0
-# A call that had less time than this and got no answer says little about the node: it must not
-# make the breaker refuse the calls of other threads.
-EVIDENCE_S = 0.1
-REFUSED = (Unauthenticated, Forbidden, ConfigError)
-LIVES_S = 1.0  # in which a node that lives says so
-
-
 class NodeConnection:
-    """A way to one node, the namespaces opened on it, and how many calls are on it. Thread-safe."""
+    """Hold the wire to one node, the namespaces opened on it and the calls that are on it.
+    Thread-safe."""
 
     def __init__(self, way: Negotiated, retry_at: float) -> None:
         """`retry_at`: when a better wire is to be tried, in the clock's time."""
         self.way = way
+        self.wire: Wire = way.wire
+        self.limits: pb.Limits = way.hello.limits
         self.retry_at = retry_at
         self.opened: set[bytes] = set()
         self._lock = threading.Lock()
@@ -138,20 +145,36 @@ class NodeConnection:
         self._closed = False
 
     @property
-    def wire(self) -> Wire:
-        return self.way.wire
-
-    @property
     def knows_members(self) -> bool:
-        """Whether the node does what is asked of it about other members."""
+        """Return whether the node does what is asked of it about other members."""
         return self.way.hello.protocol_version >= MEMBERS_VERSION
 
-    @property
-    def limits(self) -> pb.Limits:
-        return self.way.hello.limits
+    def check_knows_members(self) -> None:
+        """Raise Exhausted for a node too old to do what is asked of it about other members."""
+        if not self.knows_members:
+            error = Exhausted(
+                f"a member speaks protocol {self.way.hello.protocol_version}, in which nothing is asked of others (a "
+                f"near node, ack=all); update it to {MEMBERS_VERSION} or later"
+            )
+            error.answered = True  # what it is
+            raise error
+
+    def check_asks_others(self) -> None:
+        """Raise Exhausted for a near node that does not ask other members: it is older, or reached
+        by gRPC only, where it may not wait."""
+        if self.wire.name == "grpc":
+            raise Exhausted("the near node is reached by gRPC only")
+        self.check_knows_members()
+
+    def open(self, namespace: Namespace, deadline: Deadline) -> None:
+        """Register the namespace at the node, once for this connection."""
+        request = pb.OpenNamespaceRequest(namespace=namespace_message(namespace), digest=namespace.digest)
+        self.wire.call("open_namespace", request, deadline)
+        self.opened.add(namespace.digest)
 
     def enter(self) -> "ConnectionLease | None":
-        """A call begins, and ends with `ConnectionLease.leave`. None: this link takes no more."""
+        """Begin a call, which ends with `ConnectionLease.leave`. None: this connection takes no
+        more."""
         lease = ConnectionLease(self)
         with self._lock:
             if self._retired:
@@ -165,13 +188,15 @@ class NodeConnection:
             self.close_when_left()
 
     def retire(self) -> None:
-        """Takes no more calls and closes when those on it have ended: a closed channel would end them."""
+        """Take no more calls, and close when those on it have ended: a closed wire would end
+        them."""
         with self._lock:
             self._retired = True
         self.close_when_left()
 
     def close_when_left(self) -> bool:
-        """Whether it is closed, now or before. Once more does no harm: an interrupt may have come in between."""
+        """Close it if no call is on it; return whether it is closed. Once more does no harm: an
+        interrupt may have come in between."""
         if not self._closed and not self._leases.count:
             self.way.close()
             self._closed = True
@@ -179,7 +204,8 @@ class NodeConnection:
 
 
 class ConnectionLease:
-    """Keep a link open during a call. If an interrupt skips `leave`, the lease ends when it is collected."""
+    """Keep a connection open during a call. If an interrupt skips `leave`, it ends when it is
+    collected."""
 
     __slots__ = ("__weakref__", "fresh", "link")
 
@@ -192,7 +218,7 @@ class ConnectionLease:
 
 
 class NodeChannel:
-    """Keeps at most one `NodeConnection` to one node and runs calls on it. Thread-safe."""
+    """Keep at most one `NodeConnection` to one node and run calls on it. Thread-safe."""
 
     def __init__(
         self,
@@ -201,7 +227,7 @@ class NodeChannel:
         clock: Callable[[], float] = time.monotonic,
         learn: Callable[[pb.HelloReply], None] = lambda hello: None,
     ) -> None:
-        """`learn` is told what the node says of itself, whenever it is connected to; what it raises ends the call."""
+        """`learn` is given the node's hello at each connect; what it raises ends the call."""
         self.address = address
         self._learn = learn
         self._config = config
@@ -219,18 +245,19 @@ class NodeChannel:
         self.failure_count = 0
 
     def expect(self, bulk_port: int, member: str) -> None:
-        """A view says where this member serves frames (`Negotiation.expect`)."""
+        """Note where a view says that this member serves frames (`Negotiation.expect`)."""
         self._negotiation.expect(bulk_port, member)
 
     @property
     def wire_name(self) -> str:
-        """'shm', 'bulk' or 'grpc'; 'none' before the first call and while the node is unreachable."""
+        """Return 'shm', 'bulk' or 'grpc'; 'none' before the first call and while no node
+        answers."""
         link = self._link
         return link.wire.name if link else "none"
 
     @property
     def limits(self) -> pb.Limits | None:
-        """Of the node, while it is connected to."""
+        """Return the node's limits; None while it is not connected to."""
         link = self._link
         return link.limits if link else None
 
@@ -240,94 +267,87 @@ class NodeChannel:
 
     @property
     def is_older(self) -> bool:
-        """Whether the node, as far as it is connected to, does not know of other members."""
+        """Return whether the node is connected to and too old to know of other members."""
         link = self._link
         return link is not None and not link.knows_members
 
-    def run(
-        self, call: Callable[[NodeConnection, Deadline], Result], namespace: Namespace | None, deadline: Deadline
-    ) -> Result:
-        """Runs one call under breaker and deadline."""
-        if tracing.tracer is None:
-            return self._tried(call, namespace, deadline)
-        with tracing.span("kvstore.call", "client", address=self.address):
-            return self._tried(call, namespace, deadline)
+    def open(self, namespace: Namespace | None, deadline: Deadline) -> None:
+        """Connect to the node, and register the namespace there."""
+        self.run(lambda link, limit: None, namespace, deadline)
 
-    def _tried(
-        self, call: Callable[[NodeConnection, Deadline], Result], namespace: Namespace | None, deadline: Deadline
+    def run(
+        self, work: Callable[[NodeConnection, Deadline], Result], namespace: Namespace | None, deadline: Deadline
     ) -> Result:
-        deadline.remaining()  # a caller who comes too late says nothing about the node
-        check_process(self._pid)  # first: in a child of a fork a lock may be taken by a thread that is not there
-        if self._retired:
-            self._close_retired()
-        self._breaker.enter()
-        began = self._clock()
-        try:
-            result = self._run(call, namespace, deadline)
-        except (Unavailable, DeadlineExceeded) as error:
+        """Run `work` on the connection, with the namespace open there, under breaker and deadline.
+
+        `work` is repeated once if a connection that had worked is dead, as after a restart of the
+        node, or if the node does not know the namespace any more. A connection that fails when it
+        is new is not tried again.
+        """
+        with tracing.span("kvstore.call", "client", address=self.address):
+            deadline.remaining()  # a caller who comes too late says nothing about the node
+            check_process(self._pid)  # first: in a child of a fork a lock may be taken by a thread that is not there
+            if self._retired:
+                self._close_retired()
+            self._breaker.enter()
+            began, repeated = self._clock(), False
+            while True:
+                lease: ConnectionLease | None = None
+                try:
+                    lease = self._connected(deadline)
+                    link = lease.link
+                    if namespace is not None and namespace.digest not in link.opened:
+                        link.open(namespace, deadline)
+                    result = work(link, deadline)
+                    self._breaker.success()
+                    return result
+                except KVStoreError as error:
+                    if lease is not None:
+                        self._drop_broken(lease.link, error, deadline)
+                    if repeated or lease is None or not self._worth_repeating(lease, error):
+                        self._count_failure(error, self._clock() - began, deadline)
+                        raise
+                    repeated = True
+                finally:
+                    if lease is not None:
+                        lease.leave()
+
+    def _drop_broken(self, link: NodeConnection, error: KVStoreError, deadline: Deadline) -> None:
+        """Drop the connection if the error shows that it is dead or out of step."""
+        if isinstance(error, ProtocolError) or (isinstance(error, Unavailable) and not _hurried(deadline)):
+            self._drop(link)
+
+    def _worth_repeating(self, lease: ConnectionLease, error: KVStoreError) -> bool:
+        """Return whether a first try that failed may succeed on a new connection or with the
+        namespace opened again."""
+        if isinstance(error, UnknownNamespace):
+            lease.link.opened.clear()
+            return True
+        if isinstance(error, Unauthenticated):  # the token may be another by now
+            self._drop(lease.link)
+            return not lease.fresh
+        if isinstance(error, Unavailable) and not lease.fresh:
+            log.info("%s: connecting again: %s", self.address, error)
+            return True
+        return False
+
+    def _count_failure(self, error: KVStoreError, cost_s: float, deadline: Deadline) -> None:
+        """Tell the breaker what an error says about the node; `cost_s`: how long the call took."""
+        if isinstance(error, (Unavailable, DeadlineExceeded)):
             self.failure_count += 1
             if isinstance(error, Unavailable) or deadline.seconds >= EVIDENCE_S:
-                self._breaker.failure(error, self._clock() - began)
+                self._breaker.failure(error, cost_s)
                 if _hurried(deadline):
                     self._beside("kvstore-connects", self._connect)
             if isinstance(error, DeadlineExceeded):
-                self._beside("kvstore-lives", self._look_whether_it_lives)
-            raise
-        except KVStoreError as error:
-            if self._link is None and isinstance(error, REFUSED):  # at the door: each call would knock again
-                self._breaker.failure(error, self._clock() - began)
-            elif error.answered:  # a refusal of the node; one of ours, such as a full pool, says nothing about it
-                self._breaker.success()
-            raise
-        self._breaker.success()
-        return result
-
-    def _run(
-        self, call: Callable[[NodeConnection, Deadline], Result], namespace: Namespace | None, deadline: Deadline
-    ) -> Result:
-        """Once more if a link that had worked is dead (the node was restarted) or the node does not
-        know the namespace (any more). A link that fails when new is not tried again."""
-        lease = self._connected(deadline)
-        try:
-            return self._attempt(lease.link, call, namespace, deadline)
-        except UnknownNamespace:
-            lease.link.opened.clear()
-        except Unauthenticated:  # the token may be another by now
-            self._drop(lease.link)
-            if lease.fresh:
-                raise
-        except Unavailable as error:
-            if lease.fresh:
-                raise
-            log.info("%s: connecting again: %s", self.address, error)
-        finally:
-            lease.leave()
-        lease = self._connected(deadline)
-        try:
-            return self._attempt(lease.link, call, namespace, deadline)
-        finally:
-            lease.leave()
-
-    def _attempt(
-        self,
-        link: NodeConnection,
-        call: Callable[[NodeConnection, Deadline], Result],
-        namespace: Namespace | None,
-        deadline: Deadline,
-    ) -> Result:
-        try:
-            if namespace is not None and namespace.digest not in link.opened:
-                request = pb.OpenNamespaceRequest(namespace=namespace_message(namespace), digest=namespace.digest)
-                link.wire.call("open_namespace", request, deadline)
-                link.opened.add(namespace.digest)
-            return call(link, deadline)
-        except (Unavailable, ProtocolError) as error:
-            if isinstance(error, ProtocolError) or not _hurried(deadline):
-                self._drop(link)
-            raise
+                self._beside("kvstore-lives", self._check_liveness)
+        elif self._link is None and isinstance(error, REFUSED):  # at the door: each call would knock again
+            self._breaker.failure(error, cost_s)
+        elif error.answered:  # a refusal of the node; one of ours, such as a full pool, says nothing about it
+            self._breaker.success()
 
     def _connected(self, deadline: Deadline) -> ConnectionLease:
-        """A lease on the link, which may have been made just now."""
+        """Return a lease on the connection, which may have been made just now."""
         link = self._link  # read without the lock: one that is retired meanwhile lets nobody in
         if link is not None and (lease := link.enter()):
             if self._clock() >= link.retry_at:
@@ -339,7 +359,8 @@ class NodeChannel:
             raise Unavailable(f"no thread to connect to {self.address} in: {error}") from error
 
     def _made(self, deadline: Deadline) -> ConnectionLease:
-        """In a thread in which no signal handler raises, and which goes on if its caller is interrupted."""
+        """Connect; in a thread in which no signal handler raises, and which goes on if its caller
+        is interrupted."""
         with self._connecting(deadline):
             link = self._link
             if link is not None and (lease := link.enter()):
@@ -362,7 +383,8 @@ class NodeChannel:
             return lease
 
     def _connect(self) -> None:
-        """For who had no time for it, and for all others: if it is always such a one who tries, nobody gets in."""
+        """Connect for a caller that had no time for it, and for all others: if only such callers
+        tried, none would ever get in."""
         try:
             self._connected(Deadline(self._config.timeout_s)).leave()
             self._breaker.success()
@@ -371,7 +393,7 @@ class NodeChannel:
 
     @contextlib.contextmanager
     def _connecting(self, deadline: Deadline) -> Iterator[None]:
-        """One thread connects; the others wait no longer than they may."""
+        """Let one thread connect; the others wait until their deadline."""
         if not self._turn.acquire(timeout=deadline.remaining()):
             raise DeadlineExceeded(f"{self.address} was still being connected to after {deadline.seconds:g} s")
         try:
@@ -383,7 +405,8 @@ class NodeChannel:
         return NodeConnection(way, self._clock() + BETTER_RETRY_S if way.better else float("inf"))
 
     def _take(self, old: NodeConnection | None, link: NodeConnection) -> bool:
-        """Puts a new link in the place of `old`. False, and the new one retires, if that is gone or all is closed."""
+        """Replace `old` by a new connection. False, and the new one retires, if `old` is gone or
+        all is closed."""
         with self._lock:
             taken = self._link is old and not self._closed
             if taken:
@@ -406,7 +429,7 @@ class NodeChannel:
         self._close_retired()
 
     def _close_retired(self) -> None:
-        """Those of which the last call was interrupted are closed by whoever comes next."""
+        """Close connections whose last call was interrupted, on behalf of the next caller."""
         for link in tuple(self._retired):
             if link.close_when_left():
                 with contextlib.suppress(ValueError):  # another was faster
@@ -415,12 +438,12 @@ class NodeChannel:
     # ---- a better wire -------------------------------------------------------------------
 
     def _try_better(self, link: NodeConnection) -> None:
-        """In a thread of its own: no call waits for what may hang."""
+        """Try a better wire, in a thread of its own: no call waits for what may hang."""
         link.retry_at = self._clock() + BETTER_RETRY_S
         self._beside("kvstore-better-wire", lambda: self._better(link))
 
     def _beside(self, name: str, work: Callable[[], None]) -> None:
-        """Once at a time."""
+        """Do work in a thread of its own; of each name once at a time."""
 
         def run() -> None:
             try:
@@ -438,8 +461,9 @@ class NodeChannel:
             self._running.discard(name)
             log.warning("%s: no thread for %s: %s", self.address, name, error)
 
-    def _look_whether_it_lives(self) -> None:
-        """A call that was late says little of a node that answers others at once: its disk may hang, its RAM not."""
+    def _check_liveness(self) -> None:
+        """Say hello after a call that was late: a node's disk may hang while it answers from
+        RAM."""
         link = self._link
         if link is None or not (lease := link.enter()):
             return
@@ -466,7 +490,7 @@ class NodeChannel:
             link.retry_at = self._clock() + BETTER_RETRY_S
 
     def close(self) -> None:
-        """Closes idle connections now and those in use when their call ends."""
+        """Close idle connections now, and those in use when their call ends."""
         if os.getpid() != self._pid:  # in a child of a fork: a lock may be taken by a thread that is not there
             if self._link:
                 self._link.way.close()
@@ -480,5 +504,6 @@ class NodeChannel:
 
 
 def _hurried(deadline: Deadline) -> bool:
-    """Whether what failed had too little time, such as one more connection: the others' link is as it was."""
+    """Return whether a call failed for too little time, such as one more connection: the connection
+    of the others is as it was."""
     return deadline.seconds < EVIDENCE_S and deadline.passed

@@ -1,6 +1,6 @@
-"""Connections that carry frames: a pool of them to one node, and one request with its reply.
+"""Pool connections that carry frames to one node, and exchange a request for its reply.
 
-Shared by the bulk wire and the shared-memory wire, which differ in how they connect and in where the
+The bulk and the shared-memory wire share this. They differ in how they connect and in where the
 page bytes are.
 """
 
@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
+from kvstore.messages import delimited
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.sync import LeaseTable, NoThread, run_in_helper_thread
 from kvstore.tracing import current
@@ -24,10 +25,9 @@ from kvstore.transports.frames import FrameSocket
 from kvstore.transports.status import from_status
 
 Socket = TypeVar("Socket", bound=FrameSocket)
+Granted = TypeVar("Granted", bound="Lease[Any]")
 
-
-Result = TypeVar("Result")
-
+_NUMBERS = {field.name: field.number for field in pb.BulkRequest.DESCRIPTOR.fields}
 TRACED_NBYTES_MAX = 63 << 10  # a header over 64 KiB is one operation and nothing else (docs/FORMAT.md)
 
 
@@ -39,20 +39,21 @@ class Refused(Exception):
 
 
 def check_process(pid: int) -> None:
-    """Raises InvalidRequest in another process than that one, which a fork made."""
+    """Raise InvalidRequest in another process than that one, which a fork made."""
     if os.getpid() != pid:
         raise InvalidRequest("this client was connected before a fork; make a client of its own in each process")
 
 
 class ConnectionPool(Generic[Socket]):
-    """At most `count_max` connections to one node; a thread leases one for the length of a call.
+    """Hold at most `count_max` connections to one node; a thread leases one for the length of a
+    call.
 
     The last one returned is the first one taken, so that an idle pool keeps few of them warm.
-    `where` names the peer in messages, `connect` makes a connection that was greeted, `let_go` is called with one
-    that is about to be closed, perhaps twice.
+    `where` names the peer in messages, `connect` makes a connection that was greeted, `let_go` is
+    called with one that is about to be closed, perhaps twice.
 
-    A thread may be interrupted anywhere, so nothing here depends on what comes next: a connection is always in one
-    list at most, and one that is in none is closed when it is collected.
+    A thread may be interrupted anywhere, so nothing here depends on what comes next: a connection
+    is always in one list at most, and one that is in none is closed when it is collected.
     """
 
     def __init__(
@@ -73,34 +74,21 @@ class ConnectionPool(Generic[Socket]):
         self._closed = False
         self._pid = os.getpid()
 
-    @contextlib.contextmanager
-    def connection(self, deadline: Deadline) -> Iterator[Socket]:
-        """A connection for one exchange. One that fails is closed, and with it everything the node
-        held for it."""
-        lease = self.lease(deadline)
-        try:
-            with lease as connection:
-                yield connection
-        finally:
-            lease.end()
-
-    def talk(self, deadline: Deadline, exchanges: Callable[[Socket], Result]) -> Result:
-        """`exchanges` over a connection; over another where the node had let that one go before it heard a word."""
-        while True:
-            lease = self.lease(deadline)
-            try:
-                with lease as connection:
-                    return exchanges(connection)
-            except Unavailable:
-                if lease.fresh or connection.heard:
-                    raise
-            finally:
-                lease.end()
-
     def lease(self, deadline: Deadline) -> "Lease[Socket]":
-        """A connection until `Lease.end`; armed with the deadline."""
+        """Lease a connection until `Lease.end`, armed with the deadline."""
+        return self._grant(Lease(self, deadline), deadline)
+
+    def connection(self, deadline: Deadline) -> "OneExchange[Socket]":
+        """Lease a connection for one exchange, as a context. One that fails is closed, and with it
+        everything the node held for it."""
+        return self._grant(OneExchange(self, deadline), deadline)
+
+    def attempt(self, deadline: Deadline) -> "Attempt[Socket]":
+        """Lease a connection for one exchange that may be made again, as `Attempt` says."""
+        return self._grant(Attempt(self, deadline), deadline)
+
+    def _grant(self, lease: Granted, deadline: Deadline) -> Granted:
         self.check_process()
-        lease = Lease(self, deadline)
         if not self._leases.acquire(lease, lease.held, deadline.remaining()):
             raise Exhausted(
                 f"all {self._count_max} connections (connections_max) stayed busy for {deadline.seconds:g} s"
@@ -128,8 +116,8 @@ class ConnectionPool(Generic[Socket]):
         connection.heard = False
 
     def _take_idle(self, held: list[Socket]) -> None:
-        """An idle connection that the node has not ended meanwhile: it lets the longest idle go when it is full, which
-        is no failure of a call."""
+        """Take an idle connection that the node has not closed meanwhile: a full node closes the
+        longest idle one, which is no failure of a call."""
         while True:
             with self._lock:
                 if not self._idle:
@@ -150,7 +138,8 @@ class ConnectionPool(Generic[Socket]):
         return os.getpid() != self._pid
 
     def check_process(self) -> None:
-        """Raises InvalidRequest after a fork: two processes on one stream would read each other's answers."""
+        """Raise InvalidRequest after a fork: two processes on one stream would read each other's
+        answers."""
         check_process(self._pid)
 
     def separate(self, deadline: Deadline) -> Socket:
@@ -163,7 +152,8 @@ class ConnectionPool(Generic[Socket]):
             raise
 
     def raise_named(self, error: BaseException, deadline: Deadline) -> None:
-        """Raises what went wrong on a connection as an error of ours, if it is none."""
+        """Raise what went wrong on a connection as an error of ours; return if it is one
+        already."""
         if isinstance(error, Refused):
             raise error.error from None
         if isinstance(error, TimeoutError):
@@ -174,8 +164,9 @@ class ConnectionPool(Generic[Socket]):
             raise Unavailable(f"no thread to connect to {self.where} in: {error}") from error
 
     def take_back(self, lease: "Lease[Socket]") -> None:
-        """Ends a lease. A connection that is out of step is closed, and one for which the node still holds slots, as
-        after two interrupts: its next request would be refused, and the slots would be kept as long."""
+        """End a lease. Closes a connection that is out of step, and one for which the node still
+        holds slots, as after two interrupts: its next request would be refused, and the slots kept
+        as long."""
         if lease.in_step and not (lease.held and lease.held[0].holds):
             with self._lock:
                 if lease.held and not self._closed:
@@ -185,8 +176,9 @@ class ConnectionPool(Generic[Socket]):
         self._leases.release(lease)
 
     def close(self) -> None:
-        """Closes idle connections; those in use close when their call ends. In a child of a fork, whose parent's
-        threads may have held the lock, only this process's copies of their descriptors."""
+        """Close idle connections; those in use close when their call ends. In a child of a fork,
+        whose parent's threads may have held the lock, close only this process's copies of the
+        descriptors."""
         if self.forked:
             for connection in tuple(self._idle):
                 connection.close()
@@ -199,10 +191,10 @@ class ConnectionPool(Generic[Socket]):
 
 
 class Lease(Generic[Socket]):
-    """One connection in the hands of one thread; `fresh`: made for it.
+    """Lend one connection to one thread; `fresh`: made for it.
 
-    A context around exchanges: gives their errors our names. After one, nobody knows what the next bytes of the stream
-    are, so the connection is not used again; a refusal leaves it in step.
+    As a context around exchanges, translate their errors into ours. After an error the next bytes
+    of the stream are unknown, so the connection is not used again. A refusal leaves it in step.
     """
 
     connection: Socket
@@ -227,14 +219,46 @@ class Lease(Generic[Socket]):
         self._pool.raise_named(error, self._deadline)
 
     def end(self) -> None:
-        """Gives the connection back. Once more does no harm."""
+        """Give the connection back. Once more does no harm."""
         self._pool.take_back(self)
+
+
+class OneExchange(Lease[Socket]):
+    """End a lease with its context."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            super().__exit__(kind, error, at)
+        finally:
+            self.end()
+
+
+class Attempt(OneExchange[Socket]):
+    """Swallow the error of an idle connection that the node had closed before it heard a word.
+
+    So the caller tries another one:
+
+        while True:
+            with pool.attempt(deadline) as connection:
+                return exchange(connection, ...)
+    """
+
+    def __exit__(  # type: ignore[override]
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> bool:
+        try:
+            super().__exit__(kind, error, at)
+        except Unavailable:
+            if self.fresh or self.connection.heard:
+                raise
+            return True
+        return False
 
 
 @contextlib.contextmanager
 def greeting(connection: FrameSocket, where: str, limit: Deadline) -> Iterator[None]:
-    """Around the first exchange of a new connection, which is closed if that fails. `limit` began before the
-    connecting: both together have its time."""
+    """Close a new connection if its first exchange fails. `limit` began before the connecting: both
+    together have its time."""
     try:
         connection.arm(limit.remaining())
         yield
@@ -247,19 +271,21 @@ def greeting(connection: FrameSocket, where: str, limit: Deadline) -> Iterator[N
 
 
 def common_version(hello: pb.HelloReply) -> int:
-    """The version in which to speak with a node: the older of both."""
+    """Return the version in which to speak with a node: the older of both."""
     return min(hello.protocol_version or PROTOCOL_VERSION, PROTOCOL_VERSION)
 
 
 def exchange(connection: FrameSocket, op: str, request: Any) -> tuple[Any, int]:
-    """Sends one request; returns the reply of the same kind and its payload's length."""
+    """Send one request; return the reply of the same kind and its payload's length."""
     connection.send_frame(request_header(op, request))
     header, payload_nbytes = connection.recv_frame(MESSAGE_NBYTES_MAX)
     return parse_reply(op, header), payload_nbytes
 
 
 def request_header(op: str, request: Any) -> bytes:
-    header = pb.BulkRequest(**{op: request}).SerializeToString()
+    """Return a BulkRequest with this request, in wire form: as a message it would be copied once
+    more."""
+    header = delimited(_NUMBERS[op], request.SerializeToString())
     trace = current()
     if trace is None or len(header) > TRACED_NBYTES_MAX:
         return header
@@ -267,7 +293,8 @@ def request_header(op: str, request: Any) -> bytes:
 
 
 def parse_reply(op: str, header: bytes) -> Any:
-    """The reply to `op`. Raises Refused for an error in its place, ProtocolError for anything else."""
+    """Return the reply to `op`. Raises Refused for an error in its place, ProtocolError
+    otherwise."""
     try:
         reply = pb.BulkReply.FromString(header)
     except DecodeError as error:

@@ -1,4 +1,4 @@
-"""Frames of the bulk and the shared-memory wire, and a socket that sends and receives them under a deadline.
+"""Send and receive the frames of the bulk and the shared-memory wire under a deadline.
 
     0        2      3      4              8                      16
     | 'K''V' | ver  | 0    | header u32le | payload u64le        | header ... | payload ... |
@@ -24,20 +24,23 @@ from kvstore.checksum import CHUNK_NBYTES, Leaves
 from kvstore.config import GRPC_CHUNK_NBYTES, PROTOCOL_VERSION, speaks
 from kvstore.errors import InvalidRequest, ProtocolError
 
-# Page bytes in gRPC messages: a run of pages is cut into chunks that know no page borders.
-
 
 def runs(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """The concatenated views in chunks of GRPC_CHUNK_NBYTES, each as the pieces that it is made of; the last one may
-    be shorter. A view is taken when those before it are used up."""
+    """Cut concatenated views into chunks of GRPC_CHUNK_NBYTES for gRPC messages, across page
+    borders.
+
+    Each chunk is a list of pieces; the last one may be shorter. A view is taken when those before
+    it are used up.
+    """
     return grouped(views, itertools.repeat(GRPC_CHUNK_NBYTES))
 
 
 def fill(pages: Iterable[Sequence[memoryview]], chunks: Iterator[memoryview]) -> list[bytes]:
-    """Copies chunks one after the other through the views of each page, and hashes each right behind, while it is in
-    the cache: the leaves of each page. Takes no chunk more than it needs.
+    """Copy chunks one after the other through the views of each page, and return the leaves of each
+    page.
 
-    Raises InvalidRequest if the chunks are too few, empty, or leave bytes over.
+    Each chunk is hashed right behind its copy, while it is in the cache. Takes no chunk more than
+    it needs. Raises InvalidRequest if the chunks are too few, empty, or leave bytes over.
     """
     made = []
     rest = empty = memoryview(b"")
@@ -86,10 +89,11 @@ def unpack_fixed(fixed: bytes | bytearray, header_nbytes_max: int) -> tuple[int,
     return header_nbytes, payload_nbytes
 
 
-def set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
-    """SO_RCVTIMEO or SO_SNDTIMEO of a blocking socket; a millisecond at least, because zero would mean: for ever."""
+def timeval(seconds: float) -> bytes:
+    """Return a value for SO_RCVTIMEO or SO_SNDTIMEO of a blocking socket; a millisecond at least,
+    because zero would mean: for ever."""
     seconds = max(seconds, 0.001)
-    sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6)))
+    return _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
 
 
 class FrameSocket:
@@ -135,8 +139,9 @@ class FrameSocket:
         """Somewhat shorter ones than asked for will do: who wakes early looks at the deadline. So a
         row of calls that all have about the same time left sets them once."""
         self._timeout_s = seconds * 0.75
-        set_timeout(self._sock, socket.SO_RCVTIMEO, self._timeout_s)
-        set_timeout(self._sock, socket.SO_SNDTIMEO, self._timeout_s)
+        packed = timeval(self._timeout_s)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
 
     def send_frame(self, header: bytes, payload_nbytes: int = 0, at_once: bool = False) -> None:
         """Sends all of a frame but its payload, which follows by `send`."""

@@ -1,7 +1,11 @@
-"""gRPC and forks: while this process forks no call of ours is inside gRPC.
+"""Keep calls out of gRPC while this process forks, and check that it has what gRPC needs.
 
-gRPC prepares for a fork only if no thread is inside it. Otherwise it can not be used in the child, and a child has
-broken its parent's connections. So a fork waits for calls that are under way, and calls wait for the fork.
+gRPC prepares for a fork only if no thread is inside it. Otherwise it can not be used in the child,
+and a child has broken its parent's connections. So a fork waits for calls that are under way, and
+calls wait for the fork.
+
+At its start gRPC takes descriptors and threads. If this process has none left, gRPC does not fail:
+it waits for twelve seconds, whatever the deadline, and ends the process.
 """
 
 import contextlib
@@ -15,15 +19,12 @@ from typing import TypeVar
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.sync import NoThread, in_main_thread, run_in_helper_thread
 
-# Whether this process has left what gRPC takes when it begins. Without it gRPC does not fail: it
-# waits for twelve seconds, whatever the deadline, and ends the process.
-
 DESCRIPTORS = 16  # it aborted with up to 5
 THREADS = 8  # and with up to 4
 
 
 def check_headroom() -> None:
-    """Takes as many for a moment. Raises Unavailable."""
+    """Take as many descriptors and threads as gRPC for a moment. Raises Unavailable."""
     try:
         run_in_helper_thread(_check)
     except NoThread as error:

@@ -1,4 +1,5 @@
-"""The gRPC wire, client side: works through proxies and from any language; pages cross in chunks."""
+"""Call a node over gRPC, client side: it works through proxies and from any language; pages cross
+in chunks."""
 
 import contextlib
 import ctypes
@@ -30,14 +31,20 @@ from kvstore.transports.grpc_process import gate
 from kvstore.transports.status import from_status
 from kvstore.transports.tls import ClientTls
 
-# Frames on their way from the thread that makes them to gRPC's, which sends them.
+Result = TypeVar("Result")
 
 FRAMES_MAX = 2  # that wait to be sent: while one is sent the next one is made
+# Refuse compressed answers by their head. Some grpcio that engines have unpack a message without a
+# limit and compare its size afterwards, so that a node could fill an engine's memory.
+IDENTITY_ONLY = 1
 
 
 class Outbox:
-    """One thread puts, another iterates, any may `end` it. What a frame is made of is read by who puts it alone, so
-    a call that is over touches it no more, however it ended."""
+    """Carry frames from the thread that makes them to gRPC's, which sends them.
+
+    One thread puts, another iterates, any may `end` it. Only the thread that puts a frame reads
+    what it is made of, so a call that is over touches it no more, however it ended.
+    """
 
     def __init__(self) -> None:
         self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -65,10 +72,6 @@ class Outbox:
             yield frame
 
 
-# Refuse compressed answers by their head. Some grpcio that engines have unpack a message without a limit and compare
-# its size afterwards, so that a node could fill an engine's memory.
-IDENTITY_ONLY = 1
-
 _Metadata = tuple[tuple[str, str], ...]
 _METHODS = {
     "hello": "Hello",
@@ -93,14 +96,12 @@ _METHODS = {
 }
 
 
-Result = TypeVar("Result")
-
-
 class GrpcWire:
-    """One channel. gRPC multiplexes calls of many threads over it.
+    """Call a node over one channel, on which gRPC multiplexes the calls of many threads.
 
-    The channel has a condition that all its calls take, in any thread. A signal handler that raises just then leaves it
-    taken, and every later call and `close` would hang: so the main thread does not enter gRPC, another does it.
+    The channel has a condition that all its calls take, in any thread. A signal handler that raises
+    just then leaves it taken, and every later call and `close` would hang: so the main thread does
+    not enter gRPC, another does it.
     """
 
     name = "grpc"

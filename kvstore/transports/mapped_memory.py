@@ -1,8 +1,9 @@
-"""Slots of the node's arena in a client's hands: reserved to be written, acquired to be read.
+"""Map a node's arena into this process, and lend its slots: reserved to be written, acquired to be
+read.
 
-Both are made and ended by the contexts of `kvstore.transports.shm`. Views are released when the slot is not the
-client's any more, so that a use after that raises ValueError. What a caller made of a view and kept
-(a numpy array) is its own to drop before; one that still stands is InvalidRequest.
+The contexts of `kvstore.transports.shm` make and end slots. Views are released when the slot is not
+the client's any more, so that a use after that raises ValueError. What a caller made of a view and
+kept (a numpy array) is its own to drop before; one that still stands is InvalidRequest.
 """
 
 import ctypes
@@ -20,8 +21,6 @@ from kvstore.sync import Event
 from kvstore.transports.connections import Lease, exchange, request_header
 from kvstore.transports.unix_sockets import DescriptorSocket
 
-# A node's arena in this process: mapped once, read and written in place.
-
 _MADV_POPULATE_READ = 22  # Linux 5.14; mmap does not name it
 # Entered into the page table by one call: about 75 us, for which a thread that maps or unmaps memory may wait.
 _POPULATE_STEP_NBYTES = 1 << 20
@@ -29,13 +28,14 @@ _DEPOPULATE_STEP_NBYTES = 64 << 20
 
 
 class ArenaMap:
-    """`nbytes` of the node's memory, shared and writable. Thread-safe.
+    """Map `nbytes` of the node's memory, shared and writable. Thread-safe.
 
-    There is no `close`: the map goes when the last view of it is gone, so that no thread can touch
-    memory that was unmapped, and memory of a node that died stays valid, if dead, for who still reads.
+    There is no `close`: the map ends with its last view, so that no thread can touch memory that
+    was unmapped. Memory of a node that died stays valid, if dead, for a thread that still reads it.
 
-    `memory`, at `address`, is all of it, for a GPU driver that must be told once which memory to expect. Offsets and
-    views come from the contexts of `kvstore.transports.shm`; other bytes belong to other clients.
+    `memory`, at `address`, is all of it, for a GPU driver that must be told once which memory to
+    expect. Offsets and views come from the contexts of `kvstore.transports.shm`; other bytes belong
+    to other clients.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -97,7 +97,7 @@ RELEASE_S = 0.1
 
 
 class _Slots:
-    """`offsets`: where each slot is in `arena`. Used by one thread."""
+    """Hold slots for one thread. `offsets`: where each slot is in `arena`."""
 
     def __init__(
         self, lease: Lease[DescriptorSocket], arena: ArenaMap, offsets: list[int], sizes: list[int], writable: bool
@@ -113,7 +113,7 @@ class _Slots:
 
     @property
     def pages(self) -> list[memoryview]:
-        """A view of each slot. Made when they are first asked for: who copies with a GPU needs none."""
+        """Return a view of each slot. They are made at first use: a copy by a GPU needs none."""
         if self._pages is None:
             views = self.arena.views(self.offsets, self._sizes)
             self._pages = views if self._writable else [view.toreadonly() for view in views]
@@ -134,8 +134,9 @@ class _Slots:
 
 
 class ReservedSlots(_Slots):
-    """`verdicts`: a PutVerdict per key. `pages`, `offsets`: of the keys with verdict WRITE, in order: a
-    writable view of `page_nbytes` bytes each, and where in `arena` it is."""
+    """Hold slots to write in. `verdicts`: a PutVerdict per key. `pages`, `offsets`: of the keys
+    with verdict WRITE, in order: a writable view of `page_nbytes` bytes each, and where in `arena`
+    it is."""
 
     def __init__(
         self,
@@ -154,8 +155,8 @@ class ReservedSlots(_Slots):
         self._waiting = bool(offsets)
 
     def commit(self, leaves: Sequence[bytes]) -> None:
-        """The bytes are in place: makes the pages visible. `kvstore.checksum.leaves` of each page. Nothing may
-        write to them any more, neither a thread nor a GPU."""
+        """Make the pages visible, whose bytes are in place. `leaves`: `kvstore.checksum.leaves` of
+        each page. Nothing may write to them any more, neither a thread nor a GPU."""
         if not self._waiting:
             raise InvalidRequest("there is nothing to commit: no page was to be written, or it was done already")
         self._drop()
@@ -166,7 +167,7 @@ class ReservedSlots(_Slots):
         self._waiting = False
 
     def end(self) -> None:
-        """Gives the slots back if they were not committed."""
+        """Give the slots back if they were not committed."""
         try:
             self._drop()
         finally:
@@ -176,9 +177,9 @@ class ReservedSlots(_Slots):
 
 
 class AcquiredSlots(_Slots):
-    """`hits`: a bool per key. `pages`, `checksums`, `offsets`: of the hits, in order: a read-only view
-    each, the checksum that its bytes must have, and where in `arena` it is. Of a request with ranges `pages` and
-    `offsets` have each range of each hit."""
+    """Hold slots to read. `hits`: a bool per key. `pages`, `checksums`, `offsets`: of the hits, in
+    order: a read-only view each, the checksum that its bytes must have, and where in `arena` it is.
+    Of a request with ranges `pages` and `offsets` have each range of each hit."""
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class AcquiredSlots(_Slots):
         super().__init__(lease, arena, offsets, sizes * count, writable=False)
 
     def end(self) -> None:
-        """Lets the node evict the pages again."""
+        """Let the node evict the pages again."""
         try:
             self._drop()
         finally:
@@ -208,15 +209,18 @@ class AcquiredSlots(_Slots):
 
 
 def release(lease: Lease[DescriptorSocket]) -> None:
-    """Sent even when the deadline passed or the exchange before failed: without it the node, which can
-    not tell a client that is still writing from one that is not, keeps the slots until the process ends. Not behind
-    half a frame: of a request that did not arrive the node holds nothing."""
+    """Give a lease's slots back, even when the deadline passed or the exchange before failed.
+
+    Without it the node, which can not tell a client that is still writing from one that is not,
+    keeps the slots until the process ends. It is not sent behind half a frame: of a request that
+    did not arrive the node holds nothing.
+    """
     if not give_back(lease.connection):
         lease.in_step = False
 
 
 def give_back(connection: DescriptorSocket) -> bool:
-    """Tells the node that this connection holds no slots. False: it could not be told."""
+    """Tell the node that this connection holds no slots. False: it could not be told."""
     if connection.torn:
         return False
     try:
@@ -229,6 +233,7 @@ def give_back(connection: DescriptorSocket) -> bool:
 
 
 def let_go(connection: DescriptorSocket) -> None:
-    """Before a connection is closed of which nobody gave back what it holds: an interrupt came twice."""
+    """Give slots back before a connection is closed that still holds some: an interrupt came
+    twice."""
     if connection.holds:
         give_back(connection)

@@ -33,20 +33,26 @@ if TYPE_CHECKING:
     from kvstore.transports.grpc_wire import GrpcWire
 
 
-# IP addresses of a node's name, under a deadline: the system's resolver knows none and may keep a
-# caller for half a minute.
-
 log = logging.getLogger(__name__)
 
-# Where an earlier answer is known, a new one is waited for so long; then the old one is tried.
+Tried = TypeVar("Tried", BulkWire, ShmWire)
+
+# Where the resolver's earlier answer is known, wait so long for a new one; then try the old one.
 FRESH_S = 0.1
+# The wires that are tried before gRPC, the best one first, and what a warning says without them.
+BETTER = (("shm", "no shared memory"), ("bulk", "using gRPC"))
+GRPC = "grpc"
+RANK = {ShmWire.name: 0, BulkWire.name: 1, GRPC: 2}
+# Of the time to connect, for frames at the known port: gRPC has the rest if no node answers there.
+FRAMES_SHARE = 0.5
 
 
 class Addresses:
-    """Of one host. Thread-safe. Asked anew for each connection to the node, so that a name may move.
+    """Resolve one host's name under a deadline: the system's resolver knows none and may take half
+    a minute. Thread-safe. The name is resolved anew for each connection, so that it may move.
 
-    The resolver is asked by a thread of its own, one at a time, which many callers may wait for; one that hangs
-    costs its callers their deadline and the process this one thread.
+    A thread of its own asks the resolver, one at a time, which many callers may wait for. One that
+    hangs costs its callers their deadline and the process this one thread.
     """
 
     def __init__(self, host: str) -> None:
@@ -57,7 +63,8 @@ class Addresses:
         self._known: tuple[str, ...] = (host,) if self._numeric else ()
 
     def resolve(self, deadline: Deadline) -> tuple[str, ...]:
-        """In the order in which they are to be tried. Raises Unavailable or DeadlineExceeded."""
+        """Return the addresses in the order in which to try them. Raises Unavailable or
+        DeadlineExceeded."""
         if self._numeric:
             return self._known
         with self._lock:
@@ -78,8 +85,8 @@ class Addresses:
 
 
 def grpc_target(found: Sequence[str], port: int) -> str:
-    """Resolved addresses as gRPC takes them, so that its own resolver has nothing to do. One list holds one family:
-    IPv4 beside IPv6 is written as IPv6."""
+    """Return resolved addresses as gRPC takes them, so that its own resolver has nothing to do. One
+    list holds one family: IPv4 beside IPv6 is written as IPv6."""
     if not any(":" in address for address in found):
         return "ipv4:" + ",".join(f"{address}:{port}" for address in found)
     six = [address if ":" in address else f"::ffff:{address}" for address in found]
@@ -87,7 +94,7 @@ def grpc_target(found: Sequence[str], port: int) -> str:
 
 
 class _Question:
-    """One call of the resolver, in a daemon thread: the process may end while it hangs."""
+    """Call the resolver once, in a daemon thread: the process may end while it hangs."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -116,16 +123,6 @@ def _is_numeric(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return True
-
-
-Tried = TypeVar("Tried", BulkWire, ShmWire)
-
-# The wires that are tried before gRPC, the best one first, and what a warning says without them.
-BETTER = (("shm", "no shared memory"), ("bulk", "using gRPC"))
-GRPC = "grpc"
-RANK = {ShmWire.name: 0, BulkWire.name: 1, GRPC: 2}
-# Of the time to connect, for frames at the port that is known: gRPC has the rest if nobody answers there.
-FRAMES_SHARE = 0.5
 
 
 @dataclass

@@ -1,6 +1,8 @@
-"""One batch over several connections at a time, because one moves no more than one core copies and hashes.
+"""Move one batch over several connections at a time: one moves no more than one core copies and
+hashes.
 
-On 16 cores a connection moves 3.5 GB/s and eight 14 to 19. On two cores the node has the other one: nothing is gained.
+On 16 cores a connection moves 3.5 GB/s and eight 14 to 19. On two cores the node has the other one:
+nothing is gained.
 """
 
 import collections
@@ -15,21 +17,21 @@ from kvstore.threads import ThreadPool, begin, end, wait_for
 
 T = TypeVar("T")
 
-LANE_NBYTES_MIN = 16 << 20  # of page bytes: less is over before another thread has begun
-LANES_MAX = 4
+STREAM_NBYTES_MIN = 16 << 20  # of page bytes: less is over before another thread has begun
+STREAMS_MAX = 4
 THREADS_MAX = 8  # of one wire: beside them its callers work for themselves
 CORES_EACH = 3  # of this machine's: one here, one at the node if it is the same, one for the engine
 
 
 def stream_count(pages: int, page_nbytes: int) -> int:
-    """Over how many connections so many pages are best sent."""
-    wanted = min(LANES_MAX, pages * page_nbytes // LANE_NBYTES_MIN, pages)
+    """Return over how many connections so many pages are best sent."""
+    wanted = min(STREAMS_MAX, pages * page_nbytes // STREAM_NBYTES_MIN, pages)
     return max(1, min(wanted, len(os.sched_getaffinity(0)) // CORES_EACH)) if wanted > 1 else 1
 
 
-def split(count: int, lanes: int) -> list[slice]:
-    """`count` pages in so many runs of about the same length."""
-    ends = [count * (lane + 1) // lanes for lane in range(lanes)]
+def split(count: int, streams: int) -> list[slice]:
+    """Split `count` pages into so many runs of about the same length."""
+    ends = [count * (stream + 1) // streams for stream in range(streams)]
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -38,10 +40,10 @@ class ThreadLease:
 
 
 class ParallelTransfer:
-    """Threads of a wire or a client, made when they are needed. A call waits for none: behind other calls it would
-    miss its deadline."""
+    """Own the threads of a transport or a client, made when they are needed. A call waits for none:
+    behind other calls it would miss its deadline."""
 
-    def __init__(self, threads_max: int = THREADS_MAX, name: str = "kvstore-abreast") -> None:
+    def __init__(self, threads_max: int = THREADS_MAX, name: str = "kvstore-streams") -> None:
         self._threads_max = threads_max
         self._name = name
         self._lock = threading.Lock()
@@ -50,9 +52,17 @@ class ParallelTransfer:
         self._pid = os.getpid()
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | KVStoreError]:
-        """What each returned or raised, when all have ended: nobody touches a caller's buffer any more, also when this
-        is interrupted. The calling thread and those that can be had take one after the other, so that one call that
-        hangs keeps nobody but who took it."""
+        """Return what each call returned or raised, when all have ended: no thread touches a
+        caller's buffer any more, also when this is interrupted.
+
+        The calling thread and those that can be had take one call after the other, so that one that
+        hangs keeps only the thread that took it.
+        """
+        if len(calls) == 1:
+            try:
+                return [calls[0]()]
+            except KVStoreError as error:
+                return [error]
         left, made = collections.deque(range(len(calls))), dict[int, T | KVStoreError]()
 
         def take() -> None:
@@ -61,7 +71,10 @@ class ParallelTransfer:
                     number = left.popleft()
                 except IndexError:  # another took the last one
                     return
-                made[number] = _caught(calls[number])
+                try:
+                    made[number] = calls[number]()
+                except KVStoreError as error:
+                    made[number] = error
 
         others: list[Future[None]] = []
         try:
@@ -93,8 +106,8 @@ class ParallelTransfer:
         return self._leases.count
 
     def _begin(self, done: "Future[None]", work: Callable[[], None]) -> bool:
-        """False: there is no thread; or the wire is closed, or its threads are the parent's, as the call is going to
-        say."""
+        """Return whether a thread does the work. False: there is none; or the transport is closed,
+        or its threads are the parent's, as the call is going to say."""
         if os.getpid() != self._pid:
             return False
         lease = ThreadLease()
@@ -120,10 +133,3 @@ class ParallelTransfer:
         with self._lock:
             if self._threads is not None:
                 self._threads.shutdown(wait=False)
-
-
-def _caught(call: Callable[[], T]) -> T | KVStoreError:
-    try:
-        return call()
-    except KVStoreError as error:
-        return error

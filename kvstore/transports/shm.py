@@ -1,5 +1,5 @@
-"""The shared-memory wire, client side: requests over a Unix socket, page bytes in the node's own memory,
-which is mapped here.
+"""Move pages through shared memory, client side: requests over a Unix socket, page bytes in the
+node's own memory, which is mapped here.
 
     put   {put} -> verdicts, offsets; write in place; {commit} -> reply
     get   {get} -> hits, checksums, offsets; read in place; {release}, not answered
@@ -52,12 +52,12 @@ Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
 
 
 def socket_here(node_path: str, config: ClientConfig) -> str:
-    """Where the socket lies that is at `node_path` where the node is."""
+    """Return the path here of the socket that is at `node_path` where the node is."""
     return os.path.join(config.shm_dir, os.path.basename(node_path)) if config.shm_dir else node_path
 
 
 class ShmWire:
-    """Connections to one run of one node, and the map of its arena.
+    """Hold connections to one run of one node, and the map of its arena.
 
     `elsewhere`: the node's socket was not found here, as is normal with a node on another host.
     """
@@ -83,7 +83,7 @@ class ShmWire:
         self._lock = threading.Lock()
         self._arena: ArenaMap | None = None
         self._closed = Event()
-        self._abreast = ParallelTransfer()
+        self._threads = ParallelTransfer()
         self.elsewhere = False
 
     @property
@@ -92,7 +92,7 @@ class ShmWire:
         return self._arena
 
     def connect(self, deadline: Deadline) -> None:
-        """Makes sure that the arena is mapped. Raises Unavailable or ProtocolError."""
+        """Make sure that the arena is mapped. Raises Unavailable or ProtocolError."""
         try:
             os.stat(self._path)
         except FileNotFoundError as error:
@@ -126,8 +126,8 @@ class ShmWire:
     def reserving(
         self, request: pb.PutRequest, deadline: Deadline, until: Deadline | None = None
     ) -> contextlib.AbstractContextManager[ReservedSlots]:
-        """Slots to write in; leaving the context without a commit gives them back. `until`: the deadline of the
-        commit, if it is another one."""
+        """Reserve slots to write in; leaving the context without a commit gives them back. `until`:
+        the deadline of the commit, if it is another one."""
         commit = until or deadline
         return self._slots(
             "put", request, lambda lease, reply: ReservedSlots(lease, self.arena, request, reply, commit), deadline
@@ -136,7 +136,7 @@ class ShmWire:
     def acquiring(
         self, request: pb.GetRequest, page_nbytes: int, deadline: Deadline
     ) -> contextlib.AbstractContextManager[AcquiredSlots]:
-        """Slots to read from, until the context is left."""
+        """Acquire slots to read from, until the context is left."""
         return self._slots(
             "get", request, lambda lease, reply: AcquiredSlots(lease, self.arena, request, reply, page_nbytes), deadline
         )
@@ -212,21 +212,24 @@ class ShmWire:
             return hits, corrupt
 
     def _each(self, work: Callable[[int], T], count: int, nbytes: int, deadline: Deadline) -> list[T]:
-        """What `work` makes of each of so many pages, of each of which it moves `nbytes`: by several threads where
-        there are cores for them, of which none touches a page any more when this ends."""
+        """Return what `work` makes of each of `count` pages, of each of which it moves `nbytes`.
 
-        def of_share(share: slice) -> list[T]:
+        Several threads do it where there are cores for them. None touches a page any more when this
+        ends.
+        """
+
+        def of_part(part: slice) -> list[T]:
             made = []
-            for number in range(count)[share]:
+            for number in range(count)[part]:
                 deadline.remaining()
                 made.append(work(number))
             return made
 
-        lanes = stream_count(count, nbytes)
-        if lanes == 1:
-            return of_share(slice(count))
+        streams = stream_count(count, nbytes)
+        if streams == 1:
+            return of_part(slice(count))
         made = []
-        for result in self._abreast.run([functools.partial(of_share, share) for share in split(count, lanes)]):
+        for result in self._threads.run([functools.partial(of_part, part) for part in split(count, streams)]):
             if isinstance(result, KVStoreError):
                 raise result
             made += result
@@ -268,7 +271,7 @@ class ShmWire:
             raise Unavailable(f"no connection to {self._path} in {limit.seconds:.3g} s") from error
 
     def _map(self, fd: int | None, nbytes: int) -> None:
-        """All connections are to one run of the node, so the first one's arena is everybody's."""
+        """Map the arena once: all connections are to one run of the node."""
         if fd is None:
             raise ProtocolError("the node passed no arena")
         with self._lock:
@@ -278,7 +281,7 @@ class ShmWire:
         _beside("kvstore-populate", lambda: arena.populate(self._closed))
 
     def close(self) -> None:
-        """Closes idle connections; those in use close when their call or context ends. The map goes
+        """Close idle connections; those in use close when their call or context ends. The map ends
         with the last view of it."""
         if self._pool.forked:
             return self._pool.close()
@@ -286,13 +289,14 @@ class ShmWire:
             arena = None if self._closed.is_set() else self._arena
             self._closed.set()
         self._pool.close()
-        self._abreast.close()
+        self._threads.close()
         if arena is not None:
             _beside("kvstore-depopulate", arena.depopulate)
 
 
 def _beside(name: str, work: Callable[[], None]) -> None:
-    """In a thread of its own. Where none can be had the arena's page tables are as they are, which is only slower."""
+    """Do work in a thread of its own. Where none can be had the arena's page tables stay as they
+    are, which is only slower."""
     try:
         start_thread(work, name)
     except RuntimeError as error:
@@ -301,7 +305,8 @@ def _beside(name: str, work: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _own_pidfd() -> Iterator[int]:
-    """By it the node learns for certain that this process is gone, in whatever container it is."""
+    """Open a descriptor by which the node learns for certain that this process has ended, in
+    whatever container it is."""
     try:
         pidfd = os.pidfd_open(os.getpid())
     except OSError as error:
@@ -313,15 +318,18 @@ def _own_pidfd() -> Iterator[int]:
 
 
 class _Pace:
-    """In which steps pages are copied and hashed. After each step the GIL is asked for twice, which takes a few us,
-    and beside a thread that computes 5 ms each time: there it is one step for all that is left. One for the process,
-    as the GIL is."""
+    """Choose the steps in which pages are copied and hashed.
+
+    After each step the GIL is asked for twice, which takes a few us, and beside a thread that
+    computes 5 ms each time: there it is one step for all that is left. One for the process, as the
+    GIL is.
+    """
 
     def __init__(self) -> None:
         self._crowded = False
 
     def end_of_step(self, start: int, nbytes: int) -> int:
-        """No short one remains."""
+        """Return where the step from `start` on ends, so that no short one remains."""
         return nbytes if self._crowded or nbytes - start < 2 * STEP_NBYTES else start + STEP_NBYTES
 
     def took(self, nbytes: int, seconds: float) -> None:
@@ -332,7 +340,7 @@ _pace = _Pace()
 
 
 def _write_page(slot: memoryview, page: Pieces) -> bytes:
-    """Copies the pieces of a page and hashes the caller's bytes. Returns their leaves."""
+    """Copy the pieces of a page and hash the caller's bytes. Return their leaves."""
     running = Leaves(segments_nbytes(page))
     for target, piece in zip_segments([slot], page):
         _copy_hashed(target, piece, piece, running)
@@ -340,8 +348,8 @@ def _write_page(slot: memoryview, page: Pieces) -> bytes:
 
 
 def _read_page(page: Pieces, parts: Sequence[memoryview]) -> bytes:
-    """Copies the parts one after the other and hashes the copy: that, not the slot, is what the caller
-    is going to use. Returns its leaves."""
+    """Copy the parts one after the other and hash the copy: that, not the slot, is what the caller
+    is going to use. Return its leaves."""
     running = Leaves(segments_nbytes(page))
     for target, part in zip_segments(page, parts):
         _copy_hashed(target, part, target, running)
@@ -349,7 +357,7 @@ def _read_page(page: Pieces, parts: Sequence[memoryview]) -> bytes:
 
 
 def _copy_hashed(target: memoryview, source: memoryview, hashed: memoryview, running: Leaves) -> None:
-    """Step by step; `hashed` is one of the two."""
+    """Copy and hash step by step; `hashed` is one of the two."""
     nbytes = source.nbytes
     if nbytes <= HELD_NBYTES_MAX:
         copy(target, source)

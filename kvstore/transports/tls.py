@@ -1,7 +1,18 @@
-"""TLS of a client: whom it believes, what it shows, and in plain words why a node could not be greeted.
+"""Send frames over TLS 1.3, configure a client's side of it, and explain in plain words why it
+failed.
 
-tls_ca, tls_cert, tls_key --> files --looked at for each connection--> bulk: a context; gRPC: the same bytes
-tls_name, or else the host --> the name that the node's certificate must have
+    tls_ca, tls_cert, tls_key --> files --checked for each connection--> bulk: a context; gRPC: the bytes
+    tls_name, or else the host --> the name that the node's certificate must have
+
+Frames and page bytes are encrypted in memory beside the socket:
+
+    send      page bytes --encrypt--> records --> socket      128 KiB at a time, 8 records a system call
+    receive   socket --> records --decrypt--> the memory they are for
+
+Python's own TLS socket knows neither the kernel's timeouts nor MSG_WAITALL, takes two system calls
+for each record of 16 KiB, and reads what is still encrypted as if it were not once another thread
+has shut it down. Here the socket stays the plain one that it was, with its deadlines: a thread that
+shuts it down or asks whether it is quiet need not know of TLS.
 """
 
 import contextlib
@@ -15,16 +26,6 @@ from kvstore.certificates import PemFiles, Pems
 from kvstore.config import PROTOCOL_VERSION, ClientConfig
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.transports.frames import FrameSocket
-
-# A `FrameSocket` over TLS 1.3: frames and page bytes, encrypted in memory beside the socket.
-#
-#     send      page bytes --encrypt--> records --> socket          128 KiB at a time, 8 records in one system call
-#     receive   socket --> records --decrypt--> the memory they are for
-#
-# Python's own TLS socket knows neither the kernel's timeouts nor MSG_WAITALL, takes two system
-# calls for each record of 16 KiB, and reads what is still encrypted as if it were not once
-# another thread has shut it down. Here the socket stays the plain one that it was, with its
-# deadlines, and whoever shuts it down or looks whether it is quiet knows of no TLS.
 
 # Encrypted and sent, or received, at a time. Each connection that has moved pages keeps three times as much memory.
 STEP_NBYTES = 128 << 10
@@ -40,8 +41,11 @@ def means_no_place(error: ssl.SSLError) -> bool:
 
 
 class TlsFrameSocket(FrameSocket):
-    """Used like a plain one, once `handshake` is over. Raises ssl.SSLError, an OSError, for what is no TLS, for a
-    certificate that is not believed, and for bytes that were changed on the way."""
+    """Send and receive frames as a plain socket does, once `handshake` is over.
+
+    Raises ssl.SSLError, an OSError, for what is no TLS, for a certificate that is not trusted, and
+    for bytes that were changed on the way.
+    """
 
     def __init__(self, sock: Any, context: ssl.SSLContext, name: str = "", version: int = PROTOCOL_VERSION) -> None:
         """`name`: that the peer's certificate must have; none: the peer is the client."""
@@ -166,7 +170,7 @@ SPEAKS_TLS = "the node speaks TLS; name the authority of its certificate with tl
 
 
 class ClientTls:
-    """Of all connections to one host. Thread-safe."""
+    """Configure TLS for all connections to one host. Thread-safe."""
 
     def __init__(self, config: ClientConfig, host: str) -> None:
         self.name = config.tls_name or host
@@ -176,14 +180,16 @@ class ClientTls:
         self._made: tuple[Pems, ssl.SSLContext] | None = None
 
     def pems(self) -> Pems:
-        """For a new connection. Raises Unavailable: without them there is none, and there is no other way."""
+        """Return the files' contents for a new connection. Raises Unavailable if they can not be
+        used."""
         try:
             return self.files.look()
         except ConfigError as error:
             raise Unavailable(str(error)) from error
 
     def context(self) -> ssl.SSLContext:
-        """For a new connection of ours. Raises Unavailable."""
+        """Return a context for a new connection. Raises Unavailable if the files can not be
+        used."""
         pems, made = self.pems(), self._made
         if made is None or made[0] is not pems:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # which verifies certificate and name

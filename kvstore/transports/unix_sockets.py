@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvstore.config import PATH_NBYTES_MAX, PROTOCOL_VERSION
 from kvstore.errors import ConfigError
-from kvstore.transports.frames import FrameSocket, pack_fixed, set_timeout
+from kvstore.transports.frames import FrameSocket, pack_fixed, timeval
 
 _UCRED = struct.Struct("@iII")
 _FD_NBYTES = array.array("i").itemsize
@@ -47,7 +47,7 @@ def connected(path: str, seconds: float) -> socket.socket:
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        set_timeout(sock, socket.SO_SNDTIMEO, seconds)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(seconds))
         sock.connect(path)
     except BlockingIOError as error:
         sock.close()

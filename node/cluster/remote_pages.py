@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 from kvstore.checksum import kept
 from kvstore.cluster.calls import batch_pages_max, key_seeds, look_up
 from kvstore.cluster.fan_out import routes
-from kvstore.cluster.routing import spread
+from kvstore.cluster.routing import try_owners
 from kvstore.cluster.view import View
 from kvstore.config import ClientConfig
 from kvstore.deadline import Deadline
@@ -184,7 +184,7 @@ class RemotePages:
 
                 return [member if there else "" for there in self._at(member, namespace, limit, call)]
 
-            first = spread(others, ask, self._abreast.run, not_, "", deadline)
+            first = try_owners(others, ask, self._abreast.run, not_, "", deadline)
             copies = self.copies(namespace.digest, hashes)
             for prefix_hash, has, route in zip(hashes, first, others, strict=True):
                 if has:
@@ -239,7 +239,9 @@ class RemotePages:
                     came(pages[place])
 
         with contextlib.suppress(KVStoreError):
-            spread([found.routes[page.prefix_hash] for page in pages], ask, self._abreast.run, not_, False, deadline)
+            try_owners(
+                [found.routes[page.prefix_hash] for page in pages], ask, self._abreast.run, not_, False, deadline
+            )
         with self._lock:
             self.pages_fetched += len(done)
             self.nbytes_fetched += len(done) * found.namespace.stored_nbytes

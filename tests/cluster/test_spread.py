@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.cluster.routing import everywhere, of_all, spread
+from kvstore.cluster.routing import broadcast, of_all, try_owners
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 
@@ -42,10 +42,10 @@ class Fleet:
         return [place in self.has[member] for place in places]
 
     def get(self, routes: Sequence[str], seconds: float = 10.0) -> list[bool]:
-        return spread(routes, self.ask, together, lambda found: not found, False, Deadline(seconds))
+        return try_owners(routes, self.ask, together, lambda found: not found, False, Deadline(seconds))
 
     def remove(self, routes: Sequence[str]) -> list[bool]:
-        return everywhere(routes, self.ask, together, lambda one, other: one or other, False, Deadline(10.0))
+        return broadcast(routes, self.ask, together, lambda one, other: one or other, False, Deadline(10.0))
 
 
 def test_each_key_is_asked_of_its_first_member_and_answers_keep_their_order() -> None:
@@ -110,7 +110,7 @@ def test_a_call_whose_time_is_over_asks_nobody_else() -> None:
         return fleet.ask(member, places, limit)
 
     all_of_it = Deadline(0.05)
-    assert spread(["ab"], slow, together, lambda found: not found, False, all_of_it) == [False]
+    assert try_owners(["ab"], slow, together, lambda found: not found, False, all_of_it) == [False]
     assert [member for member, _ in fleet.asked] == ["a"]
 
 

@@ -14,7 +14,7 @@ from kvstore.buffers import Pieces
 from kvstore.checksum import checksum, kept, leaves, root
 from kvstore.cluster.calls import key_seeds
 from kvstore.cluster.fan_out import _some_routes
-from kvstore.cluster.routing import everywhere, spread
+from kvstore.cluster.routing import broadcast, try_owners
 from kvstore.cluster.view import Member, State, View
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, KVStoreError, Unavailable
@@ -342,11 +342,11 @@ class SimClient:
             return self._ask(member, lambda node: node.tier.remove(SPACE.digest, some), limit)  # type: ignore[no-any-return]
 
         routes = [tuple(self.view.by_id)] * len(keys)
-        return everywhere(routes, ask, self.together, lambda a, b: a or b, False, deadline)
+        return broadcast(routes, ask, self.together, lambda a, b: a or b, False, deadline)
 
     def _spread(self, keys: Sequence[bytes], ask: Any, lacks: Callable[[Any], bool], absent: Any) -> list[Any]:
         routes = _some_routes(self.view, SPACE, keys)
-        return spread(routes, ask, self.together, lacks, absent, Deadline(CALL_S))
+        return try_owners(routes, ask, self.together, lacks, absent, Deadline(CALL_S))
 
     def _ask(self, member: str, serve: Callable[[SimNode], Any], limit: Deadline) -> Any:
         def served(node: SimNode) -> Any:

@@ -15,7 +15,7 @@ from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports import bulk, parallel
 from kvstore.transports.bulk import BulkWire
-from kvstore.transports.parallel import LANES_MAX, THREADS_MAX, ParallelTransfer, split, stream_count
+from kvstore.transports.parallel import STREAMS_MAX, THREADS_MAX, ParallelTransfer, split, stream_count
 from node.server import Node
 
 LANES = 3
@@ -152,7 +152,7 @@ def test_a_share_without_a_thread_is_not_made_once_more_by_a_later_one(
     beside = connect(node, "grpc")
     assert beside.remove(pages.namespace, keys) == [True] * 6  # as an eviction
     assert pages.put(client, others) == [PutOutcome.STORED] * 6
-    threads = link_of(client)._abreast._threads
+    threads = link_of(client)._threads._threads
     assert threads is not None
     threads.submit(lambda: None).result(10.0)  # whatever was queued before has had its turn
     threads.shutdown()
@@ -177,7 +177,7 @@ def test_an_interrupt_while_a_thread_starts_ends_its_share_too(
 
     def interrupted(thread: threading.Thread) -> None:
         start(thread)
-        if thread.name.startswith("kvstore-abreast"):
+        if thread.name.startswith("kvstore-streams"):
             signal.raise_signal(signal.SIGINT)
 
     buffers = [bytearray(pages.content(key)) for key in keys]
@@ -189,7 +189,7 @@ def test_an_interrupt_while_a_thread_starts_ends_its_share_too(
     for buffer in buffers:
         buffer[:] = bytes(len(buffer))
     reused.set()
-    link_of(client)._abreast.close()
+    link_of(client)._threads.close()
     beside = connect(node, "grpc")
     found = [bytearray(pages.nbytes) for _ in keys]
     hits = beside.get(pages.namespace, keys, found)
@@ -204,7 +204,7 @@ def test_a_process_that_was_forked_off_is_told_and_does_not_wait(
     pages.put(client, keys)
     wire = link_of(client)
     wire._pool._pid = os.getpid() + 1  # what a fork looks like from within
-    monkeypatch.setattr(wire._abreast, "run", None)
+    monkeypatch.setattr(wire._threads, "run", None)
     request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=keys)
     buffers = [(memoryview(bytearray(pages.nbytes)),) for _ in keys]
     with pytest.raises(InvalidRequest, match="before a fork"):
@@ -274,14 +274,14 @@ def test_a_call_does_not_wait_for_the_threads_of_others() -> None:
     """One with half a second of time returned when those in front of it gave a hung node up, after fifteen."""
     threads, go_on = ParallelTransfer(), threading.Event()
     with concurrent.futures.ThreadPoolExecutor(4) as callers:
-        hung = [callers.submit(threads.run, [go_on.wait] * LANES_MAX) for _ in range(4)]
+        hung = [callers.submit(threads.run, [go_on.wait] * STREAMS_MAX) for _ in range(4)]
         try:
             while threads._busy < THREADS_MAX:
                 time.sleep(0.001)
             assert threads.run([lambda: 1, lambda: 2, lambda: 3]) == [1, 2, 3]
         finally:
             go_on.set()
-    assert [one.result() for one in hung] == [[True] * LANES_MAX] * 4
+    assert [one.result() for one in hung] == [[True] * STREAMS_MAX] * 4
     assert threads._busy == 0
     threads.close()
 

@@ -94,15 +94,15 @@ def test_small_batches_and_machines_take_no_other_thread(
     node: Node, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page_nbytes = 4096
-    monkeypatch.setattr(parallel, "LANE_NBYTES_MIN", 4 * page_nbytes)
+    monkeypatch.setattr(parallel, "STREAM_NBYTES_MIN", 4 * page_nbytes)
     namespace = Namespace("shm-abreast", opaque_layout(page_nbytes))
     client = connect(node, "shm")
     client.open(namespace)
     content, taken = os.urandom(page_nbytes), []
     wire = client._fan_out.nodes.only._link.wire
     assert isinstance(wire, shm.ShmWire)
-    run = wire._abreast.run
-    monkeypatch.setattr(wire._abreast, "run", lambda calls: taken.append(len(calls)) or run(calls))
+    run = wire._threads.run
+    monkeypatch.setattr(wire._threads, "run", lambda calls: taken.append(len(calls)) or run(calls))
     for cores, count, expected in ((5, 8, []), (6, 7, []), (6, 8, [2, 2])):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
         keys = [bytes([cores, count, i]) * 16 for i in range(count)]
