@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 log.addFilter(NamesRequest())
 
-# Bytes of one chunk that travels in place. Each chunk costs two round trips and the pipeline's start,
-# about a millisecond, and the node keeps its slots until it is done.
+# Bytes of one chunk that travels in place. Each chunk costs two round trips and the pipeline's
+# start, about a millisecond, and the node keeps its slots until it is done.
 IN_PLACE_NBYTES = 256 << 20
 
 Result = TypeVar("Result")
@@ -53,8 +53,8 @@ Result = TypeVar("Result")
 class AgentStats:
     """Counters since the agent was made.
 
-    `pages_forged`: pages of a keyed namespace without its seal, counted by the agent's client, which
-    may be shared.
+    `pages_forged`: pages of a keyed namespace without its seal, counted by the agent's client,
+    which may be shared.
     """
 
     lookups: int = 0
@@ -101,11 +101,12 @@ class AgentCounts:
 
 
 class Agent:
-    """Look up, save and load pages for one GPU. Thread-safe. `client` may be shared and is not closed here.
+    """Look up, save and load pages for one GPU. Thread-safe.
 
-    `pool`: the engine's own, for calls that name none. Engines whose cache tensors come and go
-    (Hugging Face transformers) pass None and name a pool in each call. `transfer`: by default the
-    fastest for the pool's device; without a pool plain torch.
+    `client` may be shared and is not closed here. `pool`: the engine's own, for calls that name
+    none. Engines whose cache tensors come and go (Hugging Face transformers) pass None and name a
+    pool in each call. `transfer`: by default the fastest for the pool's device; without a pool
+    plain torch.
     """
 
     def __init__(
@@ -142,14 +143,14 @@ class Agent:
     # ---- the engine's side -----------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Connect, register the namespace and begin to page-lock the node's memory, in the background.
+        """Connect, register the namespace and begin to page-lock the node's memory.
 
-        The first job would have to wait for this.
+        Runs in the background. The first job would have to wait for this.
         """
         self._loads.submit(0, lambda _: self._prepare(), lambda reason: LoadResult(0, 0, reason))
 
     def lookup(self, prefix_hashes: Sequence[bytes]) -> int:
-        """Return the number of leading pages that are stored; 0 if the store can not be asked in time."""
+        """Return the number of leading stored pages; 0 if the store does not answer in time."""
         return [*self.present(prefix_hashes), False].index(False)
 
     def present(self, prefix_hashes: Sequence[bytes], timeout_s: float | None = None) -> tuple[bool, ...]:
@@ -164,8 +165,8 @@ class Agent:
     ) -> tuple[bool, ...] | None:
         """Return which pages are stored; None if the store can not be asked in time.
 
-        `hold_s`: protect stored pages from eviction for so long, which counts as a use. This is for an
-        engine that relies on the answer.
+        `hold_s`: protect stored pages from eviction for so long, which counts as a use. This is for
+        an engine that relies on the answer.
         """
         if not prefix_hashes:
             return ()
@@ -174,8 +175,8 @@ class Agent:
         timeout_s = self.config.lookup_timeout_s if timeout_s is None else timeout_s
         try:
             if hold_s:
-                # Pins end in the order in which they begin, and a page becomes the newest then. The head
-                # of the chain must be last.
+                # Pins end in the order in which they begin, and a page becomes the newest then. The
+                # head of the chain must be last.
                 tail_first = list(reversed(prefix_hashes))
                 found = tuple(reversed(self._client.pin(namespace, tail_first, hold_s, timeout_s=timeout_s)))
             else:
@@ -199,10 +200,10 @@ class Agent:
     ) -> SaveJob:
         """Store the pages of a chain, head first, that are not stored yet.
 
-        `units`: where their tokens are (`gpu_agent.pool`). `fence`: the slots are not touched before it;
-        by default a fence behind the work that the calling thread's stream was given so far. Never
-        waits: a save that exceeds a limit is dropped and counted. Raises InvalidRequest for a mistake in
-        the call itself.
+        `units`: where their tokens are (`gpu_agent.pool`). `fence`: the slots are not touched
+        before it; by default a fence behind the work that the calling thread's stream was given so
+        far. Never waits: a save that exceeds a limit is dropped and counted. Raises InvalidRequest
+        for a mistake in the call itself.
         """
         timeout_s = self.config.save_timeout_s if timeout_s is None else timeout_s
         pages = self._pages(prefix_hashes, units, pool, timeout_s, fence)
@@ -235,13 +236,14 @@ class Agent:
         """Put the leading stored pages of a chain into the slots named by `units`.
 
         The first `skip_tokens` tokens are in the engine already: pages they cover wholly are not
-        fetched, and their slots are not written. Only the result says which of the other pages are in
-        place: slots of later pages may have been written, with bytes that did not match their checksum.
-        `fence`: as in `save`. Never waits. Raises InvalidRequest for a mistake in the call itself.
+        fetched, and their slots are not written. Only the result says which of the other pages are
+        in place: slots of later pages may have been written, with bytes that did not match their
+        checksum. `fence`: as in `save`. Never waits. Raises InvalidRequest for a mistake in the
+        call itself.
 
         With `placed` the layers travel one after the other: `placed(layer, event)` is called on a
-        worker's thread for each, ascending, and a stream that waits for the event may compute that layer.
-        It is not called, or not for all layers, if the load ends early: see `done`.
+        worker's thread for each, ascending, and a stream that waits for the event may compute that
+        layer. It is not called, or not for all layers, if the load ends early: see `done`.
         """
         timeout_s = self.config.load_timeout_s if timeout_s is None else timeout_s
         pages = self._pages(prefix_hashes, units, pool, timeout_s, fence)
@@ -349,7 +351,7 @@ class Agent:
         return self._client.lookup(self.namespace, pages.prefix_hashes, touch=True, timeout_s=timeout_s).present
 
     def _touch(self, pages: PageBatch, prefix_hashes: list[bytes]) -> None:
-        """Put the chain's age in order again, tail oldest, after several calls aged it chunk by chunk.
+        """Put the chain's age in order again, tail oldest, after it was aged chunk by chunk.
 
         The pages have moved already, so a failure costs nothing but the order.
         """

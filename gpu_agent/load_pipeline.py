@@ -35,8 +35,11 @@ DEPTH = 2  # parts of one load that move at a time
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Pages of a save: `stored` now; `existing`, stored before or just being stored by another
-    writer; `dropped`, not kept, with the reason."""
+    """Count the pages of a save.
+
+    `stored`: now. `existing`: stored before, or just being stored by another writer. `dropped`: not
+    kept, with the reason.
+    """
 
     stored: int
     existing: int
@@ -94,8 +97,7 @@ class SaveTask:
         return SaveResult(self._stored, self._existing, dropped, self.reason if dropped else None)
 
     def skip(self, present: Sequence[bool]) -> None:
-        """Leave out pages that are stored already. `present`: of all pages, before the first
-        `run`."""
+        """Leave out the pages of `present`, which are stored already, before the first `run`."""
         self._left = [page for page, stored in enumerate(present) if not stored]
         self._existing = len(self.pages) - len(self._left)
 

@@ -1,9 +1,8 @@
-"""Move chunks of pages between an engine's slots and the store: in mapped memory or through a
-buffer.
+"""Move chunks of pages between slots and the store, in mapped memory or through a buffer.
 
     MappedPath      slots <-> the node's slots, mapped here           shared memory
     BufferedPath    slots <-> page buffer <-> client's put and get    any transport, and sealed pages
-                    slots <-> client's put and get                    the same, of an engine in host memory
+                    slots <-> client's put and get                    the same, for host memory
 
 Pages of a keyed namespace are sealed and checked in a buffer or in the engine's own memory. In the
 node's memory other processes could change them before or after. Both paths store and load the same
@@ -42,15 +41,14 @@ log.addFilter(NamesRequest())
 # tasks cost more than they spread, larger ones end late (H200).
 HASHED_NBYTES_MIN, HASHED_NBYTES_MAX = 1 << 20, 8 << 20
 HASHED_TASKS = 16
-# How long a save and a load wait while a node's memory is page-locked, at its first use. An engine
-# computes a prompt again sooner than that ends.
+# How long a save and a load wait while a node's memory is page-locked, at its first use. A load waits
+# less, because computing is sooner done.
 SAVE_WAIT_S, LOAD_WAIT_S = 5.0, 0.25
 
 
 @dataclass(frozen=True)
 class PageBatch:
-    """Pages of a chain: their keys, the slots of their tokens, and what a worker needs to move
-    them."""
+    """Pages of a chain: their keys, their slots, and what a worker needs to move them."""
 
     namespace: Namespace
     prefix_hashes: list[bytes]
@@ -84,27 +82,23 @@ class TransferPath(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Return whether the node does not answer, or is near no more, so that another path must be
-        taken."""
+        """Return whether the near node does not answer, or is near no more."""
 
     def verifies_in_slots(self, pool: KVPool) -> bool:
-        """Return whether pages are verified after they were written, so that chunks may be placed
-        in parallel."""
+        """Return whether pages are verified in their slots, so chunks may be placed in parallel."""
 
     def save(self, chunk: PageBatch, gathered: Gathered | None) -> list[PutOutcome]:
-        """Store a chunk. `gathered` is called when the slots have been read; not if no page is
-        wanted."""
+        """Store a chunk. `gathered` is called when its slots have been read, if any is wanted."""
 
     def fetch(self, chunk: PageBatch) -> "Fetched":
         """Begin a load: find where the pages are, and start to verify them."""
 
     def place(self, fetched: "Fetched", skip_tokens: int, placed: Placed | None) -> int:
-        """Copy fetched pages to their slots and return how many leading ones arrived. Close what
-        was fetched.
+        """Copy fetched pages to their slots, and return the number of leading ones that arrived.
 
-        Slots of later pages have no defined content. `placed` is called only if all pages of the
-        chunk arrived: a layer without a page is not in place, and an engine that was told so would
-        compute over the slots' old content.
+        Closes what was fetched. Slots of later pages have no defined content. `placed` is called
+        only if all pages of the chunk arrived: a layer without a page is not in place, and an
+        engine that was told so would compute over the slots' old content.
         """
 
 
@@ -123,8 +117,7 @@ class Fetched:
     hashes: "_LeafHashes | None" = None
 
     def intact(self, first: int, leaves: Sequence[bytes]) -> int:
-        """Count the leading pages from `first` on that match their checksums; `leaves`: of each
-        page."""
+        """Count the leading pages from `first` on whose `leaves` match their checksums."""
         assert self.slots is not None
         digest, keys = self.chunk.namespace.digest, self.chunk.prefix_hashes[first : first + len(leaves)]
         return leading(list(map(eq, roots(leaves, digest, keys), self.slots.checksums[first : first + len(leaves)])))
@@ -261,10 +254,9 @@ class MappedPath:
         return intact
 
     def _scatter_and_verify(self, fetched: Fetched, skip_tokens: int) -> int:
-        """Return the number of pages in front of the first damaged one, of all that arrived on the
-        GPU.
+        """Write all pages, and return how many are in front of the first damaged one.
 
-        The slots of later pages have no defined content.
+        The GPU makes leaves of what arrived. The slots of later pages have no defined content.
         """
         chunk, pages, leaves = fetched.chunk, fetched.pages, list[bytes]()
         table = chunk.table.select(slice(len(pages)))
@@ -272,8 +264,7 @@ class MappedPath:
         return fetched.intact(0, leaves)  # a page without leaves does not count
 
     def _verify_and_scatter(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
-        """Return the number of pages in front of the first damaged one, which were written to their
-        slots.
+        """Write the pages in front of the first damaged one, and return their number.
 
         Whole pages travel while later ones are still hashed. Layer by layer, all pages must be
         intact before the first layer travels.
@@ -310,8 +301,7 @@ class MappedPath:
         return MappedPages(arena.memory, arena.address, offsets, chunk.namespace.layout.page_nbytes)
 
     def _report(self, chunk: PageBatch, page: int) -> None:
-        """Let the node check its copy and drop it. Whatever it answers, the load has ended before
-        that page."""
+        """Let the node check its copy and drop it. The load has ended before that page anyway."""
         prefix_hash = chunk.prefix_hashes[page]
         log.error("page %s of model %s did not match its checksum", short(prefix_hash), chunk.namespace.model)
         try:

@@ -1,3 +1,5 @@
-"""Pools in host memory, whose units are whole pages: calls that wait (pages), a tier below an engine's own cache
-(rows), the copies for both (unit_copies), and pages that need none
-(unit_pieces)."""
+"""Store pages of host memory, where a unit of the pool is a whole page.
+
+`pages`: calls that wait. `page_table_tier`: a tier below an engine's own cache. `slot_copies`: the
+copies for both, and pages that need none.
+"""

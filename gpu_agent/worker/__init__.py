@@ -1,15 +1,17 @@
-"""Processes beside an engine's on a GPU: its own gives orders and asks, and reads what became of that.
+"""Run agents and lookups in processes beside an engine on a GPU.
 
-In:  orders (keys, block numbers, an event of the engine's stream), questions, and the engine's tensors, mapped
-Out: pages in the node, blocks in the engine's memory, and a line for each: read, stored, loaded, answered
+The engine's process sends orders and questions, and reads the answers:
 
-    the engine's side                             the other side, after `python -m gpu_agent.worker`
-    home.py     agents of a rank                  host.py       agents as anywhere else
-      orders.py   what is under way
-    asking.py   lookups of a scheduler            answering.py  threads that ask the store
-    child.py    their life: no thread, no waiting task.py       what it was started for, and its end
+    in     orders (keys, block numbers, an event of the engine's stream), questions, the engine's tensors
+    out    pages in the node, blocks in the engine's memory, a frame for each: gathered, saved, loaded, answered
 
-    channel.py  the socket between; frames.py: what is said on it
-    memory.py   the engine's tensors in another process; marks.py: what the engine's stream had to do
-    choice.py   a process of their own, or threads of the engine's
+    the engine's process                               the worker process, `python -m gpu_agent.worker`
+    process_backend.py  agents of a rank               agent_worker.py   the same agents as in threads
+    lookup_client.py    lookups of a scheduler         lookup_worker.py  threads that ask the store
+    worker_process.py   start, supervision, restart    __main__.py       its task, and its end
+
+    frames.py      the frames between them, and the socket
+    ipc_memory.py  the engine's tensors and stream events in another process
+    choice.py      processes, or threads of the engine's process
+    probe.py       what `kvstore doctor --gpu` checks
 """
