@@ -122,7 +122,7 @@ def child(folder: str, descriptor: str) -> None:
     signal.signal(signal.SIGUSR2, end)
     path.with_suffix(".pid").touch()
     RECORDER.install()
-    from gpu_agent.worker.task import main as serve
+    from gpu_agent.worker.__main__ import main as serve
 
     serve(int(descriptor))
 

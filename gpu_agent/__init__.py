@@ -10,15 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpu_agent.agent import Agent
-    from gpu_agent.load_pipeline import AgentStats, LoadJob, LoadResult, SaveJob, SaveResult
+    from gpu_agent.agent import Agent, AgentStats
+    from gpu_agent.load_pipeline import LoadJob, LoadResult, SaveJob, SaveResult
     from gpu_agent.options import AgentConfig, agent_config
     from gpu_agent.pool import KVPool, Units, UnitTable
     from gpu_agent.transfer import TorchTransfer, Transfer
 
 _FILES = {
-    "agent": ("Agent",),
-    "load_pipeline": ("AgentStats", "LoadJob", "LoadResult", "SaveJob", "SaveResult"),
+    "agent": ("Agent", "AgentStats"),
+    "load_pipeline": ("LoadJob", "LoadResult", "SaveJob", "SaveResult"),
     "options": ("AgentConfig", "agent_config"),
     "pool": ("KVPool", "UnitTable", "Units"),
     "transfer": ("TorchTransfer", "Transfer"),

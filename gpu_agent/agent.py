@@ -1,19 +1,20 @@
-"""The agent: `lookup`, `save` and `load` for one GPU's shard of the KV cache.
+"""Look up, save and load the KV cache of one GPU's shard.
 
-    save:  what is missing? -> [gather a chunk of missing pages, store it] ... -> touch the chain
-    load:  [fetch a chunk, checksums verified, scatter its leading hits] ... -> touch the chain
+    save    which pages are missing? -> [gather a chunk of them, store it] ... -> touch the chain
+    load    [fetch a chunk, verify it, scatter its leading hits] ...           -> touch the chain
 
-How a chunk travels is `carriers.py`'s business: through the node's mapped memory or a buffer.
+    Agent.save, load -> BoundedExecutor -> SaveTask, LoadTask -> MappedPath, BufferedPath -> Client
 
 The engine is never slowed or broken: nothing here blocks it, every job ends by its deadline, and
 whatever goes wrong with the store is a smaller number in a result, never an exception. A caller's
 own mistakes (wrong indices, wrong counts) raise InvalidRequest at once, before anything moves.
 """
 
-import contextlib
 import logging
+import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -21,27 +22,12 @@ import torch
 
 from gpu_agent.bounded_executor import BoundedExecutor
 from gpu_agent.kernels.available import transfer_for
-from gpu_agent.load_pipeline import (
-    DEPTH,
-    AgentCounts,
-    AgentStats,
-    BufferedPath,
-    Fetched,
-    Job,
-    LoadJob,
-    LoadResult,
-    MappedPath,
-    SaveJob,
-    SaveResult,
-    TransferPath,
-    parts_of,
-    run_pipeline,
-)
+from gpu_agent.load_pipeline import DEPTH, LoadJob, LoadResult, LoadTask, SaveJob, SaveResult, SaveTask
 from gpu_agent.options import AgentConfig, agent_config
 from gpu_agent.outage_log import OutageLog
 from gpu_agent.pool import KVPool, Units
 from gpu_agent.transfer import Fence, Placed, TorchTransfer, Transfer
-from kvstore import PutOutcome
+from gpu_agent.transfer_path import BufferedPath, MappedPath, PageBatch, TransferPath
 from kvstore.admin import PREFIX_HASHES_MAX
 from kvstore.client import Client
 from kvstore.deadline import Deadline
@@ -56,19 +42,71 @@ log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 log.addFilter(NamesRequest())
 
-# Of one chunk that travels in place: each costs two round trips and the pipeline's start, about a
-# millisecond, and the node keeps its slots until it is done.
+# Bytes of one chunk that travels in place. Each chunk costs two round trips and the pipeline's
+# start, about a millisecond, and the node keeps its slots until it is done.
 IN_PLACE_NBYTES = 256 << 20
 
 Result = TypeVar("Result")
 
 
-class Agent:
-    """Thread-safe. One per GPU; `client` may be shared and is not closed here.
+@dataclass
+class AgentStats:
+    """Counters since the agent was made.
 
-    `pool`: the engine's own, for calls that name none. Engines whose cache tensors come and go
-    (Hugging Face transformers) pass None and name a pool in each call. `transfer`: by default the
-    fastest for the pool's device; without a pool plain torch.
+    `pages_forged`: pages of a keyed namespace without its seal, counted by the agent's client,
+    which may be shared.
+    """
+
+    lookups: int = 0
+    lookups_failed: int = 0
+    saves: int = 0
+    pages_stored: int = 0
+    pages_existing: int = 0
+    pages_dropped: int = 0
+    loads: int = 0
+    loads_failed: int = 0
+    pages_loaded: int = 0
+    pages_forged: int = 0
+
+
+class AgentCounts:
+    """Count for `AgentStats`, and log each job that did not end well. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = AgentStats()
+
+    def add(self, **counts: int) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self._stats, name, getattr(self._stats, name) + count)
+
+    def saved(self, result: SaveResult) -> SaveResult:
+        self.add(pages_stored=result.stored, pages_existing=result.existing, pages_dropped=result.dropped)
+        if result.dropped:
+            count = result.stored + result.existing + result.dropped
+            log.info("%d of %d pages were not stored: %s", result.dropped, count, result.reason)
+        return result
+
+    def loaded(self, result: LoadResult) -> LoadResult:
+        self.add(pages_loaded=result.loaded, loads_failed=int(result.error is not None))
+        if result.error is not None:
+            log.info("a load ended after %d pages: %s", result.pages, result.error)
+        return result
+
+    def now(self, **others: int) -> AgentStats:
+        """Return a copy; `others` are counted elsewhere."""
+        with self._lock:
+            return replace(self._stats, **others)
+
+
+class Agent:
+    """Look up, save and load pages for one GPU. Thread-safe.
+
+    `client` may be shared and is not closed here. `pool`: the engine's own, for calls that name
+    none. Engines whose cache tensors come and go (Hugging Face transformers) pass None and name a
+    pool in each call. `transfer`: by default the fastest for the pool's device; without a pool
+    plain torch.
     """
 
     def __init__(
@@ -82,8 +120,6 @@ class Agent:
         self.namespace = namespace
         self.config = config or agent_config()
         self._counts = AgentCounts()
-        self._add = self._counts.add
-        self._saved, self._loaded = self._counts.saved, self._counts.loaded
         self._client = client
         self._pool = pool
         self._transfer = transfer or (transfer_for(pool.device) if pool else TorchTransfer())
@@ -91,14 +127,14 @@ class Agent:
         if pool is not None:
             self._check_pool(pool)
         page_nbytes = namespace.layout.page_nbytes
-        self._buffer_pages = self.config.staging_nbytes // page_nbytes
-        if not self._buffer_pages:
+        buffer_pages = self.config.staging_nbytes // page_nbytes
+        if not buffer_pages:
             raise ConfigError(f"staging_nbytes={self.config.staging_nbytes} must hold a page of {page_nbytes} bytes")
         self._hashers = ThreadPool(self.config.hashers, "kvstore-hash")
         self._ahead = ThreadPool(DEPTH * self.config.workers, "kvstore-ahead")
-        lanes = (self.config.workers, (self._buffer_pages, page_nbytes), self.config.pending_nbytes_max)
-        self._saves: BoundedExecutor[SaveResult] = BoundedExecutor("save", *lanes)
-        self._loads: BoundedExecutor[LoadResult] = BoundedExecutor("load", *lanes)
+        limits = (self.config.workers, (buffer_pages, page_nbytes), self.config.pending_nbytes_max)
+        self._saves: BoundedExecutor[SaveResult] = BoundedExecutor("save", *limits)
+        self._loads: BoundedExecutor[LoadResult] = BoundedExecutor("load", *limits)
 
     @property
     def stats(self) -> AgentStats:
@@ -107,34 +143,40 @@ class Agent:
     # ---- the engine's side -----------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Connects, registers the namespace and begins to page-lock the node's memory, in the background:
-        what the first job would have to wait for."""
+        """Connect, register the namespace and begin to page-lock the node's memory.
+
+        Runs in the background. The first job would have to wait for this.
+        """
         self._loads.submit(0, lambda _: self._prepare(), lambda reason: LoadResult(0, 0, reason))
 
     def lookup(self, prefix_hashes: Sequence[bytes]) -> int:
-        """Leading pages that are stored; 0 if the store can not be asked in time."""
+        """Return the number of leading stored pages; 0 if the store does not answer in time."""
         return [*self.present(prefix_hashes), False].index(False)
 
     def present(self, prefix_hashes: Sequence[bytes], timeout_s: float | None = None) -> tuple[bool, ...]:
-        """Which pages are stored; none if the store can not be asked in time. `timeout_s`: here and in
-        `ask`, `save` and `load`, by default the configured deadline."""
+        """Return which pages are stored; none if the store can not be asked in time.
+
+        `timeout_s`: here and in `ask`, `save` and `load`, by default the configured deadline.
+        """
         return self.ask(prefix_hashes, timeout_s=timeout_s) or (False,) * len(prefix_hashes)
 
     def ask(
         self, prefix_hashes: Sequence[bytes], hold_s: float = 0.0, timeout_s: float | None = None
     ) -> tuple[bool, ...] | None:
-        """Which pages are stored; None if the store can not be asked in time.
+        """Return which pages are stored; None if the store can not be asked in time.
 
-        `hold_s`: keeps those that are from eviction for so long, and counts as a use: for an engine that
-        builds on what it is told.
+        `hold_s`: protect stored pages from eviction for so long, which counts as a use. This is for
+        an engine that relies on the answer.
         """
         if not prefix_hashes:
             return ()
-        self._add(lookups=1)
+        self._counts.add(lookups=1)
         namespace = self.namespace
         timeout_s = self.config.lookup_timeout_s if timeout_s is None else timeout_s
         try:
-            if hold_s:  # pins end in the order in which they begin, each page the newest then: the head must be last
+            if hold_s:
+                # Pins end in the order in which they begin, and a page becomes the newest then. The
+                # head of the chain must be last.
                 tail_first = list(reversed(prefix_hashes))
                 found = tuple(reversed(self._client.pin(namespace, tail_first, hold_s, timeout_s=timeout_s)))
             else:
@@ -142,7 +184,7 @@ class Agent:
         except InvalidRequest:
             raise
         except KVStoreError as error:
-            self._add(lookups_failed=1)
+            self._counts.add(lookups_failed=1)
             self._outage.report(error)
             return None
         self._outage.report(None)
@@ -156,28 +198,29 @@ class Agent:
         timeout_s: float | None = None,
         fence: Fence = None,
     ) -> SaveJob:
-        """Stores the pages of a chain, head first, that are not stored yet.
+        """Store the pages of a chain, head first, that are not stored yet.
 
-        `units`: where their tokens are (`gpu_agent.pool`). `fence`: what must have happened before the
-        slots are touched; by default all that the calling thread's stream was given so far. Never waits:
-        a save that exceeds a limit is dropped and counted. Raises InvalidRequest for what is wrong with
-        the call itself.
+        `units`: where their tokens are (`gpu_agent.pool`). `fence`: the slots are not touched
+        before it; by default a fence behind the work that the calling thread's stream was given so
+        far. Never waits: a save that exceeds a limit is dropped and counted. Raises InvalidRequest
+        for a mistake in the call itself.
         """
         timeout_s = self.config.save_timeout_s if timeout_s is None else timeout_s
-        job = self._job(prefix_hashes, units, pool, timeout_s, fence)
+        pages = self._pages(prefix_hashes, units, pool, timeout_s, fence)
         gathered: Future[None] = Future()
         gathered.set_running_or_notify_cancel()
-        count = len(job.prefix_hashes)
-        self._add(saves=1)
+        task = SaveTask(pages, gathered, self._saves.stopping)
+        count = len(pages)
+        self._counts.add(saves=1)
         if count:
             done = self._saves.submit(
                 count * self.namespace.layout.page_nbytes,
-                lambda buffer: self._save(job, buffer, gathered),
-                lambda reason: self._saved(SaveResult(0, 0, count, reason)),
+                partial(self._save, task),
+                lambda reason: self._counts.saved(SaveResult(0, 0, count, reason)),
             )
         else:
             done = _resolved(SaveResult(0, 0, 0))
-        done.add_done_callback(lambda _: _release(gathered))
+        done.add_done_callback(lambda _: task.release_slots())
         return SaveJob(gathered, done)
 
     def load(
@@ -190,36 +233,40 @@ class Agent:
         timeout_s: float | None = None,
         fence: Fence = None,
     ) -> LoadJob:
-        """Puts the leading stored pages of a chain into the slots named by `units`.
+        """Put the leading stored pages of a chain into the slots named by `units`.
 
         The first `skip_tokens` tokens are in the engine already: pages they cover wholly are not
-        fetched, and their slots are not written. Only the result says what of the rest is in place: slots of pages
-        that are not counted may have been written, with bytes that did not match their checksum.
-        `fence`: as in `save`. Never waits. Raises InvalidRequest for what is wrong with the call itself.
+        fetched, and their slots are not written. Only the result says which of the other pages are
+        in place: slots of later pages may have been written, with bytes that did not match their
+        checksum. `fence`: as in `save`. Never waits. Raises InvalidRequest for a mistake in the
+        call itself.
 
         With `placed` the layers travel one after the other: `placed(layer, event)` is called on a
-        worker's thread for each, ascending, and a stream that waits for the event may compute that layer.
-        It is not called, or not for all layers, if the load ends early: `done` tells.
+        worker's thread for each, ascending, and a stream that waits for the event may compute that
+        layer. It is not called, or not for all layers, if the load ends early: see `done`.
         """
         timeout_s = self.config.load_timeout_s if timeout_s is None else timeout_s
-        job = self._job(prefix_hashes, units, pool, timeout_s, fence)
-        count = len(job.prefix_hashes)
-        job.pool.check_skip(skip_tokens, count)
+        pages = self._pages(prefix_hashes, units, pool, timeout_s, fence)
+        count = len(pages)
+        pages.pool.check_skip(skip_tokens, count)
         skipped = skip_tokens // self.namespace.layout.page_tokens
-        self._add(loads=1)
+        self._counts.add(loads=1)
         if skipped == count:
             return LoadJob(_resolved(LoadResult(count, 0)))
+        task = LoadTask(pages, skip_tokens, placed, self._ahead, self._loads.stopping)
         return LoadJob(
             self._loads.submit(
                 (count - skipped) * self.namespace.layout.page_nbytes,
-                lambda buffer: self._load(job, buffer, skip_tokens, placed),
-                lambda reason: self._loaded(LoadResult(skipped, 0, reason)),
+                partial(self._load, task),
+                lambda reason: self._counts.loaded(LoadResult(skipped, 0, reason)),
             )
         )
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Lets pending jobs end for `timeout_s`, then cancels what is queued and stops the rest at
-        their next chunk. Every future has its result afterwards."""
+        """Wait for pending jobs for `timeout_s`, then cancel queued jobs and stop the others.
+
+        A running job stops at its next chunk. Every future has its result afterwards.
+        """
         end = time.monotonic() + timeout_s
         self._saves.close(timeout_s)
         self._loads.close(max(0.0, end - time.monotonic()))
@@ -227,7 +274,7 @@ class Agent:
         self._hashers.shutdown()
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; an empty list if there are none."""
         return self._saves.check() + self._loads.check()
 
     def __enter__(self) -> "Agent":
@@ -251,136 +298,73 @@ class Agent:
         self._outage.report(error)
         return LoadResult(0, 0, str(error) if error else None)
 
-    def _save(self, job: Job, buffer: torch.Tensor, gathered: Future[None]) -> SaveResult:
-        stored = existing = 0
-        reason = None
+    def _save(self, task: SaveTask, buffer: torch.Tensor) -> SaveResult:
+        pages = task.pages
         try:
-            if not self._client.maps_arena:  # what is asked in place opens the namespace by itself
-                self._client.open(self.namespace, job.deadline.remaining())
-            carrier, step = self._carrier(buffer, job.deadline)
-            missing = list(range(len(job.prefix_hashes)))
-            if len(missing) > step or not carrier.asks_first:
-                missing = self._missing(job)
-            existing = len(job.prefix_hashes) - len(missing)
-            left, parted = missing, False
-            while left:
-                if self._saves.stopping.is_set():
-                    reason = "the agent is closed"
-                    break
-                chunk, rest = left[:step], left[step:]
-                parted = parted or bool(rest)
-                read = None if rest else partial(_release, gathered)
-                try:
-                    outcomes = carrier.save(job.chunk(self.namespace, chunk), read)
-                except KVStoreError:
-                    if gathered.done() or not self._goes_over(carrier, job):
-                        raise
-                    carrier, step = self._carrier(buffer, job.deadline)
-                    continue
-                left = rest
-                new = outcomes.count(PutOutcome.STORED)
-                stored += new
-                if new == len(outcomes):
-                    continue
-                existing += outcomes.count(PutOutcome.EXISTS) + outcomes.count(PutOutcome.BUSY)
-                if PutOutcome.AWAY in outcomes:
-                    reason = "members of the cluster do not answer"
-                if PutOutcome.FULL in outcomes:  # without its head the rest of a chain is of no use
-                    reason = "the node is full of pages that it may not evict"
-                    break
-            if parted:
-                self._touch(job, job.prefix_hashes)
+            self._open(pages)
+            path = self._path(buffer, pages.deadline)
+            if len(pages) > path.chunk_pages or not path.asks_first:
+                task.skip(self._present(pages))
+            while not task.run(path):
+                path = self._path(buffer, pages.deadline)
+            if task.chunked:
+                self._touch(pages, pages.prefix_hashes)
             self._outage.report(None)
         except KVStoreError as error:
-            reason = str(error)
+            task.reason = str(error)
             self._outage.report(error)
-        dropped = len(job.prefix_hashes) - stored - existing
-        return self._saved(SaveResult(stored, existing, dropped, reason if dropped else None))
+        return self._counts.saved(task.result)
 
-    def _missing(self, job: Job) -> list[int]:
-        """Pages that are not stored. Those that are count as used. A member of a cluster that hangs may not cost the
-        others the time of the save."""
-        timeout_s = job.deadline.remaining() / 2
-        found = self._client.lookup(self.namespace, job.prefix_hashes, touch=True, timeout_s=timeout_s)
-        return [page for page, present in enumerate(found.present) if not present]
+    def _load(self, task: LoadTask, buffer: torch.Tensor) -> LoadResult:
+        pages = task.pages
+        try:
+            self._open(pages)
+            while not task.run(self._path(buffer, pages.deadline)):
+                pass  # that path was lost, the next one goes on
+            if task.chunked:  # the pages are in place, whatever comes of this
+                begun(self._ahead, self._touch, pages, pages.prefix_hashes[: task.result.pages])
+            self._outage.report(None)
+        except KVStoreError as error:
+            task.error = str(error)
+            self._outage.report(error)
+        return self._counts.loaded(task.result)
 
-    def _carrier(self, buffer: torch.Tensor, deadline: Deadline) -> tuple[TransferPath, int]:
-        """How pages travel now, and how many at a time."""
+    def _open(self, pages: PageBatch) -> None:
+        """Open the namespace, unless the calls for pages in place do so."""
+        if not self._client.maps_arena:
+            self._client.open(self.namespace, pages.deadline.remaining())
+
+    def _path(self, buffer: torch.Tensor, deadline: Deadline) -> TransferPath:
+        """Return the path that is open now."""
         if self.namespace.key_id or not self._client.maps_arena:
-            return BufferedPath(self._client, self._transfer, buffer), self._buffer_pages
+            return BufferedPath(self._client, self._transfer, buffer)
         pages_max = self._client.batch_pages_max(self.namespace, deadline.remaining())
         wanted = max(1, IN_PLACE_NBYTES // self.namespace.layout.page_nbytes)
-        return MappedPath(self._client, self._transfer, self._hashers), min(pages_max, wanted)
+        return MappedPath(self._client, self._transfer, self._hashers, min(pages_max, wanted))
 
-    def _goes_over(self, carrier: TransferPath, job: Job) -> bool:
-        """Whether a job goes on by buffers: the near node, in whose memory it began, does not answer, or is near no
-        more."""
-        return isinstance(carrier, MappedPath) and not self._client.maps_arena and not job.deadline.passed
+    def _present(self, pages: PageBatch) -> tuple[bool, ...]:
+        """Return which pages are stored, and count those as used.
 
-    def _load(self, job: Job, buffer: torch.Tensor, skip_tokens: int, placed: Placed | None) -> LoadResult:
-        count = len(job.prefix_hashes)
-        first = in_place = skip_tokens // self.namespace.layout.page_tokens
-        error, parted = None, False
+        A member of a cluster that hangs must not cost the others the time of the save.
+        """
+        timeout_s = pages.deadline.remaining() / 2
+        return self._client.lookup(self.namespace, pages.prefix_hashes, touch=True, timeout_s=timeout_s).present
+
+    def _touch(self, pages: PageBatch, prefix_hashes: list[bytes]) -> None:
+        """Put the chain's age in order again, tail oldest, after it was aged chunk by chunk.
+
+        The pages have moved already, so a failure costs nothing but the order.
+        """
         try:
-            if not self._client.maps_arena:  # what is asked in place opens the namespace by itself
-                self._client.open(self.namespace, job.deadline.remaining())
-            while True:
-                carrier, step = self._carrier(buffer, job.deadline)
-                parts = parts_of(in_place, count, step, carrier.overlaps)
-                moving = contextlib.closing(self._travelled(job, carrier, parts, skip_tokens, placed))
-                with contextlib.suppress(_GoesOver), moving as moved:
-                    for part, pages in zip(parts, moved, strict=False):
-                        parted = parted or (pages > 0 and in_place > first)
-                        in_place += pages
-                        if in_place < part.stop:
-                            break
-                        if self._loads.stopping.is_set() and part.stop < count:
-                            error = "the agent is closed"
-                            break
-                    break
-            if parted:  # the pages are there, whatever comes of this
-                begun(self._ahead, self._touch, job, job.prefix_hashes[:in_place])
-            self._outage.report(None)
-        except KVStoreError as failure:
-            error = str(failure)
-            self._outage.report(failure)
-        return self._loaded(LoadResult(in_place, in_place - first, error))
-
-    def _travelled(
-        self, job: Job, carrier: TransferPath, parts: list[range], skip_tokens: int, placed: Placed | None
-    ) -> Generator[int, None, None]:
-        """As `gpu_agent.load_pipeline` has it. Raises _GoesOver when nothing of a part has moved yet."""
-        page_tokens, count = self.namespace.layout.page_tokens, len(job.prefix_hashes)
-
-        def fetch(part: range) -> Fetched:
-            try:
-                return carrier.fetch(job.chunk(self.namespace, list(part)))
-            except KVStoreError as error:
-                if self._goes_over(carrier, job):
-                    raise _GoesOver from error
-                raise
-
-        def place(part: range, fetched: Fetched) -> int:
-            skip = max(0, skip_tokens - part.start * page_tokens)  # less than a page, in the first one
-            return carrier.place(fetched, skip, placed if part.stop == count else None)
-
-        ahead = self._ahead if carrier.overlaps else None
-        abreast = carrier.overlaps and not placed and self._transfer.makes_leaves(job.pool)
-        return run_pipeline(parts, fetch, place, ahead, abreast)
-
-    def _touch(self, job: Job, prefix_hashes: list[bytes]) -> None:
-        """Several calls aged the chain chunk by chunk; put its order right, tail oldest. The pages
-        have moved already, so a failure costs nothing but the order."""
-        try:
-            self._client.lookup(self.namespace, prefix_hashes, touch=True, timeout_s=job.deadline.remaining())
+            self._client.lookup(self.namespace, prefix_hashes, touch=True, timeout_s=pages.deadline.remaining())
         except KVStoreError as error:
             log.info("could not touch a chain of %d pages: %s", len(prefix_hashes), error)
 
     # ---- the caller's mistakes -------------------------------------------------------------
 
-    def _job(
+    def _pages(
         self, prefix_hashes: Sequence[bytes], units: Units, pool: KVPool | None, timeout_s: float, fence: Fence
-    ) -> Job:
+    ) -> PageBatch:
         pool = pool or self._pool
         if pool is None:
             raise InvalidRequest("this agent was made without a pool; name one in the call")
@@ -390,20 +374,11 @@ class Agent:
         if hashes:
             check_prefix_hashes(hashes, PREFIX_HASHES_MAX, distinct=True)
         table = pool.unit_table(units, len(hashes))
-        return Job(hashes, pool, table, fence or self._transfer.fence(pool), Deadline(timeout_s))
+        return PageBatch(self.namespace, hashes, pool, table, fence or self._transfer.fence(pool), Deadline(timeout_s))
 
     def _check_pool(self, pool: KVPool) -> None:
         if pool.layout != self.namespace.layout:
             raise InvalidRequest("the pool's layout is not the namespace's layout")
-
-
-class _GoesOver(Exception):
-    """The near node does not answer, and there is time left to ask the owners."""
-
-
-def _release(gathered: Future[None]) -> None:
-    if not gathered.done():
-        gathered.set_result(None)
 
 
 def _resolved(result: Result) -> Future[Result]:

@@ -1,8 +1,8 @@
-"""Bounded background work: a few threads, each job with a page buffer of its own while it runs.
+"""Run saves or loads on a few threads, with a limit on pending bytes and a page buffer per job.
 
 submit --- refused (result at once) <--- pending_nbytes_max, closed
    |
-queue ---> worker + buffer ---> result          stopped: what is queued ends without running
+queue ---> worker + buffer ---> result          stopped: queued jobs end without running
 """
 
 import concurrent.futures
@@ -27,7 +27,9 @@ Result = TypeVar("Result")
 
 
 class BoundedExecutor(Generic[Result]):
-    """Thread-safe. `submit` never blocks and never raises; its future always gets a result.
+    """A bounded queue and its threads. Thread-safe.
+
+    `submit` never blocks and never raises; its future always gets a result.
 
     `failed(reason, nbytes)` makes the result of a job that was refused, cancelled, or broke.
     """
@@ -51,7 +53,7 @@ class BoundedExecutor(Generic[Result]):
     def submit(
         self, nbytes: int, work: Callable[[torch.Tensor], Result], failed: Callable[[str], Result]
     ) -> concurrent.futures.Future[Result]:
-        """Runs `work(buffer)` later. `nbytes`: what the job counts against the limit."""
+        """Run `work(buffer)` later. `nbytes`: what the job counts against the limit."""
         done: concurrent.futures.Future[Result] = Future()
         done.set_running_or_notify_cancel()  # from here on nobody can cancel it but we
         with self._lock:
@@ -79,8 +81,10 @@ class BoundedExecutor(Generic[Result]):
         work: Callable[[torch.Tensor], Result],
         failed: Callable[[str], Result],
     ) -> str:
-        """Why it was not, if it was not: no thread can be had, or the interpreter ends. Python has put the job in the
-        queue then, where `_run` finds that nobody waits for it."""
+        """Start a job, and return why not: no thread can be had, or the interpreter ends.
+
+        Python has put the job in the queue then. `_run` finds that it is not active.
+        """
         self._active[done] = nbytes
         self._pending_nbytes += nbytes
         try:
@@ -117,8 +121,11 @@ class BoundedExecutor(Generic[Result]):
         done.set_result(result)
 
     def close(self, timeout_s: float) -> None:
-        """Takes no more work, lets pending jobs end for `timeout_s`, then stops the rest. A job in
-        the middle of a call ends with that call, so this returns at latest one call's deadline later."""
+        """Take no more work, wait for pending jobs for `timeout_s`, then stop the others.
+
+        A job in the middle of a call ends with that call, so this returns at most one call's
+        deadline later.
+        """
         with self._lock:
             self._closed = True
             active = list(self._active)
@@ -128,12 +135,12 @@ class BoundedExecutor(Generic[Result]):
 
     @property
     def pending_nbytes(self) -> int:
-        """Page bytes of jobs that are accepted and not done."""
+        """Return the page bytes of jobs that are accepted and not done."""
         with self._lock:
             return self._pending_nbytes
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; an empty list if there are none."""
         with self._lock:
             found = []
             free, pending = self._buffers.qsize(), self._pending_nbytes

@@ -1,52 +1,45 @@
-"""How a chunk of pages travels between an engine's slots and the store: through a buffer of ours, or
-straight from and to the node's memory.
+"""Run a save or a load chunk by chunk, along the path that is open (`transfer_path.py`).
 
-    BufferCarrier   slots <-> page buffer of the lane <-> client's put and get        any wire; pages that are sealed
-                    slots <-> client's put and get                                    the same, of host memory in pieces
-    ArenaCarrier    slots <-> the node's slots, mapped here                           shared memory
+    SaveTask.run(path)    path.save(chunk)                        until all pages are stored
+    LoadTask.run(path)    path.fetch(chunk) -> path.place(chunk)  until a page is missing or damaged
 
-A keyed namespace's pages are sealed and checked in the buffer, or in the engine's own memory: in the node's others
-could change them before or after. Both save and load the same bytes. A chunk is loaded in order and only as far as its
-pages are intact.
+`run` returns False if its path was lost. The agent then runs the task along another one.
+
+While one part of a load is placed, the next one is fetched, or placed too:
+
+    in turn         fetch 0 | place 0          | place 1          | place 2 ...
+                            | fetch 1 |        | fetch 2 |
+    in parallel     fetch 0 | place 0          | fetch 2 | place 2 ...
+                    fetch 1         | place 1          | fetch 3 ...
+
+In parallel, the link has its next work as soon as one part is placed. This needs a path that may
+write a part before it knows whether the one in front is intact.
 """
 
 import collections
 import concurrent.futures
 import contextlib
-import logging
-import threading
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
-from operator import eq
-from typing import Any, Protocol
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-import torch
-
-from gpu_agent.pool import KVPool, UnitTable
-from gpu_agent.transfer import Fence, Gathered, MappedPages, Placed, Transfer
+from gpu_agent.transfer import Placed
+from gpu_agent.transfer_path import Fetched, PageBatch, TransferPath
 from kvstore import PutOutcome
-from kvstore.checksum import cuts, leaf, roots
-from kvstore.client import Client
-from kvstore.cluster.calls import leading, put_outcomes
-from kvstore.deadline import Deadline
-from kvstore.errors import Exhausted, KVStoreError
-from kvstore.keys import Namespace, short
-from kvstore.log_rate import LogRate
+from kvstore.errors import KVStoreError
+from kvstore.sync import Event
 from kvstore.threads import begun, end
-from kvstore.tracing import NamesRequest
-from kvstore.transports.mapped_memory import AcquiredSlots, ArenaMap
 
-# What a save or a load hands to the engine, and what becomes of it.
-
-log = logging.getLogger(__name__)
-log.addFilter(LogRate())
-log.addFilter(NamesRequest())
+DEPTH = 2  # parts of one load that move at a time
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Pages of a save: `stored` now; `existing`, stored before or just being stored by another
-    writer; `dropped`, not kept, with the reason."""
+    """Count the pages of a save.
+
+    `stored`: now. `existing`: stored before, or just being stored by another writer. `dropped`: not
+    kept, with the reason.
+    """
 
     stored: int
     existing: int
@@ -56,9 +49,12 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """`pages`: leading pages whose KV is in the engine's slots: those that skip_tokens covers
-    wholly, then the `loaded` ones. Slots of later pages hold nothing of meaning: on a GPU they may
-    have been written with what did not match its checksum. `error`: why a load ended early, None for a plain miss."""
+    """Describe how a load ended.
+
+    `pages`: leading pages whose KV is in the engine's slots: those that skip_tokens covers wholly,
+    then the `loaded` ones. The content of later pages' slots is undefined: on a GPU they may hold
+    bytes that did not match their checksum. `error`: why a load ended early, None for a plain miss.
+    """
 
     pages: int
     loaded: int
@@ -80,426 +76,197 @@ class LoadJob:
     done: concurrent.futures.Future[LoadResult]
 
 
-@dataclass
-class AgentStats:
-    """Counts since the agent was made. `pages_forged`: of a keyed namespace, without its seal; of the agent's client,
-    which may be shared."""
+class SaveTask:
+    """Store the pages of a chain that are missing, head first. One thread runs it.
 
-    lookups: int = 0
-    lookups_failed: int = 0
-    saves: int = 0
-    pages_stored: int = 0
-    pages_existing: int = 0
-    pages_dropped: int = 0
-    loads: int = 0
-    loads_failed: int = 0
-    pages_loaded: int = 0
-    pages_forged: int = 0
-
-
-class AgentCounts:
-    """Those of `AgentStats` as they grow, and a line of the log for what did not end well. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._stats = AgentStats()
-
-    def add(self, **counts: int) -> None:
-        with self._lock:
-            for name, count in counts.items():
-                setattr(self._stats, name, getattr(self._stats, name) + count)
-
-    def saved(self, result: SaveResult) -> SaveResult:
-        self.add(pages_stored=result.stored, pages_existing=result.existing, pages_dropped=result.dropped)
-        if result.dropped:
-            count = result.stored + result.existing + result.dropped
-            log.info("%d of %d pages were not stored: %s", result.dropped, count, result.reason)
-        return result
-
-    def loaded(self, result: LoadResult) -> LoadResult:
-        self.add(pages_loaded=result.loaded, loads_failed=int(result.error is not None))
-        if result.error is not None:
-            log.info("a load ended after %d pages: %s", result.pages, result.error)
-        return result
-
-    def now(self, **others: int) -> AgentStats:
-        """A copy; `others` are counted elsewhere."""
-        with self._lock:
-            return replace(self._stats, **others)
-
-
-log.addFilter(LogRate())
-log.addFilter(NamesRequest())
-
-# Hashed by one task: a job is cut into as many as keep all threads busy, but less than this costs more than
-# it spreads, and more than that ends late (H200).
-HASHED_NBYTES_MIN, HASHED_NBYTES_MAX = 1 << 20, 8 << 20
-HASHED_TASKS = 16
-# While a node's memory is page-locked, at its first use: a save may wait, of a load computing is sooner done.
-SAVE_WAIT_S, LOAD_WAIT_S = 5.0, 0.25
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive pages of a load, or the missing ones of a save: keys, and where their tokens are."""
-
-    namespace: Namespace
-    prefix_hashes: list[bytes]
-    pool: KVPool
-    table: UnitTable
-    fence: Fence
-    deadline: Deadline
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a worker needs of one save or load."""
-
-    prefix_hashes: list[bytes]
-    pool: KVPool
-    table: UnitTable
-    fence: Fence
-    deadline: Deadline
-
-    def chunk(self, namespace: Namespace, pages: list[int]) -> Chunk:
-        """Some of its pages, in ascending order."""
-        hashes = [self.prefix_hashes[page] for page in pages]
-        together = pages[-1] - pages[0] == len(pages) - 1
-        table = self.table.select(slice(pages[0], pages[-1] + 1) if together else pages)
-        return Chunk(namespace, hashes, self.pool, table, self.fence, self.deadline)
-
-
-class TransferPath(Protocol):
-    """Methods raise KVStoreErrors; whatever happens, nothing moves any more when they return.
-
-    `asks_first`: `save` asks the node before it gathers, so that nobody else need ask what is missing.
-    `overlaps`: a chunk may be fetched while another is placed.
+    `gathered`: done when the engine may reuse the slots. `stopping`: set when the agent closes.
     """
 
-    asks_first: bool
-    overlaps: bool
+    def __init__(self, pages: PageBatch, gathered: concurrent.futures.Future[None], stopping: Event) -> None:
+        self.pages = pages
+        self.reason: str | None = None  # of pages that are dropped
+        self.chunked = False  # several calls have aged the chain
+        self._gathered = gathered
+        self._stopping = stopping
+        self._left = list(range(len(pages)))
+        self._stored = self._existing = 0
 
-    def save(self, chunk: Chunk, gathered: Gathered | None) -> list[PutOutcome]:
-        """`gathered` is called when the slots have been read; not if no page is wanted."""
+    @property
+    def result(self) -> SaveResult:
+        dropped = len(self.pages) - self._stored - self._existing
+        return SaveResult(self._stored, self._existing, dropped, self.reason if dropped else None)
 
-    def fetch(self, chunk: Chunk) -> "Fetched":
-        """What a load begins with: where the pages are, and their verification."""
+    def skip(self, present: Sequence[bool]) -> None:
+        """Leave out the pages of `present`, which are stored already, before the first `run`."""
+        self._left = [page for page, stored in enumerate(present) if not stored]
+        self._existing = len(self.pages) - len(self._left)
 
-    def place(self, fetched: "Fetched", skip_tokens: int, placed: Placed | None) -> int:
-        """Copy fetched pages to their slots and return how many leading ones arrived. Close what was fetched.
+    def release_slots(self) -> None:
+        """Tell the engine that its slots have been read, or will not be."""
+        if not self._gathered.done():
+            self._gathered.set_result(None)
 
-        Slots of later pages have no defined content. `placed` is called only if all pages of the chunk
-        arrived: a layer without a page is not in place, and an engine that was told so would compute
-        over the slots' old content.
+    def run(self, path: TransferPath) -> bool:
+        """Store what is left along `path`, and return whether the save is over.
+
+        It goes on along another path if this one is lost before all slots were read. Raises
+        KVStoreError.
         """
+        while self._left:
+            if self._stopping.is_set():
+                self.reason = "the agent is closed"
+                break
+            chunk, rest = self._left[: path.chunk_pages], self._left[path.chunk_pages :]
+            self.chunked = self.chunked or bool(rest)
+            try:
+                outcomes = path.save(self.pages.select(chunk), None if rest else self.release_slots)
+            except KVStoreError:
+                if self._gathered.done() or not _goes_on(path, self.pages):
+                    raise
+                return False
+            self._left = rest
+            if self._is_full(outcomes):  # without its head the rest of a chain is of no use
+                break
+        return True
+
+    def _is_full(self, outcomes: list[PutOutcome]) -> bool:
+        """Count the outcomes of a chunk, and return whether the node took no more pages."""
+        new = outcomes.count(PutOutcome.STORED)
+        self._stored += new
+        if new == len(outcomes):
+            return False
+        self._existing += outcomes.count(PutOutcome.EXISTS) + outcomes.count(PutOutcome.BUSY)
+        if PutOutcome.AWAY in outcomes:
+            self.reason = "members of the cluster do not answer"
+        if PutOutcome.FULL in outcomes:
+            self.reason = "the node is full of pages that it may not evict"
+        return PutOutcome.FULL in outcomes
 
 
-@dataclass(frozen=True)
-class Fetched:
-    """A chunk on its way to the slots; `close` gives back what it holds, placed or not. `slots`: the node's, whose
-    leading hits the pages are. `hashes`: theirs, unless the GPU is going to make leaves of what arrives there."""
+class LoadTask:
+    """Put the leading stored pages of a chain into their slots. One thread runs it.
 
-    chunk: Chunk
-    held: contextlib.ExitStack
-    pages: Sequence[torch.Tensor] = ()
-    slots: AcquiredSlots | None = None
-    hashes: "_Hashes | None" = None
+    `skip_tokens`, `placed`: as in `Agent.load`. `ahead`: threads that move later parts. `stopping`:
+    set when the agent closes.
+    """
 
-    def intact(self, first: int, leaves: Sequence[bytes]) -> int:
-        """How many of the pages from `first` on have their checksum, up to one that has not; `leaves`: of each."""
-        assert self.slots is not None
-        digest, keys = self.chunk.namespace.digest, self.chunk.prefix_hashes[first : first + len(leaves)]
-        return leading(list(map(eq, roots(leaves, digest, keys), self.slots.checksums[first : first + len(leaves)])))
+    def __init__(
+        self,
+        pages: PageBatch,
+        skip_tokens: int,
+        placed: Placed | None,
+        ahead: concurrent.futures.Executor,
+        stopping: Event,
+    ) -> None:
+        self.pages = pages
+        self.error: str | None = None
+        self.chunked = False  # several calls have aged the chain
+        self._skip_tokens = skip_tokens
+        self._placed = placed
+        self._ahead = ahead
+        self._stopping = stopping
+        self._first = self._in_place = skip_tokens // pages.namespace.layout.page_tokens
 
-    def close(self) -> None:
-        self.held.close()
+    @property
+    def result(self) -> LoadResult:
+        return LoadResult(self._in_place, self._in_place - self._first, self.error)
 
+    def run(self, path: TransferPath) -> bool:
+        """Load what is left along `path`, and return whether the load is over.
 
-class BufferedPath:
-    """`buffer`: uint8 CPU tensor `[pages, page_nbytes]`, at least as many pages as a chunk has. Not used for pages that
-    the transfer knows in pieces: they are sent from the slots, and received there and then verified."""
+        It goes on along another path if this one is lost before anything of the next part moved.
+        Raises KVStoreError. However it ends, nothing moves any more and nothing that was fetched is
+        held.
+        """
+        count = len(self.pages)
+        parts = parts_of(self._in_place, count, path.chunk_pages, path.overlaps)
+        with contextlib.suppress(_PathLost), contextlib.closing(self._moved(path, parts)) as moved:
+            for part, pages in zip(parts, moved, strict=False):
+                self.chunked = self.chunked or (pages > 0 and self._in_place > self._first)
+                self._in_place += pages
+                if self._in_place < part.stop:
+                    break
+                if self._stopping.is_set() and part.stop < count:
+                    self.error = "the agent is closed"
+                    break
+            return True
+        return False
 
-    asks_first = False
-    overlaps = False  # there is one buffer
+    def _moved(self, path: TransferPath, parts: Sequence[range]) -> Generator[int, None, None]:
+        """Yield the number of pages of each part that are in place, in order."""
+        if not path.overlaps or len(parts) == 1:
+            yield from map(partial(self._move, path), parts)
+        elif not self._placed and path.verifies_in_slots(self.pages.pool):
+            yield from self._moved_in_parallel(path, parts)
+        else:
+            yield from self._moved_in_turn(path, parts)
 
-    def __init__(self, client: Client, transfer: Transfer, buffer: torch.Tensor) -> None:
-        self._client = client
-        self._transfer = transfer
-        self._buffer = buffer
-
-    def save(self, chunk: Chunk, gathered: Gathered | None) -> list[PutOutcome]:
-        pieces = self._transfer.pieces(chunk.pool, chunk.table)
-        if pieces is not None:
-            outcomes = self._put(chunk, pieces)
-            if gathered:
-                gathered()
-            return outcomes
-        pages = list(self._buffer[: len(chunk.prefix_hashes)])
-        self._transfer.gather(chunk.pool, chunk.table, pages, chunk.fence, gathered)
-        return self._put(chunk, pages)
-
-    def fetch(self, chunk: Chunk) -> Fetched:
-        return Fetched(chunk, contextlib.ExitStack())
-
-    def place(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
-        chunk = fetched.chunk
-        whole = not (skip_tokens or placed)  # else some slots are not written, or layer by layer
-        pieces = self._transfer.pieces(chunk.pool, chunk.table) if whole else None
-        if pieces is not None:
-            return self._get(chunk, pieces)
-        pages = list(self._buffer[: len(chunk.prefix_hashes)])
-        run = self._get(chunk, pages)
-        if run:
-            table = chunk.table.select(slice(run))
-            told = placed if run == len(chunk.prefix_hashes) else None
-            self._transfer.scatter(chunk.pool, table, pages[:run], chunk.fence, skip_tokens, told)
-        return run
-
-    def _put(self, chunk: Chunk, pages: Sequence[Any]) -> list[PutOutcome]:
-        timeout_s = chunk.deadline.remaining()
-        return self._client.put(chunk.namespace, chunk.prefix_hashes, pages, timeout_s=timeout_s)
-
-    def _get(self, chunk: Chunk, pages: Sequence[Any]) -> int:
-        """Leading pages that came."""
-        timeout_s = chunk.deadline.remaining()
-        hits = self._client.get(chunk.namespace, chunk.prefix_hashes, pages, prefix=True, timeout_s=timeout_s)
-        return [*hits, False].index(False)
-
-
-class MappedPath:
-    """Needs a client that maps the node's arena. Pages are hashed by the GPU, or where it can not by `hashers` beside
-    the copies: a core hashes 10 to 25 GB/s of memory that it has not seen, a GPU's link moves 55."""
-
-    asks_first = True
-    overlaps = True
-
-    def __init__(self, client: Client, transfer: Transfer, hashers: concurrent.futures.Executor) -> None:
-        self._client = client
-        self._transfer = transfer
-        self._hashers = hashers
-
-    def save(self, chunk: Chunk, gathered: Gathered | None) -> list[PutOutcome]:
-        timeout_s = chunk.deadline.remaining()
-        with self._client.open_put(chunk.namespace, chunk.prefix_hashes, timeout_s=timeout_s) as slots:
-            outcomes = put_outcomes(slots.verdicts)
-            wanted = [i for i, outcome in enumerate(outcomes) if outcome is PutOutcome.STORED]
-            if not wanted:
-                return outcomes
-            pages = self._mapped(slots.arena, slots.offsets, chunk, SAVE_WAIT_S)
-            table = chunk.table if len(wanted) == len(outcomes) else chunk.table.select(wanted)
-            leaves: list[bytes] = []
-            if self._transfer.makes_leaves(chunk.pool):
-                self._transfer.gather(chunk.pool, table, pages, chunk.fence, gathered, summed=leaves.extend)
-            else:
-                with _Hashes(self._hashers, slots.pages) as hashes:
-                    self._transfer.gather(chunk.pool, table, pages, chunk.fence, gathered, hashes.begin)
-                    leaves.extend(hashes.of(page) for page in range(len(wanted)))
-            slots.commit(leaves)
-            return outcomes
-
-    def fetch(self, chunk: Chunk) -> Fetched:
-        timeout_s = chunk.deadline.remaining()
-        with contextlib.ExitStack() as held:
-            opened = self._client.open_get(chunk.namespace, chunk.prefix_hashes, prefix=True, timeout_s=timeout_s)
-            slots = held.enter_context(opened)
-            run = [*slots.hits, False].index(False)
-            pages = self._mapped(slots.arena, slots.offsets[:run], chunk, LOAD_WAIT_S)
-            hashes = None if self._transfer.makes_leaves(chunk.pool) else self._hashed(held, slots, run)
-            return Fetched(chunk, held.pop_all(), pages, slots, hashes)
-
-    def _hashed(self, held: contextlib.ExitStack, slots: AcquiredSlots, run: int) -> "_Hashes":
-        hashes = held.enter_context(_Hashes(self._hashers, slots.pages[:run]))
-        hashes.begin(range(run))
-        return hashes
-
-    def place(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
-        with fetched.held:
-            if placed or not self._transfer.makes_leaves(fetched.chunk.pool):
-                intact = self._scatter(fetched, skip_tokens, placed)
-            else:
-                intact = self._scatter_first(fetched, skip_tokens)
-        if intact < len(fetched.pages):
-            self._report(fetched.chunk, intact)
-        return intact
-
-    def _scatter_first(self, fetched: Fetched, skip_tokens: int) -> int:
-        """Pages in the slots, up to the first damaged one; the slots of later ones hold nothing of meaning. The GPU
-        looks at what arrived."""
-        chunk, pages, leaves = fetched.chunk, fetched.pages, list[bytes]()
-        table = chunk.table.select(slice(len(pages)))
-        self._transfer.scatter(chunk.pool, table, pages, chunk.fence, skip_tokens, summed=leaves.extend)
-        return fetched.intact(0, leaves)  # a page that nobody looked at is none
-
-    def _scatter(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
-        """Pages in the slots, up to the first damaged one. Whole pages travel while later ones are still
-        hashed; layer by layer, all must be known to be intact before the first layer is."""
-        chunk, pages, run = fetched.chunk, fetched.pages, len(fetched.pages)
-        assert fetched.slots is not None
-        hashes = fetched.hashes or self._hashed(fetched.held, fetched.slots, run)
-
-        def ready(some: range) -> None:
-            for page in some:
-                if not fetched.intact(page, [hashes.of(page)]):
-                    raise _Damaged(page)
-
+    def _moved_in_parallel(self, path: TransferPath, parts: Sequence[range]) -> Generator[int, None, None]:
+        running: collections.deque[concurrent.futures.Future[int]] = collections.deque()
         try:
-            if placed:
-                ready(range(run))
-            elif run:
-                table = chunk.table.select(slice(run))
-                self._transfer.scatter(chunk.pool, table, pages, chunk.fence, skip_tokens, ready=ready)
-                return run
-        except _Damaged as damaged:
-            run = damaged.page
-        if run:  # those in front of a damaged one, or all of them layer by layer
-            table = chunk.table.select(slice(run))
-            told = placed if run == len(chunk.prefix_hashes) else None
-            self._transfer.scatter(chunk.pool, table, pages[:run], chunk.fence, skip_tokens, told)
-        return run
+            for part in parts:
+                moving = begun(self._ahead, self._move, path, part)
+                if moving is None:  # there is no thread for it
+                    while running:
+                        yield running.popleft().result()
+                    yield self._move(path, part)
+                    continue
+                running.append(moving)
+                if len(running) == DEPTH:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            end(running)
 
-    def _mapped(self, arena: ArenaMap, offsets: Sequence[int], chunk: Chunk, wait_s: float) -> MappedPages:
-        """Raises Exhausted while the arena is still made ready for copies."""
-        if not self._transfer.host_memory(arena.memory):
-            wait_s = min(wait_s, chunk.deadline.remaining())
-            if not self._transfer.await_host_memory(wait_s):
-                raise Exhausted(f"the node's memory is still being page-locked after {wait_s:.1f} s")
-        return MappedPages(arena.memory, arena.address, offsets, chunk.namespace.layout.page_nbytes)
-
-    def _report(self, chunk: Chunk, page: int) -> None:
-        """The node checks its copy and drops it; whatever it says, this load ended before that page."""
-        prefix_hash = chunk.prefix_hashes[page]
-        log.error("page %s of model %s did not match its checksum", short(prefix_hash), chunk.namespace.model)
+    def _moved_in_turn(self, path: TransferPath, parts: Sequence[range]) -> Generator[int, None, None]:
+        next_one: concurrent.futures.Future[Fetched] | None = None
         try:
-            self._client.verify(chunk.namespace, [prefix_hash], timeout_s=chunk.deadline.remaining())
+            for part, following in zip(parts, [*parts[1:], None], strict=True):
+                fetched = next_one.result() if next_one else self._fetch(path, part)
+                next_one = begun(self._ahead, self._fetch, path, following) if following else None
+                with contextlib.closing(fetched):
+                    yield self._place(path, part, fetched)
+        finally:
+            if next_one and not next_one.cancel() and not next_one.exception():
+                next_one.result().close()
+
+    def _move(self, path: TransferPath, part: range) -> int:
+        with contextlib.closing(self._fetch(path, part)) as fetched:
+            return self._place(path, part, fetched)
+
+    def _fetch(self, path: TransferPath, part: range) -> Fetched:
+        try:
+            return path.fetch(self.pages.select(part))
         except KVStoreError as error:
-            log.warning("could not report a damaged page: %s", error)
+            if _goes_on(path, self.pages):
+                raise _PathLost from error
+            raise
+
+    def _place(self, path: TransferPath, part: range, fetched: Fetched) -> int:
+        skip = self._skip_tokens - part.start * self.pages.namespace.layout.page_tokens
+        placed = self._placed if part.stop == len(self.pages) else None
+        return path.place(fetched, max(0, skip), placed)  # it skips less than a page, of the first part
 
 
-class _Damaged(Exception):
-    """A page is not what its writer stored."""
-
-    def __init__(self, page: int) -> None:
-        super().__init__(f"page {page}")
-        self.page = page
+class _PathLost(Exception):
+    """The near node does not answer, and there is time left to ask the owners."""
 
 
-class _Hashes:
-    """Leaves of pages, made by other threads, of which several may share a page. Nobody reads the pages any more when
-    the context ends."""
-
-    def __init__(self, hashers: concurrent.futures.Executor, pages: Sequence[memoryview]) -> None:
-        self._hashers = hashers
-        self._pages = pages
-        nbytes = sum(page.nbytes for page in pages)
-        self._cuts = cuts(pages[0].nbytes) if pages else ()
-        wanted = min(max(nbytes // HASHED_TASKS, HASHED_NBYTES_MIN), HASHED_NBYTES_MAX)
-        self._step = max(1, wanted * len(pages) * len(self._cuts) // nbytes) if nbytes else 1  # parts of a task
-        # page -> for each of its parts the task that hashes it, and which of the task's it is
-        self._found: dict[int, list[tuple[concurrent.futures.Future[list[bytes]], int]]] = {}
-
-    def begin(self, pages: range) -> None:
-        """These pages are complete in memory."""
-        parts = [(page, start, end) for page in pages for start, end in self._cuts]
-        for first in range(0, len(parts), self._step):
-            some = parts[first : first + self._step]
-            future = self._hashers.submit(self._hash, some)
-            for place, (page, _, _) in enumerate(some):
-                self._found.setdefault(page, []).append((future, place))
-
-    def _hash(self, parts: list[tuple[int, int, int]]) -> list[bytes]:
-        return [leaf(self._pages[page][start:end]) for page, start, end in parts]
-
-    def of(self, page: int) -> bytes:
-        return b"".join([future.result()[place] for future, place in self._found[page]])
-
-    def __enter__(self) -> "_Hashes":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        futures = {future for parts in self._found.values() for future, _ in parts}
-        end(futures)
-
-
-# A load in parts: while one is on its way to the slots, the next is asked for, or on its way too.
-#
-#     one by one      fetch 0 | place 0          | place 1          | place 2 ...
-#                             | fetch 1 |        | fetch 2 |
-#     abreast         fetch 0 | place 0          | fetch 2 | place 2 ...
-#                     fetch 1         | place 1          | fetch 3 ...
-#
-# Abreast, the link has its next work when one part's is done. It takes a mover that need not know
-# of one part that it is intact before it writes the next.
-
-DEPTH = 2
+def _goes_on(path: TransferPath, pages: PageBatch) -> bool:
+    """Return whether a job goes on along another path after an error."""
+    return path.lost and not pages.deadline.passed
 
 
 def parts_of(first: int, count: int, step: int, overlaps: bool) -> list[range]:
-    """Pages `first` to `count`, at most `step` at a time. Nothing is placed while the first part is fetched: it
-    is a quarter of the others, where those overlap."""
+    """Return pages `first` to `count`, at most `step` at a time.
+
+    While the first part is fetched nothing is placed, so it is a quarter of the others, where those
+    overlap.
+    """
     parts: list[range] = []
     while first < count:
         wanted = max(1, step // 4) if overlaps and not parts and count - first > step else step
         parts.append(range(first, min(first + wanted, count)))
         first = parts[-1].stop
     return parts
-
-
-def run_pipeline(
-    parts: Sequence[range],
-    fetch: Callable[[range], Fetched],
-    place: Callable[[range, Fetched], int],
-    ahead: concurrent.futures.Executor | None,
-    abreast: bool,
-) -> Generator[int, None, None]:
-    """Pages of each part that are in place, in order. `ahead`: who fetches what is placed later. When the generator is
-    closed nothing moves any more, and nothing that was fetched is held."""
-
-    def move(part: range) -> int:
-        with contextlib.closing(fetch(part)) as fetched:
-            return place(part, fetched)
-
-    if ahead is None or len(parts) == 1:
-        yield from map(move, parts)
-    elif abreast:
-        yield from _abreast(parts, move, ahead)
-    else:
-        yield from _one_by_one(parts, fetch, place, ahead)
-
-
-def _abreast(
-    parts: Sequence[range], move: Callable[[range], int], ahead: concurrent.futures.Executor
-) -> Generator[int, None, None]:
-    running: collections.deque[concurrent.futures.Future[int]] = collections.deque()
-    try:
-        for part in parts:
-            moving = begun(ahead, move, part)
-            if moving is None:
-                while running:
-                    yield running.popleft().result()
-                yield move(part)
-                continue
-            running.append(moving)
-            if len(running) == DEPTH:
-                yield running.popleft().result()
-        while running:
-            yield running.popleft().result()
-    finally:
-        end(running)
-
-
-def _one_by_one(
-    parts: Sequence[range],
-    fetch: Callable[[range], Fetched],
-    place: Callable[[range, Fetched], int],
-    ahead: concurrent.futures.Executor,
-) -> Generator[int, None, None]:
-    next_one: concurrent.futures.Future[Fetched] | None = None
-    try:
-        for part, following in zip(parts, [*parts[1:], None], strict=True):
-            fetched = next_one.result() if next_one else fetch(part)
-            next_one = begun(ahead, fetch, following) if following else None
-            with contextlib.closing(fetched):
-                yield place(part, fetched)
-    finally:
-        if next_one and not next_one.cancel() and not next_one.exception():
-            next_one.result().close()

@@ -1,10 +1,24 @@
-"""Which pages are stored: asked in the background, answered at once to an engine that polls.
+"""Answer an engine that polls whether pages are stored, and combine several pools' loads.
+
+`LookupCache` asks in the background and answers at once:
 
     lookup   None ... None  True|False      new keys of a step are asked in one call, after `flush`
 
-A verdict stands as long as a request that asked for it lives; a miss is asked about again for a request that comes
-later. It is an answer about a cache: pages may be gone when they are loaded, and `mark_miss` then ends what would else
-be asked for again and again.
+An answer is kept as long as a request that asked for it lives. A miss is asked about again for a
+later request. Pages may be gone when they are loaded: `mark_miss` then keeps an engine from asking
+for them again and again.
+
+`covered` and `together` find the prefixes that several pools can restore. A pool that is needed for
+every token (KV, an indexer) covers the lengths up to its first missing page. A pool that holds the
+state at a prefix's end (a sliding window, Mamba) covers the lengths whose last pages are present:
+
+    present, last 2 needed   1 1 0 1 1 1     lengths 1 2 5 6
+
+`LayerBatch` reports the layers of several loads that an engine waits for as one:
+
+    load a   0 . 1 . 2 . 3
+    load b     0 . . 1 . 2 3
+    layer      0     1   2 3        ready when the last load has it
 """
 
 import concurrent.futures
@@ -19,18 +33,18 @@ from kvstore.sync import Condition, run_in_helper_thread
 from kvstore.tracing import NamesRequest
 from kvstore.tracing import request as for_request
 
-# How much of a prefix several pools can restore together: pure, from what is present of each.
-#
-# A pool that is needed for every token (KV, an indexer) covers the lengths up to its first
-# missing page. A pool that holds the state at a prefix's end (a sliding window, Mamba) covers the
-# lengths whose last pages are there, with holes between them:
-#
-#     present, last 2 needed   1 1 0 1 1 1     lengths 1 2 5 6
+log = logging.getLogger(__name__)
+log.addFilter(NamesRequest())
+
+MISS_S = 2.0  # how long a miss is believed when another request asks: it may have been an outage
 
 
 def covered(present: Sequence[bool], trailing: int = 0) -> list[int]:
-    """Lengths in pages, ascending, that one pool covers. `trailing`: how many pages at a length's end it
-    needs (fewer where the prefix is shorter); 0: all of them."""
+    """Return the lengths in pages, ascending, that one pool covers.
+
+    `trailing`: how many pages at a length's end it needs (fewer where the prefix is shorter); 0:
+    all.
+    """
     lengths, run = [], 0
     for page, there in enumerate(present):
         run = run + 1 if there else 0
@@ -42,20 +56,16 @@ def covered(present: Sequence[bool], trailing: int = 0) -> list[int]:
 
 
 def together(pools: Sequence[Sequence[int]]) -> list[int]:
-    """Lengths, ascending, that all of these cover; none if there is no pool."""
+    """Return the lengths, ascending, that all pools cover; none if there is no pool."""
     return sorted(set(pools[0]).intersection(*pools[1:])) if pools else []
 
 
-# Several loads that an engine waits for as one, layer by layer.
-#
-# load a   0 . 1 . 2 . 3
-# load b     0 . . 1 . 2 3
-# layer      0     1   2 3        ready when the last of them has it
-
-
 class LayerBatch:
-    """Thread-safe. `ready(layer)` is called once a layer of all `loads` is in its slots, ascending per
-    load; `failed(error)` once if a load ends early, and `ready` not any more after it."""
+    """Loads that an engine waits for together, layer by layer. Thread-safe.
+
+    `ready(layer)` is called once a layer of all `loads` is in its slots, ascending per load.
+    `failed(error)` is called once if a load ends early, and `ready` never after it.
+    """
 
     def __init__(
         self,
@@ -71,7 +81,10 @@ class LayerBatch:
         self._over = False
 
     def placed(self, layer: int, event: Fence) -> None:
-        """For `Agent.load`. Waits until the layer is really there: who is told of it does not look at events."""
+        """Note a layer of a load (`Agent.load`).
+
+        Waits until it is really there: `ready` takes no event.
+        """
         if event is not None:
             event.synchronize()
         with self._lock:
@@ -80,7 +93,7 @@ class LayerBatch:
                 self._ready(layer)
 
     def loaded(self, pages: int, done: "concurrent.futures.Future[LoadResult]") -> None:
-        """A load of so many pages is over."""
+        """Note that a load of so many pages is over."""
         result = done.result()
         with self._lock:
             if result.pages < pages and not self._over:
@@ -88,15 +101,12 @@ class LayerBatch:
                 self._failed(RuntimeError(f"{result.pages} of {pages} pages: {result.error or 'the rest is gone'}"))
 
 
-log = logging.getLogger(__name__)
-log.addFilter(NamesRequest())
+class _Lookup:
+    """The answer for one key.
 
-MISS_S = 2.0  # how long a miss is believed when another request asks: it may have been an outage
-
-
-class _Verdict:
-    """`found`: None until the store answered, or was waited for long enough. `asker`: the request that asks first;
-    `requests`: all that want to know, for the engine's thread only."""
+    `found`: None until the store answered or the wait was over. `asker`: the request that asked
+    first. `requests`: all that asked, for the engine's thread only.
+    """
 
     __slots__ = ("asked", "asker", "found", "requests")
 
@@ -108,8 +118,10 @@ class _Verdict:
 
 
 class LookupCache:
-    """All methods are called by the engine's thread and never wait, but for `close`. `ask(keys)` runs on a
-    thread of its own. What waits for it is bounded by the keys of the requests that live.
+    """Answers by key. The engine's thread calls all methods; only `close` waits.
+
+    `ask(keys)` runs on a thread of its own. Its queue is bounded by the keys of the requests that
+    live.
 
     The clock is an argument so that tests need not wait.
     """
@@ -123,34 +135,37 @@ class LookupCache:
         self._ask = ask
         self._timeout_s = timeout_s
         self._clock = clock
-        self._verdicts: dict[bytes, _Verdict] = {}
+        self._lookups: dict[bytes, _Lookup] = {}
         self._keys_of: dict[str, set[bytes]] = {}
-        self._new: dict[bytes, _Verdict] = {}  # of this step
-        self._wanted: dict[bytes, _Verdict] = {}
+        self._new: dict[bytes, _Lookup] = {}  # of this step
+        self._wanted: dict[bytes, _Lookup] = {}
         self._wake = Condition()  # guards _wanted and _closed
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvstore-lookup", daemon=True)
         run_in_helper_thread(self._thread.start)
 
     def lookup(self, key: bytes, request: str) -> bool | None:
-        """None: ask again later. False at the latest when `timeout_s` is over."""
-        verdict = self._verdicts.get(key)
-        if verdict is None:
-            verdict = self._verdicts[key] = self._new[key] = _Verdict(self._clock(), request)
-        elif verdict.found is None and self._clock() - verdict.asked > self._timeout_s:
-            verdict.found = False
-        elif verdict.found is False and request not in verdict.requests and self._is_old(verdict):
-            self._new[key] = verdict
-            verdict.found, verdict.asked, verdict.asker = None, self._clock(), request
-        verdict.requests.add(request)
-        self._keys_of.setdefault(request, set()).add(key)
-        return verdict.found
+        """Return whether a page is stored; None: ask again later.
 
-    def _is_old(self, verdict: _Verdict) -> bool:
-        return self._clock() - verdict.asked > MISS_S
+        False at the latest after `timeout_s`.
+        """
+        lookup = self._lookups.get(key)
+        if lookup is None:
+            lookup = self._lookups[key] = self._new[key] = _Lookup(self._clock(), request)
+        elif lookup.found is None and self._clock() - lookup.asked > self._timeout_s:
+            lookup.found = False
+        elif lookup.found is False and request not in lookup.requests and self._is_old(lookup):
+            self._new[key] = lookup
+            lookup.found, lookup.asked, lookup.asker = None, self._clock(), request
+        lookup.requests.add(request)
+        self._keys_of.setdefault(request, set()).add(key)
+        return lookup.found
+
+    def _is_old(self, lookup: _Lookup) -> bool:
+        return self._clock() - lookup.asked > MISS_S
 
     def flush(self) -> None:
-        """The step is over: its new keys are asked now."""
+        """Ask for the new keys of the step that is over."""
         if self._new:
             with self._wake:
                 self._wanted.update(self._new)
@@ -158,34 +173,34 @@ class LookupCache:
             self._new = {}
 
     def mark_miss(self, keys: Iterable[bytes]) -> None:
-        """These could not be loaded, whatever the store said."""
+        """Note that these could not be loaded, whatever the store answered."""
         for key in keys:
-            if key in self._verdicts:
-                self._verdicts[key].found = False
+            if key in self._lookups:
+                self._lookups[key].found = False
 
     def release(self, request: str) -> None:
-        """The request is gone, and verdicts with the last request that asked for them."""
+        """Forget a request, and the answers that no other request asked for."""
         for key in self._keys_of.pop(request, ()):
-            verdict = self._verdicts[key]
-            verdict.requests.discard(request)
-            if not verdict.requests:
-                del self._verdicts[key]
+            lookup = self._lookups[key]
+            lookup.requests.discard(request)
+            if not lookup.requests:
+                del self._lookups[key]
                 self._new.pop(key, None)
 
     def close(self) -> None:
-        """Returns when the call that is under way does."""
+        """Stop, and wait for the call that is under way."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
         self._thread.join()
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
-        asked = {(request, key) for key, verdict in self._verdicts.items() for request in verdict.requests}
+        """Return violated invariants; an empty list if there are none."""
+        asked = {(request, key) for key, lookup in self._lookups.items() for request in lookup.requests}
         known = {(request, key) for request, keys in self._keys_of.items() for key in keys}
-        found = [] if asked == known else [f"verdicts: {len(asked ^ known)} askers are known on one side only"]
-        if not set(self._new) <= set(self._verdicts):
-            found.append("verdicts: a key is new that nobody asked for")
+        found = [] if asked == known else [f"lookups: {len(asked ^ known)} requests are known on one side only"]
+        if not set(self._new) <= set(self._lookups):
+            found.append("lookups: a key is new that no request asked for")
         return found
 
     def _run(self) -> None:
@@ -195,14 +210,14 @@ class LookupCache:
                 if self._closed:
                     return
                 wanted, self._wanted = self._wanted, {}
-            waiting = {key: verdict for key, verdict in wanted.items() if verdict.found is None and verdict.requests}
+            waiting = {key: lookup for key, lookup in wanted.items() if lookup.found is None and lookup.requests}
             if not waiting:
                 continue
-            with for_request(*dict.fromkeys(verdict.asker for verdict in waiting.values())):
+            with for_request(*dict.fromkeys(lookup.asker for lookup in waiting.values())):
                 answers = self._answers(list(waiting))
-            for verdict, answer in zip(waiting.values(), answers, strict=True):
-                if verdict.found is None:  # nobody gave it up meanwhile
-                    verdict.found = answer
+            for lookup, answer in zip(waiting.values(), answers, strict=True):
+                if lookup.found is None:  # nobody gave it up meanwhile
+                    lookup.found = answer
 
     def _answers(self, keys: Sequence[bytes]) -> Sequence[bool]:
         try:

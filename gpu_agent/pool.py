@@ -1,7 +1,14 @@
-"""`KVPool`: an engine's KV tensors, seen through a `PageLayout`.
+"""View an engine's KV tensors through a `PageLayout`, and check the indices of its slots.
 
 The engine owns the memory; the pool holds views of it and copies nothing. Strides are read, never
 assumed: a plane may be a slice of a wider tensor, a transposed view, or a block pool in any order.
+
+A pool has one or more index spaces of two kinds: token slots (`unit_tokens` 1) or blocks of
+`unit_tokens` tokens. Planes that share a space share its indices.
+
+    pages                0              1             2
+    space "token"   [17 3 88 4 ...] [9 41 7 2 ...] [...]      page_tokens indices per page
+    space "block"   [     12      ] [     5      ] [...]      page_tokens / unit_tokens per page
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,17 +20,8 @@ import torch
 from kvstore.errors import InvalidRequest
 from kvstore.layout import DTYPE_NBYTES, PageLayout, PlaneSlice
 
-# Which slots of a pool the tokens of some pages are in.
-#
-# A pool has one or more index spaces. A space is of one of two kinds: token slots (`unit_tokens` 1)
-# or blocks of `unit_tokens` tokens. Planes that share a space share its indices.
-#
-#     pages                0              1             2
-#     space "token"   [17 3 88 4 ...] [9 41 7 2 ...] [...]      page_tokens indices per page
-#     space "block"   [     12      ] [     5      ] [...]      page_tokens / unit_tokens per page
-
-# What callers give: int64 indices in the order of the tokens, `pages * page_tokens / unit_tokens`
-# of them; for a pool with several spaces one such tensor per space.
+# The slots of a caller's pages: `pages * page_tokens / unit_tokens` int64 indices in the order of the
+# tokens; for a pool with several spaces one such tensor per space.
 Units: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor]
 
 

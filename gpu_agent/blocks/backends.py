@@ -1,6 +1,8 @@
-"""Where the agents of a rank live: in the engine's process, or in one of their own (`gpu_agent.worker`).
+"""Run the agents of a rank: in the engine's process, or in one of their own (`gpu_agent.worker`).
 
-BlockRank --- Home --- agents of the groups --- saves and loads
+BlockRank --- AgentBackend --- BlockAgent of each group --- saves and loads
+              LocalBackend     LocalAgent
+              ProcessBackend   RemoteAgent
 """
 
 import concurrent.futures
@@ -42,12 +44,12 @@ class GroupPool:
         return space
 
     def at(self, epoch: int | None) -> Namespace:
-        """None: the epoch that was configured."""
+        """Return the namespace of an epoch; None is the epoch that was configured."""
         return self.namespace if epoch is None else replace(self.namespace, epoch=epoch)
 
 
 class BlockAgent(Protocol):
-    """What a rank needs of a group's agent: as `gpu_agent.agent.Agent` says it, with numbers of blocks."""
+    """A group's agent as a rank uses it: as `gpu_agent.agent.Agent`, with numbers of blocks."""
 
     namespace: Namespace
 
@@ -57,51 +59,60 @@ class BlockAgent(Protocol):
 
 
 class AgentBackend(Protocol):
-    """The calls of one thread, the engine's. None waits, but for `wait` and `close`."""
+    """The agents of a rank, called by the engine's thread. Only `wait` and `close` wait."""
 
     def agents(self, epoch: int | None) -> Sequence[BlockAgent | None]:
-        """One per group; None for a group without layers on this rank."""
+        """Make an agent per group; None for a group without layers on this rank."""
 
     @property
     def loads(self) -> bool:
-        """Whether there is somebody to load anything now."""
+        """Return whether loads can succeed now."""
 
     @property
     def startup_seconds(self) -> deque[float]:
         """Return how long each process that became ready took to start. The caller removes them."""
 
     def poll(self) -> None:
-        """Futures of loads that have ended are done afterwards, those of saves then or a few steps later."""
+        """Complete the futures of loads that have ended.
+
+        Those of saves may follow a few steps later.
+        """
 
     def release(self) -> None:
-        """The engine lacks blocks: saves that wait for a process to start end now."""
+        """Drop saves that wait for a process to start, because the engine lacks blocks."""
 
     def wait(self, futures: Iterable["concurrent.futures.Future[Any]"]) -> None:
-        """Until all are done: by the deadlines of their jobs."""
+        """Wait until all are done: by the deadlines of their jobs."""
 
     def retire(self, agents: Sequence[BlockAgent | None]) -> None:
-        """They get no more jobs; those under way end."""
+        """Give these agents no more jobs; those under way end."""
 
     def close(self) -> None:
-        """Jobs under way end in bounded time."""
+        """End jobs under way in bounded time."""
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; an empty list if there are none."""
 
 
-def config_at(config: AgentConfig, places: Sequence[GroupPool | None], place: GroupPool) -> AgentConfig:
-    """Of one group's agent. Groups share the memory for staging, each gets a page at least. What is under way
-    is limited by the blocks, which are pinned or allocated: an order that an engine has given is not refused."""
-    layout = place.pool.layout
-    staging_nbytes = max(config.staging_nbytes // len(places), layout.page_nbytes)
-    all_nbytes = place.pool.spaces[place.space].slots * layout.page_nbytes
+def group_config(config: AgentConfig, groups: Sequence[GroupPool | None], group: GroupPool) -> AgentConfig:
+    """Return the configuration of one group's agent.
+
+    Groups share the memory for staging, and each gets at least a page. Pending jobs are limited by
+    the blocks, which are pinned or allocated, so that no order of an engine is refused.
+    """
+    layout = group.pool.layout
+    staging_nbytes = max(config.staging_nbytes // len(groups), layout.page_nbytes)
+    all_nbytes = group.pool.spaces[group.space].slots * layout.page_nbytes
     pending_nbytes_max = max(config.pending_nbytes_max, staging_nbytes, all_nbytes)
     return replace(config, staging_nbytes=staging_nbytes, pending_nbytes_max=pending_nbytes_max)
 
 
-def check_blocks(place: GroupPool, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-    """Raises InvalidRequest unless there is a block of the pool for each key. Keys are the agent's to check."""
-    slots = place.pool.spaces[place.space].slots
+def check_blocks(group: GroupPool, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+    """Raise InvalidRequest unless there is a block of the pool for each key.
+
+    The agent checks the keys.
+    """
+    slots = group.pool.spaces[group.space].slots
     if len(keys) != len(blocks):
         raise InvalidRequest(f"{len(keys)} keys for {len(blocks)} blocks")
     if blocks and not 0 <= min(blocks) <= max(blocks) < slots:
@@ -110,33 +121,33 @@ def check_blocks(place: GroupPool, keys: Sequence[bytes], blocks: Sequence[int])
 
 
 class LocalAgent:
-    """`BlockAgent` with an agent in this process."""
+    """A group's agent in this process: `BlockAgent`."""
 
-    def __init__(self, agent: Agent, place: GroupPool) -> None:
+    def __init__(self, agent: Agent, group: GroupPool) -> None:
         self.namespace = agent.namespace
         self.agent = agent
-        self._place = place
+        self._group = group
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[int]) -> SaveJob:
-        check_blocks(self._place, keys, blocks)
+        check_blocks(self._group, keys, blocks)
         return self.agent.save(keys, torch.tensor(blocks, dtype=torch.int64))
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[int]) -> LoadJob:
-        check_blocks(self._place, keys, blocks)
+        check_blocks(self._group, keys, blocks)
         return self.agent.load(keys, torch.tensor(blocks, dtype=torch.int64))
 
 
 class LocalBackend:
-    """Agents as threads of the engine's process, with a client of their own."""
+    """Run agents as threads of the engine's process, with a client of their own."""
 
     def __init__(
         self,
-        places: Sequence[GroupPool | None],
+        groups: Sequence[GroupPool | None],
         client: ClientConfig,
         config: AgentConfig,
         transfer: Transfer | None = None,
     ) -> None:
-        self._places = places
+        self._groups = groups
         self._client = Client(client)
         self._config = config
         self._transfer = transfer
@@ -144,23 +155,23 @@ class LocalBackend:
         self.startup_seconds: deque[float] = deque()  # stays empty: there is no process
 
     def agents(self, epoch: int | None) -> list[LocalAgent | None]:
-        made = [self._made(place, epoch) if place else None for place in self._places]
+        made = [self._made(group, epoch) if group else None for group in self._groups]
         self._live += [agent for agent in made if agent]
         return made
 
-    def _made(self, place: GroupPool, epoch: int | None) -> LocalAgent:
-        config = config_at(self._config, self._places, place)
-        return LocalAgent(Agent(self._client, place.at(epoch), place.pool, config, self._transfer), place)
+    def _made(self, group: GroupPool, epoch: int | None) -> LocalAgent:
+        config = group_config(self._config, self._groups, group)
+        return LocalAgent(Agent(self._client, group.at(epoch), group.pool, config, self._transfer), group)
 
     @property
     def loads(self) -> bool:
         return True
 
     def poll(self) -> None:
-        """The agents' threads do it."""
+        """Do nothing: the agents' threads complete their futures."""
 
     def release(self) -> None:
-        """None waits for a process."""
+        """Do nothing: no save waits for a process."""
 
     def wait(self, futures: Iterable["concurrent.futures.Future[Any]"]) -> None:
         wait_for(list(futures))

@@ -1,11 +1,12 @@
-"""Which blocks of a prefix an engine with block tables needs, and how long a prefix the store can give.
+"""Find the blocks of a prefix that an engine with block tables needs, and those of a request to save.
 
     tokens        0        32       64       96      128
     full          [   0   ][   1   ][   2   ][   3   ]      all blocks of the prefix
     window 40                       [   2   ][   3   ]      those that the next token attends to
                                                      ^ end of a prefix
 
-Pure: tables, hashes and answers in, numbers out.
+Pure: tables, hashes and answers in, numbers out. `Request` keeps the state of a request at hand: its
+stored pages, its load, and the blocks that need no save any more.
 """
 
 import heapq
@@ -17,6 +18,7 @@ from typing import Protocol
 from gpu_agent.blocks.lookups import Answer
 
 NULL_BLOCK = 0  # stands in a table for blocks that a window has left behind; never read, never written
+STAGED_BLOCKS = 16  # blocks of an answer that are saved together while it goes on: as much work as for one
 
 
 @dataclass(frozen=True)
@@ -135,12 +137,6 @@ def loaded_blocks(group: BlockGroup, local_tokens: int, end_tokens: int) -> rang
 
 def _first(group: BlockGroup, local_tokens: int, end_tokens: int) -> int:
     return max(group.first_block(end_tokens), local_tokens // group.block_tokens)
-
-
-# A request at hand: what of it the store has, what is being loaded, and which of its blocks need
-# no save any more.
-
-STAGED_BLOCKS = 16  # of an answer's, while it goes on: as much work as for one
 
 
 class EngineRequest(Protocol):

@@ -1,10 +1,11 @@
-"""Which pages are stored: asked once per request in the background, answered at every poll.
+"""Look up the pages of each request once, in the background, and answer a scheduler that polls.
 
-    ask --- an asker, one lookup per namespace --> answer   polls: None, None, the answer, the answer, ...
-     |                                              ^
-     +--- the deadline, or no room --- nothing -----+
+    ask --- LookupBackend, one lookup per namespace --> answer   polls: None, None, the answer, the answer, ...
+     |                                                    ^
+     +--- deadline, or too many pending: nothing stored --+
 
 An engine's scheduler may ask a hundred times for one waiting request, and must never wait.
+Questions go out at once, to threads of its process or to another process (`gpu_agent.worker`).
 """
 
 import concurrent.futures
@@ -26,11 +27,6 @@ from kvstore.sync import Future
 from kvstore.threads import ThreadPool
 from kvstore.tracing import NamesRequest, carried, request
 
-# Who asks the store for an engine's scheduler: threads of its process, or another process
-# (`gpu_agent.worker`).
-#
-# Lookups --- Asker --- store          questions go out at once, futures are done in their own time
-
 log = logging.getLogger(__name__)
 log.addFilter(NamesRequest())
 Result = TypeVar("Result")
@@ -42,6 +38,10 @@ Answer: TypeAlias = tuple[bytes, ...]
 
 THREADS = 4
 _PAUSE_S = 0.0002
+PENDING_MAX = 1024  # requests that wait for an answer; more are told that nothing is stored
+TOUCHED_TOGETHER = 16  # requests
+TOUCHED_KEYS_MAX = 1 << 16  # keys of a touch, unless one request has more: 2 MiB of a frame's 16 MiB
+OUTAGE_WAIT_S = 0.05  # how long a request waits when the last call failed: enough for a store that is back
 
 
 class LookupBackend(Protocol):
@@ -56,7 +56,8 @@ class LookupBackend(Protocol):
         """Connects and registers."""
 
     def poll(self) -> None:
-        """Futures of lookups that were answered are done afterwards, those of touches then or some steps later."""
+        """Futures of lookups that were answered are done afterwards, those of touches then or some
+        steps later."""
 
     def pause(self, timeout_s: float) -> None:
         """Waits until a question may have been answered, and no longer than that."""
@@ -98,7 +99,10 @@ class ThreadLookups:
 
 
 def found_everywhere(client: Client, question: Question, deadline: Deadline) -> Answer:
-    """Which pages all shards have. Raises Exhausted if its turn came too late, which says nothing about the node."""
+    """Which pages all shards have.
+
+    Raises Exhausted if its turn came too late, which says nothing about the node.
+    """
     if deadline.passed:
         raise Exhausted(f"too many lookups at a time: one had no thread in {deadline.seconds:g} s")
     answer = []
@@ -145,12 +149,6 @@ def _submitted(
         return failed
 
 
-PENDING_MAX = 1024  # requests that wait for an answer; more are told that nothing is stored
-TOUCHED_TOGETHER = 16  # requests
-TOUCHED_KEYS_MAX = 1 << 16  # of theirs, unless one has more: 2 MiB, of the 16 that another process is told at once
-OUTAGE_WAIT_S = 0.05  # how long a request waits when the last call failed: enough for a store that is back
-
-
 @dataclass
 class LookupCounts:
     """`lookups_failed`: calls that the store did not answer in time."""
@@ -169,10 +167,13 @@ class _Pending:
 
 
 class Lookups:
-    """For one thread, the engine's; the asker's futures may end on others. `asker` is closed here."""
+    """Lookups of a scheduler, for its thread only; futures may end on others.
 
-    def __init__(self, asker: LookupBackend, timeout_s: float) -> None:
-        self._asker = asker
+    `backend` is closed here.
+    """
+
+    def __init__(self, backend: LookupBackend, timeout_s: float) -> None:
+        self._backend = backend
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._pending: dict[str, _Pending] = {}
@@ -182,8 +183,10 @@ class Lookups:
         self._outage = OutageLog()
 
     def ask(self, request_id: str, question: Question, stands: Answer | None = None) -> None:
-        """Starts a lookup; a former one of this request is forgotten, but for its answer, which `stands` until there is
-        another. Returns at once."""
+        """Start a lookup, which replaces a former one of this request. Returns at once.
+
+        `stands`: an answer of the former one that is valid until there is another.
+        """
         nothing = tuple(bytes(len(keys)) for _, keys in question)
         done: concurrent.futures.Future[Answer] = Future()
         with self._lock:
@@ -194,20 +197,22 @@ class Lookups:
             wait_s = min(OUTAGE_WAIT_S, self._timeout_s) if self._outage.error else self._timeout_s
         if wanted:
             with request(request_id):
-                done = self._asker.look_up(question, self._timeout_s)
+                done = self._backend.look_up(question, self._timeout_s)
                 done.add_done_callback(carried(self._ended))  # it may end while another is asked about
         else:
             done.set_result(nothing)
         self._pending[request_id] = _Pending(done, nothing, time.monotonic() + wait_s, stands)
 
     def answer(self, request_id: str) -> Answer | None:
-        """None as long as it is not known. After the deadline, and for a request that never asked,
-        nothing is stored."""
+        """Return the answer; None as long as it is not known.
+
+        After the deadline, and for a request that never asked, nothing is stored.
+        """
         pending = self._pending.get(request_id)
         if pending is None:
             return ()
         if not pending.done.done():
-            self._asker.poll()
+            self._backend.poll()
         now, done = time.monotonic(), pending.done.done()
         if not done and now < pending.overdue_at:
             return pending.stands
@@ -218,12 +223,14 @@ class Lookups:
         """The same, after waiting for it: for an engine that has nothing else to do."""
         end = time.monotonic() + timeout_s
         while (answer := self.answer(request_id)) is None and (left_s := end - time.monotonic()) > 0:
-            self._asker.pause(left_s)
+            self._backend.pause(left_s)
         return answer
 
     def age_s(self, request_id: str) -> float | None:
-        """For how long the request has had its answer, 0 if it has none yet; None if it did not ask, or
-        needs no answer any more."""
+        """Return for how long the request has had its answer, 0 if it has none yet.
+
+        None: it did not ask, or needs no answer any more.
+        """
         pending = self._pending.get(request_id)
         if pending is None:
             return None
@@ -238,25 +245,31 @@ class Lookups:
         self._pending.clear()
 
     def touch(self, request_id: str, question: Question) -> None:
-        """Counts these pages as used, heads last: a chain that is saved piece by piece, or that an engine
-        keeps in its own cache, would otherwise lose its head first. With the next `poll`: requests that end in one step
-        are told of together. Not done if there is no room."""
+        """Count these pages as used, heads last.
+
+        A chain that is saved piece by piece, or that an engine keeps in its own cache, would
+        otherwise lose its head first. The next `poll` does it, together for requests that end in
+        one step. Dropped if too many are pending.
+        """
         if len(self._used) < PENDING_MAX // 2:
             self._used.append((request_id, question))
 
     def open(self, namespaces: Sequence[Namespace]) -> None:
-        """Connects and registers in the background, so that the first request need not wait for it."""
+        """Connect and register in the background: the first request need not wait for it."""
         with self._lock:
             self._running += 1
-        self._asker.open(namespaces, self._timeout_s).add_done_callback(self._ended)
+        self._backend.open(namespaces, self._timeout_s).add_done_callback(self._ended)
 
     def poll(self) -> None:
-        """Tells of the requests that have ended. What the store answered since the last time is known afterwards."""
+        """Tells of the requests that have ended.
+
+        What the store answered since the last time is known afterwards.
+        """
         while self._used:
             count = _together(self._used)
             used, self._used = self._used[:count], self._used[count:]
             self._touch(used)
-        self._asker.poll()
+        self._backend.poll()
 
     def _touch(self, used: Sequence[tuple[str, Question]]) -> None:
         with self._lock:
@@ -264,7 +277,7 @@ class Lookups:
                 return
             self._running += 1
         with request(*(request_id for request_id, _ in used)):
-            done = self._asker.touch([group for _, question in used for group in question], self._timeout_s)
+            done = self._backend.touch([group for _, question in used for group in question], self._timeout_s)
         done.add_done_callback(self._ended)
 
     @property
@@ -280,7 +293,7 @@ class Lookups:
 
     def close(self) -> None:
         """Answers are not awaited any more; running calls end by their deadline."""
-        self._asker.close()
+        self._backend.close()
 
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""

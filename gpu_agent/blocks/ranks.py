@@ -1,9 +1,10 @@
-"""The store on one rank of an engine with block tables: carries out orders, an agent per group.
+"""Carry out the orders for one rank of an engine with block tables, with an agent per group.
 
-    orders --- load: an agent per group ---> finished, which blocks are wrong     every load, whatever happens
-           +-- save: an agent per group ---> acknowledged as soon as the blocks have been read
+    StepOrders --- load: an agent per group ---> finished, and which blocks are wrong
+               +-- save: an agent per group ---> acknowledged as soon as the blocks have been read
 
-The orders come from `scheduler.py`; its `Report` goes back to it.
+The orders come from `scheduler.py`, and the rank's `Report` goes back to it. Every load is
+reported, however it ended.
 """
 
 import logging
@@ -46,8 +47,11 @@ class RankCounts:
 
 @dataclass
 class LoadsEnded:
-    """Loads that ended since the last call: all requests, those with less than ordered, and the ids of
-    the blocks that were not written."""
+    """Loads that ended since the last call.
+
+    `failed`: requests that got less than ordered. `wrong_blocks`: ids of blocks that were not
+    written.
+    """
 
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -67,16 +71,16 @@ class _Load:
 
 
 class BlockRank:
-    """Not thread-safe: an engine has one worker thread per rank.
+    """The agents of one rank, and its saves and loads under way. Not thread-safe.
 
-    `home`: makes the agents and is closed here.
+    `backend`: makes the agents and is closed here.
     `writes`: whether this rank stores; of ranks with the same KV only one does.
     """
 
-    def __init__(self, home: AgentBackend, writes: bool) -> None:
+    def __init__(self, backend: AgentBackend, writes: bool) -> None:
         self.counts = RankCounts()
-        self._home = home
-        self._agents = home.agents(None)
+        self._backend = backend
+        self._agents = backend.agents(None)
         self._writes = writes
         self._epoch: int | None = None
         self._generation = 0  # raised with every change of the epoch
@@ -88,12 +92,12 @@ class BlockRank:
         self._reported = Report(0)
 
     def begin(self, orders: StepOrders) -> None:
-        """A step with these orders begins."""
+        """Begin a step with these orders."""
         self._step = orders.step
         if orders.epoch != self._epoch:
             self._renew(orders.epoch)
         if orders.scarce:
-            self._home.release()
+            self._backend.release()
 
     def load(self, orders: Sequence[LoadOrder]) -> None:
         """Start loads, behind what the engine has enqueued so far.
@@ -109,7 +113,7 @@ class BlockRank:
             self._loads.append(_Load(order, jobs, began_at, self._generation))
 
     def save(self, orders: Sequence[SaveOrder]) -> None:
-        """Starts saves, behind what the engine has enqueued so far."""
+        """Start saves, behind what the engine has enqueued so far."""
         for order in orders:
             self._saves[order.job] = jobs = self._start_saves(order) if self._writes else []
             read = partial(self._save_read, order.job)
@@ -118,11 +122,11 @@ class BlockRank:
             read(None)
 
     def loads_ended(self) -> LoadsEnded:
-        """What the engine has to know; each load once."""
-        self._home.poll()
-        while self._home.startup_seconds:
+        """Return the loads that have ended, each once."""
+        self._backend.poll()
+        while self._backend.startup_seconds:
             self.counts.agent_startups += 1
-            self.counts.agent_startup_seconds += self._home.startup_seconds.popleft()
+            self.counts.agent_startup_seconds += self._backend.startup_seconds.popleft()
         ended = LoadsEnded()
         going = []
         for load in self._loads:
@@ -141,28 +145,28 @@ class BlockRank:
         return ended
 
     def report(self) -> Report:
-        """For the scheduler's side, about everything since the last report."""
+        """Return the report for the scheduler since the last one."""
         for number in {self._read.get_nowait() for _ in range(self._read.qsize())}:  # of thousands under way a few
             if number in self._saves and all(job.gathered.done() for job in self._saves[number]):
                 del self._saves[number]
                 self._reported.acknowledged[number] = 1
         report, self._reported = self._reported, Report(0)
         report.step = self._step
-        report.away = int(not self._home.loads)
+        report.away = int(not self._backend.loads)
         return report
 
     @property
     def busy(self) -> bool:
-        """Whether loads or saves are under way, or ended since the last call of `take_counts`."""
+        """Return whether loads or saves are under way, or ended since the last `take_counts`."""
         return bool(self._loads or self._outcomes)
 
     @property
     def counted(self) -> bool:
-        """Whether `take_counts` may bring anything."""
+        """Return whether `take_counts` may return any counts."""
         return bool(self._outcomes) or any(vars(self.counts).values())
 
     def take_counts(self) -> RankCounts:
-        """Counts since the last call."""
+        """Return the counts since the last call, and reset them."""
         going = []
         for agent, job in self._outcomes:
             if not job.done.done():
@@ -178,17 +182,17 @@ class BlockRank:
         return counts
 
     def drain(self) -> None:
-        """Waits until nothing reads or writes the engine's blocks: by the deadlines of saves and loads."""
-        self._home.wait([job.gathered for jobs in self._saves.values() for job in jobs])
-        self._home.wait([job.done for load in self._loads for _, job in load.jobs if job])
+        """Wait until nothing reads or writes the engine's blocks: by the deadlines of the jobs."""
+        self._backend.wait([job.gathered for jobs in self._saves.values() for job in jobs])
+        self._backend.wait([job.done for load in self._loads for _, job in load.jobs if job])
 
     def close(self) -> None:
-        """Pending saves end in bounded time."""
-        self._home.close()
+        """End pending saves in bounded time."""
+        self._backend.close()
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
-        return self._home.check()
+        """Return violated invariants; an empty list if there are none."""
+        return self._backend.check()
 
     # ---- in detail --------------------------------------------------------------------------
 
@@ -222,7 +226,7 @@ class BlockRank:
             return None
 
     def _wrong_blocks(self, load: _Load) -> set[int] | None:
-        """Blocks that hold nothing of meaning; None if all is well."""
+        """Return the blocks whose content is undefined after a load; None if there are none."""
         wrong: set[int] = set()
         self.counts.loads += 1
         self.counts.load_seconds += time.monotonic() - load.began_at
@@ -242,9 +246,12 @@ class BlockRank:
         return wrong
 
     def _renew(self, epoch: int | None) -> None:
-        """Other namespaces from now on. Loads under way bring what is not wanted any more, so they will
-        count as failed; saves under way go where nobody looks."""
-        old, self._agents = self._agents, self._home.agents(epoch)
+        """Use the namespaces of another epoch from now on.
+
+        Loads under way bring pages of the old epoch, so they count as failed. Saves under way store
+        under the old epoch, where no lookup finds them.
+        """
+        old, self._agents = self._agents, self._backend.agents(epoch)
         self._epoch = epoch
         self._generation += 1
-        self._home.retire(old)
+        self._backend.retire(old)

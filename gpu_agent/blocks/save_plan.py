@@ -1,4 +1,4 @@
-"""When computed blocks may be stored: after the engine has seen the result of the step that computed them.
+"""Decide when computed blocks are stored: after the engine has seen the result of their step.
 
     stage(step 7) --> step 7 ran --> order --> ranks gather --> all acknowledged
        | pinned         |                                         | unpinned
@@ -7,7 +7,7 @@
 
 A block that was not computed can not be told from one that was, on any rank. So blocks are pinned from
 before they are computed until the last rank has read them. This module takes the engine's calls and
-returns orders; it moves no KV.
+returns orders for the ranks (`StepOrders`), which answer with a `Report`; it moves no KV.
 """
 
 import time
@@ -35,6 +35,43 @@ class SaveOrder(NamedTuple):
     job: int
     parts: list[Part]
     requests: tuple[str, ...]
+
+
+class LoadOrder(NamedTuple):
+    """For every rank: fetch these blocks, and report the request in any case."""
+
+    request_id: str
+    parts: list[Part]
+
+
+class StepOrders(NamedTuple):
+    """What the ranks do beside one step of the engine. `scarce`: it lacks blocks, so none may stay pinned for a save
+    that waits for a process to start."""
+
+    step: int
+    epoch: int | None
+    loads: list[LoadOrder]
+    saves: list[SaveOrder]
+    scarce: bool = False
+
+
+@dataclass
+class Report:
+    """What one rank, or several together, did beside a step."""
+
+    step: int
+    acknowledged: dict[int, int] = field(default_factory=dict)  # save job -> ranks that have read its blocks
+    finished: dict[str, int] = field(default_factory=dict)  # load of a request -> ranks that ended it
+    failed: set[str] = field(default_factory=set)  # requests with a load that brought less than ordered
+    away: int = 0  # ranks where every load would fail now
+
+    def add(self, other: "Report") -> "Report":
+        _add_counts(self.acknowledged, other.acknowledged)
+        _add_counts(self.finished, other.finished)
+        self.failed |= other.failed
+        self.away += other.away
+        self.step = min(self.step, other.step)
+        return self
 
 
 @dataclass
@@ -216,47 +253,6 @@ class SavePlan:
 
 def _count(parts: Iterable[Part]) -> int:
     return sum(len(part.keys) for part in parts)
-
-
-# What passes between the scheduler's side and the ranks: orders for one step, and what came of
-# them.
-
-
-class LoadOrder(NamedTuple):
-    """For every rank: fetch these blocks, and report the request in any case."""
-
-    request_id: str
-    parts: list[Part]
-
-
-class StepOrders(NamedTuple):
-    """What the ranks do beside one step of the engine. `scarce`: it lacks blocks, so none may stay pinned for a save
-    that waits for a process to start."""
-
-    step: int
-    epoch: int | None
-    loads: list[LoadOrder]
-    saves: list[SaveOrder]
-    scarce: bool = False
-
-
-@dataclass
-class Report:
-    """What one rank, or several together, did beside a step."""
-
-    step: int
-    acknowledged: dict[int, int] = field(default_factory=dict)  # save job -> ranks that have read its blocks
-    finished: dict[str, int] = field(default_factory=dict)  # load of a request -> ranks that ended it
-    failed: set[str] = field(default_factory=set)  # requests with a load that brought less than ordered
-    away: int = 0  # ranks where every load would fail now
-
-    def add(self, other: "Report") -> "Report":
-        _add_counts(self.acknowledged, other.acknowledged)
-        _add_counts(self.finished, other.finished)
-        self.failed |= other.failed
-        self.away += other.away
-        self.step = min(self.step, other.step)
-        return self
 
 
 def _add_counts(counts: dict[Any, int], more: dict[Any, int]) -> None:

@@ -27,8 +27,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from gpu_agent.layouts.lmcache import Naming, ObjectKey, bytes_layout, object_layout, shapes_layout
-from gpu_agent.objects.completions import Completions
-from gpu_agent.objects.parts import ObjectName, ObjectResults
+from gpu_agent.objects.parts import Completions, ObjectName, ObjectResults
 from gpu_agent.objects.store import QUERY_WORKERS, ObjectStore
 from gpu_agent.options import Options, read_options
 from kvstore.admin import answered

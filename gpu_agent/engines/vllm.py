@@ -42,7 +42,7 @@ from gpu_agent.engines.vllm_metrics import KVStorePromMetrics, KVStoreStats
 from gpu_agent.engines.vllm_multi import ForeignLoads, RankNamespaces, called_by_other_connector, register, shards_of
 from gpu_agent.engines.vllm_options import connector_options
 from gpu_agent.identity.vllm import namespaces
-from gpu_agent.worker.choice import asker_of, home_of
+from gpu_agent.worker.choice import agent_backend_for, lookup_backend_for
 from kvstore.keys import Namespace
 
 logger = init_logger("vllm.kvstore")
@@ -132,7 +132,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             for namespace, pool in zip(self._namespaces, pools, strict=True)
         ]
         options = self._options
-        home = home_of(places, options.client, options.agent, options.own.get("agents", "auto"))
+        home = agent_backend_for(places, options.client, options.agent, options.own.get("agents", "auto"))
         self._rank = BlockRank(home, writes=tp_rank % copies == 0)
         for namespace in self._namespaces:
             if namespace is not None:
@@ -240,7 +240,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _made_lookups(self) -> Lookups:
         options = self._options
-        asker = asker_of(options.client, current_platform.is_cuda_alike(), options.own.get("agents", "auto"))
+        asker = lookup_backend_for(options.client, current_platform.is_cuda_alike(), options.own.get("agents", "auto"))
         return Lookups(asker, options.agent.lookup_timeout_s)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:

@@ -34,13 +34,12 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from gpu_agent.agent import Agent
+from gpu_agent.agent import Agent, AgentStats
 from gpu_agent.engines.vllm_identity import check_tier_groups
 from gpu_agent.engines.vllm_multi import register
 from gpu_agent.host.slot_copies import SlotCopies
 from gpu_agent.identity.checkpoint import named
 from gpu_agent.identity.vllm import check_tier, model_facts, tier_facts, tier_namespace, weights_of
-from gpu_agent.load_pipeline import AgentStats
 from gpu_agent.lookup_cache import LookupCache
 from gpu_agent.options import Identity, Options, identity_of, read_options
 from gpu_agent.pool import KVPool

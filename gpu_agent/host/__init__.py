@@ -1,2 +1,5 @@
-"""Pools in host memory, whose units are whole pages: calls that wait (pages), a tier below an engine's own cache
-(page_table_tier), and the copies for both, or none where pages lie as they travel (slot_copies)."""
+"""Store pages of host memory, where a unit of the pool is a whole page.
+
+`pages`: calls that wait. `page_table_tier`: a tier below an engine's own cache. `slot_copies`: the
+copies for both, and pages that need none.
+"""

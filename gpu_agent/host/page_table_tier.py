@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from gpu_agent.agent import Agent
+from gpu_agent.agent import Agent, AgentStats
 from gpu_agent.host.slot_copies import SlotCopies
 from gpu_agent.layouts.group import GroupView, check_shape, pool_of
-from gpu_agent.load_pipeline import AgentStats, LoadJob, SaveJob, SaveResult
+from gpu_agent.load_pipeline import LoadJob, SaveJob, SaveResult
 from gpu_agent.options import AgentConfig
 from gpu_agent.pool import KVPool
 from kvstore.client import Client

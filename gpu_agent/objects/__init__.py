@@ -1,4 +1,4 @@
-"""Whole buffers by name, for an engine that owns no pool here (LMCache): lanes, deadlines, verified reads.
+"""Store whole buffers by name, for an engine that owns no pool here (LMCache).
 
-store: put, get, exists, remove --> parts (one namespace each) --> mover --> client
+put, get, exists, remove --> parts (one namespace each) --> bounded threads --> client
 """

@@ -1,6 +1,15 @@
-"""A call's objects in parts, each of one namespace, and their values put together again."""
+"""Cut a call's objects into parts of one namespace each, and put their values together again.
+
+`Completions` hands results to an engine that polls a descriptor, readable while results wait:
+
+    worker:  append, then signal            engine:  poll, clear, then take
+
+The other order on either side loses a wake-up: a result appended between taking and clearing would
+wait for the next one.
+"""
 
 import concurrent.futures
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,11 +27,12 @@ PART_NBYTES = 16 << 20
 # A call of many objects is cut into larger parts, so that the lane's bookkeeping stays small.
 PARTS_MAX = 64
 
+Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 
 class ObjectName(NamedTuple):
-    """`scope`: a namespace whose layout says nothing (`known_layouts.ANY`). `layout`: the object's own;
+    """`scope`: a namespace whose layout says nothing (`objects.store.ANY`). `layout`: the object's own;
     None means any, which `ObjectStore.exists` and `remove` take."""
 
     scope: Namespace
@@ -115,3 +125,41 @@ def runs(positions: Sequence[int], step: int) -> Iterator[list[int]]:
     """`positions` in lists of at most `step`."""
     for start in range(0, len(positions), step):
         yield list(positions[start : start + step])
+
+
+class Completions(Generic[Item]):
+    """A queue of results with a descriptor. Thread-safe. `fileno()` is for polling only; `drain` clears it."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._items: list[Item] = []
+        self._closed = False
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def add(self, item: Item) -> None:
+        with self._lock:
+            if self._closed:  # nobody polls any more, and the descriptor may be another file by now
+                return
+            self._items.append(item)
+            os.eventfd_write(self._fd, 1)
+
+    def drain(self) -> list[Item]:
+        """Return the results added since the last call; an empty list after `close`."""
+        with self._lock:
+            if self._closed:
+                return []
+            try:
+                os.eventfd_read(self._fd)
+            except BlockingIOError:
+                pass  # a drain before this one took it all
+            items, self._items = self._items, []
+        return items
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._fd)

@@ -1,13 +1,19 @@
-"""Objects: flat buffers of any size, each under a name, stored and read in batches with holes.
+"""Store and read flat buffers of any size by name, in batches with holes.
 
-For engines that hand over bytes in host memory instead of slots of a pool. One call may carry gigabytes:
+For engines that hand over bytes in host memory instead of slots of a pool. One call may carry
+gigabytes:
 
-    names, views --- parts of one namespace, PART_NBYTES each --- lane of a few threads ---> a value per object
+    names, views --- parts of one namespace, PART_NBYTES each --- a few threads ---> a value per object
 
-Nothing here blocks the caller. Every call's future has its result by the call's deadline, which is counted
-from the call and covers the time in the queue; whatever goes wrong with the store is a value, never an
-exception. Callers' memory belongs to them again when the result is there: no view is touched after that, and
-none after the deadline. What is read is received in its view and compared with its checksum there.
+Nothing here blocks the caller. Every call's future has its result by the call's deadline, which
+counts from the call and covers the time in the queue. A failure of the store is a value, never an
+exception. No view is touched after the result, and none after the deadline. A read is received in its
+view and compared with its checksum there.
+
+An object's layout belongs to its name. A scope is a namespace whose layout is left open:
+`dataclasses.replace(namespace, layout=ANY)`. An engine that asks for an object without its size means
+any layout of the scope. `KnownLayouts` learns layouts from what this process stores and loads, and
+seldom asks the node for those that others stored. Until then such an object is a miss.
 """
 
 import concurrent.futures
@@ -58,13 +64,6 @@ class ObjectMover:
         timeout_s = part.deadline.remaining()
         values[:] = self._client.get(part.namespace, part.hashes, part.views, timeout_s=timeout_s)
 
-
-# Which layouts the objects of a scope have, for questions that come without one.
-#
-# A scope is a namespace whose layout is left open: `dataclasses.replace(namespace, layout=ANY)`.
-# An engine that asks "is this object there?" without saying how large it is means any layout of
-# its scope. This process learns them from what it stores and loads, and asks the node for those
-# that others stored, but seldom. Who comes in between misses: a cache may forget.
 
 ANY = opaque_layout(1)  # in place of a scope's layout
 # The node is asked no sooner than this after the last time: for a scope of which a layout is known, and for one

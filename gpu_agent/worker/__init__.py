@@ -1,15 +1,17 @@
-"""Processes beside an engine's on a GPU: its own gives orders and asks, and reads what became of that.
+"""Run agents and lookups in processes beside an engine on a GPU.
 
-In:  orders (keys, block numbers, an event of the engine's stream), questions, and the engine's tensors, mapped
-Out: pages in the node, blocks in the engine's memory, and a line for each: read, stored, loaded, answered
+The engine's process sends orders and questions, and reads the answers:
 
-    the engine's side                                 the other side, after `python -m gpu_agent.worker`
-    process_backend.py  agents of a rank              agent_worker.py   agents as anywhere else
-    lookup_client.py    lookups of a scheduler        lookup_worker.py  threads that ask the store
-    worker_process.py   their life: no thread         task.py           what it was started for, and its end
+    in     orders (keys, block numbers, an event of the engine's stream), questions, the engine's tensors
+    out    pages in the node, blocks in the engine's memory, a frame for each: gathered, saved, loaded, answered
 
-    frames.py      the socket between, and what is said on it
-    ipc_memory.py  the engine's tensors in another process, and events of the engine's stream
-    choice.py      a process of their own, or threads of the engine's
-    probe.py       what an agent on a GPU needs of this host, for `kvstore doctor --gpu`
+    the engine's process                               the worker process, `python -m gpu_agent.worker`
+    process_backend.py  agents of a rank               agent_worker.py   the same agents as in threads
+    lookup_client.py    lookups of a scheduler         lookup_worker.py  threads that ask the store
+    worker_process.py   start, supervision, restart    __main__.py       its task, and its end
+
+    frames.py      the frames between them, and the socket
+    ipc_memory.py  the engine's tensors and stream events in another process
+    choice.py      processes, or threads of the engine's process
+    probe.py       what `kvstore doctor --gpu` checks
 """

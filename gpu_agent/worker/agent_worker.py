@@ -1,9 +1,9 @@
-"""The agents' process itself: orders from the engine's process, carried out by agents as anywhere else.
+"""Carry out an engine's saves and loads in a worker process.
 
     SETUP ---> the engine's memory mapped, a client, an agent per group ---> READY
     SAVE, LOAD ---> Agent.save, Agent.load ---> GATHERED, SAVED, LOADED     by the agents' threads
 
-How it begins and ends: `task.py`.
+The other side of `process_backend.py`. `__main__.py` starts and ends it.
 """
 
 import time
@@ -31,12 +31,12 @@ _OVER_S = 0.001  # for an order that comes too late: its agent says so
 
 
 class AgentWorker:
-    """What runs in the process."""
+    """Run agents by an engine's orders until it ends."""
 
     def __init__(self, channel: AgentsEnd, setup: Mapping[str, Any]) -> None:
         try:
             self._client = Client(ClientConfig(**setup["client"]))
-            self._marks, self._storages = opened_memory(setup)
+            self._events, self._storages = opened_memory(setup)
             self._views = setup["pools"]
             wanted = setup["agents"]
         except (KeyError, TypeError) as error:
@@ -49,7 +49,10 @@ class AgentWorker:
         channel.send(frames.ready_frame(time.monotonic()))
 
     def run(self) -> None:
-        """Until CLOSE. Raises ConnectionError when the engine is gone, ProtocolError for what it may not say."""
+        """Serve until CLOSE.
+
+        Raises ConnectionError when the engine is gone, ProtocolError for a wrong frame.
+        """
         while True:
             kind, body = self._channel.receive()
             if kind is Kind.SAVE:
@@ -71,24 +74,24 @@ class AgentWorker:
     def _add(self, facts: Mapping[str, Any]) -> None:
         try:
             namespace = parse_namespace(bytes.fromhex(facts["namespace"]))
-            number, place = facts["number"], facts["pool"]
-            if place not in self._pools:
-                self._pools[place] = opened_pool(self._views[place], namespace.layout, self._storages)
+            number, pool = facts["number"], facts["pool"]
+            if pool not in self._pools:
+                self._pools[pool] = opened_pool(self._views[pool], namespace.layout, self._storages)
             config = AgentConfig(**facts["config"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"no description of an agent: {error!r}") from error
-        agent = self._agents[number] = Agent(self._client, namespace, self._pools[place], config)
+        agent = self._agents[number] = Agent(self._client, namespace, self._pools[pool], config)
         agent.prepare()
 
     def _save(self, order: frames.Order) -> None:
         try:
-            agent, units, fence = self._agent(order), _units(order), self._marks.fence(order.mark)
+            agent, indices, fence = self._agent(order), _slot_indices(order), self._events.fence(order.event)
             with within(unpacked_all(order.trace)):
-                job = agent.save(order.keys, units, timeout_s=_left_s(order), fence=fence)
+                job = agent.save(order.keys, indices, timeout_s=_left_s(order), fence=fence)
         except InvalidRequest as error:
             self._channel.send(frames.saved_frame(Saved(order.number, 0, 0, len(order.keys), str(error))))
             return
-        # In this order: what was read is told before what was stored.
+        # In this order: GATHERED must be sent before SAVED.
         job.gathered.add_done_callback(lambda _: self._channel.send(frames.number_frame(Kind.GATHERED, order.number)))
         job.done.add_done_callback(partial(self._saved, order.number, job))
 
@@ -99,9 +102,9 @@ class AgentWorker:
 
     def _load(self, order: frames.Order) -> None:
         try:
-            agent, units, fence = self._agent(order), _units(order), self._marks.fence(order.mark)
+            agent, indices, fence = self._agent(order), _slot_indices(order), self._events.fence(order.event)
             with within(unpacked_all(order.trace)):
-                job = agent.load(order.keys, units, timeout_s=_left_s(order), fence=fence)
+                job = agent.load(order.keys, indices, timeout_s=_left_s(order), fence=fence)
         except InvalidRequest as error:
             self._channel.send(frames.loaded_frame(Loaded(order.number, 0, 0, str(error))))
             return
@@ -127,8 +130,8 @@ def _left_s(order: frames.Order) -> float:
     return max(_OVER_S, order.until - time.monotonic())
 
 
-def _units(order: frames.Order) -> dict[str, torch.Tensor]:
+def _slot_indices(order: frames.Order) -> dict[str, torch.Tensor]:
     return {
         space: torch.frombuffer(bytearray(indices), dtype=torch.int64) if indices else torch.empty(0, dtype=torch.int64)
-        for space, indices in order.units.items()
+        for space, indices in order.slot_indices.items()
     }

@@ -1,4 +1,4 @@
-"""Where a rank's agents live: a process of their own beside an engine on a GPU, threads beside one on a CPU."""
+"""Run agents and lookups in processes beside an engine on a GPU, in threads beside one on a CPU."""
 
 import logging
 from collections.abc import Sequence
@@ -18,32 +18,40 @@ READY_S = 15.0  # that an engine's start waits for a process
 WHERE = ("auto", "process", "threads")
 
 
-def asker_of(client: ClientConfig, on_gpu: bool, where: str) -> LookupBackend:
-    """Who asks for a scheduler; `on_gpu`: its engine computes on one."""
+def lookup_backend_for(client: ClientConfig, on_gpu: bool, where: str) -> LookupBackend:
+    """Return the lookups of a scheduler.
+
+    `on_gpu`: its engine computes on a GPU. `where`: one of WHERE.
+    """
     if where == "process" or (where == "auto" and on_gpu):
         try:
-            asker = ProcessLookups(client)
+            lookups = ProcessLookups(client)
         except (ConfigError, OSError) as error:
             if where == "process":
                 raise
             log.warning("lookups run inside the engine's process and slow it, another can not be started: %s", error)
         else:
-            if not asker.await_ready(READY_S):
+            if not lookups.await_ready(READY_S):
                 log.warning("the process of the lookups is not ready after %.0f s; until then there is no hit", READY_S)
-            return asker
+            return lookups
     return ThreadLookups(Client(client))
 
 
-def home_of(places: Sequence[GroupPool | None], client: ClientConfig, config: AgentConfig, where: str) -> AgentBackend:
-    """`where`: one of WHERE. Raises ConfigError if a process is asked for and can not have the memory."""
-    devices = {place.pool.device.type for place in places if place}
+def agent_backend_for(
+    groups: Sequence[GroupPool | None], client: ClientConfig, config: AgentConfig, where: str
+) -> AgentBackend:
+    """Return the agents of a rank. `where`: one of WHERE.
+
+    Raises ConfigError if `where` is "process" and the process can not have the engine's memory.
+    """
+    devices = {group.pool.device.type for group in groups if group}
     if where == "process" or (where == "auto" and devices == {"cuda"}):
         try:
-            return ProcessBackend(places, client, config)
+            return ProcessBackend(groups, client, config)
         except (ConfigError, OSError) as error:
             if where == "process":
                 raise
             log.warning(
                 "the agents run inside the engine's process and slow it, no other can have its memory: %s", error
             )
-    return LocalBackend(places, client, config)
+    return LocalBackend(groups, client, config)

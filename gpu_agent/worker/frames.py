@@ -1,11 +1,11 @@
-"""What an engine's process and its agents' process say to each other.
+"""Frames between an engine's process and its worker process, and the socket that carries them.
 
     0                 4      5
     | body nbytes u32 | kind | body ... |          little endian, both processes run on one machine
 
     SETUP     engine -> agents   JSON: configuration, the engine's tensors, the agents; answered by READY
     ADD       engine -> agents   JSON: one more agent, after a change of the epoch
-    SAVE      engine -> agents   order, agent, mark, deadline; keys; block numbers per index space; whose it is
+    SAVE      engine -> agents   order, agent, event, deadline; keys; slot indices per index space; trace
     LOAD      engine -> agents   likewise
     RETIRE    engine -> agents   agent: it ends what it has and takes no more
     ASK       engine -> agents   question, deadline; namespaces and keys per group: which pages are stored? trace
@@ -17,7 +17,10 @@
     LOADED    agents -> engine   order, pages in place, pages loaded; why it ended early
     ANSWER    agents -> engine   question, status; a byte per key and group, or the error
 
-Every length is checked before it is believed. A peer that breaks the framing is not talked to any more.
+Every length is checked before it is used. A peer that breaks the framing is ended.
+
+    EngineEnd    never waits: sends what the kernel takes and keeps the rest; returns frames that have come
+    AgentsEnd    waits for frames, or for the engine's end; sends from any thread
 """
 
 import contextlib
@@ -40,8 +43,12 @@ HEADER = struct.Struct("<IB")
 # An order of 128k pages of 64-byte keys needs 9 MiB.
 BODY_NBYTES_MAX = 16 << 20
 TEXT_NBYTES_MAX = 4096
+# Orders that the agents' process has not taken yet, because it is starting or stands still.
+UNSENT_NBYTES_MAX = 32 << 20
 
-_ORDER = struct.Struct("<QIidI")  # order, agent, mark (-1: none), until, keys
+_RECEIVED_NBYTES = 256 << 10
+_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_ORDER = struct.Struct("<QIidI")  # order, agent, event (-1: none), until, keys
 _SPACE = struct.Struct("<BI")  # length of the name, indices
 _NUMBER = struct.Struct("<Q")
 _SECONDS = struct.Struct("<d")
@@ -74,16 +81,19 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Order:
-    """A save or a load. `units`: per index space int64 indices as they lie in memory; `mark`: the number of
-    the event that it begins after, -1 for none; `until`: its deadline on the monotonic clock, which the
-    processes of a machine share."""
+    """A save or a load.
+
+    `event`: the number of the event that it begins after, -1 for none. `until`: its deadline on the
+    monotonic clock, which the processes of a machine share. `slot_indices`: per index space int64
+    indices as they lie in memory.
+    """
 
     number: int
     agent: int
-    mark: int
+    event: int
     until: float
     keys: Sequence[bytes]
-    units: Mapping[str, bytes]
+    slot_indices: Mapping[str, bytes]
     trace: bytes = b""  # of the requests that it is for (`kvstore.tracing.packed_now`)
 
 
@@ -116,7 +126,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """`status`: 0, or an error's by kvstore.errors; `groups`: per key a byte that is 1 for a page that is there."""
+    """The answer to a question.
+
+    `status`: 0, or an error's by kvstore.errors. `groups`: a byte per key, 1 if it is stored.
+    """
 
     question: int
     status: int
@@ -158,9 +171,9 @@ def parse_facts(body: bytes) -> dict[str, Any]:
 
 
 def order_frame(kind: Kind, order: Order) -> bytes:
-    head = _ORDER.pack(order.number, order.agent, order.mark, order.until, len(order.keys))
-    parts = [head, _lengths(order.keys), *order.keys, bytes((len(order.units),))]
-    for name, indices in order.units.items():
+    head = _ORDER.pack(order.number, order.agent, order.event, order.until, len(order.keys))
+    parts = [head, _lengths(order.keys), *order.keys, bytes((len(order.slot_indices),))]
+    for name, indices in order.slot_indices.items():
         parts += (_SPACE.pack(len(name.encode()), len(indices) // _INDEX_NBYTES), name.encode(), indices)
     parts += (bytes((len(order.trace),)), order.trace)
     return frame(kind, b"".join(parts))
@@ -169,16 +182,16 @@ def order_frame(kind: Kind, order: Order) -> bytes:
 def parse_order(body: bytes) -> Order:
     """Raises ProtocolError. Whether the indices suit a pool is for its agent to say."""
     reader = _Reader(body)
-    number, agent, mark, until, count = reader.unpack(_ORDER)
+    number, agent, event, until, count = reader.unpack(_ORDER)
     keys = reader.keys(count)
-    units = {}
+    slot_indices = {}
     for _ in range(reader.take(1)[0]):
         name_nbytes, indices = reader.unpack(_SPACE)
         name = reader.take(name_nbytes).decode(errors="replace")
-        units[name] = reader.take(indices * _INDEX_NBYTES)
+        slot_indices[name] = reader.take(indices * _INDEX_NBYTES)
     trace = reader.trace()
     reader.end()
-    return Order(number, agent, mark, until, keys, units, trace)
+    return Order(number, agent, event, until, keys, slot_indices, trace)
 
 
 def question_frame(kind: Kind, question: Question) -> bytes:
@@ -280,7 +293,7 @@ def _whole(form: struct.Struct, body: bytes) -> tuple[Any, ...]:
 
 
 class _Reader:
-    """Takes a body apart. Raises ProtocolError where it is shorter or longer than it says."""
+    """Parse a body. Raises ProtocolError where it is shorter or longer than its lengths say."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body
@@ -321,20 +334,11 @@ class _Reader:
             raise ProtocolError(f"a frame of {len(self._body)} bytes has {len(self._body) - self._at} too many")
 
 
-# The socket between an engine's process and its agents' process: one end never waits, the other
-# does.
-#
-# EngineEnd    sends what the kernel takes and keeps the rest; hands out the frames that have come
-# AgentsEnd    waits for frames, or for the engine's end; sends from any thread
-
-# Of orders that the agents' process has not taken yet: it is starting, or stands still.
-UNSENT_NBYTES_MAX = 32 << 20
-_RECEIVED_NBYTES = 256 << 10
-_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-
-
 class EngineEnd:
-    """Not thread-safe, as little as an engine's worker. Errors of the socket are OSErrors: the peer is gone."""
+    """The engine's end, which never waits.
+
+    Not thread-safe. An OSError of the socket means that the peer is gone.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -343,7 +347,10 @@ class EngineEnd:
         self._received = bytearray()
 
     def put(self, data: bytes) -> None:
-        """To be sent with the next `flush`. Raises Exhausted if too much is unsent; then `data` is forgotten."""
+        """Queue `data` for the next `flush`.
+
+        Raises Exhausted if too much is unsent, and drops `data` then.
+        """
         if len(self._unsent) + len(data) > UNSENT_NBYTES_MAX:
             raise Exhausted(f"{len(self._unsent)} bytes of orders wait for the agents' process")
         self._unsent += data
@@ -353,12 +360,12 @@ class EngineEnd:
         return bool(self._unsent)
 
     def send(self, data: bytes) -> None:
-        """Never waits. Raises as `put`."""
+        """Queue and flush. Raises as `put`."""
         self.put(data)
         self.flush()
 
     def flush(self) -> None:
-        """Sends what can be sent now."""
+        """Send as much as can be sent now."""
         while self._unsent:
             try:
                 sent = self._sock.send(self._unsent, _FLAGS)
@@ -367,8 +374,10 @@ class EngineEnd:
             del self._unsent[:sent]
 
     def received(self) -> Iterator[tuple[Kind, bytes]]:
-        """The frames that have come. Raises ProtocolError, and ConnectionError when the peer is gone and
-        all that it said was handed out."""
+        """Yield the frames that have come.
+
+        Raises ProtocolError, and ConnectionError after the last frame of a peer that is gone.
+        """
         ended = False
         while not ended:
             try:
@@ -383,7 +392,10 @@ class EngineEnd:
             raise ConnectionError("the agents' process has ended")
 
     def wait(self, timeout_s: float) -> None:
-        """Until there is something to receive. An engine may have more descriptors than `select` can name."""
+        """Wait until there is something to receive.
+
+        An engine may have more descriptors than `select` can name.
+        """
         poll = select.poll()
         poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
         poll.poll(1000 * timeout_s)
@@ -393,8 +405,11 @@ class EngineEnd:
 
 
 class AgentsEnd:
-    """`receive` belongs to one thread, `send` to all. `engine`: the process id of the other end, whose death
-    counts as the end of the channel even while somebody else holds its socket open."""
+    """The worker's end. One thread receives, any thread sends.
+
+    `engine`: the process id of the other end. Its death ends the channel even while another process
+    holds its socket open.
+    """
 
     def __init__(self, sock: socket.socket, engine: int) -> None:
         sock.setblocking(True)
@@ -410,7 +425,10 @@ class AgentsEnd:
         self._poll.register(self._pidfd, select.POLLIN)
 
     def receive(self) -> tuple[Kind, bytes]:
-        """Waits for the next frame. Raises ProtocolError; ConnectionError when the engine is gone."""
+        """Wait for the next frame.
+
+        Raises ProtocolError; ConnectionError when the engine is gone.
+        """
         while (found := _first(self._received)) is None:
             ready = dict(self._poll.poll())
             if self._pidfd in ready:
@@ -422,13 +440,16 @@ class AgentsEnd:
         return found
 
     def send(self, data: bytes) -> None:
-        """Waits for room. When the engine is gone there is nobody to tell: `receive` finds out."""
+        """Send, and wait until the kernel takes it. If the engine is gone, `receive` raises."""
         with self._lock, contextlib.suppress(OSError):
             self._sock.sendall(data)
 
 
 def _first(data: bytearray) -> tuple[Kind, bytes] | None:
-    """Takes the first frame out of `data`; None as long as it is not whole. Raises ProtocolError."""
+    """Remove the first frame from `data` and return it; None if it is incomplete.
+
+    Raises ProtocolError.
+    """
     if len(data) < HEADER.size:
         return None
     nbytes, kind = header(data)

@@ -1,9 +1,15 @@
-"""An engine's tensors in another process: the same memory, mapped there.
+"""Share an engine's tensors and stream events with another process.
 
-    GPU   CUDA IPC, as torch shares tensors between processes
-    CPU   a file in shared memory, whose descriptor the child inherits: for tests
+    memory   GPU: CUDA IPC, as torch shares tensors between processes
+             CPU: a file in shared memory, whose descriptor the child inherits; for tests
+    events   CUDA events that both processes know
 
-What is described here goes to the other process as JSON: numbers, names, and handles as hex.
+Descriptions go to the other process as JSON: numbers, names, and handles as hex.
+
+The engine records an event with each order, which costs microseconds and waits for nothing. The
+agents' process waits for the event before it reads or writes the engine's blocks. Events are reused
+in turn: an order that waits for an event that was recorded again waits for newer work too, which is
+late, never wrong.
 """
 
 import contextlib
@@ -17,19 +23,17 @@ from gpu_agent.transfer import Fence
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.layout import DTYPE_NBYTES, PageLayout
 
-# What an engine's stream had to do when an order was given, told to another process.
-#
-# A mark is an event of CUDA that both processes know. The engine records it, which costs
-# microseconds and waits for nothing; the agents' process waits for it before it reads or writes
-# the engine's blocks. Marks are recorded again in turn: who waits for an old number waits for
-# newer work too, which is late, never wrong.
-
-MARKS = 16
-NO_MARK = -1
+EVENTS = 16
+NO_EVENT = -1
+# The order of what torch's `_share_cuda_` returns and `_new_shared_cuda` takes.
+_CUDA_FIELDS = ("device", "handle", "nbytes", "offset", "counter", "counter_offset", "event", "event_sync")
 
 
 class IpcEvents:
-    """The engine's side. Memory that no stream writes, a CPU's, needs none."""
+    """Record events in the engine's process.
+
+    Memory of a CPU, which no stream writes, needs none.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,10 +41,10 @@ class IpcEvents:
         self._next = 0
         if device.type == "cuda":
             with torch.cuda.device(device):
-                self._events = [torch.cuda.Event(interprocess=True) for _ in range(MARKS)]  # type: ignore[no-untyped-call]
+                self._events = [torch.cuda.Event(interprocess=True) for _ in range(EVENTS)]  # type: ignore[no-untyped-call]
 
     def handles(self) -> list[str]:
-        """For the other process. Raises ConfigError."""
+        """Return handles for the other process. Raises ConfigError."""
         try:
             with torch.cuda.device(self._device) if self._events else contextlib.nullcontext():
                 return [event.ipc_handle().hex() for event in self._events]  # type: ignore[no-untyped-call]
@@ -48,16 +52,16 @@ class IpcEvents:
             raise ConfigError(f"events on {self._device} can not be shared with another process: {error}") from error
 
     def record(self) -> int:
-        """The number of a mark behind all that the calling thread's stream was given so far."""
+        """Record an event behind all work of the calling thread's stream, and return its number."""
         if not self._events:
-            return NO_MARK
-        number, self._next = self._next, (self._next + 1) % MARKS
+            return NO_EVENT
+        number, self._next = self._next, (self._next + 1) % EVENTS
         self._events[number].record(torch.cuda.current_stream(self._device))
         return number
 
 
 class OpenedEvents:
-    """The other side."""
+    """Open the engine's events in the other process."""
 
     def __init__(self, device: torch.device, handles: list[str]) -> None:
         try:
@@ -67,23 +71,20 @@ class OpenedEvents:
         self._events: list[Fence] = [torch.cuda.Event.from_ipc_handle(device, handle) for handle in raw]  # type: ignore[no-untyped-call]
 
     def fence(self, number: int) -> Fence:
-        """Raises ProtocolError for a mark that nobody recorded."""
-        if number == NO_MARK and not self._events:
+        """Return the event of that number. Raises ProtocolError if there is none."""
+        if number == NO_EVENT and not self._events:
             return None
         if not 0 <= number < len(self._events):
-            raise ProtocolError(f"mark {number} of {len(self._events)}")
+            raise ProtocolError(f"event {number} of {len(self._events)}")
         return self._events[number]
 
 
-# The order of what torch's `_share_cuda_` returns and `_new_shared_cuda` takes.
-_CUDA_FIELDS = ("device", "handle", "nbytes", "offset", "counter", "counter_offset", "event", "event_sync")
-
-
 def described_pools(pools: Iterable[KVPool]) -> tuple[list[Any], list[Any], list[int]]:
-    """The storages under these pools, the pools as views of them, and descriptors that a child must inherit.
+    """Describe the storages under these pools, the pools as views of them, and what to inherit.
 
-    A description serves one process: torch counts who has the memory mapped. Raises ConfigError if the
-    memory can not be shared.
+    The last are descriptors that the child must inherit. A description serves one process: torch
+    counts the processes that have the memory mapped. Raises ConfigError if the memory can not be
+    shared.
     """
     numbers: dict[int, int] = {}
     storages: list[Any] = []
@@ -125,22 +126,23 @@ def described_storage(storage: torch.UntypedStorage, inherited: list[int]) -> di
 
 
 def opened_memory(setup: Mapping[str, Any]) -> tuple[OpenedEvents, list[torch.UntypedStorage]]:
-    """Open the engine's marks and storages that `SETUP` describes, in the other process.
+    """Open the engine's events and storages that `SETUP` describes, in the other process.
 
-    The agents' process and the probe of `kvstore doctor --gpu` both use this, so that the probe finds what the
-    agents will find. Raises KeyError, ProtocolError or ConfigError.
+    The agents' process and the probe of `kvstore doctor --gpu` both use this, so that the probe
+    finds what the agents will find. Raises KeyError, ProtocolError or ConfigError.
     """
     device = torch.device(setup["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
         _begin_cuda()
-    return OpenedEvents(device, setup["marks"]), opened_storages(setup["storages"])
+    return OpenedEvents(device, setup["events"]), opened_storages(setup["storages"])
 
 
 def _begin_cuda() -> None:
     """Initialise CUDA, because opening a storage does not.
 
-    Until then torch's allocator has no devices, looks one up all the same, and crashes with SIGSEGV.
+    Until then torch's allocator has no devices, looks one up all the same, and crashes with
+    SIGSEGV.
     """
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -149,7 +151,10 @@ def _begin_cuda() -> None:
 
 
 def opened_storages(described: Iterable[Mapping[str, Any]]) -> list[torch.UntypedStorage]:
-    """In the other process. Raises ProtocolError for what is no description, ConfigError if mapping fails."""
+    """Map storages in the other process.
+
+    Raises ProtocolError for a malformed description, ConfigError if mapping fails.
+    """
     return [_opened_storage(storage) for storage in described]
 
 
@@ -170,7 +175,7 @@ def _opened_storage(described: Mapping[str, Any]) -> torch.UntypedStorage:
 
 
 def opened_pool(views: Iterable[Mapping[str, Any]], layout: PageLayout, storages: list[torch.UntypedStorage]) -> KVPool:
-    """The pool that was described, over memory mapped here. Raises ProtocolError or InvalidRequest."""
+    """Make the described pool over memory mapped here. Raises ProtocolError or InvalidRequest."""
     tensors, spaces = {}, {}
     try:
         for piece, view in zip(layout.slices, views, strict=True):
@@ -187,7 +192,7 @@ def opened_pool(views: Iterable[Mapping[str, Any]], layout: PageLayout, storages
 
 
 def _check_inside(view: Mapping[str, Any], item_nbytes: int, nbytes: int) -> None:
-    """torch would make a storage larger that a view does not fit in."""
+    """Raise ValueError for a view that does not fit: torch would make the storage larger."""
     steps = ((size - 1) * stride for size, stride in zip(view["shape"], view["stride"], strict=True))
     end = (view["offset"] + sum(steps) + 1) * item_nbytes
     if view["offset"] < 0 or min(view["stride"], default=0) < 0 or end > nbytes:

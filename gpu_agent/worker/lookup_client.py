@@ -1,8 +1,8 @@
-"""`ProcessLookups`: a scheduler's questions, asked by a process of their own. An `Asker` without threads.
+"""Send a scheduler's lookups to a worker process of their own, from the engine's side.
 
-Of 64 new prompts a lookup and a touch each took a tenth of the time in which an H200 computed them, for they
-are Python and kept the interpreter from the engine (vLLM 0.33). Here a question costs the engine 50 us, less if many
-come at once.
+In threads, a lookup and a touch of each of 64 new prompts took a tenth of the time in which an H200
+computed them: they are Python and kept the interpreter from the engine (vLLM 0.33). Here a question
+costs the engine 50 us, less if many come at once.
 """
 
 import concurrent.futures
@@ -49,7 +49,7 @@ class ProcessLookups:
         """Waits, at the engine's start: before it is ready all that is asked is not stored."""
         return self._child.await_ready(timeout_s)
 
-    # ---- Asker -----------------------------------------------------------------------------
+    # ---- LookupBackend ---------------------------------------------------------------------
 
     def look_up(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[Answer]":
         return self._ask(Kind.ASK, question, timeout_s)
@@ -117,7 +117,7 @@ class ProcessLookups:
             self._child.tell(frames.facts_frame(Kind.ADD, {"namespace": _hex(namespace)}))
         return number
 
-    # ---- Owner -----------------------------------------------------------------------------
+    # ---- Delegate --------------------------------------------------------------------------
 
     def setup(self) -> tuple[dict[str, Any], Sequence[int]]:
         self._namespaces = self._namespaces[-NAMED:]
@@ -125,7 +125,7 @@ class ProcessLookups:
         known = [_hex(namespace) for namespace in self._namespaces]
         return {"task": self.name, "client": asdict(self._client), "namespaces": known}, ()
 
-    def hear(self, kind: Kind, body: bytes) -> None:
+    def on_message(self, kind: Kind, body: bytes) -> None:
         if kind is not Kind.ANSWER:
             raise ProtocolError(f"the process that asks the store sent {kind.name}")
         answer = frames.parse_answer(body)
@@ -146,7 +146,7 @@ class ProcessLookups:
         oldest = next(iter(self._asked.values()), None)
         return oldest is not None and oldest[2] < now
 
-    def lost(self) -> int:
+    def on_exit(self) -> int:
         asked, self._asked, self._awaited = self._asked, {}, 0
         for done, _, _ in asked.values():
             done.set_exception(Unavailable("the process that asks the store died"))

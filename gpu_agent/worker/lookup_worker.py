@@ -1,4 +1,4 @@
-"""The process that asks the store for a scheduler: the other side of `asking.py`.
+"""Ask the store for an engine's scheduler: the worker process of `lookup_client.py`.
 
 SETUP ---> a client, the namespaces opened ---> READY          ADD: one namespace more
 ASK, TOUCH ---> threads, one lookup per namespace ---> ANSWER
@@ -25,7 +25,7 @@ _OPEN_S = 5.0
 
 
 class LookupWorker:
-    """What runs in the process."""
+    """Answer an engine's questions until it ends."""
 
     def __init__(self, channel: AgentsEnd, setup: Mapping[str, Any]) -> None:
         try:
@@ -34,14 +34,17 @@ class LookupWorker:
         except (KeyError, TypeError) as error:
             raise ProtocolError(f"not a setup: {error!r}") from error
         self._channel = channel
-        self._asker = ThreadLookups(self._client)
+        self._lookups = ThreadLookups(self._client)
         self._namespaces: list[Namespace] = []
         for facts in named:
             self._add(facts)
         channel.send(frames.ready_frame(time.monotonic()))
 
     def run(self) -> None:
-        """Until CLOSE. Raises ConnectionError when the engine is gone, ProtocolError for what it may not say."""
+        """Serve until CLOSE.
+
+        Raises ConnectionError when the engine is gone, ProtocolError for a wrong frame.
+        """
         while True:
             kind, body = self._channel.receive()
             if kind in (Kind.ASK, Kind.TOUCH):
@@ -58,7 +61,7 @@ class LookupWorker:
             self._namespaces.append(parse_namespace(bytes.fromhex(facts["namespace"])))
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"no namespace: {error!r}") from error
-        self._asker.open(self._namespaces[-1:], _OPEN_S)  # so that the first request need not wait for it
+        self._lookups.open(self._namespaces[-1:], _OPEN_S)  # so that the first request need not wait for it
 
     def _ask(self, kind: Kind, asked: frames.Question) -> None:
         try:
@@ -67,7 +70,7 @@ class LookupWorker:
             raise ProtocolError("a question about a namespace that was not named") from error
         left_s = max(_OVER_S, asked.until - time.monotonic())
         with within(unpacked_all(asked.trace)):
-            done = (self._asker.look_up if kind is Kind.ASK else self._asker.touch)(question, left_s)
+            done = (self._lookups.look_up if kind is Kind.ASK else self._lookups.touch)(question, left_s)
         done.add_done_callback(partial(self._answer, asked.number))
 
     def _answer(self, number: int, done: Any) -> None:

@@ -1,8 +1,9 @@
-"""What an agent on a GPU needs of this host, tried: `python -m gpu_agent.worker.probe`, for `kvstore doctor --gpu`.
+"""Try what an agent on a GPU needs of this host, for `kvstore doctor --gpu`.
 
-torch --> GPU --> CuPy and the kernels --> page-locked memory --> memory of another process (CUDA IPC)
+    torch --> GPU --> CuPy and the kernels --> page-locked memory --> memory of another process (CUDA IPC)
 
-Takes what CUDA takes of a GPU for a process, some hundreds of MB, twice, for a moment.
+`python -m gpu_agent.worker.probe` takes what CUDA takes of a GPU for a process, some hundreds of MB,
+twice, for a moment.
 """
 
 import json
@@ -97,8 +98,8 @@ def _ipc(device: torch.device, command: Sequence[str] = ()) -> Finding:
     tensor = torch.full((SHARED_NBYTES,), VALUE, dtype=torch.uint8, device=device)
     inherited: list[int] = []
     try:
-        marks = IpcEvents(device)
-        setup = {"device": str(device), "marks": marks.handles(), "mark": marks.record()}
+        events = IpcEvents(device)
+        setup = {"device": str(device), "events": events.handles(), "event": events.record()}
         setup["storages"] = [described_storage(tensor.untyped_storage(), inherited)]
         other = subprocess.run(
             [*command, json.dumps(setup)],
@@ -116,8 +117,8 @@ def _ipc(device: torch.device, command: Sequence[str] = ()) -> Finding:
 def _judged(status: int, said: str, complained: str) -> Finding:
     """Return the finding for the other process.
 
-    If it printed READ it has mapped the memory, however it ended afterwards. If it died before, the check
-    fails and names the signal.
+    If it printed READ it has mapped the memory, however it ended afterwards. If it died before, the
+    check fails and names the signal.
     """
     if READ in said.splitlines():
         note = f" ({ending(status)}, after it had read them)" if status else ""
@@ -132,10 +133,13 @@ def _judged(status: int, said: str, complained: str) -> Finding:
 
 
 def _open(described: str) -> None:
-    """In that other process. Raises ConfigError for what can not be mapped, or holds something else."""
+    """In that other process.
+
+    Raises ConfigError for what can not be mapped, or holds something else.
+    """
     setup = json.loads(described)
-    marks, (storage,) = opened_memory(setup)
-    fence = marks.fence(setup["mark"])
+    events, (storage,) = opened_memory(setup)
+    fence = events.fence(setup["event"])
     if fence is not None:
         torch.cuda.current_stream().wait_event(fence)
     nbytes = storage.nbytes()

@@ -1,8 +1,19 @@
-"""`AgentProcess`: the engine's side. Gives orders to the agents' process, and reads what became of them.
+"""Send a rank's saves and loads to its agents' process, from the engine's side.
 
-Nothing here waits and nothing runs beside the engine: no thread, and of CUDA an event per order. The death of
-the process (`child.py`) is a miss: orders fail, a save when nobody reads its blocks any more, a load when
-nobody writes them.
+    save ---> GATHERED ---> SAVED      each order ends once: by an answer, or when the process is gone,
+    load -----------------> LOADED     because nothing reads or writes its blocks any more then
+
+    save ---> staged ---> the process is ready ---> sent to it, with its whole deadline
+                   +----> STAGED_S passed, the start failed, the namespace was replaced,
+                          or the engine lacks blocks: dropped
+
+No call waits, no thread runs beside the engine, and CUDA records one event per order. The death of
+the process (`worker_process.py`) is a miss: its orders fail.
+
+Saves are staged while the process starts. Their blocks stay pinned, so a save may not wait for
+ever, and no request waits for one. Their number is bounded by what an engine pins
+(`gpu_agent.blocks.save_plan`), their bytes by UNSENT_NBYTES_MAX. Pages of a dropped save count as
+dropped in its result.
 """
 
 import concurrent.futures
@@ -13,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from gpu_agent.blocks.backends import BlockAgent, GroupPool, check_blocks, config_at
+from gpu_agent.blocks.backends import BlockAgent, GroupPool, check_blocks, group_config
 from gpu_agent.load_pipeline import LoadJob, LoadResult, SaveJob, SaveResult
 from gpu_agent.options import AgentConfig
 from gpu_agent.worker import frames
@@ -27,11 +38,11 @@ from kvstore.messages import namespace_message
 from kvstore.sync import Future
 from kvstore.tracing import packed_now
 
-# Orders that an engine's process has given and not seen the end of.
-#
-# save ---> GATHERED ---> SAVED          each order ends once: by an answer, or when the process
-# that had load -----------------> LOADED         it is gone, for then nothing reads or writes its
-# blocks any more
+STAGED_S = START_S  # a process that is not ready by then is ended
+STAGED_SENDS_MAX = 16  # staged saves sent per poll: each costs the engine's step some microseconds
+# Time in which the engine need not know of blocks that have been read. Ends of loads it wants to
+# know at once.
+SAVING_S = 0.01
 
 AnyOrder = TypeVar("AnyOrder")
 
@@ -62,7 +73,10 @@ class _Load:
 
 
 class InflightOrders:
-    """Not thread-safe. Numbers are never used again, so that a late answer is nobody else's."""
+    """Orders that were sent and have not ended. Not thread-safe.
+
+    Numbers are never reused, so that a late answer can not end another order.
+    """
 
     def __init__(self) -> None:
         self._saves: dict[int, _Save] = {}  # in the order of their deadlines, for all have as long
@@ -80,7 +94,10 @@ class InflightOrders:
         return number, load.job
 
     def gathered(self, number: int) -> None:
-        """This and the following raise ProtocolError for what no such order can have brought."""
+        """Note that the blocks of a save were read.
+
+        This and the following raise ProtocolError for an answer that the order can not have.
+        """
         future = _known(self._saves, number).job.gathered
         if future.done():
             raise ProtocolError(f"the blocks of save {number} were read twice")
@@ -101,12 +118,12 @@ class InflightOrders:
         load.job.done.set_result(LoadResult(said.pages, said.loaded, said.error))
 
     def fail(self, number: int, reason: str) -> None:
-        """An order that could not be given."""
+        """End an order that could not be sent."""
         order = self._saves.pop(number, None) or self._loads.pop(number)
         order.fail(reason)
 
     def fail_all(self, reason: str) -> int:
-        """How many there were. Only when nothing touches their blocks any more."""
+        """End all orders, once nothing touches their blocks any more, and return their number."""
         orders: list[_Save | _Load] = [*self._saves.values(), *self._loads.values()]
         self._saves, self._loads = {}, {}
         for order in orders:
@@ -114,7 +131,7 @@ class InflightOrders:
         return len(orders)
 
     def overdue(self, now: float) -> bool:
-        """Whether one should have ended by now."""
+        """Return whether an order should have ended by now."""
         save, load = next(iter(self._saves.values()), None), next(iter(self._loads.values()), None)
         return bool((save and save.overdue_at < now) or (load and load.overdue_at < now))
 
@@ -144,40 +161,26 @@ def _known(orders: dict[int, AnyOrder], number: int) -> AnyOrder:
     return orders[number]
 
 
-# `StagedSaves`: saves that an engine ordered before its agents' process was ready.
-#
-# save ---> staged ---> the process is ready ---> sent to it, each with its whole deadline
-#              +------> STAGED_S passed, the start failed, the namespace was replaced,
-#                       or the engine lacks blocks: dropped
-#
-# The engine keeps the blocks of staged saves pinned, so a save may not wait for ever, and no
-# request waits for one. Their number is bounded by what an engine pins
-# (`gpu_agent.blocks.save_plan`), their bytes by UNSENT_NBYTES_MAX. Pages of a dropped save count
-# as dropped in its result.
-
-STAGED_S = START_S  # a process that is not ready by then is ended
-
-
 @dataclass(frozen=True)
 class StagedSave:
-    """An order that is sent later.
+    """A save that is sent later.
 
-    `mark` is a CUDA event (`Marks`) that the engine recorded with the order, so that the agents wait
-    for the step that computed the blocks. Marks are reused: one that was recorded again since only
-    makes them wait longer.
+    `event`: of `IpcEvents`, recorded when the save was ordered, so that the agents wait for the
+    step that computed the blocks. An event that was recorded again since only makes them wait
+    longer.
     """
 
     job: SaveJob
     agent: int
-    mark: int
+    event: int
     keys: Sequence[bytes]
-    units: dict[str, bytes]
+    slot_indices: dict[str, bytes]
     trace: bytes
     until: float
 
     @property
     def nbytes(self) -> int:
-        return sum(map(len, self.keys)) + sum(map(len, self.units.values())) + len(self.trace)
+        return sum(map(len, self.keys)) + sum(map(len, self.slot_indices.values())) + len(self.trace)
 
     def drop(self, reason: str) -> None:
         self.job.gathered.set_result(None)
@@ -194,8 +197,10 @@ class StagedSaves:
     def __len__(self) -> int:
         return len(self._saves)
 
-    def add(self, agent: int, mark: int, keys: Sequence[bytes], units: dict[str, bytes], trace: bytes) -> SaveJob:
-        save = StagedSave(new_save(), agent, mark, keys, units, trace, time.monotonic() + STAGED_S)
+    def add(
+        self, agent: int, event: int, keys: Sequence[bytes], slot_indices: dict[str, bytes], trace: bytes
+    ) -> SaveJob:
+        save = StagedSave(new_save(), agent, event, keys, slot_indices, trace, time.monotonic() + STAGED_S)
         if self._nbytes + save.nbytes > frames.UNSENT_NBYTES_MAX:
             save.drop(f"{self._nbytes} bytes of orders wait for the agents' process")
         else:
@@ -222,31 +227,27 @@ class StagedSaves:
             save.drop(reason)
 
 
-STAGED_SENDS_MAX = 16  # staged saves sent per poll: each costs the engine's step some microseconds
-SAVING_S = 0.01  # that the engine may not know of blocks that have been read; of loads it wants to know at once
-
-
 class ProcessBackend:
     """`gpu_agent.blocks.backends.AgentBackend` in a child process. Not thread-safe.
 
-    Raises ConfigError if the engine's memory can not be mapped by another process, OSError if the process
-    can not be started.
+    Raises ConfigError if the engine's memory can not be mapped by another process, OSError if the
+    process can not be started.
     """
 
     name = "agents"
 
     def __init__(
         self,
-        places: Sequence[GroupPool | None],
+        groups: Sequence[GroupPool | None],
         client: ClientConfig,
         config: AgentConfig,
         command: Sequence[str] = (),
     ) -> None:
-        self._places = places
+        self._groups = groups
         self._client = client
         self._config = config
-        self._device = next(place.pool.device for place in places if place)
-        self._marks = IpcEvents(self._device)
+        self._device = next(group.pool.device for group in groups if group)
+        self._events = IpcEvents(self._device)
         self._orders = InflightOrders()
         self._staged = StagedSaves()
         self._agents: dict[int, RemoteAgent] = {}
@@ -254,16 +255,16 @@ class ProcessBackend:
         self._child = WorkerProcess(self, command)
         self._child.start()
 
-    # ---- Home ------------------------------------------------------------------------------
+    # ---- AgentBackend ----------------------------------------------------------------------
 
     def agents(self, epoch: int | None) -> list["RemoteAgent | None"]:
         made: list[RemoteAgent | None] = []
-        for group, place in enumerate(self._places):
-            if place is None:
+        for number, group in enumerate(self._groups):
+            if group is None:
                 made.append(None)
                 continue
             self._made += 1
-            agent = self._agents[self._made] = RemoteAgent(self, self._made, group, place.at(epoch), place)
+            agent = self._agents[self._made] = RemoteAgent(self, self._made, number, group.at(epoch), group)
             self._child.tell(frames.facts_frame(Kind.ADD, self._facts_of(agent)))
             made.append(agent)
         return made
@@ -283,7 +284,10 @@ class ProcessBackend:
             self._send_or_drop_staged()
 
     def _send_or_drop_staged(self) -> None:
-        """Send staged saves once the process is ready, a few at a time. Drop those that it will not get."""
+        """Send staged saves once the process is ready, a few at a time.
+
+        Drop those that it will not get.
+        """
         if self.loads:
             self._send_staged(STAGED_SENDS_MAX)
         elif not self._child.awaited:
@@ -295,7 +299,7 @@ class ProcessBackend:
         for _ in range(min(at_most, len(self._staged))):
             save = self._staged.take()
             number, until = self._order(len(save.keys), save.job)
-            self._give(Kind.SAVE, number, save.agent, until, save.keys, save.units, save.mark, save.trace)
+            self._give(Kind.SAVE, number, save.agent, until, save.keys, save.slot_indices, save.event, save.trace)
 
     def release(self) -> None:
         if len(self._staged) and not self.loads:
@@ -331,15 +335,18 @@ class ProcessBackend:
 
     # ---- the agents' calls -----------------------------------------------------------------
 
-    def save(self, agent: "RemoteAgent", keys: Sequence[bytes], units: dict[str, bytes]) -> SaveJob:
-        """Start a save, or stage it while the process starts. Its deadline begins when it is sent."""
+    def save(self, agent: "RemoteAgent", keys: Sequence[bytes], slot_indices: dict[str, bytes]) -> SaveJob:
+        """Start a save, or stage it while the process starts.
+
+        Its deadline begins when it is sent.
+        """
         if self.loads:
             job = new_save()
             number, until = self._order(len(keys), job)
-            self._give(Kind.SAVE, number, agent.number, until, keys, units, self._marks.record(), packed_now())
+            self._give(Kind.SAVE, number, agent.number, until, keys, slot_indices, self._events.record(), packed_now())
             return job
         if self._child.awaited:
-            return self._staged.add(agent.number, self._marks.record(), keys, units, packed_now())
+            return self._staged.add(agent.number, self._events.record(), keys, slot_indices, packed_now())
         job = new_save()
         job.gathered.set_result(None)
         job.done.set_result(SaveResult(0, 0, len(keys), "the agents' process is not there"))
@@ -350,15 +357,15 @@ class ProcessBackend:
         until = time.monotonic() + self._config.save_timeout_s
         return self._orders.save(pages, until + GRACE_S, job), until
 
-    def load(self, agent: "RemoteAgent", keys: Sequence[bytes], units: dict[str, bytes]) -> LoadJob:
-        """Only when the process is ready: computing is sooner done than a process started."""
+    def load(self, agent: "RemoteAgent", keys: Sequence[bytes], slot_indices: dict[str, bytes]) -> LoadJob:
+        """Start a load if the process is ready. Computing is sooner done than starting it."""
         if not self.loads:
             job = new_load()
             job.done.set_result(LoadResult(0, 0, "the agents' process is not ready"))
             return job
         until = time.monotonic() + self._config.load_timeout_s
         number, job = self._orders.load(len(keys), until + GRACE_S)
-        self._give(Kind.LOAD, number, agent.number, until, keys, units, self._marks.record(), packed_now())
+        self._give(Kind.LOAD, number, agent.number, until, keys, slot_indices, self._events.record(), packed_now())
         return job
 
     def _give(
@@ -368,31 +375,31 @@ class ProcessBackend:
         agent: int,
         until: float,
         keys: Sequence[bytes],
-        units: dict[str, bytes],
-        mark: int,
+        slot_indices: dict[str, bytes],
+        event: int,
         trace: bytes,
     ) -> None:
-        order = frames.Order(number, agent, mark, until, keys, units, trace)
+        order = frames.Order(number, agent, event, until, keys, slot_indices, trace)
         try:
             self._child.give(frames.order_frame(kind, order))
         except (Exhausted, InvalidRequest) as error:  # it was not given
             self._orders.fail(number, str(error))
 
-    # ---- Owner -----------------------------------------------------------------------------
+    # ---- Delegate --------------------------------------------------------------------------
 
     def setup(self) -> tuple[dict[str, Any], Sequence[int]]:
-        storages, pools, inherited = described_pools(place.pool for place in self._places if place)
+        storages, pools, inherited = described_pools(group.pool for group in self._groups if group)
         return {
             "task": self.name,
             "device": str(self._device),
             "client": asdict(self._client),
-            "marks": self._marks.handles(),
+            "events": self._events.handles(),
             "storages": storages,
             "pools": pools,
             "agents": [self._facts_of(agent) for agent in self._agents.values()],
         }, inherited
 
-    def hear(self, kind: Kind, body: bytes) -> None:
+    def on_message(self, kind: Kind, body: bytes) -> None:
         if kind is Kind.GATHERED:
             self._orders.gathered(frames.parse_number(body))
         elif kind is Kind.SAVED:
@@ -405,33 +412,35 @@ class ProcessBackend:
     def overdue(self, now: float) -> bool:
         return self._orders.overdue(now)
 
-    def lost(self) -> int:
+    def on_exit(self) -> int:
         return self._orders.fail_all("the agents' process died")
 
     def _facts_of(self, agent: "RemoteAgent") -> dict[str, Any]:
-        pools = [group for group, place in enumerate(self._places) if place]
+        pools = [number for number, group in enumerate(self._groups) if group]
         return {
             "number": agent.number,
             "pool": pools.index(agent.group),
             "namespace": namespace_message(agent.namespace).SerializeToString().hex(),
-            "config": asdict(config_at(self._config, self._places, agent.place)),
+            "config": asdict(group_config(self._config, self._groups, agent.group_pool)),
         }
 
 
 class RemoteAgent:
-    """`gpu_agent.blocks.backends.BlockAgent`: a group's agent in the other process."""
+    """A group's agent in the other process: `gpu_agent.blocks.backends.BlockAgent`."""
 
-    def __init__(self, home: ProcessBackend, number: int, group: int, namespace: Namespace, place: GroupPool) -> None:
+    def __init__(
+        self, backend: ProcessBackend, number: int, group: int, namespace: Namespace, group_pool: GroupPool
+    ) -> None:
         self.namespace = namespace
         self.number = number
         self.group = group
-        self.place = place
-        self._home = home
+        self.group_pool = group_pool
+        self._backend = backend
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[int]) -> SaveJob:
-        check_blocks(self.place, keys, blocks)
-        return self._home.save(self, keys, {self.place.space: array("q", blocks).tobytes()})
+        check_blocks(self.group_pool, keys, blocks)
+        return self._backend.save(self, keys, {self.group_pool.space: array("q", blocks).tobytes()})
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[int]) -> LoadJob:
-        check_blocks(self.place, keys, blocks)
-        return self._home.load(self, keys, {self.place.space: array("q", blocks).tobytes()})
+        check_blocks(self.group_pool, keys, blocks)
+        return self._backend.load(self, keys, {self.group_pool.space: array("q", blocks).tobytes()})

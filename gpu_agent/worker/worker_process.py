@@ -1,11 +1,12 @@
-"""`WorkerProcess`: the life of a process beside the engine's. Started, listened to, ended, buried, started again.
+"""Start, supervise and restart a worker process beside the engine's process.
 
-    absent ---> starting ---> ready ---> ending ---> buried ---> absent, for a while that grows
-                              READY      killed      what it had is lost
+    absent ---> starting ---> ready ---> ending ---> reaped ---> absent, for a pause that grows
+                              READY      killed      its work is lost
 
-Nothing here waits, but for `close`, and nothing runs beside the engine: all happens in `poll`. What the child
-had under way is lost when it is buried and not before: as long as it lives it may read and write the engine's
-memory. For the same reason one that is overdue (stopped, hung) is killed.
+Only `close` waits, and no thread runs beside the engine: everything happens in `poll`. The work of
+the process counts as lost when the process is reaped and not before: as long as it lives it may
+read and write the engine's memory. For the same reason an overdue process (stopped, hung) is
+killed.
 """
 
 import logging
@@ -26,7 +27,7 @@ from kvstore.errors import ConfigError, Exhausted, ProtocolError
 
 log = logging.getLogger(__name__)
 
-# What is under way ends by its deadline, but for a call to the node that is under way then.
+# Work ends by its deadline, except for a call to the node that is under way then.
 GRACE_S = 2.0
 START_S = 60.0  # importing torch, a context of the GPU, mapping the engine's memory
 CLOSE_S = 5.0  # for what is under way when the engine ends, and as long for the end itself
@@ -35,34 +36,37 @@ SOON_S = 5.0  # saves are staged for a process whose next start is at most this 
 STARTS_MAX = 64
 LIVED_S = 60.0  # after so long a death is the first again
 _POLL_S = 0.01
-# Asking the system whether something was said costs an engine's step 10 us (a machine with an H200). Of a child that
-# owes nothing only its death could be heard.
+# A read of the socket costs an engine's step 10 us (a machine with an H200). A process without work
+# has nothing to report but its death.
 IDLE_S = 0.1
 
 
 class Delegate(Protocol):
-    """Whose child it is. `name`: what it does, for the log."""
+    """The user of a worker process. `name`: its task, for the log."""
 
     name: str
 
     def setup(self) -> tuple[dict[str, Any], Sequence[int]]:
-        """Facts for a new process, and descriptors that it inherits. Raises ConfigError."""
+        """Return facts for a new process, and descriptors that it inherits. Raises ConfigError."""
 
-    def hear(self, kind: Kind, body: bytes) -> None:
-        """What it says. Raises ProtocolError for what it may not say."""
+    def on_message(self, kind: Kind, body: bytes) -> None:
+        """Handle a frame. Raises ProtocolError for one that the process may not send."""
 
     def overdue(self, now: float) -> bool:
-        """Whether something is under way that should have ended."""
+        """Return whether an order or a question should have ended by now."""
 
-    def lost(self) -> int:
-        """It is gone: what was under way ends now. How much that was."""
+    def on_exit(self) -> int:
+        """End all work under way, because the process is gone, and return how much it was."""
 
 
 class WorkerProcess:
-    """Not thread-safe. One that was started by the main thread dies with the engine even while it is stopped."""
+    """A process that works for `delegate`. Not thread-safe.
 
-    def __init__(self, owner: Delegate, command: Sequence[str] = ()) -> None:
-        self._owner = owner
+    A process that the main thread started dies with the engine even while it is stopped.
+    """
+
+    def __init__(self, delegate: Delegate, command: Sequence[str] = ()) -> None:
+        self._delegate = delegate
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: EngineEnd | None = None  # None: nothing is said any more
@@ -74,7 +78,7 @@ class WorkerProcess:
         self._closed = False
         self._failed = False  # the process of the last start never became ready
         self.ready = False
-        self.startup_seconds: deque[float] = deque(maxlen=STARTS_MAX)  # until it was ready; the owner removes them
+        self.startup_seconds: deque[float] = deque(maxlen=STARTS_MAX)  # until it was ready; the delegate removes them
 
     @property
     def awaited(self) -> bool:
@@ -88,7 +92,7 @@ class WorkerProcess:
 
     @property
     def listens(self) -> bool:
-        """Whether what is sent may arrive: it is starting, or ready."""
+        """Return whether frames may arrive: the process is starting, or ready."""
         return self._channel is not None
 
     @property
@@ -96,9 +100,12 @@ class WorkerProcess:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Raises ConfigError, OSError, or InvalidRequest for a setup that is too long."""
+        """Start a process.
+
+        Raises ConfigError, OSError, or InvalidRequest for a setup that is too long.
+        """
         command = self._command or _command()
-        facts, inherited = self._owner.setup()
+        facts, inherited = self._delegate.setup()
         facts |= {"engine": os.getpid(), "log_level": logging.getLogger("gpu_agent").getEffectiveLevel()}
         facts["outlived"] = threading.current_thread() is threading.main_thread()
         setup = frames.facts_frame(Kind.SETUP, facts)
@@ -120,12 +127,18 @@ class WorkerProcess:
         self.tell(setup)
 
     def give(self, frame: bytes) -> None:
-        """Sent by the next `poll`, with others. Raises Exhausted: it is not."""
+        """Queue a frame, to be sent with others by the next `poll`.
+
+        Raises Exhausted, and drops it then.
+        """
         if self._channel is not None:
             self._channel.put(frame)
 
     def tell(self, frame: bytes) -> None:
-        """Sent now, as far as that goes without waiting. A child that can not be told is of no use."""
+        """Send a frame now, as far as that goes without waiting.
+
+        End a process that can not take it.
+        """
         if self._channel is None:
             return
         try:
@@ -134,7 +147,7 @@ class WorkerProcess:
             self._end(str(error))
 
     def await_ready(self, timeout_s: float) -> bool:
-        """Waits, at the engine's start; whether it is ready then."""
+        """Wait at the engine's start, and return whether the process is ready."""
         end = time.monotonic() + timeout_s
         while not self.ready and time.monotonic() < end:
             self.poll()
@@ -142,8 +155,11 @@ class WorkerProcess:
         return self.ready
 
     def poll(self, patience_s: float = 0.0) -> None:
-        """Hears what was said, sees to the end, and starts the next one. `patience_s`: for so long since the last time
-        what was said may wait; what is to be sent does not."""
+        """Read frames, reap a process that has ended, and start the next one.
+
+        `patience_s`: frames may stay unread for so long after the last read. Frames to send do not
+        wait.
+        """
         now = time.monotonic()
         if self._process is None:
             if now >= self._restart_at and not self._closed:
@@ -157,17 +173,20 @@ class WorkerProcess:
         if self._channel is not None and self._stands_still(now):
             self._end("it stands still")
         if self._channel is None and self._process.poll() is not None:
-            self._bury()
+            self._reap()
 
     def pause(self, timeout_s: float = _POLL_S) -> None:
-        """Until it may have said something."""
+        """Wait until the process may have sent something."""
         if self._channel is not None:
             self._channel.wait(timeout_s)
         else:
             time.sleep(timeout_s)
 
     def close(self, busy: Callable[[], bool]) -> None:
-        """Ends it: when it is not `busy` any more, or CLOSE_S are over. Returns when it is gone."""
+        """End the process when it is not `busy` any more, at most CLOSE_S from now.
+
+        Wait until it is gone.
+        """
         self._closed = True
         end = time.monotonic() + CLOSE_S
         if self.ready and busy():
@@ -190,23 +209,29 @@ class WorkerProcess:
                 if kind is Kind.READY:
                     self._on_ready(frames.parse_ready(body))
                 else:
-                    self._owner.hear(kind, body)
+                    self._delegate.on_message(kind, body)
         except (OSError, ProtocolError) as error:
             self._end(str(error))
 
     def _on_ready(self, at: float) -> None:
-        """Record that the process was ready `at` its own time. An idle engine may read that much later."""
+        """Record that the process was ready `at` its own time.
+
+        An idle engine may read that much later.
+        """
         took_s = min(max(at, self._started_at), time.monotonic()) - self._started_at
         self.ready, self._failed = True, False
         self.startup_seconds.append(took_s)
-        log.info("the process of the %s, %s, was ready after %.1f s", self._owner.name, self.pid, took_s)
+        log.info("the process of the %s, %s, was ready after %.1f s", self._delegate.name, self.pid, took_s)
 
     def _stands_still(self, now: float) -> bool:
-        """It is no fault of its own that it had to start first, or that the engine stood still and did not listen: when
-        it is seen that something is overdue, there is some time left for that to end."""
+        """Return whether the process has made no progress for too long.
+
+        Time to start, or time in which the engine itself stood still and read nothing, does not
+        count: from the moment that work is seen to be overdue, it has GRACE_S to end.
+        """
         if not self.ready:
             return now > self._started_at + START_S
-        if not self._owner.overdue(now):
+        if not self._delegate.overdue(now):
             self._overdue_since = None
             return False
         if self._overdue_since is None:
@@ -217,26 +242,26 @@ class WorkerProcess:
         try:
             self.start()
         except Exception as error:  # noqa: BLE001 the edge to an engine's step, which any of them would end
-            log.warning("the process of the %s can not be started: %r", self._owner.name, error)
+            log.warning("the process of the %s can not be started: %r", self._delegate.name, error)
             self._failed = True
             self._died()
 
     def replace(self, why: str) -> None:
-        """Ends it, so that another begins."""
+        """End the process, so that another one starts."""
         if self._channel is not None:
             self._end(why, logging.INFO)
 
     def _end(self, why: str, level: int = logging.WARNING) -> None:
-        """Kills it. It is buried when the system says that it is gone."""
+        """Kill the process. `poll` reaps it once the system has ended it."""
         assert self._process is not None
-        log.log(level, "the process of the %s, %d, is ended: %s", self._owner.name, self._process.pid, why)
+        log.log(level, "the process of the %s, %d, is ended: %s", self._delegate.name, self._process.pid, why)
         self._process.kill()
         if self._channel is not None:
             self._channel.close()
         self._channel = None
 
-    def _bury(self) -> None:
-        lost = self._owner.lost()
+    def _reap(self) -> None:
+        lost = self._delegate.on_exit()
         if self.ready and time.monotonic() - self._started_at > LIVED_S:
             self._deaths = 0
         self._failed = not self.ready
@@ -245,7 +270,7 @@ class WorkerProcess:
             self._died()
             log.warning(
                 "the process of the %s is gone with %d orders; the engine recomputes, the next one starts in %.1f s",
-                self._owner.name,
+                self._delegate.name,
                 lost,
                 self._restart_at - time.monotonic(),
             )
@@ -256,7 +281,10 @@ class WorkerProcess:
 
 
 def _command() -> list[str]:
-    """Modules are found as the engine finds them: not first of all where it works, unless this package is there."""
+    """Return the command of a worker process, which finds modules as the engine does.
+
+    The working directory does not come first, unless this package is there.
+    """
     if not sys.executable:
         raise ConfigError("this interpreter does not know its own file (sys.executable)")
     here = pathlib.Path(__file__).resolve().parents[2]

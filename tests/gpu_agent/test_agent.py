@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpu_agent import Agent, AgentConfig, KVPool, TorchTransfer, UnitTable
-from gpu_agent.load_pipeline import BufferedPath, Chunk, MappedPath
+from gpu_agent.transfer_path import BufferedPath, MappedPath, PageBatch
 from kvstore import (
     Client,
     ClientConfig,
@@ -244,7 +244,7 @@ def test_slots_are_free_before_the_pages_are_stored(
         return leaf(part)
 
     monkeypatch.setattr(client, "put", gated_put)
-    monkeypatch.setattr("gpu_agent.load_pipeline.leaf", gated_leaf)  # in place, that comes before the commit
+    monkeypatch.setattr("gpu_agent.transfer_path.leaf", gated_leaf)  # in place, that comes before the commit
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 1 << 20)
     expected = pages_at(token_pool, torch.arange(48))
     with Agent(client, namespace, token_pool) as agent:
@@ -282,7 +282,7 @@ def test_a_chain_moved_in_chunks_is_touched_whole_once(
 def test_a_full_node_stops_a_save_and_is_named(client: Client, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def full_after_two(carrier: object, chunk: Chunk, gathered: object) -> object:
+    def full_after_two(path: object, chunk: PageBatch, gathered: object) -> object:
         calls.append(len(chunk.prefix_hashes))
         return [PutOutcome.STORED, PutOutcome.BUSY] + [PutOutcome.FULL] * (len(chunk.prefix_hashes) - 2)
 

@@ -30,7 +30,7 @@ LIGHT = """
 import sys
 from unittest.mock import MagicMock
 sys.modules["torch"] = MagicMock()
-from gpu_agent.worker.task import main
+from gpu_agent.worker.__main__ import main
 main(int(sys.argv[1]))
 """
 COMMAND = [sys.executable, "-c", LIGHT]

@@ -91,7 +91,7 @@ def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(store
     again = FakeRequest("s", TOKENS)
     store.scheduler.ask(again)
     assert store.matched(again) == 64
-    client = store.lookups._asker._client
+    client = store.lookups._backend._client
     client.remove(store.namespace, [again.block_hashes[1]])
     store.scheduler.allocated(again, [[11, 12, 13, 14, 15]], 64)
     ended = store.loaded()
@@ -100,7 +100,7 @@ def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(store
     again.num_computed_tokens = 16
     store.step((again, 54, [11, 12, 13, 14, 15]))
     store.settle()
-    assert store.lookups._asker._client.lookup(store.namespace, again.block_hashes).prefix_pages == 4
+    assert store.lookups._backend._client.lookup(store.namespace, again.block_hashes).prefix_pages == 4
     assert store.rank.take_counts().loads_failed == 1
 
 
@@ -113,7 +113,7 @@ def test_nothing_is_stored_of_what_another_connector_still_loads_for_a_request_w
     again = FakeRequest("s", TOKENS)
     store.scheduler.ask(again)
     assert store.matched(again) == 64
-    client = store.lookups._asker._client
+    client = store.lookups._backend._client
     client.remove(store.namespace, list(again.block_hashes))
     store.scheduler.allocated(again, [[11, 12, 13, 14, 15]], 64)
     assert store.loaded().failed == {"s"}
@@ -158,14 +158,14 @@ def test_room_for_pins_is_shared_out_from_the_head(stores: Any) -> None:
     store.step((request, 0, [1, 2, 3, 4, 5]))
     assert store.pins == [4]
     store.settle()
-    assert store.lookups._asker._client.lookup(store.namespace, request.block_hashes).prefix_pages == 4
+    assert store.lookups._backend._client.lookup(store.namespace, request.block_hashes).prefix_pages == 4
 
 
 def test_a_rank_that_does_not_write_acknowledges_at_once(stores: Any) -> None:
     store = stores(writes=False)
     request = FakeRequest("r", TOKENS)
     store.save(request, [1, 2, 3, 4, 5])
-    assert store.lookups._asker._client.lookup(store.namespace, request.block_hashes).prefix_pages == 0
+    assert store.lookups._backend._client.lookup(store.namespace, request.block_hashes).prefix_pages == 0
 
 
 def test_the_null_block_is_neither_saved_nor_loaded(stores: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from page_pools import PAGES, SOURCE, TARGET, WAIT_S, damage, hashes, pages_at
 
-import gpu_agent.load_pipeline
+import gpu_agent.transfer_path
 from gpu_agent import Agent, AgentConfig, KVPool, TorchTransfer
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.checksum import leaf
@@ -59,8 +59,8 @@ def test_what_is_stored_in_place_is_what_other_wires_read(
     group_nbytes: int,
 ) -> None:
     """Byte for byte and with the same checksums, however many pages one thread hashes."""
-    monkeypatch.setattr(gpu_agent.load_pipeline, "HASHED_NBYTES_MIN", group_nbytes)
-    monkeypatch.setattr(gpu_agent.load_pipeline, "HASHED_TASKS", 1 << 20)
+    monkeypatch.setattr(gpu_agent.transfer_path, "HASHED_NBYTES_MIN", group_nbytes)
+    monkeypatch.setattr(gpu_agent.transfer_path, "HASHED_TASKS", 1 << 20)
     save(agent)
     pages = torch.empty((PAGES, namespace.layout.page_nbytes), dtype=torch.uint8)
     with Client(ClientConfig(address=shared_node.address, wire="bulk")) as other:
@@ -147,9 +147,9 @@ def test_no_page_is_hashed_any_more_when_its_slot_is_given_back(monkeypatch: pyt
         ended.set()
         return leaf(part)
 
-    monkeypatch.setattr(gpu_agent.load_pipeline, "leaf", slow)
+    monkeypatch.setattr(gpu_agent.transfer_path, "leaf", slow)
     with ThreadPoolExecutor(1) as hashers:
-        with gpu_agent.load_pipeline._Hashes(hashers, [memoryview(bytes(8))]) as made:
+        with gpu_agent.transfer_path._LeafHashes(hashers, [memoryview(bytes(8))]) as made:
             made.begin(range(1))
             assert begun.wait(WAIT_S)
         assert ended.is_set()
@@ -192,10 +192,10 @@ def test_the_next_part_of_a_load_is_fetched_while_one_is_placed(
     """One after the other, the link would be idle while the store is asked and pages are verified."""
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 2 * token_pool.layout.page_nbytes)
     fetched = threading.Semaphore(0)
-    fetch = gpu_agent.load_pipeline.MappedPath.fetch
+    fetch = gpu_agent.transfer_path.MappedPath.fetch
 
-    def told(carrier: Any, chunk: Any) -> Any:
-        found = fetch(carrier, chunk)
+    def told(path: Any, chunk: Any) -> Any:
+        found = fetch(path, chunk)
         fetched.release()
         return found
 
@@ -209,7 +209,7 @@ def test_the_next_part_of_a_load_is_fetched_while_one_is_placed(
                 assert fetched.acquire(timeout=WAIT_S)
             super().scatter(*arguments, **named)
 
-    monkeypatch.setattr(gpu_agent.load_pipeline.MappedPath, "fetch", told)
+    monkeypatch.setattr(gpu_agent.transfer_path.MappedPath, "fetch", told)
     transfer = Waiting()
     with Agent(shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer) as agent:
         save(agent)
@@ -225,8 +225,8 @@ def test_nothing_moves_while_the_nodes_memory_is_being_locked(
     shm_client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, move: str
 ) -> None:
     """A GPU's driver would hold it up for as long as that takes, past every deadline; a terabyte takes minutes."""
-    monkeypatch.setattr("gpu_agent.load_pipeline.SAVE_WAIT_S", 0.01)
-    monkeypatch.setattr("gpu_agent.load_pipeline.LOAD_WAIT_S", 0.01)
+    monkeypatch.setattr("gpu_agent.transfer_path.SAVE_WAIT_S", 0.01)
+    monkeypatch.setattr("gpu_agent.transfer_path.LOAD_WAIT_S", 0.01)
 
     class Locking(TorchTransfer):
         locking = False

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpu_agent.objects.completions import Completions
+from gpu_agent.objects.parts import Completions
 
 
 @pytest.fixture

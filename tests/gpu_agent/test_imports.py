@@ -15,7 +15,7 @@ def loaded(code: str) -> set[str]:
 
 def test_who_asks_for_a_scheduler_does_without_torch() -> None:
     """An engine's start waits for it."""
-    asking = "import gpu_agent.worker.task, gpu_agent.worker.lookup_worker"
+    asking = "import gpu_agent.worker.__main__, gpu_agent.worker.lookup_worker"
     assert not {"torch", "cupy", "numpy"} & loaded(asking)
     assert "torch" in loaded("from gpu_agent import KVPool")
 

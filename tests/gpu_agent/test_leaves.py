@@ -145,7 +145,7 @@ def _no_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> bytes:
         raise AssertionError("a core hashes a page")
 
-    monkeypatch.setattr("gpu_agent.load_pipeline.leaf", refuse)
+    monkeypatch.setattr("gpu_agent.transfer_path.leaf", refuse)
 
 
 @pytest.mark.usefixtures("_no_hashing")
@@ -227,7 +227,7 @@ def test_parts_of_a_load_travel_side_by_side(agent: Agent, token_pool: KVPool, m
         scatter(*arguments, **named)
 
     monkeypatch.setattr(agent._transfer, "scatter", together)
-    monkeypatch.setattr("gpu_agent.agent.parts_of", lambda *_: [range(3), range(3, PAGES)])
+    monkeypatch.setattr("gpu_agent.load_pipeline.parts_of", lambda *_: [range(3), range(3, PAGES)])
     assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
     assert torch.equal(pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE))
 

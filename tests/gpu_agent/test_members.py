@@ -13,8 +13,8 @@ from ports import free_ports
 from waiting import wait_until
 
 from gpu_agent import Agent, KVPool, LoadResult, SaveResult
-from gpu_agent.load_pipeline import MappedPath
 from gpu_agent.options import agent_config
+from gpu_agent.transfer_path import MappedPath
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.cluster.view import State, view_message
 from kvstore.tools.node_process import NodeProcess

@@ -4,71 +4,123 @@ import contextlib
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from page_pools import PAGES, SOURCE, TARGET, WAIT_S, hashes
+from waiting import wait_until
 
-from gpu_agent import Agent, AgentConfig, TorchTransfer
+from gpu_agent import Agent, AgentConfig, KVPool, LoadResult, TorchTransfer
 from gpu_agent.kernels.simulated import SimulatedDevice
 from gpu_agent.kernels.staged import StagedTransfer
-from gpu_agent.load_pipeline import Fetched, run_pipeline
-from kvstore import Client, Namespace
+from gpu_agent.load_pipeline import LoadTask
+from gpu_agent.transfer_path import Fetched, PageBatch
+from kvstore import Client, Namespace, PutOutcome
+from kvstore.deadline import Deadline
+from kvstore.errors import Unavailable
 
 
-@pytest.mark.parametrize("abreast", [False, True])
-def test_a_load_that_ends_early_gives_back_the_part_behind_when_that_does_not_move_any_more(abreast: bool) -> None:
-    """One by one the part behind was fetched ahead; abreast it is on its way to the slots."""
-    chunk: Any = None
-    begun, held = threading.Event(), set[range]()
+class RecordedPath:
+    """A `TransferPath` with a page per chunk. It holds what is fetched, and places pages by `place`."""
 
-    def fetch(part: range) -> Fetched:
+    asks_first = overlaps = True
+    lost = False
+    chunk_pages = 1
+
+    def __init__(self, in_parallel: bool, place: Callable[[bytes], int]) -> None:
+        self.in_parallel = in_parallel
+        self.fetched, self.placed, self.held = list[bytes](), list[bytes](), set[bytes]()
+        self._place = place
+
+    def verifies_in_slots(self, pool: KVPool) -> bool:
+        return self.in_parallel
+
+    def save(self, chunk: PageBatch, gathered: object) -> list[PutOutcome]:
+        raise AssertionError("a load saves nothing")
+
+    def fetch(self, chunk: PageBatch) -> Fetched:
+        (key,) = chunk.prefix_hashes
         stack = contextlib.ExitStack()
-        held.add(part)
-        stack.callback(held.remove, part)
-        if part.start:
-            begun.set()
+        self.held.add(key)
+        stack.callback(self.held.remove, key)
+        self.fetched.append(key)
         return Fetched(chunk, stack)
 
-    def place(part: range, _: Fetched) -> int:
-        if part.start:
+    def place(self, fetched: Fetched, skip_tokens: int, placed: object) -> int:
+        (key,) = fetched.chunk.prefix_hashes
+        self.placed.append(key)
+        return self._place(key)
+
+
+def load_task(pool: KVPool, count: int, ahead: ThreadPoolExecutor) -> LoadTask:
+    table = pool.unit_table(torch.arange(count * pool.layout.page_tokens), count)
+    namespace = Namespace(model="parts", layout=pool.layout)
+    pages = PageBatch(namespace, hashes(count), pool, table, None, Deadline(WAIT_S))
+    return LoadTask(pages, 0, None, ahead, threading.Event())
+
+
+@pytest.mark.parametrize("in_parallel", [False, True])
+def test_load_that_ends_early_waits_for_the_next_part_and_releases_it(in_parallel: bool, token_pool: KVPool) -> None:
+    """In turn the next part was fetched ahead; in parallel it is on its way to the slots."""
+    first, second = hashes(2)
+
+    def place(key: bytes) -> int:
+        if key == first:
+            wait_until(lambda: second in path.fetched)
+        else:
             time.sleep(0.2)
         return 0
 
+    path = RecordedPath(in_parallel, place)
     with ThreadPoolExecutor(2) as ahead:
-        with contextlib.closing(run_pipeline([range(1), range(1, 2)], fetch, place, ahead, abreast)) as moved:
-            assert next(moved) == 0
-            assert begun.wait(WAIT_S)
-        assert held == set()
+        task = load_task(token_pool, 2, ahead)
+        assert task.run(path)
+        assert path.held == set()
+        assert sorted(path.placed) == sorted([first, second] if in_parallel else [first])
+    assert task.result == LoadResult(0, 0)
 
 
-@pytest.mark.parametrize("abreast", [False, True])
-def test_parts_for_which_there_is_no_thread_move_in_the_callers_and_never_again(
-    abreast: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("in_parallel", [False, True])
+def test_parts_without_a_thread_move_once_in_the_callers_thread(
+    in_parallel: bool, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool keeps what it can start no thread for: a part was moved once more, into slots that were others' then."""
-    fetched, placed = list[range](), list[range]()
-
-    def fetch(part: range) -> Fetched:
-        fetched.append(part)
-        nothing: Any = None
-        return Fetched(nothing, contextlib.ExitStack())
-
-    def place(part: range, _: Fetched) -> int:
-        placed.append(part)
-        return len(part)
+    path = RecordedPath(in_parallel, lambda _: 1)
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    parts = [range(n, n + 1) for n in range(4)]
     with ThreadPoolExecutor(2) as ahead:
+        task = load_task(token_pool, 4, ahead)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
-            assert list(run_pipeline(parts, fetch, place, ahead, abreast)) == [1] * 4
+            assert task.run(path)
         ahead.submit(lambda: None).result(WAIT_S)  # what was queued before has had its turn
-    assert fetched == placed == parts
+    assert task.result == LoadResult(4, 4)
+    assert path.fetched == path.placed == hashes(4)
+
+
+@pytest.mark.parametrize("in_parallel", [False, True])
+def test_load_goes_on_along_another_path_after_the_last_page_in_place(in_parallel: bool, token_pool: KVPool) -> None:
+    class LostPath(RecordedPath):
+        def fetch(self, chunk: PageBatch) -> Fetched:
+            if chunk.prefix_hashes[0] == hashes()[2]:
+                self.lost = True
+                raise Unavailable("the near node is gone")
+            return super().fetch(chunk)
+
+    lost, other = LostPath(in_parallel, lambda _: 1), RecordedPath(in_parallel, lambda _: 1)
+    with ThreadPoolExecutor(2) as ahead:
+        task = load_task(token_pool, 5, ahead)
+        assert not task.run(lost)
+        assert lost.held == set()
+        assert task.result == LoadResult(2, 2)
+        assert task.run(other)
+    assert task.result == LoadResult(5, 5)
+    assert sorted(other.placed) == sorted(hashes(5)[2:])
 
 
 @pytest.mark.parametrize("gpu", [False, True])

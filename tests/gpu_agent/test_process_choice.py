@@ -46,17 +46,17 @@ def test_agents_live_beside_an_engine_on_a_gpu(
     device: str, where: str, expected: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "ProcessBackend", Process)
-    assert isinstance(choice.home_of(places_on(device), CLIENT, CONFIG, where), expected)
+    assert isinstance(choice.agent_backend_for(places_on(device), CLIENT, CONFIG, where), expected)
 
 
 def test_memory_that_can_not_be_shared_leaves_them_inside_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(choice, "ProcessBackend", Refused)
-    assert isinstance(choice.home_of(places_on("cuda"), CLIENT, CONFIG, "auto"), LocalBackend)
+    assert isinstance(choice.agent_backend_for(places_on("cuda"), CLIENT, CONFIG, "auto"), LocalBackend)
     assert "inside the engine's process and slow it" in caplog.text
     with pytest.raises(ConfigError, match="can not be mapped"):
-        choice.home_of(places_on("cuda"), CLIENT, CONFIG, "process")
+        choice.agent_backend_for(places_on("cuda"), CLIENT, CONFIG, "process")
 
 
 def test_lookups_live_beside_an_engine_on_a_gpu(
@@ -68,7 +68,7 @@ def test_lookups_live_beside_an_engine_on_a_gpu(
         (True, "auto", Process),
         (True, "threads", ThreadLookups),
     ):
-        assert isinstance(choice.asker_of(CLIENT, on_gpu, where), expected)
+        assert isinstance(choice.lookup_backend_for(CLIENT, on_gpu, where), expected)
     assert "is not ready after 15 s" in caplog.text
 
 
@@ -77,14 +77,14 @@ def test_a_process_for_lookups_that_can_not_start_leaves_them_inside(monkeypatch
         raise OSError("no more processes")
 
     monkeypatch.setattr(choice, "ProcessLookups", refuse)
-    assert isinstance(choice.asker_of(CLIENT, True, "auto"), ThreadLookups)
+    assert isinstance(choice.lookup_backend_for(CLIENT, True, "auto"), ThreadLookups)
     with pytest.raises(OSError, match="no more processes"):
-        choice.asker_of(CLIENT, True, "process")
+        choice.lookup_backend_for(CLIENT, True, "process")
 
 
 def test_an_interpreter_without_a_file_asks_from_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine starts without the process, and is only slower."""
     monkeypatch.setattr(sys, "executable", None)
-    asker = choice.asker_of(CLIENT, True, "auto")
+    asker = choice.lookup_backend_for(CLIENT, True, "auto")
     assert isinstance(asker, ThreadLookups)
     asker.close()

@@ -36,7 +36,7 @@ WAIT_S = 120.0  # three starts of torch on a busy machine
 GATED = """
 import os, sys, time
 from gpu_agent.transfer import TorchTransfer
-from gpu_agent.worker.task import main
+from gpu_agent.worker.__main__ import main
 
 def behind_gate(move):
     def gated(*arguments, **named):
@@ -203,7 +203,7 @@ SLOW = """
 import os, sys, time
 while os.path.exists(sys.argv[1]):
     time.sleep(0.01)
-from gpu_agent.worker.task import main
+from gpu_agent.worker.__main__ import main
 main(int(sys.argv[2]))
 """
 
@@ -335,9 +335,9 @@ def test_files_where_the_engine_works_are_not_its_modules(
 ENGINE = """
 import sys, time, torch
 sys.path.insert(0, sys.argv[1])
-from test_process_faults import AgentConfig, AgentProcess, ClientConfig, keys, place
+from test_process_faults import AgentConfig, ProcessBackend, ClientConfig, keys, place
 config = AgentConfig(staging_nbytes=1 << 16)
-homes = [AgentProcess([place()], ClientConfig(address=sys.argv[2]), config, sys.argv[3:]) for _ in range(2)]
+homes = [ProcessBackend([place()], ClientConfig(address=sys.argv[2]), config, sys.argv[3:]) for _ in range(2)]
 for home in homes:
     home.agents(None)[0].save(keys(3), [1, 2, 3])
 print(*(home._child.pid for home in homes), flush=True)

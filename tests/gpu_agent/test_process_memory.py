@@ -26,7 +26,7 @@ UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 WITHOUT = """
 import os, sys, torch
 from gpu_agent.transfer import TorchTransfer
-from gpu_agent.worker.task import main
+from gpu_agent.worker.__main__ import main
 
 def lacking(move, error):
     def moved(*arguments, **named):
@@ -43,7 +43,7 @@ main(int(sys.argv[2]))
 SMALL = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (256 << 20, 256 << 20))
-from gpu_agent.worker.task import main
+from gpu_agent.worker.__main__ import main
 main(int(sys.argv[1]))
 """
 

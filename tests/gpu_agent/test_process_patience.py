@@ -92,7 +92,7 @@ def test_what_a_process_that_died_owed_nobody_waits_for(played: Any, monkeypatch
     asker, sock = played
     asker.open([NAMESPACE], 5.0)
     asked = asker.look_up([([NAMESPACE], keys(1))], 5.0)
-    asker.lost()
+    asker.on_exit()
     assert isinstance(asked.exception(), lookup_client.Unavailable)
     patience: list[float] = []
     with monkeypatch.context() as patch:
@@ -147,7 +147,7 @@ def test_an_answer_that_says_neither_yes_nor_no_ends_the_process(played: Any, th
     ((_, body),) = heard(sock)
     body = frames.answer_frame(Answer(frames.parse_question(body).number, 0, None, [there]))[frames.HEADER.size :]
     with pytest.raises(lookup_client.ProtocolError, match="neither yes nor no"):
-        asker.hear(Kind.ANSWER, body)
+        asker.on_message(Kind.ANSWER, body)
 
 
 def test_requests_that_end_in_one_step_are_told_of_together(played: Any) -> None:

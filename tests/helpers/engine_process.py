@@ -71,12 +71,12 @@ def saves_end(worker: Any) -> None:
     """For `collective_rpc`: blocks are given back when they have been read; this waits until they are stored."""
     rank = store_rank()
     if rank:
-        rank._home.wait([job.done for _, job in rank._outcomes])  # by the deadlines of the saves
+        rank._backend.wait([job.done for _, job in rank._outcomes])  # by the deadlines of the saves
 
 
 def agents_of(worker: Any) -> dict[str, Any]:
     """For `collective_rpc`: the home of the worker's agents, and the number of the process that they live in."""
-    home = store_rank()._home
+    home = store_rank()._backend
     home.poll()
     child = getattr(home, "_child", None)
     return {

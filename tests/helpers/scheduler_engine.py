@@ -329,7 +329,7 @@ class Engine:
     def forget(self, keys: list[bytes], rank: int = 0, group: int = 0) -> None:
         """Takes pages of one rank and group away."""
         connector = self.ranks[rank].connector
-        assert all(connector._rank._home._client.remove(connector._namespaces[group], keys))
+        assert all(connector._rank._backend._client.remove(connector._namespaces[group], keys))
 
     def forget_when_loading(self, page: int, rank: int = 0, group: int = 0) -> None:
         """Takes a page away between the lookup that found it and the load, once."""

@@ -202,8 +202,8 @@ def test_the_process_of_the_lookups_is_started_before_the_first_step(
 ) -> None:
     """The start may wait seconds for it; a step that waited would stop all requests for as long."""
     made: list[str] = []
-    real, phase = adapter.asker_of, "start"
-    monkeypatch.setattr(adapter, "asker_of", lambda *arguments: (made.append(phase), real(*arguments))[1])
+    real, phase = adapter.lookup_backend_for, "start"
+    monkeypatch.setattr(adapter, "lookup_backend_for", lambda *arguments: (made.append(phase), real(*arguments))[1])
     engine = make(beside=WHERE["last"])
     phase = "step"
     hears_its_ranks(engine)

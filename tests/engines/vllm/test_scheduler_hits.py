@@ -133,7 +133,7 @@ def test_a_waiting_request_asks_the_store_once(make: Engines, monkeypatch: pytes
     original = Client.lookup
 
     def lookup(self: Client, namespace: Any, hashes: Any, touch: bool = False, timeout_s: Any = None) -> Any:
-        if not touch and self is engine.connector._lookups._asker._client:
+        if not touch and self is engine.connector._lookups._backend._client:
             asked.append(len(hashes))
         return original(self, namespace, hashes, touch, timeout_s)
 
