@@ -1,4 +1,4 @@
-"""Pages read from disk: into arena slots, whole or in part, and beside them to be verified.
+"""Reading pages from disk: into arena slots, whole or in part, and beside them to be verified.
 
     begin -> read -> (bytes, checksum)       the record is in use from `begin` on: its place on disk stays as it is
     borrow -> verify
@@ -6,6 +6,10 @@
 Any thread; bytes are read and hashed without a lock. What is not what was written is dropped, counted and never
 returned. Of a part the leaf is made of what was read; the other leaves are in the page's row, and all of them
 together must give the checksum, so neither a damaged part nor another page's row passes.
+
+Nobody can end a read that hangs, and whoever began it waits for it. Others need not begin one: as long as it hangs,
+what is on disk only is not there, and is computed anew, which is sooner done. A large page is read in pieces, each
+with its own time, and what is done with them here, hashing say, is no time of the disk.
 """
 
 import contextlib
@@ -13,7 +17,7 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.checksum import LEAF_SUM_NBYTES, Leaves, cuts, kept, key_seed, leaf, leaves, root
 from kvstore.errors import Exhausted
@@ -25,13 +29,6 @@ from node.disk.index import Borrowed, DiskIndex
 from node.disk.rows import PageRow, page_key
 from node.memory.page import Page
 from node.memory.promotion import PartialPage
-
-# Reads from disk that are under way, and whether one of them hangs.
-#
-# Nobody can end a read that hangs, and whoever began it waits for it. Others need not begin one:
-# as long as it hangs, what is on disk only is not there, and is computed anew, which is sooner
-# done. A large page is read in pieces, each with its own time, and what is done with them here,
-# hashing say, is no time of the disk.
 
 log = logging.getLogger(__name__)
 
@@ -165,27 +162,34 @@ class Reading:
     def hang(self) -> bool:
         return self._reads.hang
 
-    def begin(self, digest: bytes, prefix_hash: bytes) -> int:
-        """A record whose slot stays as it is until `read` is done; 0 for a miss."""
+    def begin(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> dict[bytes, int]:
+        """Return records of the pages that are here. Their slots stay as they are until `read` or `end`."""
         if self.hang:
-            return 0
+            return {}
         with self._lock:
-            record = self._find(digest, prefix_hash)
-            if record:
+            records = {h: record for h in prefix_hashes if (record := self._find(digest, h))}
+            for record in records.values():
                 self._records.begin_use(record)
                 self._places[record] = self._index.place(record)
-            return record
+            return records
+
+    def is_there(self, record: int) -> bool:
+        """Return whether a record that is in use is still a page's."""
+        with self._lock:
+            return self._records.can_be_found(record)
 
     def end(self, record: int) -> None:
-        """Gives a record back that `begin` or `borrow` gave."""
+        """Give back a record that `begin` or `borrow` gave."""
         with self._lock:
             self._records.end_use(record)
             if not self._records.busy(record):
                 self._places.pop(record, None)
 
     def read(self, record: int, page: Page) -> bool:
-        """Reads a record into the page's slot and ends the use of the record. False: a miss; if the bytes
-        are not what was written, the page is gone."""
+        """Read a record into the page's slot and end the use of the record. False: a miss.
+
+        If the bytes are not what was written, the page is gone from the disk.
+        """
         space = page.namespace
         with self._reads.of(record) as read:
             with self._lock:

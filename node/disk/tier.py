@@ -1,4 +1,4 @@
-"""The disk tier: what is on disk, and how it comes there; `reading.py` brings it back.
+"""The disk tier: what is on disk, how it comes there, and how it is read back (`reads`).
 
     find                                                        any thread; a short lock, no rows
     store                                                       the writer thread: slot, bytes, row
@@ -12,10 +12,11 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted
 from kvstore.keys import Namespace
 from node.clock import unix_s
@@ -26,34 +27,16 @@ from node.disk.page_table import PageTable
 from node.disk.reads import Reading
 from node.disk.rows import Shortages, hashes_of, is_shortage, page_key
 from node.disk.writer import DiskWriter
-from node.memory.lower_tier import LowerTierInfo
+from node.memory.lower_tier import Load, LocalTier, LowerTierInfo, Query, Source
 from node.memory.page import Page, Space, State
+from node.memory.promotion import PartialPage
 from node.memory.tenant_usage import Limits, Use
-
-# Pages on disk that change their pool, because their tenant got a quota or lost it: some at a
-# time, while others are served.
-
-REGROUP_LOOKED_AT = 1024  # records, under one lock: a millisecond or two
-REGROUPED = 256
-
-
-def regroup(records: PageTable, lock: threading.Lock) -> None:
-    """In the order of their last use."""
-    strays: list[list[tuple[int, int]]] = []
-    for first in range(1, records.number_end, REGROUP_LOOKED_AT):
-        with lock:
-            strays.append(records.strays(first, min(first + REGROUP_LOOKED_AT, records.number_end)))
-        time.sleep(0)  # else this thread would have the lock again
-    moving = heapq.merge(*strays, reverse=True)
-    while some := list(islice(moving, REGROUPED)):
-        with lock:
-            for used_s, record in some:
-                records.regroup(record, used_s)
-        time.sleep(0)
-
 
 log = logging.getLogger(__name__)
 
+REGROUP_LOOKED_AT = 1024  # records, under one lock: a millisecond or two
+REGROUPED = 256
+SYNC_PAGES = 4096  # stored between two syncs at most, however busy the writer is
 RECOVER_WAIT_S = 10.0  # for the call of the disk that the writer is in
 PULSE_ROWS = 4096  # taken in between two looks at whether the node is to stop: some 20 ms
 
@@ -65,9 +48,11 @@ class Dropped(NamedTuple):
     left: int
 
 
-class DiskTier:
+class DiskTier(LocalTier):
     """Thread-safe. `view(offset, nbytes)` is the arena's memory; `clock_s` gives whole seconds since the epoch;
-    `vault` has the keys."""
+    `vault` has the keys. The `place` of a source is a record that is in use."""
+
+    reads_parts = True
 
     def __init__(
         self,
@@ -92,7 +77,9 @@ class DiskTier:
         self._index = DiskIndex(records, vault)
         self.counters = self._index.counters
         self.reading = Reading(self._lock, self._index, directory, view, self._find, self.blame)
-        self.writer = DiskWriter(self, queue_nbytes_max)
+        self.writer = DiskWriter(
+            self.counters, self.has_room, self._write, self.blame, lambda: bool(self.poisoned), queue_nbytes_max
+        )
 
     def restore(
         self, open_namespace: Callable[[Namespace, bytes], object], pulse: Callable[[], None] = lambda: None
@@ -165,14 +152,41 @@ class DiskTier:
 
     # ---- read ----------------------------------------------------------------------------
 
-    def begin_read(self, digest: bytes, prefix_hash: bytes) -> int:
-        return self.reading.begin(digest, prefix_hash)
+    def find(self, query: Query) -> dict[bytes, Source]:
+        records = self.reading.begin(query.namespace.digest, query.prefix_hashes)
+        return {prefix_hash: Source(self, record) for prefix_hash, record in records.items()}
 
-    def end_read(self, record: int) -> None:
-        self.reading.end(record)
+    def is_there(self, source: Source) -> bool:
+        return self.reading.is_there(source.place)
 
-    def read(self, record: int, page: Page) -> bool:
-        return self.reading.read(record, page)
+    def release(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            self.reading.end(source.place)
+
+    @property
+    def stalled(self) -> bool:
+        return bool(self.poisoned) or self.reading.hang
+
+    def read(
+        self,
+        loads: Sequence[Load],
+        arrived: Callable[[Page], None],
+        gone: Callable[[], bool],
+        deadline: Deadline,
+    ) -> None:
+        """Read one page after the other, a chain's tail first, so that its head ends up newest.
+
+        The deadline is not looked at: a read that hangs is known to (`reads`), and others finish a page that others
+        may wait for.
+        """
+        left = list(loads)
+        try:
+            while left and not (isinstance(left[-1].page.namespace, PartialPage) and gone()):
+                page, source = left.pop()
+                if self.reading.read(source.place, page):
+                    arrived(page)
+        finally:
+            self.release(load.source for load in left)
 
     # ---- forget --------------------------------------------------------------------------
 
@@ -241,9 +255,38 @@ class DiskTier:
         with self._lock:
             changed = self.records.accounts.set_limits(limits, promised_nbytes)
         if changed:
-            regroup(self.records, self._lock)
+            self._regroup()
+
+    def _regroup(self) -> None:
+        """Move pages to their tenants' pools, in the order of their last use."""
+        strays: list[list[tuple[int, int]]] = []
+        for first in range(1, self.records.number_end, REGROUP_LOOKED_AT):
+            with self._lock:
+                strays.append(self.records.strays(first, min(first + REGROUP_LOOKED_AT, self.records.number_end)))
+            time.sleep(0)  # else this thread would have the lock again
+        moving = heapq.merge(*strays, reverse=True)
+        while some := list(islice(moving, REGROUPED)):
+            with self._lock:
+                for used_s, record in some:
+                    self.records.regroup(record, used_s)
+            time.sleep(0)
 
     # ---- write: the writer thread only ---------------------------------------------------
+
+    def _write(self, pages: Sequence[Page], is_barrier: bool) -> bool:
+        """Store pages, and sync if that is due. Return whether all that came before is safe. Raises OSError."""
+        if not pages:
+            self.tend()
+        if self.poisoned:
+            return False
+        if pages or self.gone_count:
+            self.store(pages)
+        if is_barrier and self.gone_count:  # removed while they were written: their rows are there
+            self.store([])
+        idle = not pages and self.sync_pending
+        if is_barrier or idle or self.unsafe_count >= SYNC_PAGES:
+            self.sync()
+        return True
 
     def store(self, pages: Sequence[Page]) -> None:
         """Writes pages and their rows, and deletes the rows of what is gone. Raises OSError."""

@@ -21,7 +21,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from node.disk.page_table import DiskCounters
 from node.memory.page import Page, Space, State
@@ -76,34 +75,7 @@ BATCH_NBYTES_MAX = 16 << 20  # page bytes that are held until then
 LATER_SHARE = 0.5  # the rest is the time to write a page before RAM evicts it
 IDLE_S = 0.2  # without work for so long, it deletes rows of forgotten pages and syncs
 LATER_PAGES = 1024  # may wait that RAM has evicted already
-SYNC_PAGES = 4096  # stored between two syncs at most, however busy it is
 GONE_S = 0.2  # between two looks at whether somebody still waits for a flush
-
-
-class Store(Protocol):
-    """What the writer needs of the disk tier (`node.disk.tier.DiskTier`)."""
-
-    poisoned: str
-    counters: DiskCounters
-
-    @property
-    def gone_count(self) -> int: ...
-
-    @property
-    def unsafe_count(self) -> int: ...
-
-    @property
-    def sync_pending(self) -> bool: ...
-
-    def has_room(self, space: Space) -> bool: ...
-
-    def store(self, pages: Sequence[Page]) -> None: ...
-
-    def sync(self) -> None: ...
-
-    def blame(self, doing: str, error: BaseException) -> None: ...
-
-    def tend(self) -> None: ...
 
 
 class _Barrier:
@@ -117,10 +89,27 @@ class _Barrier:
 
 
 class DiskWriter:
-    """Thread-safe. Its lock is taken under the RAM tier's, never the other way round."""
+    """Thread-safe. Its lock is taken under the RAM tier's, never the other way round.
 
-    def __init__(self, disk: Store, queue_nbytes_max: int) -> None:
-        self._disk = disk
+    `has_room` says whether a page of a namespace can be stored without evicting another. `write(pages, is_barrier)`
+    stores pages, and returns whether all that came before is safe. `blame` is told of errors. `is_stopped`: the disk
+    takes nothing any more.
+    """
+
+    def __init__(
+        self,
+        counters: DiskCounters,
+        has_room: Callable[[Space], bool],
+        write: Callable[[Sequence[Page], bool], bool],
+        blame: Callable[[str, BaseException], None],
+        is_stopped: Callable[[], bool],
+        queue_nbytes_max: int,
+    ) -> None:
+        self._counters = counters
+        self._has_room = has_room
+        self._write = write
+        self._blame = blame
+        self._is_stopped = is_stopped
         self._later = DeferredWrites()  # due at RAM's placed_nbytes
         self._queue_nbytes_max = queue_nbytes_max
         self._changed = threading.Condition()
@@ -139,12 +128,12 @@ class DiskWriter:
     def offer(self, pages: Sequence[Page], urgent: bool) -> int:
         """How many of the pages, from the first on, were taken into the queue; it may come back for
         the others later, unless they are `urgent`. Never waits."""
-        if self._disk.poisoned or self._stopping:
-            self._disk.counters.pages_refused += 0 if urgent else len(pages)
+        if self._is_stopped() or self._stopping:
+            self._counters.pages_refused += 0 if urgent else len(pages)
             return 0
         taken = 0
         with self._changed:
-            if pages and not urgent and not self._disk.has_room(pages[0].namespace):
+            if pages and not urgent and not self._has_room(pages[0].namespace):
                 due = self._tier.eviction.placed_nbytes + self._later_nbytes
                 for page in pages:  # in proportion to RAM, even if the disk hangs and nobody's time comes
                     self._later.add(due, page, 2 * self._tier.visible_count + LATER_PAGES)
@@ -158,7 +147,7 @@ class DiskWriter:
                 self._count(page, 1)
                 taken += 1
             self._changed.notify_all()
-        self._disk.counters.pages_refused += 0 if urgent else len(pages) - taken
+        self._counters.pages_refused += 0 if urgent else len(pages) - taken
         return taken
 
     def _fits(self, space: Space) -> bool:
@@ -222,29 +211,15 @@ class DiskWriter:
             if not pages and barrier is None and self._stopping:
                 return
             try:
-                self._store(pages, barrier)
+                is_safe = self._write(pages, barrier is not None)
+                if barrier is not None:
+                    barrier.safe = is_safe
             except Exception as error:  # the edge of the thread: it must go on, or holds never end
                 log.debug("disk writer", exc_info=True)
-                self._disk.counters.pages_refused += len(pages)
-                self._disk.blame("writing", error)
+                self._counters.pages_refused += len(pages)
+                self._blame("writing", error)
             finally:
                 self._done(pages, barrier)
-
-    def _store(self, pages: list[Page], barrier: _Barrier | None) -> None:
-        disk = self._disk
-        if not pages:
-            disk.tend()
-        if disk.poisoned:
-            return
-        if pages or disk.gone_count:
-            disk.store(pages)
-        if barrier and disk.gone_count:  # removed while they were written: their rows are there
-            disk.store([])
-        idle = not pages and disk.sync_pending
-        if barrier or idle or disk.unsafe_count >= SYNC_PAGES:
-            disk.sync()
-        if barrier:
-            barrier.safe = True
 
     def _next(self) -> tuple[list[Page], _Barrier | None]:
         """The next pages, up to a barrier that somebody waits at; nothing after IDLE_S without work."""

@@ -224,6 +224,9 @@ class Eviction:
     ) -> None:
         self._slots = slots
         self._forget = forget
+        self._zero = zero
+        self.to_zero: set[Page] = set()  # removed pages: their slots are zeroed before other pages get them
+        self.zeroed_nbytes = 0
         self.turn = StepBudget()
         self.order = UseOrder(slots, self.turn)
         self._accounts = self.order.accounts
@@ -292,7 +295,10 @@ class Eviction:
         page.offset = -1
 
     def release(self, page: Page, successor: Page | None = None) -> None:
-        """Frees the slot of a page that is neither visible nor held, or gives it to another of its size."""
+        """Free the slot of a page that is neither visible nor held, or give it to another page of its size."""
+        if self.to_zero and page in self.to_zero:
+            self.to_zero.discard(page)
+            self.zero_slot(page)
         account, size = page.namespace.account, page.namespace.slot_nbytes
         if page.is_copy:
             self._count_copies(size, -1)
@@ -304,6 +310,11 @@ class Eviction:
             successor.namespace.account.take(size)
         successor.offset, page.offset = page.offset, -1
         self._slots.hand_over(successor.offset, successor).used_sum += successor.used_ms - page.used_ms
+
+    def zero_slot(self, page: Page) -> None:
+        """Overwrite the slot of a page with zeros."""
+        self._zero(page.offset, page.namespace.slot_nbytes)
+        self.zeroed_nbytes += page.namespace.slot_nbytes
 
     def _succeed_oldest(self, page: Page, size: int) -> bool:
         account = page.namespace.account

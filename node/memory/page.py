@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from kvstore.checksum import key_seed
 from kvstore.errors import Exhausted, InvalidRequest, LayoutMismatch
@@ -115,26 +115,6 @@ class Space(Protocol):
     def drop(self, page: Page) -> None: ...
 
 
-class Waiting(Protocol):
-    """Where pages wait for their turn to go (`node.memory.pools.EvictionPool`)."""
-
-    def came_back(self, page: Page) -> None: ...
-
-    def withdraw(self, page: Page) -> None: ...
-
-    def give_back(self, page: Page) -> None: ...
-
-    def __contains__(self, page: Page) -> bool: ...
-
-
-class Order(Protocol):
-    """In which it has a place there (`node.memory.lru.SizeOrder`)."""
-
-    pool: Waiting
-
-    def use(self, pages: Iterable[Page]) -> None: ...
-
-
 class State(enum.IntEnum):
     """reserve            commit              remove, while held
     --------> WRITING --------> VISIBLE -------------------------> DOOMED
@@ -185,7 +165,7 @@ class Page:
         self.holds = 0
         self.is_copy = is_copy  # other members of the cluster own it
         self.stored_ms = self.used_ms = now_ms
-        self.order: Order | None = None  # among those that may go
+        self.order: Any = None  # a `pools.SizeOrder`, which imports this file, if it may be evicted
         self.older: Page | None = None
         self.newer: Page | None = None
 
@@ -227,8 +207,13 @@ class NamespaceIndex:
             self.pages = dict(self.pages)
             self._peak_count = len(self.pages)
 
+    def loading(self, prefix_hash: bytes) -> Page | None:
+        """Return the page if it is on its way from a lower tier."""
+        page = self.pages.get(prefix_hash)
+        return page if page is not None and page.state is State.LOADING else None
+
     def seed(self, prefix_hash: bytes) -> int:
-        """Seed of the page's checksum."""
+        """Return the seed of the page's checksum."""
         return key_seed(self.digest, prefix_hash)
 
     def count_lookup(self, present: list[bool], absent: list[bytes], ghosts: MissReasons) -> None:
@@ -379,6 +364,8 @@ class Reservation:
 
     namespace: NamespaceIndex
     prefix_hashes: Sequence[bytes]
+    copies: Container[bytes] = ()  # keys that other members own
+    now_ms: int = 0
     verdicts: list[int] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
     chain: list[Page] = field(default_factory=list)
@@ -409,15 +396,3 @@ class Reservation:
         counters = self.namespace.counters
         counters.pages_put += len(self.pages)
         counters.nbytes_put += len(self.pages) * self.namespace.page_nbytes
-
-
-class Acquired(NamedTuple):
-    """`pages`: one or None per key, all held. `loads`: those of them that the caller must read from
-    the tier below, with the record to read, before it, or anyone, may look at them. `in_part`: those of these
-    that nobody else can find, because only parts of them are read. `fetched`: those that the caller must fetch
-    from another node."""
-
-    pages: list[Page | None]
-    loads: list[tuple[Page, int]]
-    in_part: dict[bytes, Page]
-    fetched: list[Page]

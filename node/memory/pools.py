@@ -11,11 +11,85 @@ from operator import attrgetter
 from kvstore.keys import short
 from node.memory.lazy_heap import OldestBySize
 from node.memory.lock_slices import StepBudget
-from node.memory.lru import SizeOrder, rank_ms
+from node.memory.lru import LruList, rank_ms
 from node.memory.page import Page, State
 from node.memory.pins import Pins
 from node.memory.tenant_usage import TenantUsage
 from node.slab import SlotAllocator
+
+
+class SizeOrder:
+    """The use order of a pool's pages of one slot size: copies go first, then the node's own. Not thread-safe."""
+
+    __slots__ = ("_copies", "_own", "is_known", "pool")
+
+    def __init__(self, pool: "EvictionPool") -> None:
+        self.pool = pool
+        self._copies = LruList()
+        self._own = LruList()
+        self.is_known = False  # to those who compare sizes
+
+    @property
+    def count(self) -> int:
+        return self._copies.count + self._own.count
+
+    def _list(self, page: Page) -> LruList:
+        return self._copies if page.is_copy else self._own
+
+    def push_newest(self, pages: Sequence[Page]) -> None:
+        """One after the other."""
+        for page in pages:
+            self._list(page).push_newest(page)
+
+    def push_oldest(self, page: Page) -> None:
+        self._list(page).push_oldest(page)
+
+    def unlink(self, page: Page) -> None:
+        self._list(page).unlink(page)
+
+    def use(self, pages: Iterable[Page]) -> None:
+        """They are used now, one after the other."""
+        copies, own = self._copies, self._own
+        for page in pages:
+            was_aside = page.newer is None  # it was held when it was the oldest
+            (copies if page.is_copy else own).move_newest(page)
+            if was_aside:
+                self.pool.came_back(page)
+
+    def oldest_copy(self, turn: StepBudget) -> Page | None:
+        """None: there is none that nobody holds, or the turn is over."""
+        return self._copies.oldest(turn) if self._copies.count else None
+
+    def oldest(self, turn: StepBudget) -> Page | None:
+        """The page that was used before all others, of those that nobody holds. None: there is none, or the turn is
+        over."""
+        copy = self.oldest_copy(turn)
+        if copy is not None or (self._copies.count and turn.over):
+            return copy
+        return self._own.oldest(turn)
+
+    def give_back(self, page: Page) -> bool:
+        """The last reader of a page is done. Whether it was aside, and may be the oldest now."""
+        return self._list(page).give_back(page)
+
+    def oldest_first(self) -> Iterator[Page]:
+        """All but those aside; nothing may change meanwhile, but that the page being visited is unlinked."""
+        yield from self._copies.oldest_first()
+        yield from self._own.oldest_first()
+
+    def pages(self) -> list[Page]:
+        """All of them."""
+        return self._copies.pages() + self._own.pages()
+
+    def __contains__(self, page: Page) -> bool:
+        return page in self._list(page)
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        strange = [page for page in self._copies.pages() if not page.is_copy]
+        strange += [page for page in self._own.pages() if page.is_copy]
+        wrong = self._copies.check() + self._own.check()
+        return wrong + [f"page {short(page.prefix_hash)} is among the wrong ones" for page in strange]
 
 
 class EvictionPool:
@@ -201,15 +275,17 @@ class UseOrder:
 
     def withdraw(self, page: Page) -> None:
         """A page is not visible any more: it is in no pool and has no pin."""
-        if page.order is not None:
-            page.order.pool.withdraw(page)
+        order: SizeOrder | None = page.order
+        if order is not None:
+            order.pool.withdraw(page)
         else:
             self.pins.discard(page)
 
     def give_back(self, page: Page) -> None:
         """Nobody holds a visible page any more."""
-        if page.order is not None:
-            page.order.pool.give_back(page)
+        order: SizeOrder | None = page.order
+        if order is not None:
+            order.pool.give_back(page)
 
     def own(self, page: Page) -> None:
         """A visible copy is none any more: it counts as others of its age do, and as the newest of them."""
@@ -224,9 +300,10 @@ class UseOrder:
         """Its tenant has got another pool since it was used: it goes there as the oldest, or as the newest if it was
         used meanwhile."""
         pool = page.namespace.account.pool
-        if page.order is None or page.order.pool is pool:
+        order: SizeOrder | None = page.order
+        if order is None or order.pool is pool:
             return
-        page.order.pool.withdraw(page)
+        order.pool.withdraw(page)
         if page.used_ms == used_ms:
             pool.admit_oldest(page)
         else:
@@ -238,8 +315,9 @@ class UseOrder:
     # ---- pins ----------------------------------------------------------------------------
 
     def pin(self, page: Page, expiry_ms: int) -> None:
-        if page.order is not None:
-            page.order.pool.withdraw(page)
+        order: SizeOrder | None = page.order
+        if order is not None:
+            order.pool.withdraw(page)
         self.pins.add(page, expiry_ms)
 
     def unpin(self, page: Page) -> bool:
@@ -274,7 +352,8 @@ class UseOrder:
                 counts[size] = counts.get(size, 0) + 1
                 is_pinned = page in self.pins
                 pinned[tenant] = pinned.get(tenant, 0) + is_pinned
-                evictable = page.order is not None and page in page.order.pool
+                order: SizeOrder | None = page.order
+                evictable = order is not None and page in order.pool
                 if evictable != (page.state is State.VISIBLE and not is_pinned):
                     wrong.append(f"page {short(page.prefix_hash)} is {page.state.name}, but evictable is {evictable}")
         for account in self.accounts.all():

@@ -4,7 +4,7 @@ raises the errors of `kvstore.errors`."""
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import monotonic_ns
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import kvstore
 from kvstore.checksum import LEAF_SUM_NBYTES, cuts, hashed_nbytes
 from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, speaks
+from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.keys import check_prefix_hashes, check_removal
 from kvstore.layout import check_ranges
@@ -27,7 +28,7 @@ from node.disk.tier import DiskTier
 from node.memory.arena import Arena
 from node.memory.inventory import Inventory
 from node.memory.promotion import parts_wanted
-from node.memory.tier import Pinning, RamTier
+from node.memory.tier import RamTier
 from node.serving.admin_calls import ClusterCalls, DiskCalls, Listing, Verifying
 from node.serving.erasure import Erasure
 from node.serving.followers import Followers
@@ -41,7 +42,6 @@ from node.serving.limits import (
     Requests,
     cap,
 )
-from node.serving.near import Near
 from node.serving.recorder import Recorder
 from node.serving.session import Content, Session, Sessions, offsets_of, ttls_ms
 from node.serving.status import Status, scoped
@@ -49,6 +49,8 @@ from node.serving.write_acks import WriteAcks
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+
+NEAR_S_MAX = 10.0  # for a near node's get or lookup that names no time of its own, or more
 
 
 class Service:
@@ -70,7 +72,6 @@ class Service:
         self.gate = gate
         self._inventory = Inventory(tier)
         self.content = Content(arena, tier)
-        self._pinning = Pinning(tier)
         self.sessions = sessions
         self.tenants, self.traffic = sessions.tenants, sessions.traffic
         self.instance_id = os.urandom(8)
@@ -85,7 +86,7 @@ class Service:
         self.cluster = ClusterCalls(peers)
         listing = Listing(self._inventory, self.cluster, config.batch_keys_max)
         self.recorder = Recorder(tier.namespace)
-        self._near, self.heat = Near(tier, peers.elsewhere), HotPrefixes()
+        self.heat = HotPrefixes()
         self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None  # of a namespace, and its name
         self.durability = Durability(tier, disk, config.flush_s)
         self._verifying = Verifying(tier, self.content, self.durability)
@@ -163,7 +164,9 @@ class Service:
         self._check_nbytes(len(hashes) * page_nbytes)
         self.promises.check(request)
         session.put_charge = self.tenants.charge(principal)
-        result = session.reserve(request.namespace, hashes, page_nbytes, self._near.copies(request))
+        # What a member hands on is this node's own.
+        copies = () if request.forwarded_by else self.peers.remote_pages.copies(request.namespace, hashes)
+        result = session.reserve(request.namespace, hashes, page_nbytes, copies)
         self.promises.begin(session, request, result)
         if self.recorder.on and not request.forwarded_by:
             self.recorder.note(request.namespace, hashes, stored=True)
@@ -222,9 +225,9 @@ class Service:
         if ranges:
             self._check_nbytes(len(set(hashes)) * hashed_nbytes(page_nbytes, ranges), "checks")
         parts = parts_wanted(space, ranges)
-        fetching = self._near.fetching(request, hashes) if request.near else None
+        near = _near_deadline(request) if request.near else None
         session.tenant, session.charge = principal.tenant, self.tenants.charge(principal)
-        pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes, parts, fetching)
+        pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes, parts, near)
         found = [page for page in pages if page is not None]
         if ranges:
             sums = self.content.checksums(found, ranges, session.charge, partial(self._check_there, session))
@@ -291,10 +294,18 @@ class Service:
         if self.recorder.on:
             self.recorder.note(request.namespace, prefix_hashes, request.touch)
         if request.near and caller.may_wait and False in present:
-            self._near.look_further(request, present)
+            self._look_further(request, prefix_hashes, present)
         if not request.touch:
             self.heat.asked(request.namespace, prefix_hashes, present)
         return lookup_reply(present)
+
+    def _look_further(self, request: pb.LookupRequest, prefix_hashes: Sequence[bytes], present: list[bool]) -> None:
+        """Add what other members have to what this node has."""
+        missing = list(dict.fromkeys(h for h, there in zip(prefix_hashes, present, strict=True) if not there))
+        namespace = self._tier.namespace(request.namespace).value
+        found = self._tier.promotion.lookup(namespace, missing, request.touch, _near_deadline(request))
+        for place, prefix_hash in enumerate(prefix_hashes):
+            present[place] = present[place] or prefix_hash in found
 
     def _verify(self, request: pb.VerifyRequest, caller: Caller) -> pb.VerifyReply:
         hashes = list(request.prefix_hashes)
@@ -323,11 +334,11 @@ class Service:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
         if not 1 <= request.ttl_ms <= self._config.pin_ttl_ms_max:
             raise InvalidRequest(f"ttl_ms {request.ttl_ms} is not in 1..{self._config.pin_ttl_ms_max} (pin_ttl_ms_max)")
-        return pb.PinReply(pinned=self._pinning.pin(request.namespace, request.prefix_hashes, request.ttl_ms))
+        return pb.PinReply(pinned=self._tier.pin(request.namespace, request.prefix_hashes, request.ttl_ms))
 
     def _unpin(self, request: pb.UnpinRequest, caller: Caller) -> pb.UnpinReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
-        return pb.UnpinReply(unpinned=self._pinning.unpin(request.namespace, request.prefix_hashes))
+        return pb.UnpinReply(unpinned=self._tier.unpin(request.namespace, request.prefix_hashes))
 
     def _node_status(self, request: pb.NodeStatusRequest, caller: Caller) -> pb.NodeStatusReply:
         status = self._status.node(
@@ -369,6 +380,11 @@ def _limits(config: NodeConfig) -> pb.Limits:
         message_nbytes_max=MESSAGE_NBYTES_MAX,
         pin_ttl_ms_max=config.pin_ttl_ms_max,
     )
+
+
+def _near_deadline(request: pb.GetRequest | pb.LookupRequest) -> Deadline:
+    """Return the time for asking other members."""
+    return Deadline(min(request.wait_ms / 1000 or NEAR_S_MAX, NEAR_S_MAX))
 
 
 def _guarded(op: str, function: Callable[..., Result], *arguments: Any) -> Result:
