@@ -241,36 +241,17 @@ class Eviction:
     def pins(self) -> Pins:
         return self.order.pins
 
-    def place(self, pages: Sequence[Page]) -> int:
-        """Gives new pages of a namespace slots, from the first on: free ones, or those of the oldest pages if they are
-        of the same size. All are copies, or none is. How many: `make_room` may help the next one."""
-        size, is_copy = pages[0].namespace.slot_nbytes, pages[0].is_copy
-        if is_copy:
-            pages = pages[: (self.copy_nbytes_max - self.copy_nbytes) // size]
-        count = self.lend(pages)
-        self.placed_nbytes += size * count
-        if is_copy:
-            self._count_copies(size, count)
-        return count
+    def place(self, pages: Sequence[Page], for_a_while: bool = False) -> int:
+        """Give new pages of a namespace slots, from the first on. Return how many: `make_room` may help the next one.
 
-    def copies_full(self, size: int) -> bool:
-        """Whether a copy of this size has to wait until another one goes."""
-        return self.copy_nbytes + size > self.copy_nbytes_max
-
-    def _count_copies(self, size: int, more: int) -> None:
-        self.copy_count += more
-        self.copy_nbytes += more * size
-
-    def own(self, page: Page) -> None:
-        """A visible copy is none any more."""
-        self._count_copies(page.namespace.slot_nbytes, -1)
-        self.order.own(page)
-
-    def lend(self, pages: Sequence[Page]) -> int:
-        """The same for pages that are given back when they are read: RAM does not turn over by it."""
+        The slots are free ones, or those of the oldest pages if they are of the same size. All pages are copies, or
+        none is. `for_a_while`: they are given back when they are read, so RAM does not turn over by it.
+        """
         if not pages:
             return 0
-        size, account = pages[0].namespace.slot_nbytes, pages[0].namespace.account
+        size, account, is_copy = pages[0].namespace.slot_nbytes, pages[0].namespace.account, pages[0].is_copy
+        if is_copy:
+            pages = pages[: (self.copy_nbytes_max - self.copy_nbytes) // size]
         room = len(pages)
         if account.nbytes_max:
             room = 0 if account.full_for(size) else account.room(size)
@@ -287,7 +268,24 @@ class Eviction:
             for page in pages[:count]:
                 self._free(page)
             raise
+        if not for_a_while:
+            self.placed_nbytes += size * count
+        if is_copy:
+            self._count_copies(size, count)
         return count
+
+    def copies_full(self, size: int) -> bool:
+        """Whether a copy of this size has to wait until another one goes."""
+        return self.copy_nbytes + size > self.copy_nbytes_max
+
+    def _count_copies(self, size: int, more: int) -> None:
+        self.copy_count += more
+        self.copy_nbytes += more * size
+
+    def own(self, page: Page) -> None:
+        """A visible copy is none any more."""
+        self._count_copies(page.namespace.slot_nbytes, -1)
+        self.order.own(page)
 
     def _free(self, page: Page) -> None:
         page.namespace.account.give(page.namespace.slot_nbytes)

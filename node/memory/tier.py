@@ -58,9 +58,8 @@ class RamTier:
         self._copy = copy
         self.ghosts = MissReasons()
         self.eviction = Eviction(slots, self._forget, self.hold_all, zero)
-        self.promotion = Promotion(
-            self.lock, self._lower, self._place, self.eviction.lend, self._settle, self._offer, clock_ms
-        )
+        lend = partial(self.eviction.place, for_a_while=True)
+        self.promotion = Promotion(self.lock, self._lower, self._place, lend, self._settle, self._offer, clock_ms)
         self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
         namespaces.account_of = self._order.accounts.of
         self._unwanted: set[Page] = set()  # being written, and removed meanwhile

@@ -15,7 +15,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import FrameSocket
 from kvstore.transports.tls import NO_PLACE, TlsFrameSocket
 from node.serving.acceptor import BACKLOG, ConnectionServer
-from node.serving.connection import Connection, caller_at
+from node.serving.connection import Connection, Transfer, caller_at
 from node.serving.limits import TRANSFER_NBYTES_PER_S_MIN, cap, peer_of
 from node.serving.service import Service
 from node.serving.session import Session
@@ -85,18 +85,16 @@ class BulkConnection(Connection):
         self.socket.handshake()
         return super().greet()
 
-    def transfer(self, session: Session, op: str, request: Any) -> bool:
+    def transfer(self, op: str) -> Transfer | None:
         if op == "put":
-            self._put(session, request)
-        elif op == "get":
-            self._get(session, request)
-        elif op == "commit":
+            return self._put
+        if op == "get":
+            return self._get
+        if op == "commit":
             raise ProtocolError("a commit without a put before it")
-        elif op == "release":
+        if op == "release":
             raise ProtocolError("a release on the bulk wire, where a get ends with its last byte")
-        else:
-            return False
-        return True
+        return None
 
     def _put(self, session: Session, request: pb.PutRequest) -> None:
         reply, slots = self.service.begin_put(session, request)

@@ -16,7 +16,7 @@ import resource
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from time import monotonic_ns
 from typing import Any, ClassVar, Protocol
@@ -119,6 +119,7 @@ SAY_LAST_S = 0.1
 HELLO_NBYTES_MAX = 4 << 10
 GATEWAYS_OPS = ("admit", "on_behalf")
 Request = tuple[str, Any]
+Transfer = Callable[[Session, Any], None]
 
 
 class Door(Protocol):
@@ -164,8 +165,8 @@ class Connection(abc.ABC):
     # ---- what differs --------------------------------------------------------------------
 
     @abc.abstractmethod
-    def transfer(self, session: Session, op: str, request: Any) -> bool:
-        """Serves a request that moves pages; False if `op` is none."""
+    def transfer(self, op: str) -> Transfer | None:
+        """Return what serves requests of this operation, because they move pages; None if it moves none."""
 
     def greet(self) -> tuple[bytes, int]:
         """The first frame. It has the time that was armed, all of it together."""
@@ -235,8 +236,23 @@ class Connection(abc.ABC):
             first = self.parse(*self.greet())
             self._identify(server, *first)
         session = self.service.sessions.open(self.caller, self.maps_arena)
+        request: Request | None = first
         try:
-            self._serve_session(server, session, first)
+            while True:
+                request = request or self._wait_request()
+                if request is None:
+                    if self.abandoned():
+                        return
+                    continue
+                if not server.begin(self):
+                    return
+                if request[0] != "follow":
+                    self.serve_request(session, *request)
+                elif not self._serve_follow(server, session, request[1]):
+                    return
+                request = None
+                if not self.unfinished(session) and not server.done(self):
+                    return
         finally:
             server.done(self)
             if self.place is not None:
@@ -261,23 +277,6 @@ class Connection(abc.ABC):
             self.say_last(Exhausted("this node has no descriptor left; raise its limit (ulimit -n)"))
         return error
 
-    def _serve_session(self, server: Door, session: Session, request: Request | None) -> None:
-        while True:
-            request = request or self._wait_request()
-            if request is not None:
-                if not server.begin(self):
-                    return
-                if request[0] == "follow":
-                    if not self._serve_follow(server, session, request[1]):
-                        return
-                else:
-                    self.serve_request(session, *request)
-                request = None
-                if not self.unfinished(session) and not server.done(self):
-                    return
-            elif self.abandoned():
-                return
-
     def _wait_request(self) -> Request | None:
         self.socket.arm(self.stall_s)  # a slow reply before may have left less, and waiting would spin
         try:  # as in `refusing`, which costs a microsecond
@@ -291,30 +290,28 @@ class Connection(abc.ABC):
             raise self.told(error) from error
 
     def serve_request(self, session: Any, op: str, request: Any) -> None:
-        """Answers it, or says why not; as a part of what its caller does."""
-        if self._trace is None and tracing.tracer is None:
-            self._serve_request(session, op, request)
-        else:
-            with tracing.serving(op, self._trace):
-                self._serve_request(session, op, request)
+        """Answer a request, or say why not, as a part of the trace that it came with."""
+        began_ns = monotonic_ns()
+        is_traced = self._trace is not None or tracing.tracer is not None
+        with tracing.serving(op, self._trace) if is_traced else tracing.NOTHING:
+            try:
+                transfer = self.transfer(op)
+                if transfer is not None:
+                    transfer(session, request)
+                else:
+                    self.send(op, self._answer(op, request))
+                if op in TIMED and op != "release":  # which is not answered
+                    self._edge.answered(op, began_ns)
+            except KVStoreError as error:
+                self._edge.failed(op, error)
+                self.send_error(error, last=isinstance(error, ProtocolError))
+                if isinstance(error, ProtocolError):
+                    raise
+            except BaseException as error:
+                self._edge.failed(op, error)
+                raise
         if self._request_nbytes:
             self._give_back()
-
-    def _serve_request(self, session: Session, op: str, request: Any) -> None:
-        began_ns = monotonic_ns()
-        try:
-            if not self.transfer(session, op, request):
-                self.send(op, self._answer(op, request))
-            if op in TIMED and op != "release":  # which is not answered
-                self._edge.answered(op, began_ns)
-        except KVStoreError as error:
-            self._edge.failed(op, error)
-            self.send_error(error, last=isinstance(error, ProtocolError))
-            if isinstance(error, ProtocolError):
-                raise
-        except BaseException as error:
-            self._edge.failed(op, error)
-            raise
 
     def _serve_follow(self, server: Door, session: Session, request: pb.FollowRequest) -> bool:
         """While it waits for a view this connection is idle: it may have to leave, and a stop does not wait for it.

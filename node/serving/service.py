@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import monotonic_ns
-from typing import Any, TypeVar
+from typing import Any
 
 import kvstore
 from kvstore.checksum import LEAF_SUM_NBYTES, cuts, hashed_nbytes
@@ -48,8 +48,6 @@ from node.serving.status import Status, scoped
 from node.serving.write_acks import WriteAcks
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
-
 NEAR_S_MAX = 10.0  # for a near node's get or lookup that names no time of its own, or more
 
 
@@ -128,17 +126,15 @@ class Service:
 
     def call(self, op: str, request: Any, caller: Caller) -> Any:
         """The reply to a unary request; `op` is its field's name in BulkRequest."""
-        return _guarded(op, self._call, op, request, caller)
-
-    def _call(self, op: str, request: Any, caller: Caller) -> Any:
-        principal = self.gate.admit(op, request, caller)
-        if op != "hello":
-            self.tenants.begin(principal, request)
-        budget = self._long_calls.get(op)
-        if budget is None or caller is THE_NODE:
-            return self._unary[op](request, caller)
-        with budget.lent(caller.peer):
-            return self._unary[op](request, caller)
+        with _Edge(op):
+            principal = self.gate.admit(op, request, caller)
+            if op != "hello":
+                self.tenants.begin(principal, request)
+            budget = self._long_calls.get(op)
+            if budget is None or caller is THE_NODE:
+                return self._unary[op](request, caller)
+            with budget.lent(caller.peer):
+                return self._unary[op](request, caller)
 
     def close(self) -> None:
         self._status.memory.close()
@@ -148,99 +144,82 @@ class Service:
 
     def begin_put(self, session: Session, request: pb.PutRequest) -> tuple[pb.PutReply, list[memoryview]]:
         """Reserves; returns verdicts and, for each WRITE, the memory that takes the page."""
-        try:
-            return _guarded("put", self._begin_put, session, request)
-        except KVStoreError:
-            session.abort()
-            raise
-
-    def _begin_put(self, session: Session, request: pb.PutRequest) -> tuple[pb.PutReply, list[memoryview]]:
-        principal = self.gate.admit("put", request, session.caller)
-        self.tenants.begin(principal, request)
-        if self.draining:
-            raise Unavailable("this node is draining and takes no new pages")
-        hashes, page_nbytes = request.prefix_hashes[:], request.page_nbytes  # a list is faster to go through
-        check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
-        self._check_nbytes(len(hashes) * page_nbytes)
-        self.promises.check(request)
-        session.put_charge = self.tenants.charge(principal)
-        # What a member hands on is this node's own.
-        copies = () if request.forwarded_by else self.peers.remote_pages.copies(request.namespace, hashes)
-        result = session.reserve(request.namespace, hashes, page_nbytes, copies)
-        self.promises.begin(session, request, result)
-        if self.recorder.on and not request.forwarded_by:
-            self.recorder.note(request.namespace, hashes, stored=True)
-        session.put_charge.add_transferred(len(result.pages) * page_nbytes)
-        verdicts: Any = result.verdicts
-        offsets = [page.offset for page in result.pages]
-        if session.maps_arena:
-            return pb.PutReply(verdicts=verdicts, offsets=offsets), []
-        return pb.PutReply(verdicts=verdicts), self._arena.views(offsets, page_nbytes)
+        with _Edge("put", session.abort):
+            principal = self.gate.admit("put", request, session.caller)
+            self.tenants.begin(principal, request)
+            if self.draining:
+                raise Unavailable("this node is draining and takes no new pages")
+            hashes, page_nbytes = request.prefix_hashes[:], request.page_nbytes  # a list is faster to go through
+            check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
+            self._check_nbytes(len(hashes) * page_nbytes)
+            self.promises.check(request)
+            session.put_charge = self.tenants.charge(principal)
+            # What a member hands on is this node's own.
+            copies = () if request.forwarded_by else self.peers.remote_pages.copies(request.namespace, hashes)
+            result = session.reserve(request.namespace, hashes, page_nbytes, copies)
+            self.promises.begin(session, request, result)
+            if self.recorder.on and not request.forwarded_by:
+                self.recorder.note(request.namespace, hashes, stored=True)
+            session.put_charge.add_transferred(len(result.pages) * page_nbytes)
+            verdicts: Any = result.verdicts
+            offsets = [page.offset for page in result.pages]
+            if session.maps_arena:
+                return pb.PutReply(verdicts=verdicts, offsets=offsets), []
+            return pb.PutReply(verdicts=verdicts), self._arena.views(offsets, page_nbytes)
 
     def commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
         """The bytes are in place: makes the pages visible. An invalid commit aborts the put."""
-        try:
-            return _guarded("commit", self._commit_put, session, request)
-        except KVStoreError:
-            session.abort()
-            raise
-
-    def _commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
-        pages, put, leaves = session.reserved, session.put_request, request.leaves[:]
-        wanted = len(pages)
-        nbytes = LEAF_SUM_NBYTES * len(cuts(put.page_nbytes))
-        if not wanted or len(leaves) != wanted or {*map(len, leaves)} != {nbytes}:
-            raise InvalidRequest(
-                f"a commit of the leaves of {len(leaves)} pages for {wanted} written ones; send {nbytes} bytes for each"
-            )
-        stored = session.commit(leaves, -(-put.ttl_ms // 1000))
-        self.traffic.took(session.caller.wire, wanted * put.page_nbytes)
-        self.promises.keep(session, pages)
-        return pb.CommitReply(stored=stored)
+        with _Edge("commit", session.abort):
+            pages, put, leaves = session.reserved, session.put_request, request.leaves[:]
+            wanted = len(pages)
+            nbytes = LEAF_SUM_NBYTES * len(cuts(put.page_nbytes))
+            if not wanted or len(leaves) != wanted or {*map(len, leaves)} != {nbytes}:
+                raise InvalidRequest(
+                    f"a commit of the leaves of {len(leaves)} pages for {wanted} written ones; "
+                    f"send {nbytes} bytes for each"
+                )
+            stored = session.commit(leaves, -(-put.ttl_ms // 1000))
+            self.traffic.took(session.caller.wire, wanted * put.page_nbytes)
+            self.promises.keep(session, pages)
+            return pb.CommitReply(stored=stored)
 
     def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
         """Holds the pages until `session.release`; returns hits and how much memory to send, and which."""
-        try:
-            return _guarded("get", self._begin_get, session, request)
-        except KVStoreError:
-            session.release()
-            raise
-
-    def _begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
-        began_ns = monotonic_ns()
-        principal = self.gate.admit("get", request, session.caller)
-        self.tenants.begin(principal, request)
-        hashes = request.prefix_hashes[:]  # a list, which is faster to go through
-        check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=False)
-        space = self._tier.namespace(request.namespace)
-        page_nbytes = space.page_nbytes
-        asked = request.ranges
-        if len(hashes) * len(asked) > GET_PIECES_MAX:
-            what = f"{len(asked)} ranges of {len(hashes)} keys"
-            raise InvalidRequest(f"{what} are more than {GET_PIECES_MAX} pieces; split the batch")
-        ranges = [(part.offset, part.nbytes) for part in asked] if asked else []
-        check_ranges(ranges, page_nbytes)
-        wanted_nbytes = sum(nbytes for _, nbytes in ranges) if ranges else page_nbytes
-        self._check_nbytes(len(hashes) * wanted_nbytes)
-        if ranges:
-            self._check_nbytes(len(set(hashes)) * hashed_nbytes(page_nbytes, ranges), "checks")
-        parts = parts_wanted(space, ranges)
-        near = _near_deadline(request) if request.near else None
-        session.tenant, session.charge = principal.tenant, self.tenants.charge(principal)
-        pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes, parts, near)
-        found = [page for page in pages if page is not None]
-        if ranges:
-            sums = self.content.checksums(found, ranges, session.charge, partial(self._check_there, session))
-            pages = [page if page in sums else None for page in pages]
-            found = [page for page in found if page in sums]
-        checksums = [sums[page] if ranges else page.checksum for page in found]
-        reply = get_reply([page is not None for page in pages], checksums, ttls_ms(found, self._tier.clock_s))
-        session.charge.add_transferred(len(found) * wanted_nbytes)
-        self.traffic.got(session.tier, session.caller.wire, len(found) * wanted_nbytes, began_ns)
-        if session.maps_arena:
-            reply.offsets.extend(offsets_of(found, ranges))
-            return 0, reply, iter(())
-        return len(found) * wanted_nbytes, reply, self.content.views(found, ranges)
+        with _Edge("get", session.release):
+            began_ns = monotonic_ns()
+            principal = self.gate.admit("get", request, session.caller)
+            self.tenants.begin(principal, request)
+            hashes = request.prefix_hashes[:]  # a list, which is faster to go through
+            check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=False)
+            space = self._tier.namespace(request.namespace)
+            page_nbytes = space.page_nbytes
+            asked = request.ranges
+            if len(hashes) * len(asked) > GET_PIECES_MAX:
+                what = f"{len(asked)} ranges of {len(hashes)} keys"
+                raise InvalidRequest(f"{what} are more than {GET_PIECES_MAX} pieces; split the batch")
+            ranges = [(part.offset, part.nbytes) for part in asked] if asked else []
+            check_ranges(ranges, page_nbytes)
+            wanted_nbytes = sum(nbytes for _, nbytes in ranges) if ranges else page_nbytes
+            self._check_nbytes(len(hashes) * wanted_nbytes)
+            if ranges:
+                self._check_nbytes(len(set(hashes)) * hashed_nbytes(page_nbytes, ranges), "checks")
+            parts = parts_wanted(space, ranges)
+            near = _near_deadline(request) if request.near else None
+            session.tenant, session.charge = principal.tenant, self.tenants.charge(principal)
+            pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes, parts, near)
+            found = [page for page in pages if page is not None]
+            if ranges:
+                sums = self.content.checksums(found, ranges, session.charge, partial(self._check_there, session))
+                pages = [page if page in sums else None for page in pages]
+                found = [page for page in found if page in sums]
+            checksums = [sums[page] if ranges else page.checksum for page in found]
+            reply = get_reply([page is not None for page in pages], checksums, ttls_ms(found, self._tier.clock_s))
+            session.charge.add_transferred(len(found) * wanted_nbytes)
+            self.traffic.got(session.tier, session.caller.wire, len(found) * wanted_nbytes, began_ns)
+            if session.maps_arena:
+                reply.offsets.extend(offsets_of(found, ranges))
+                return 0, reply, iter(())
+            return len(found) * wanted_nbytes, reply, self.content.views(found, ranges)
 
     def _check_nbytes(self, nbytes: int, does: str = "moves") -> None:
         if nbytes > self._config.batch_nbytes_max:
@@ -387,16 +366,32 @@ def _near_deadline(request: pb.GetRequest | pb.LookupRequest) -> Deadline:
     return Deadline(min(request.wait_ms / 1000 or NEAR_S_MAX, NEAR_S_MAX))
 
 
-def _guarded(op: str, function: Callable[..., Result], *arguments: Any) -> Result:
-    """The edge of every request, on every wire: what nobody expected is logged here and answered INTERNAL.
-    It ends the request; the connection stays."""
-    try:
-        return function(*arguments)
-    except KVStoreError:
-        raise
-    except Exception as error:
+class _Edge:
+    """The edge of every request, on every wire. It ends a request that fails, not the connection.
+
+    What nobody expected is logged here and answered INTERNAL. `undo` gives back what the session has of it.
+    """
+
+    __slots__ = ("_op", "_undo")
+
+    def __init__(self, op: str, undo: Callable[[], None] | None = None) -> None:
+        self._op = op
+        self._undo = undo
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if not isinstance(error, Exception):
+            return
+        if self._undo is not None:
+            self._undo()
+        if not isinstance(error, KVStoreError):
+            raise self._unexpected(error) from error
+
+    def _unexpected(self, error: Exception) -> KVStoreError:
         trace = current() or named(os.urandom(8).hex())  # so that the log and who asked name the same
         with within(trace):
-            log.exception("%s failed", op)
-        said = f"{op} failed inside the node ({type(error).__name__}); its log says more of request {trace.request_id}"
-        raise KVStoreError(said) from error
+            log.error("%s failed", self._op, exc_info=error)
+        what = f"{self._op} failed inside the node ({type(error).__name__})"
+        return KVStoreError(f"{what}; its log says more of request {trace.request_id}")

@@ -26,7 +26,7 @@ from kvstore.transports.unix_sockets import DescriptorSocket, check_path
 from node.auth.access import Caller
 from node.memory.arena import Arena
 from node.serving.acceptor import BACKLOG, ConnectionServer
-from node.serving.connection import Connection, caller_at, ready
+from node.serving.connection import Connection, Transfer, caller_at, ready
 from node.serving.limits import cap
 from node.serving.service import Service
 from node.serving.session import Session
@@ -168,25 +168,21 @@ class ShmConnection(Connection):
     def refusal(self, principal: Principal) -> str:
         return self.service.gate.access.why_no_arena(principal)
 
-    def transfer(self, session: Session, op: str, request: Any) -> bool:
-        if op == "hello":
-            self.socket.arm(self.stall_s)
-            hello = pb.BulkReply(hello=self.service.call(op, request, self.caller))
-            self.socket.send_frame_with(self._server.arena_fd, hello.SerializeToString())
-        elif op == "put":
-            self._put(session, request)
-        elif op == "get":
-            self._get(session, request)
-        elif op == "commit":
-            if not session.reserved:
-                raise ProtocolError("a commit without a put before it")
-            self.send(op, self.service.commit_put(session, request))
-        elif op == "release":
-            session.abort()
-            session.release()
-        else:
-            return False
-        return True
+    def transfer(self, op: str) -> Transfer | None:
+        if op == "put":
+            return self._put
+        if op == "get":
+            return self._get
+        if op == "commit":
+            return self._commit
+        if op == "release":
+            return self._release
+        return self._hello if op == "hello" else None
+
+    def _hello(self, session: Session, request: pb.HelloRequest) -> None:
+        self.socket.arm(self.stall_s)
+        hello = pb.BulkReply(hello=self.service.call("hello", request, self.caller))
+        self.socket.send_frame_with(self._server.arena_fd, hello.SerializeToString())
 
     def _put(self, session: Session, request: pb.PutRequest) -> None:
         if session.reserved:
@@ -197,6 +193,15 @@ class ShmConnection(Connection):
         except OSError:
             session.abort()  # a client that did not get all of the reply can not know the slots
             raise
+
+    def _commit(self, session: Session, request: pb.CommitRequest) -> None:
+        if not session.reserved:
+            raise ProtocolError("a commit without a put before it")
+        self.send("commit", self.service.commit_put(session, request))
+
+    def _release(self, session: Session, request: object) -> None:
+        session.abort()
+        session.release()
 
     def _get(self, session: Session, request: pb.GetRequest) -> None:
         if session.held:
