@@ -160,10 +160,13 @@ class RemotePages(LowerTier):
 
     # ---- find ----------------------------------------------------------------------------
 
+    def is_asked(self, near: bool) -> bool:
+        return near and self._membership.view is not None
+
     def find(self, query: Query) -> dict[bytes, Source]:
         namespace, hashes = query.namespace, query.prefix_hashes
         view, own = self._membership.view, self._membership.member
-        if not query.near or view is None:
+        if view is None:
             return {}
         found: dict[bytes, Source] = {}
         with contextlib.suppress(KVStoreError):

@@ -152,6 +152,9 @@ class DiskTier(LocalTier):
 
     # ---- read ----------------------------------------------------------------------------
 
+    def is_asked(self, near: bool) -> bool:
+        return True
+
     def find(self, query: Query) -> dict[bytes, Source]:
         records = self.reading.begin(query.namespace.digest, query.prefix_hashes)
         return {prefix_hash: Source(self, record) for prefix_hash, record in records.items()}

@@ -24,12 +24,11 @@ from node.memory.page import Page
 
 
 class Query(NamedTuple):
-    """Keys that a tier is asked for. `near`: also by asking other members. `touch`: asking is a use."""
+    """Keys that a tier is asked for. `touch`: asking is a use."""
 
     namespace: Namespace
     prefix_hashes: Sequence[bytes]  # each once
     deadline: Deadline
-    near: bool = False
     touch: bool = False
 
 
@@ -53,6 +52,10 @@ class LowerTier(abc.ABC):
 
     name: ClassVar[str]
     reads_parts: ClassVar[bool] = False
+
+    def is_asked(self, near: bool) -> bool:
+        """Return whether to ask it at all. `near`: the request wants pages of other members, too."""
+        return True
 
     @abc.abstractmethod
     def find(self, query: Query) -> dict[bytes, Source]:
@@ -113,6 +116,9 @@ class LocalTier(LowerTier):
     """
 
     name = "disk"
+
+    def is_asked(self, near: bool) -> bool:
+        return False
 
     def find(self, query: Query) -> dict[bytes, Source]:
         return {}

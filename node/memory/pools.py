@@ -296,18 +296,22 @@ class UseOrder:
         if in_order:
             self.admit(page)
 
-    def regroup(self, page: Page, used_ms: int) -> None:
-        """Its tenant has got another pool since it was used: it goes there as the oldest, or as the newest if it was
-        used meanwhile."""
-        pool = page.namespace.account.pool
-        order: SizeOrder | None = page.order
-        if order is None or order.pool is pool:
-            return
-        order.pool.withdraw(page)
-        if page.used_ms == used_ms:
-            pool.admit_oldest(page)
-        else:
-            pool.admit(page)
+    def regroup(self, moving: Sequence[tuple[int, Page]]) -> Sequence[None]:
+        """Move pages to another pool, because their tenants have got one since they were used at that time.
+
+        Each goes there as the oldest, or as the newest if it was used meanwhile.
+        """
+        for used_ms, page in moving:
+            pool = page.namespace.account.pool
+            order: SizeOrder | None = page.order
+            if order is None or order.pool is pool:
+                continue
+            order.pool.withdraw(page)
+            if page.used_ms == used_ms:
+                pool.admit_oldest(page)
+            else:
+                pool.admit([page])
+        return ()
 
     def pools(self) -> list[EvictionPool]:
         return list(dict.fromkeys((self.accounts.shared, *(account.pool for account in self.accounts.all()))))

@@ -95,12 +95,13 @@ class Acquired:
     written here. `sources`: of keys that have no slot yet.
     """
 
-    index: NamespaceIndex
+    digest: bytes
     prefix_hashes: Sequence[bytes]
     prefix_only: bool
     parts: PartialPage | None = None
     near: Deadline | None = None
-    pages: list[Page | None] = field(default_factory=list)
+    index: NamespaceIndex = field(init=False)
+    pages: list[Page | None] = field(init=False)
     loads: list[Load] = field(default_factory=list)
     private: dict[bytes, Page] = field(default_factory=dict)
     sources: dict[bytes, Source] = field(default_factory=dict)
@@ -152,9 +153,8 @@ class Promotion:
         try:
             for tier in tiers[tiers.index(after) + 1 :] if after else tiers:
                 left = [prefix_hash for prefix_hash in prefix_hashes if prefix_hash not in found]
-                if not left:
-                    break
-                found |= tier.find(Query(namespace, left, deadline, near is not None))
+                if left and tier.is_asked(near is not None):
+                    found |= tier.find(Query(namespace, left, deadline))
         except BaseException:
             release(found.values())
             raise
@@ -166,8 +166,8 @@ class Promotion:
         """Return which of these keys, that are neither in RAM nor in the local tier, other tiers have."""
         left = dict.fromkeys(prefix_hashes)
         for tier in self._lower()[1:]:
-            if left:
-                found = tier.find(Query(namespace, list(left), deadline, near=True, touch=touch))
+            if left and tier.is_asked(near=True):
+                found = tier.find(Query(namespace, list(left), deadline, touch))
                 tier.release(found.values())
                 for prefix_hash in found:
                     del left[prefix_hash]
@@ -276,6 +276,10 @@ class Promotion:
         self._tiers.pop(page, None)
         self._settle(page, False)
         self._over.notify_all()
+
+    def is_asked(self, near: Deadline | None) -> bool:
+        """Return whether any lower tier may have what RAM lacks."""
+        return any(tier.is_asked(near is not None) for tier in self._lower())
 
     def give_up(self, loads: Sequence[Load]) -> None:
         """Forget pages that nobody is going to read."""

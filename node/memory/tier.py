@@ -13,7 +13,7 @@ says what each takes at most.
 
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -31,7 +31,6 @@ from node.memory.tenant_usage import Limits
 from node.slab import SlotAllocator
 
 KEYS_A_SLICE = STEPS // 4  # each may take others: a page that goes for it, a place that is looked for
-REGROUPED = 256  # pages under one lock
 
 
 class RamTier:
@@ -93,17 +92,9 @@ class RamTier:
         if not changed:
             return
         moving: list[tuple[int, Page]] = []
-
-        def collect(pages: Sequence[Page]) -> None:
-            moving.extend((page.used_ms, page) for page in pages if page.namespace.account in changed)
-
-        self.scan(None, collect)
+        self.scan(None, lambda pages: moving.extend((p.used_ms, p) for p in pages if p.namespace.account in changed))
         moving.sort(key=lambda entry: entry[0], reverse=True)  # each goes before those that were used later
-        for start in range(0, len(moving), REGROUPED):
-            with self.lock:
-                for used_ms, page in moving[start : start + REGROUPED]:
-                    self._order.regroup(page, used_ms)
-            time.sleep(0)  # else this thread would have the lock again
+        split_in_slices(self.lock, self._order.regroup, moving)
 
     # ---- lookup --------------------------------------------------------------------------
 
@@ -355,13 +346,11 @@ class RamTier:
         page that the caller is going to read, for the counters. `parts`: all that it wants of what is not in RAM.
         `near`: its time, if it wants pages of other members, too.
         """
-        index = self.namespaces.find(digest)
-        acquired = Acquired(index, prefix_hashes, prefix_only, parts, near)
-        work = self._acquire(acquired, wanted_nbytes)
+        work = self._acquire(Acquired(digest, prefix_hashes, prefix_only, parts, near), wanted_nbytes)
         return run_in_slices(self.lock, self.eviction.turn, work, self._move)
 
     def _acquire(self, acquired: Acquired, wanted_nbytes: int) -> Work[Acquired]:
-        index = acquired.index = self.namespaces.find(acquired.index.digest)  # as it is now, under the lock
+        index = acquired.index = self.namespaces.find(acquired.digest)
         prefix_hashes = acquired.prefix_hashes
         pages = acquired.pages = self.live_all(index, prefix_hashes)
         self.hold_all([page for page in pages if page is not None])
@@ -375,13 +364,28 @@ class RamTier:
 
     def _acquire_missing(self, acquired: Acquired) -> Work[None]:
         """Add pages that are being loaded, or that a lower tier has, to those that are held."""
+        pages, loading = acquired.pages, acquired.index.loading
+        lacking: dict[bytes, None] = {}
+        for position, prefix_hash in enumerate(acquired.prefix_hashes):
+            if pages[position] is None:
+                page = pages[position] = loading(prefix_hash)
+                if page is None:
+                    lacking[prefix_hash] = None
+                else:
+                    self.hold_all([page])
+        if lacking and self.promotion.is_asked(acquired.near):
+            yield from self._promote_all(acquired, lacking)
+        if acquired.prefix_only and None in pages:
+            first = pages.index(None)
+            self.let_go([page for page in pages[first:] if page is not None])
+            pages[first:] = [None] * (len(pages) - first)
+
+    def _promote_all(self, acquired: Acquired, lacking: Collection[bytes]) -> Work[None]:
+        """Ask lower tiers for pages, and give those that they have slots."""
         index, pages = acquired.index, acquired.pages
-        keys = zip(acquired.prefix_hashes, pages, strict=True)
-        lacking = dict.fromkeys(h for h, page in keys if page is None and index.loading(h) is None)
         index.busy += 1
         try:
-            if lacking:
-                acquired.sources = yield partial(self.promotion.find, index.value, lacking, acquired.near)
+            acquired.sources = yield partial(self.promotion.find, index.value, lacking, acquired.near)
             for position, prefix_hash in enumerate(acquired.prefix_hashes):
                 if pages[position] is None:
                     page = yield from self._promote(acquired, prefix_hash)
@@ -397,10 +401,6 @@ class RamTier:
         finally:
             index.busy -= 1
             release(acquired.sources.values())
-        if acquired.prefix_only and None in pages:
-            first = pages.index(None)
-            self.let_go([page for page in pages[first:] if page is not None])
-            pages[first:] = [None] * (len(pages) - first)
 
     def _promote(self, acquired: Acquired, prefix_hash: bytes) -> Work[Page | None]:
         """Return the page as it has come meanwhile, or with a slot that this caller has to fill; None: a miss."""

@@ -243,7 +243,7 @@ class Session:
                 raise
             pages = promotion.read(acquired, self.gone)
         if self.tier == PEER and acquired.loads:  # they came in any order: the chain's end must go before its head
-            self._tier.lookup(acquired.index.digest, acquired.prefix_hashes, touch=True)
+            self._tier.lookup(acquired.digest, acquired.prefix_hashes, touch=True)
         return pages
 
     def release(self) -> None:

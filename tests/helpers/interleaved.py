@@ -100,6 +100,9 @@ class Stored(LocalTier):
                 self._pages[page.namespace.digest, page.prefix_hash] = page.checksum
         return 0
 
+    def is_asked(self, near: bool) -> bool:
+        return True
+
     def find(self, query: Query) -> dict[bytes, Source]:
         found = {}
         for prefix_hash in query.prefix_hashes:
@@ -127,8 +130,11 @@ class Others(LowerTier):
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
+    def is_asked(self, near: bool) -> bool:
+        return near
+
     def find(self, query: Query) -> dict[bytes, Source]:
-        some = [prefix_hash for prefix_hash in query.prefix_hashes if query.near and self._rng.random() < 0.6]
+        some = [prefix_hash for prefix_hash in query.prefix_hashes if self._rng.random() < 0.6]
         return {prefix_hash: Source(self, None, self._rng.random() < 0.8) for prefix_hash in some}
 
     def read(self, *_: object) -> None:
@@ -326,7 +332,7 @@ class Life:
     def _get(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
         parts = PartialPage(self._tier.namespaces.find(space.digest), [(0, 1)]) if self._rng.random() < 0.2 else None
         near = Deadline(1.0) if self._has_peers else None
-        wanted = Acquired(self._tier.namespace(space.digest), prefix_hashes, self._rng.random() < 0.3, parts, near)
+        wanted = Acquired(space.digest, prefix_hashes, self._rng.random() < 0.3, parts, near)
         acquired = yield from self._in_turns(self._tier._acquire(wanted, 1))
         for load in acquired.loads:
             if isinstance(load.source.tier, Others):

@@ -20,6 +20,9 @@ class Below(LocalTier):
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         return [prefix_hash[0] == 1 for prefix_hash in prefix_hashes]
 
+    def is_asked(self, near: bool) -> bool:
+        return True
+
     def find(self, query: Query) -> dict[bytes, Source]:
         found = {}
         for prefix_hash in query.prefix_hashes:
