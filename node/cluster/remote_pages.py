@@ -35,6 +35,11 @@ from node.config import NodeConfig
 from node.memory.lower_tier import Load, LowerTier, Query, Source
 from node.memory.page import Page
 
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
+
+THREADS_MAX = 32  # beside those that ask
+FETCHED_NBYTES = 64 << 20  # of one member at a time: what has come by then is there, whatever becomes of the rest
 CONNECTIONS_MAX = 4  # of each link
 TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 2.0
@@ -42,9 +47,11 @@ BACKOFF_S_MAX = 2.0  # who is back is served soon
 
 
 def known_by(config: NodeConfig) -> dict[str, Any]:
-    """Fields of a ClientConfig for connections to other members: this node's token and its own certificate. Without TLS
-    the token leaves this host only if `insecure` says so, whatever addresses the cluster tells. Raises ConfigError for
-    a token that can not be used."""
+    """Return fields of a ClientConfig for connections to other members: this node's token and its own certificate.
+
+    Without TLS the token leaves this host only if `insecure` says so, whatever addresses the cluster tells. Raises
+    ConfigError for a token that can not be used.
+    """
     known: dict[str, Any] = {"token": config.token, "token_file": config.token_file, "insecure": config.insecure}
     token_of(ClientConfig(**known))
     if config.tls_cert:
@@ -57,7 +64,7 @@ class PeerLinks:
     """Thread-safe. Links to who is no member any more, or has another address now, are closed."""
 
     def __init__(self, membership: Membership, config: NodeConfig | None = None) -> None:
-        """`config`: of this node, which says how the others know it; None: nobody asks."""
+        """Follow the views of `membership`. `config` says how the others authenticate this node; None: no calls."""
         self._membership = membership
         self._known_by = known_by(config) if config is not None else {}
         self._lock = threading.Lock()  # held for moments
@@ -69,7 +76,7 @@ class PeerLinks:
         membership.on_view(self._follow)
 
     def link(self, member: str) -> NodeChannel:
-        """Raises Unavailable for who is no other member."""
+        """Return the channel to a member. Raises Unavailable if it is no other member."""
         with self._lock:
             address = self._addresses.get(member)
             if address is None or self._closed:
@@ -91,7 +98,7 @@ class PeerLinks:
             return link
 
     def failing(self) -> dict[str, bool]:
-        """Of each other member, whether calls to it fail, and are not even tried but now and then."""
+        """Return, for each other member, whether calls to it fail, so that few are tried."""
         with self._lock:
             return {member: member in self._links and self._links[member].failing for member in self._addresses}
 
@@ -109,20 +116,13 @@ class PeerLinks:
             link.close()
 
     def close(self) -> None:
-        """Takes no more calls; those that run may end."""
+        """Take no more calls; those that run may end."""
         with self._lock:
             self._closed = True
             links = list(self._links.values())
             self._links.clear()
         for link in links:
             link.close()
-
-
-log = logging.getLogger(__name__)
-log.addFilter(LogRate())
-
-THREADS_MAX = 32  # beside those that ask
-FETCHED_NBYTES = 64 << 20  # of one member at a time: what has come by then is there, whatever becomes of the rest
 
 
 class RemotePages(LowerTier):

@@ -45,11 +45,11 @@ class Read:
         self._end = end
 
     def page(self, files: PageFiles, place: DiskLocation, slot: memoryview, page_nbytes: int) -> bytes:
-        """Fills the slot; the leaves of the page, none if it can not be there. Raises OSError."""
+        """Fill the slot and return the leaves of the page, none if it can not be there. Raises OSError."""
         return leaves(slot[:page_nbytes]) if self._pieces(files, place, 0, slot) else b""
 
     def parts(self, files: PageFiles, place: DiskLocation, slot: memoryview, parts: PartialPage, known: bytes) -> bytes:
-        """Fills the slot with parts of a page. The leaves of the page, those of other parts as they are `known`."""
+        """Fill the slot with parts of a page. Return its leaves, those of other parts as they are `known`."""
         at, found = 0, bytearray(known)
         for start, end in parts.runs:
             if not self._pieces(files, place, start, slot[at : at + end - start]):
@@ -63,7 +63,7 @@ class Read:
         return bytes(found)
 
     def leaves(self, files: PageFiles, place: DiskLocation, page_nbytes: int) -> bytes:
-        """The same of a page that nobody wants but for that."""
+        """Return the leaves of a page that is read only to be verified."""
         end, found = slot_nbytes(page_nbytes), Leaves(page_nbytes)
         memory = memoryview(mmap.mmap(-1, min(end, VERIFIED_NBYTES)))  # page-aligned, as O_DIRECT needs it
         for start in range(0, end, VERIFIED_NBYTES):
@@ -80,7 +80,7 @@ class Read:
         )
 
     def _piece(self, files: PageFiles, place: DiskLocation, start: int, view: memoryview) -> bool:
-        """What lies from `start` on in the page's slot, plain."""
+        """Read what lies from `start` on in the page's slot, and decrypt it."""
         self._begin(self)
         found = files.read(place.offset + start, view)
         self._end(self)
@@ -236,7 +236,7 @@ class Reading:
             self._counters.nbytes_read += page.namespace.page_nbytes
 
     def _quarantine(self, record: int, digest: bytes, prefix_hash: bytes) -> None:
-        """A page whose bytes are not what was written: counted, logged, forgotten; never returned."""
+        """Count, log and forget a page whose bytes are not what was written."""
         self._counters.pages_corrupt += 1
         log.error("page %s of namespace %s is damaged on disk; dropped", short(prefix_hash), digest.hex())
         if self._records.can_be_found(record):
@@ -245,7 +245,7 @@ class Reading:
     # ---- verify --------------------------------------------------------------------------
 
     def borrow(self, row: PageRow) -> Borrowed | None:
-        """The page of a row, in use until `verify`; None if the row is of a page that was there before."""
+        """Return the page of a row, in use until `verify`; None if the row is of an earlier page."""
         with self._lock:
             space = self._index.spaces.values.get(row.namespace)
             record = self._find(space.digest, row.prefix_hash) if space is not None else 0
@@ -254,13 +254,13 @@ class Reading:
             return self._index.borrow(record, row.namespace, row.prefix_hash)
 
     def borrow_page(self, digest: bytes, prefix_hash: bytes) -> Borrowed | None:
-        """The same of a key; None if it is not on disk."""
+        """Return the page of a key, in use until `verify`; None if it is not on disk."""
         with self._lock:
             record = self._find(digest, prefix_hash)
             return self._index.borrow(record, self._index.spaces.known(digest), prefix_hash) if record else None
 
     def verify(self, borrowed: Borrowed) -> bool:
-        """Reads a page; drops it if it is damaged. Ends the use of the record. Raises OSError if it can not be read."""
+        """Read a page, and drop it if it is damaged. End the use of the record. Raises OSError."""
         record, space, prefix_hash, place, expected = borrowed
         with self._reads.of(record) as read:
             try:

@@ -101,7 +101,7 @@ class DiskTier(LocalTier):
     # ---- find ----------------------------------------------------------------------------
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Which of the pages can be had: of those on disk none while a read hangs."""
+        """Return which of the pages can be had: none while a read hangs."""
         return [False] * len(prefix_hashes) if self.reading.hang else self._on_disk(digest, prefix_hashes)
 
     def _on_disk(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
@@ -114,13 +114,13 @@ class DiskTier(LocalTier):
         return 0 if self.poisoned else self._index.find(digest, prefix_hash, self._clock_s())
 
     def safe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Which of the pages are on disk and survive power loss."""
+        """Return which of the pages are on disk and survive power loss."""
         with self._lock:
             records = [self._find(digest, prefix_hash) for prefix_hash in prefix_hashes]
             return [record > 0 and self._index.medium.is_safe(record) for record in records]
 
     def touch(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None:
-        """Tail first, as the RAM tier does."""
+        """Note a use of the pages, tail first, as the RAM tier does."""
         now_s = self._clock_s()
         with self._lock:
             for prefix_hash in reversed(prefix_hashes):
@@ -142,7 +142,7 @@ class DiskTier(LocalTier):
                 yield prefix_hash
 
     def _pages(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Rows as far as they can be read. Raises Exhausted if the disk hangs."""
+        """Yield rows as far as they can be read. Raises Exhausted if the disk hangs."""
         try:
             yield from self.rows.pages(start)
         except OSError as error:
@@ -204,7 +204,7 @@ class DiskTier(LocalTier):
             return [record > 0 for record in records]
 
     def remove_namespace(self, digest: bytes) -> int:
-        """Forgets every page of a namespace; how many. Not in one go: others are served meanwhile."""
+        """Forget every page of a namespace, and return how many. Others are served meanwhile."""
         removed, first = 0, 1
         while first < self.records.number_end:
             with self._lock:
@@ -230,7 +230,7 @@ class DiskTier(LocalTier):
             return Dropped(len(there), self.rows.purge(rows))
 
     def spaces_of(self, tenant: str) -> list[bytes]:
-        """Digests of the namespaces of a tenant."""
+        """Return the digests of the namespaces of a tenant."""
         with self._lock:
             return [value.digest for value in self._index.spaces.values.values() if value.tenant == tenant]
 
@@ -243,7 +243,7 @@ class DiskTier(LocalTier):
             return self._index.pin(digest, prefix_hashes, ttl_s, self._clock_s())
 
     def has_room(self, space: Space) -> bool:
-        """Whether a page of this namespace can be stored without evicting another."""
+        """Return whether a page of this namespace can be stored without evicting another."""
         with self._lock:
             if self.records.accounts.of(space.value.tenant).full_for(space.slot_nbytes):
                 return False
@@ -292,7 +292,7 @@ class DiskTier(LocalTier):
         return True
 
     def store(self, pages: Sequence[Page]) -> None:
-        """Writes pages and their rows, and deletes the rows of what is gone. Raises OSError."""
+        """Write pages and their rows, and delete the rows of removed pages. Raises OSError."""
         with self._io:
             self._store(pages)
 
@@ -330,7 +330,7 @@ class DiskTier(LocalTier):
                 self._view(page.offset + end, slot_nbytes - end)[:] = bytes(slot_nbytes - end)
 
     def _write_rows(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> list[bytes]:
-        """Of the last batch, the keys of pages' rows that it deleted. Those before it only delete."""
+        """Write rows in batches, of which all but the last only delete. Return keys of pages that the last deleted."""
         while True:
             with self._lock:
                 batch = self._index.take_batch(reserved, now_s)
@@ -348,12 +348,12 @@ class DiskTier(LocalTier):
 
     @property
     def gone_count(self) -> int:
-        """Rows that wait for their deletion."""
+        """How many rows wait for their deletion."""
         return self._index.gone.count
 
     @property
     def unsafe_count(self) -> int:
-        """Pages that were stored and would not survive power loss."""
+        """How many pages were stored and would not survive power loss."""
         return self._index.medium.unsafe_count
 
     @property
@@ -394,7 +394,7 @@ class DiskTier(LocalTier):
         self.on_health(False)
 
     def blame(self, doing: str, error: BaseException) -> None:
-        """An error of the disk stops the tier. What the node itself has run out of does not."""
+        """Stop the tier for an error of the disk, but not for what the node itself has run out of."""
         if is_shortage(error):
             self._shortages.tell(doing, error)
         elif isinstance(error, OSError):
@@ -404,13 +404,13 @@ class DiskTier(LocalTier):
             self.poison(f"internal error: {error!r}")
 
     def tend(self) -> None:
-        """Looks whether whoever works on the disk is still there: the writer does it when it is idle."""
+        """Check that the disk's I/O process is still there. The writer does it when it is idle."""
         trouble = self._directory.trouble()
         if trouble:
             self.poison(trouble)
 
     def recover(self) -> None:
-        """Believes in the disk again, after a trial. Raises OSError, and stays poisoned, if it fails."""
+        """Use the disk again, after a trial. Raises OSError, and stays poisoned, if it fails."""
         if not self._restored:  # a page might be put where one lies that is not known
             raise OSError("the rows could not be read at the start; restart the node")
         if not self._io.acquire(timeout=RECOVER_WAIT_S):
@@ -424,7 +424,7 @@ class DiskTier(LocalTier):
         self.on_health(True)
 
     def _recover(self) -> int:
-        """How many pages were forgotten, because they may not have reached the disk."""
+        """Return how many pages were forgotten, because they may not have reached the disk."""
         if self._directory.trouble():
             with self._lock:
                 self._index.medium.fail_sync()  # who would have synced is gone
@@ -440,7 +440,7 @@ class DiskTier(LocalTier):
     # ---- tell ----------------------------------------------------------------------------
 
     def uses(self) -> dict[str, Use]:
-        """What each tenant has here."""
+        """Return what each tenant has on disk."""
         with self._lock:
             return {account.tenant: account.use() for account in self.records.accounts.all()}
 
@@ -448,10 +448,10 @@ class DiskTier(LocalTier):
         return self._index.spaces.counts[self._index.spaces.known(digest)]
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violations of what must always hold; empty if all is well."""
         with self._lock:
             return self.records.check()
 
     def close(self) -> None:
-        """Raises OSError if the rows can not be closed; all else is closed all the same."""
+        """Close the directory. Raises OSError if the rows can not be closed; all else is closed all the same."""
         self._directory.close()

@@ -26,14 +26,22 @@ from node.disk.page_table import DiskCounters
 from node.memory.page import Page, Space, State
 from node.memory.tier import RamTier
 
-# Pages that wait until RAM has turned over before they go to a disk that is full.
+log = logging.getLogger(__name__)
 
-SIFTED = 4  # looked at for each that comes
+BATCH_PAGES_MAX = 256  # rows that appear together
+BATCH_NBYTES_MAX = 16 << 20  # page bytes that are held until then
+LATER_SHARE = 0.5  # the rest is the time to write a page before RAM evicts it
+IDLE_S = 0.2  # without work for so long, it deletes rows of forgotten pages and syncs
+LATER_PAGES = 1024  # may wait that RAM has evicted already
+GONE_S = 0.2  # between two looks at whether somebody still waits for a flush
+SIFTED = 4  # deferred pages looked at for each that comes
 
 
 class DeferredWrites:
-    """In the order in which they came, each with when it is due. Those that RAM has evicted meanwhile are sifted
-    out, a few with each that comes, so that no call takes longer the more there are. Not thread-safe.
+    """Pages that wait until RAM has turned over before they go to a full disk, in the order in which they came.
+
+    Each has a time when it is due. Those that RAM has evicted meanwhile are sifted out, a few with each that comes, so
+    that no call takes longer the more there are. Not thread-safe.
 
         sifted: oldest ... | pages: not looked at in this round ... newest
     """
@@ -46,7 +54,7 @@ class DeferredWrites:
         return len(self._sifted) + len(self._pages)
 
     def add(self, due: int, page: Page, count_max: int) -> None:
-        """`due`: no less than that of the one before. From `count_max` pages on it looks for evicted ones."""
+        """Add a page, due no sooner than the one before. From `count_max` pages on, look for evicted ones."""
         self._pages.append((due, page))
         if len(self) > count_max:
             for _ in range(SIFTED):
@@ -61,21 +69,11 @@ class DeferredWrites:
                 self._sifted.append(entry)
 
     def first(self) -> tuple[int, Page]:
-        """(due, page). Raises IndexError if there is none."""
+        """Return when the first is due, and the page. Raises IndexError if there is none."""
         return (self._sifted or self._pages)[0]
 
     def pop(self) -> Page:
         return (self._sifted or self._pages).popleft()[1]
-
-
-log = logging.getLogger(__name__)
-
-BATCH_PAGES_MAX = 256  # rows that appear together
-BATCH_NBYTES_MAX = 16 << 20  # page bytes that are held until then
-LATER_SHARE = 0.5  # the rest is the time to write a page before RAM evicts it
-IDLE_S = 0.2  # without work for so long, it deletes rows of forgotten pages and syncs
-LATER_PAGES = 1024  # may wait that RAM has evicted already
-GONE_S = 0.2  # between two looks at whether somebody still waits for a flush
 
 
 class _Barrier:
@@ -120,14 +118,16 @@ class DiskWriter:
         self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
 
     def start(self, tier: RamTier) -> None:
-        """`tier` is the one whose pages are offered."""
+        """Start the thread. `tier` is the one whose pages are offered."""
         self._tier = tier
         self._later_nbytes = int(tier.slots.region_nbytes * LATER_SHARE)
         self._thread.start()
 
     def offer(self, pages: Sequence[Page], urgent: bool) -> int:
-        """How many of the pages, from the first on, were taken into the queue; it may come back for
-        the others later, unless they are `urgent`. Never waits."""
+        """Return how many of the pages, from the first on, were taken into the queue. Never waits.
+
+        It may come back for the others later, unless they are `urgent`.
+        """
         if self._is_stopped() or self._stopping:
             self._counters.pages_refused += 0 if urgent else len(pages)
             return 0
@@ -151,7 +151,7 @@ class DiskWriter:
         return taken
 
     def _fits(self, space: Space) -> bool:
-        """One page is always taken, or a large one would never be."""
+        """Return whether a page fits. One is always taken, or a large one would never be."""
         nbytes, theirs = space.slot_nbytes, self._queued[space.value.tenant]
         left = self._queue_nbytes_max - self.queue_nbytes - nbytes
         if self._tier.eviction.order.accounts.any_limited:
@@ -166,12 +166,12 @@ class DiskWriter:
             del self._queued[tenant]
 
     def wait_room(self, space: Space, timeout_s: float) -> bool:
-        """Until the queue takes a page of this namespace."""
+        """Wait until the queue takes a page of this namespace."""
         with self._changed:
             return self._changed.wait_for(lambda: self._fits(space), timeout_s)
 
     def flush(self, timeout_s: float, gone: Callable[[], bool] = lambda: False) -> bool:
-        """Until everything offered before is on the medium; False if it took longer or failed, or who wanted it is
+        """Wait until all that was offered before is on the medium. False: it took longer, failed, or the caller is
         `gone`."""
         end = time.monotonic() + timeout_s
         barrier = self._join()
@@ -185,7 +185,7 @@ class DiskWriter:
                 barrier.waiters -= 1
 
     def _join(self) -> _Barrier:
-        """The barrier behind all that was offered. As long as it is in the queue, the sync for it has not begun."""
+        """Return the barrier behind all that was offered. While it is in the queue, its sync has not begun."""
         with self._changed:
             last = self._queue[-1] if self._queue else None
             barrier = last if isinstance(last, _Barrier) else _Barrier()
@@ -196,7 +196,7 @@ class DiskWriter:
             return barrier
 
     def stop(self, timeout_s: float) -> bool:
-        """Writes and syncs what is queued, then ends the thread: all of it in `timeout_s`."""
+        """Write and sync what is queued, then end the thread: all of it in `timeout_s`."""
         end = time.monotonic() + timeout_s
         flushed = self.flush(timeout_s)
         with self._changed:
@@ -222,7 +222,7 @@ class DiskWriter:
                 self._done(pages, barrier)
 
     def _next(self) -> tuple[list[Page], _Barrier | None]:
-        """The next pages, up to a barrier that somebody waits at; nothing after IDLE_S without work."""
+        """Return the next pages, up to a barrier that somebody waits at; nothing after IDLE_S without work."""
         pages = self._due()
         if pages:
             return pages, None
@@ -239,7 +239,7 @@ class DiskWriter:
         return pages, None
 
     def _due(self) -> list[Page]:
-        """Pages whose time has come, now held and counted as queued; those that are gone are left out."""
+        """Return pages that are due, now held and counted as queued; those that are gone are left out."""
         pages: list[Page] = []
         with self._changed:
             room_nbytes = self._queue_nbytes_max - self.queue_nbytes

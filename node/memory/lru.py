@@ -43,12 +43,12 @@ class HeldEntries(Generic[T]):
         return len(self._numbers)
 
     def put(self, thing: T) -> None:
-        """The oldest of all may not go now."""
+        """Set aside the oldest of all, which may not be evicted now."""
         self._number += 1
         self._numbers[thing] = self._number
 
     def give_back(self, thing: T) -> bool:
-        """It may go again. False if it was not put aside."""
+        """Let a page be evicted again. Return False if it was not set aside."""
         number = self._numbers.get(thing, 0)
         if number <= 0:
             return False
@@ -57,7 +57,7 @@ class HeldEntries(Generic[T]):
         return True
 
     def discard(self, thing: T) -> bool:
-        """It has a place elsewhere, or is gone. False if it was not put aside."""
+        """Forget a page that is in the order again, or gone. Return False if it was not set aside."""
         return self._numbers.pop(thing, None) is not None
 
     def oldest(self, may_go: Callable[[T], bool], looked_at: Callable[[], bool]) -> T | None:
@@ -76,7 +76,7 @@ class HeldEntries(Generic[T]):
         return None
 
     def check(self, may_go: Callable[[T], bool]) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violations of what must always hold; empty if all is well."""
         returned = {(-number, thing) for number, thing in self._returned}
         wrong = []
         for thing, number in self._numbers.items():
@@ -140,7 +140,7 @@ class LruList:
         newest.newer = root.older = page
 
     def oldest(self, turn: StepBudget) -> Page | None:
-        """The oldest page that nobody holds. None: there is none, or the turn is over."""
+        """Return the oldest page that nobody holds; None: there is none, or the slice is over."""
         if self._aside and (page := self._aside.oldest(_may_go, turn.take)) is not None:
             return page
         root = self._root
@@ -155,11 +155,11 @@ class LruList:
         return None
 
     def give_back(self, page: Page) -> bool:
-        """The last reader of a page is done. Whether it was aside, and may be the oldest now."""
+        """End the use of a page by its last reader. Return whether it was aside, and may be the oldest now."""
         return self._aside.give_back(page)
 
     def oldest_first(self) -> Iterator[Page]:
-        """All but those aside. The page being visited may be unlinked; no other change is allowed meanwhile."""
+        """Yield all pages but those aside. Meanwhile only the page being visited may be unlinked."""
         page = self._root.newer
         while page is not self._root:
             assert page is not None
@@ -168,14 +168,14 @@ class LruList:
             page = following
 
     def pages(self) -> list[Page]:
-        """All of them; those aside first, in no order."""
+        """Return all pages; those aside first, in no order."""
         return [*self._aside, *self.oldest_first()]
 
     def __contains__(self, page: Page) -> bool:
         return page.newer is not None or page in self._aside
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violations of what must always hold; empty if all is well."""
         pages = self.pages()
         wrong = [] if len(pages) == self.count else [f"{len(pages)} pages, {self.count} counted"]
         return wrong + self._aside.check(_may_go)
@@ -189,5 +189,5 @@ COPIES_FIRST_MS = 1 << 62  # so much older a copy counts than it is
 
 
 def rank_ms(page: Page) -> int:
-    """By which pages of different sizes are compared."""
+    """Return the number by which pages of different sizes are compared."""
     return page.used_ms - COPIES_FIRST_MS if page.is_copy else page.used_ms

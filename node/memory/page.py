@@ -31,7 +31,7 @@ class MissReasons:
         self._gone: dict[int, str] = {}  # a generation on its way out: freed bit by bit, not at once
 
     def remember(self, digest: bytes, prefix_hash: bytes, reason: str) -> None:
-        """`reason`: 'evicted', 'removed', 'expired' or 'corrupt'."""
+        """Remember why a page left: 'evicted', 'removed', 'expired' or 'corrupt'."""
         if len(self._new) >= self._count_max:
             self._new, self._old, self._gone = {}, self._new, self._old
         if self._gone:
@@ -40,7 +40,7 @@ class MissReasons:
         self._new[hash(digest) ^ hash(prefix_hash)] = reason
 
     def forget(self) -> None:
-        """All of them."""
+        """Forget all reasons."""
         self._new, self._old, self._gone = {}, {}, {}
 
     def reasons(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> dict[str, int]:
@@ -87,13 +87,13 @@ class Counters:
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def count_put(self, exists: int, busy: int, full: int) -> None:
-        """Pages of a put that are not to be written."""
+        """Count pages of a put that are not to be written."""
         self.pages_put_exists += exists
         self.pages_put_busy += busy
         self.pages_put_full += full
 
     def count_get(self, hits: int, misses: int, wanted_nbytes: int) -> None:
-        """Pages of a get; `wanted_nbytes` of each hit."""
+        """Count pages of a get, and `wanted_nbytes` of each hit."""
         self.pages_got += hits
         self.nbytes_got += hits * wanted_nbytes
         self.pages_get_missed += misses
@@ -201,7 +201,7 @@ class NamespaceIndex:
         self._peak_count = max(self._peak_count, len(self.pages))
 
     def drop(self, page: Page) -> None:
-        """A dict never gets smaller by itself, so what has become small gets a new one."""
+        """Take a page out. A dict never shrinks by itself, so a small namespace gets a new one."""
         del self.pages[page.prefix_hash]
         if len(self.pages) * SHRUNK < self._peak_count and (not self.pages or self._peak_count > PAGES_SMALL):
             self.pages = dict(self.pages)
@@ -307,7 +307,7 @@ class Namespaces:
     def _make_room(
         self, new: NamespaceIndex, there: list[NamespaceIndex], count_max: int, nbytes_max: int, whose: str
     ) -> None:
-        """Forgets empty namespaces of those, first opened first, until one more fits."""
+        """Forget empty namespaces of those, first opened first, until one more fits."""
         described = new.described_nbytes + sum(index.described_nbytes for index in there)
         count = len(there) + 1
         for index in there:
@@ -334,7 +334,7 @@ class Namespaces:
         return index
 
     def close(self, digest: bytes) -> bool:
-        """Forgets an empty namespace; False if it has pages, or is busy."""
+        """Forget an empty namespace. Return False if it has pages, or is busy."""
         index = self._by_digest.get(digest)
         if index is None or not self._is_empty(index):
             return index is None
@@ -372,12 +372,12 @@ class Reservation:
     is_full: bool = False  # there is no room for one more
 
     def write(self, pages: Sequence[Page]) -> None:
-        """The next keys are those of new pages, some of `pages`."""
+        """Add the verdicts of the next keys, which are those of new pages."""
         self.verdicts += [PutStatus.WRITE] * len(pages)
         self.chain += pages
 
     def refuse(self, page: Page | None, is_below: bool) -> None:
-        """The next key is stored already, in RAM or only below, is being written, or has no room."""
+        """Add the verdict of the next key: stored in RAM or only below, being written, or without room."""
         if page is None:
             self.verdicts.append(PutStatus.EXISTS if is_below else PutStatus.FULL)
         elif page.state is State.VISIBLE:
@@ -387,12 +387,12 @@ class Reservation:
             self.verdicts.append(PutStatus.BUSY)
 
     def count(self) -> None:
-        """Tells the namespace's counters what is not to be written."""
+        """Count the pages that are not to be written."""
         refused = map(self.verdicts.count, (PutStatus.EXISTS, PutStatus.BUSY, PutStatus.FULL))
         self.namespace.counters.count_put(*refused)
 
     def count_stored(self) -> None:
-        """Tells them what was written."""
+        """Count the pages that were written."""
         counters = self.namespace.counters
         counters.pages_put += len(self.pages)
         counters.nbytes_put += len(self.pages) * self.namespace.page_nbytes

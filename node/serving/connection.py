@@ -105,7 +105,7 @@ def _open() -> int:
 
 
 def allow_descriptors(count: int) -> None:
-    """Lets this process open so many more than it may now, as far as that is its own decision."""
+    """Let this process open `count` more descriptors than it may now, as far as it may decide that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= PLENTY:
         return
@@ -123,14 +123,14 @@ Transfer = Callable[[Session, Any], None]
 
 
 class Door(Protocol):
-    """By which a connection came, and which is told what it does."""
+    """The server that accepted a connection, which is told when it is busy."""
 
     def begin(self, connection: "Connection") -> bool:
-        """A request was received. False: the server stops, or this connection had to leave, and the request belongs to
-        nothing that was begun before."""
+        """Note that a request was received. False: the server stops, or this connection had to leave, and the request
+        belongs to nothing that was begun before."""
 
     def done(self, connection: "Connection") -> bool:
-        """What was begun is finished. False: the server stops, wait for nothing more."""
+        """Note that what was begun is finished. False: the server stops, wait for nothing more."""
 
     def change_share(self, connection: "Connection") -> None:
         """It is known now, and counts to another share from here on. Raises Exhausted."""
@@ -169,12 +169,12 @@ class Connection(abc.ABC):
         """Return what serves requests of this operation, because they move pages; None if it moves none."""
 
     def greet(self) -> tuple[bytes, int]:
-        """The first frame. It has the time that was armed, all of it together."""
+        """Receive the first frame, in the time that was armed."""
         return self.socket.recv_frame(self.first_nbytes_max)
 
     @property
     def first_nbytes_max(self) -> int:
-        """Of who is not known yet: a hello."""
+        """The size limit of the first frame: a hello's for clients that are not authenticated yet."""
         return MESSAGE_NBYTES_MAX if self.service.gate.access.open else HELLO_NBYTES_MAX
 
     @property
@@ -183,11 +183,11 @@ class Connection(abc.ABC):
         return None
 
     def refusal(self, principal: Principal) -> str:
-        """Why who is known is not let in here; empty: he is."""
+        """Return why an authenticated client is refused here; empty if it is not."""
         return ""
 
     def _identify(self, server: Door, op: str, request: Any) -> None:
-        """By the token of its hello, or its certificate. Raises Unauthenticated."""
+        """Authenticate the client by the token of its hello, or its certificate. Raises Unauthenticated."""
         gate = self.service.gate
         if gate.access.open:
             return
@@ -213,11 +213,11 @@ class Connection(abc.ABC):
             server.change_share(self)
 
     def unfinished(self, session: Session) -> bool:
-        """Whether the client is between two requests that belong together."""
+        """Return whether the client is between two requests that belong together."""
         return False
 
     def abandoned(self) -> bool:
-        """Asked now and then while the client says nothing."""
+        """Return whether to close the connection. Called now and then while the client sends nothing."""
         return False
 
     def end(self, session: Session) -> None:
@@ -230,7 +230,7 @@ class Connection(abc.ABC):
     # ---- the loop ------------------------------------------------------------------------
 
     def serve(self, server: Door) -> None:
-        """Until the client closes (ConnectionError), stalls (TimeoutError) or breaks the protocol."""
+        """Serve until the client closes (ConnectionError), stalls (TimeoutError) or breaks the protocol."""
         with self.refusing():
             self.socket.arm(REQUEST_S_MAX)
             first = self.parse(*self.greet())
@@ -261,15 +261,14 @@ class Connection(abc.ABC):
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Around the receiving of frames: what ends a connection is said before, such as a broken rule, or a
-        request for which there is no memory."""
+        """Report to the client what ends the connection while frames are received, such as a broken rule."""
         try:
             yield
         except (KVStoreError, OSError) as error:
             raise self.told(error) from error
 
     def told(self, error: KVStoreError | OSError) -> OSError:
-        """What the connection ends with, said to the client if it is not the client's going."""
+        """Return the error to close the connection with, after reporting it to the client."""
         if isinstance(error, KVStoreError):
             self.send_error(error, last=True)
             return ConnectionAbortedError(str(error))
@@ -346,7 +345,7 @@ class Connection(abc.ABC):
             turns.end(peer)
 
     def _admit(self, header_nbytes: int) -> None:
-        """A large request is refused before it is received, if too many are."""
+        """Refuse a large request before it is received, if there are too many."""
         if header_nbytes > REQUEST_NBYTES_FREE:
             taken = self.service.forms.take(self.peer, header_nbytes)
             self._request_peer, self._request_nbytes = self.peer, self._request_nbytes + taken
@@ -386,28 +385,28 @@ class Connection(abc.ABC):
         self.socket.send_frame(pb.BulkReply(**{op: reply}).SerializeToString())
 
     def send_error(self, error: KVStoreError, last: bool = False) -> None:
-        """`last`: the connection ends with it."""
+        """Send an error. `last`: the connection ends with it."""
         self.send("error", message_of(error, last))
 
     def say_last(self, error: KVStoreError) -> None:
-        """Why this ends, to a client that may not be listening any more."""
+        """Send why this ends to a client that may not be listening any more."""
         with contextlib.suppress(OSError):
             self.socket.arm(SAY_LAST_S)
             self.socket.send_frame(pb.BulkReply(error=message_of(error, last=True)).SerializeToString())
 
 
 def ready(fd: int | socket.socket, events: int) -> bool:
-    """Whether one of these events of `poll` is there now. (`select` takes no descriptor above 1,023.)"""
+    """Return whether one of these events of `poll` is there now. (`select` takes no descriptor above 1,023.)"""
     asked = select.poll()
     asked.register(fd, events)
     return bool(asked.poll(0))
 
 
 def caller_at(sock: socket.socket, peer: str, wire: str) -> Caller:
-    """Who has hung up is gone, also behind bytes that nobody has received yet."""
+    """Return the caller at a socket. It is gone when it has hung up, also behind bytes not received yet."""
     return Caller(peer, lambda: ready(sock, select.POLLRDHUP), wire=wire)
 
 
 def message_of(error: KVStoreError, last: bool = False) -> pb.Error:
-    """`last`: the connection ends with it."""
+    """Return the message of an error. `last`: the connection ends with it."""
     return pb.Error(code=status_code(error), message=str(error), last=last)

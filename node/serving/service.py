@@ -125,7 +125,7 @@ class Service:
         }
 
     def call(self, op: str, request: Any, caller: Caller) -> Any:
-        """The reply to a unary request; `op` is its field's name in BulkRequest."""
+        """Return the reply to a unary request. `op` is its field's name in BulkRequest."""
         with _Edge(op):
             principal = self.gate.admit(op, request, caller)
             if op != "hello":
@@ -143,7 +143,7 @@ class Service:
     # ---- transfers -----------------------------------------------------------------------
 
     def begin_put(self, session: Session, request: pb.PutRequest) -> tuple[pb.PutReply, list[memoryview]]:
-        """Reserves; returns verdicts and, for each WRITE, the memory that takes the page."""
+        """Reserve slots. Return verdicts and, for each WRITE, the memory that takes the page."""
         with _Edge("put", session.abort):
             principal = self.gate.admit("put", request, session.caller)
             self.tenants.begin(principal, request)
@@ -168,7 +168,7 @@ class Service:
             return pb.PutReply(verdicts=verdicts), self._arena.views(offsets, page_nbytes)
 
     def commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
-        """The bytes are in place: makes the pages visible. An invalid commit aborts the put."""
+        """Make pages visible whose bytes are in place. An invalid commit aborts the put."""
         with _Edge("commit", session.abort):
             pages, put, leaves = session.reserved, session.put_request, request.leaves[:]
             wanted = len(pages)
@@ -184,7 +184,7 @@ class Service:
             return pb.CommitReply(stored=stored)
 
     def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
-        """Holds the pages until `session.release`; returns hits and how much memory to send, and which."""
+        """Hold the pages until `session.release`. Return how many bytes to send, the reply, and the memory."""
         with _Edge("get", session.release):
             began_ns = monotonic_ns()
             principal = self.gate.admit("get", request, session.caller)

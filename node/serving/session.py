@@ -21,18 +21,24 @@ from node.serving.limits import NO_CHARGE, Budget, Charge, cap
 from node.serving.request_metrics import DISK, PEER, RAM, RequestMetrics
 from node.serving.tenants import Tenants
 
-# The bytes of held pages: where ranges of them are in the arena, and whether they are intact.
+# Expiry times are kept in 32 bits of seconds since the epoch; a page may be forgotten sooner.
+TTL_S_MAX = 10 * 366 * 24 * 3600
+# Processes may hold the same pages, so that all together may count more than there is.
+HOLDERS_MAX = 64
 
 
 class Content:
-    """Thread-safe. A page that does not match its checksum is dropped."""
+    """The bytes of held pages: where ranges of them are in the arena, and whether they are intact.
+
+    Thread-safe. A page that does not match its checksum is dropped.
+    """
 
     def __init__(self, arena: Arena, tier: RamTier) -> None:
         self._arena = arena
         self._tier = tier
 
     def views(self, pages: Sequence[Page], ranges: Sequence[Range]) -> Iterator[memoryview]:
-        """Of ranges of each page that are in its slot; without any, of all of it."""
+        """Return the memory of these ranges of each page; without any, of all of it."""
         if pages and not ranges:
             return iter(self._arena.views([page.offset for page in pages], pages[0].namespace.page_nbytes))
         return (
@@ -52,7 +58,7 @@ class Content:
     def checksums(
         self, pages: Sequence[Page], ranges: Sequence[Range], charge: Charge, check: Callable[[], None]
     ) -> dict[Page, bytes]:
-        """Of each page that is intact, once for a page however often it is asked for. `check` may raise in between."""
+        """Return a checksum of the ranges of each intact page. `check` may raise in between."""
         sums, wanted_nbytes = {}, sum(nbytes for _, nbytes in ranges)
         for page in dict.fromkeys(pages):
             check()
@@ -62,7 +68,7 @@ class Content:
         return sums
 
     def intact(self, page: Page, ranges: Sequence[Range] = ()) -> bool:
-        """Compares a page, or what has to do with `ranges` of it, with its checksum."""
+        """Compare a page, or the leaves that cover `ranges` of it, with its checksum."""
         view = self._arena.view(page.offset, page.namespace.page_nbytes)
         seed = page.namespace.seed(page.prefix_hash)
         if ranges and page.leaves:
@@ -83,7 +89,7 @@ def _checked_nbytes(page: Page, ranges: Sequence[Range]) -> int:
 
 
 def places(page: Page, ranges: Sequence[Range]) -> list[int]:
-    """Where in the arena each of the ranges begins."""
+    """Return where in the arena each of the ranges begins."""
     space = page.namespace
     if isinstance(space, PartialPage):
         return [page.offset + space.place(offset) for offset, _ in ranges]
@@ -91,23 +97,17 @@ def places(page: Page, ranges: Sequence[Range]) -> list[int]:
 
 
 def offsets_of(pages: Sequence[Page], ranges: Sequence[Range]) -> list[int]:
-    """The same of each page; without any ranges, where each page does."""
+    """Return where in the arena each of the ranges of each page begins; without any ranges, each page."""
     return [place for page in pages for place in places(page, ranges)] if ranges else [page.offset for page in pages]
 
 
 def ttls_ms(pages: Sequence[Page], clock_s: Callable[[], int]) -> list[int]:
-    """Until each page is forgotten, 0 without a time to live; nothing if none has one."""
+    """Return the time to live left of each page, 0 without one; nothing if none has one."""
     expiries_s = [page.expiry_s for page in pages]
     if not any(expiries_s):
         return []
     now_s = clock_s()
     return [max(1, expiry_s - now_s) * 1000 if expiry_s else 0 for expiry_s in expiries_s]
-
-
-# Expiry times are kept in 32 bits of seconds since the epoch; a page may be forgotten sooner.
-TTL_S_MAX = 10 * 366 * 24 * 3600
-# Processes may hold the same pages, so that all together may count more than there is.
-HOLDERS_MAX = 64
 
 
 class Session:
@@ -169,16 +169,16 @@ class Session:
 
     @property
     def reserved(self) -> list[Page]:
-        """Pages that wait for their bytes and the commit."""
+        """The pages that wait for their bytes and the commit."""
         return self._reservation.pages if self._reservation else []
 
     @property
     def held(self) -> list[Page]:
-        """Pages that are being read, or were to be."""
+        """The pages that are being read, or were to be."""
         return self._held
 
     def commit(self, leaves: Sequence[bytes], ttl_s: int) -> int:
-        """`leaves`: of each reserved page. Those of a page that has several stay, for reads of its parts."""
+        """Make the reserved pages visible. Each page's `leaves` stay if it has several, for reads of its parts."""
         assert self._reservation is not None
         pages = self._reservation.pages
         checksums = roots(leaves, self._reservation.namespace.digest, [page.prefix_hash for page in pages])
@@ -306,7 +306,7 @@ class Sessions:
         return session
 
     def hold(self, session: Session, nbytes: int) -> None:
-        """For its process and its tenant. Raises Exhausted."""
+        """Count bytes that a session holds to its process and its tenant. Raises Exhausted."""
         self.held.take(session.peer, nbytes)
         try:
             self.tenants.hold(session.tenant, nbytes)

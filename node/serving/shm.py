@@ -71,7 +71,7 @@ def listen_on(path: str, backlog: int) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """A node that was killed leaves its file behind; nobody listens on it any more."""
+    """Remove the file that a killed node left behind, on which nobody listens any more."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise FileExistsError(f"{path} is there and is no socket")
@@ -120,7 +120,7 @@ class ShmServer(ConnectionServer):
         )
 
     def wait_gone(self, connection: "ShmConnection", process_fd: int, pages: int) -> bool:
-        """Returns True when the process is gone, or False when this server stops."""
+        """Return True when the process is gone, or False when this server stops."""
         with self._lock:
             self._orphan_pages[connection] = pages
         try:
@@ -133,7 +133,7 @@ class ShmServer(ConnectionServer):
                 del self._orphan_pages[connection]
 
     def stop(self, drain_s: float) -> None:
-        """As the base class; slots of processes that may still write are not waited for."""
+        """Stop as the base class does; slots of processes that may still write are not waited for."""
         with contextlib.suppress(FileNotFoundError):  # somebody was quicker
             os.unlink(self.path)  # while we listen, nobody else can have put a socket of his there
         os.eventfd_write(self._stop_fd, 1)
@@ -156,7 +156,7 @@ class ShmConnection(Connection):
         self._process_fd: int | None = None
 
     def greet(self) -> tuple[bytes, int]:
-        """The first request brings a pidfd along."""
+        """Receive the first request, which brings a pidfd along."""
         header, payload_nbytes, self._process_fd = self.socket.recv_frame_with(self.first_nbytes_max)
         peer = self.socket.peer
         if peer.uid not in (os.geteuid(), 0):
@@ -219,7 +219,7 @@ class ShmConnection(Connection):
         return bool(session.reserved or session.held)
 
     def abandoned(self) -> bool:
-        """Whether the process is gone though its socket is open: a child that it forked has it, too."""
+        """Return whether the process is gone though its socket is open, because a forked child has it, too."""
         assert self._process_fd is not None
         return ready(self._process_fd, select.POLLIN)
 
