@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 HANGS_S = 2.0  # a read of a piece takes milliseconds, and on a disk with much to do tenths of a second
 PIECE_NBYTES = 4 << 20  # at once into a slot: larger ones are hardly faster
+FOUND_AT_ONCE = 256  # keys looked up under one lock, for which others may wait who have the RAM tier's
 VERIFIED_NBYTES = 1 << 20  # at once beside the arena: all the memory that a verify takes
 
 
@@ -166,12 +167,20 @@ class Reading:
         """Return records of the pages that are here. Their slots stay as they are until `read` or `end`."""
         if self.hang:
             return {}
-        with self._lock:
-            records = {h: record for h in prefix_hashes if (record := self._find(digest, h))}
-            for record in records.values():
-                self._records.begin_use(record)
-                self._places[record] = self._index.place(record)
-            return records
+        found: dict[bytes, int] = {}
+        try:
+            for start in range(0, len(prefix_hashes), FOUND_AT_ONCE):
+                with self._lock:
+                    for prefix_hash in prefix_hashes[start : start + FOUND_AT_ONCE]:
+                        if record := self._find(digest, prefix_hash):
+                            self._records.begin_use(record)
+                            found[prefix_hash] = record
+                            self._places[record] = self._index.place(record)
+        except BaseException:  # a caller who is never told of them can not give them back
+            for record in found.values():
+                self.end(record)
+            raise
+        return found
 
     def is_there(self, record: int) -> bool:
         """Return whether a record that is in use is still a page's."""

@@ -147,7 +147,7 @@ class Promotion:
 
         `near`: the time of a request that wants pages of other members, too.
         """
-        deadline = Deadline(FIND_SHARE * (near.seconds if near else LOAD_S_MAX))
+        deadline = Deadline(FIND_SHARE * (_left_s(near) if near else LOAD_S_MAX))
         tiers = self._lower()
         found: dict[bytes, Source] = {}
         try:

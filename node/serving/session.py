@@ -230,15 +230,15 @@ class Session:
     def _load(self, acquired: Acquired) -> list[Page | None]:
         """Read what lower tiers have, and wait for what other sessions read."""
         promotion = self._tier.promotion
-        self.tier = PEER if PEER in promotion.tiers_of(acquired) else DISK
-        spaces = [load.page.namespace for load in acquired.loads]
-        self.charge.add_processed(sum(min(space.page_nbytes, space.slot_nbytes) for space in spaces))
         with contextlib.ExitStack() as stack:
             try:
+                self.tier = PEER if PEER in promotion.tiers_of(acquired) else DISK
+                spaces = [load.page.namespace for load in acquired.loads]
+                self.charge.add_processed(sum(min(space.page_nbytes, space.slot_nbytes) for space in spaces))
                 stack.enter_context(self.loading())
                 stack.enter_context(self._sessions.traffic.waiting(self.tier))
                 stack.enter_context(span("kvstore.load", tier=self.tier))
-            except Exhausted:
+            except BaseException:  # or others would wait for these pages
                 promotion.cancel(acquired)
                 raise
             pages = promotion.read(acquired, self.gone)
