@@ -198,8 +198,10 @@ class Service:
                 what = f"{len(asked)} ranges of {len(hashes)} keys"
                 raise InvalidRequest(f"{what} are more than {GET_PIECES_MAX} pieces; split the batch")
             ranges = [(part.offset, part.nbytes) for part in asked] if asked else []
-            check_ranges(ranges, page_nbytes)
-            wanted_nbytes = sum(nbytes for _, nbytes in ranges) if ranges else page_nbytes
+            wanted_nbytes = page_nbytes
+            if ranges:
+                check_ranges(ranges, page_nbytes)
+                wanted_nbytes = sum(nbytes for _, nbytes in ranges)
             self._check_nbytes(len(hashes) * wanted_nbytes)
             if ranges:
                 self._check_nbytes(len(set(hashes)) * hashed_nbytes(page_nbytes, ranges), "checks")
