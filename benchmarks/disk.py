@@ -4,7 +4,7 @@
               on preallocated files in the same directory, `O_DIRECT` where it works: no rows, no
               eviction, no checksum
     tier      the node's disk tier in this process and its keeper: `store` in batches as its writer thread
-              makes them (slot, bytes, row), `begin_read` and `read` with verification of every page
+              makes them (slot, bytes, row), `begin` and `read` with verification of every page
     RocksDB   BlobDB and SST files, see disk_rivals.py
 
 Three operations: the first write of an empty store, sustained writing into a full one, where each new
@@ -152,9 +152,9 @@ class Tier:
     def read(self, page: Page, offset: int) -> None:
         target = Page(page.namespace, page.prefix_hash, 0)
         target.offset = offset
-        record = self._tier.begin_read(page.namespace.digest, page.prefix_hash)
-        assert record, "a page is not on disk"
-        assert self._tier.read(record, target), "a page on disk is not what was written"
+        found = self._tier.reading.begin(page.namespace.digest, [page.prefix_hash])
+        assert found, "a page is not on disk"
+        assert self._tier.reading.read(found[page.prefix_hash], target), "a page on disk is not what was written"
 
     def settle(self) -> None:
         """Nothing is left to do."""

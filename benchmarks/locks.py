@@ -17,7 +17,7 @@ from measure import Report, median, parser, progress
 from kvstore import Namespace
 from kvstore.layout import opaque_layout
 from node.memory.page import Namespaces
-from node.memory.tier import Pinning, RamTier
+from node.memory.tier import RamTier
 from node.process import SeldomCollections
 from node.slab import SlotAllocator
 
@@ -87,8 +87,8 @@ def reserve(pages: int) -> float:
 def reserve_held(pages: int) -> float:
     box = Box(pages)
     for start in range(0, pages * 3 // 4, BATCH):  # the oldest
-        index = box.tier.namespace(box.digest)
-        box.tier._in_turns(box.tier._hold_all(index, box.keys[start : start + BATCH], prefix_only=False))
+        held = box.tier.live_all(box.tier.namespace(box.digest), box.keys[start : start + BATCH])
+        box.tier.hold_all([page for page in held if page is not None])
     return box.longest_s(lambda: box.tier.reserve(box.digest, box.new, PAGE_NBYTES))
 
 
@@ -101,7 +101,7 @@ def reserve_large(pages: int) -> float:
 def reserve_pins_end(pages: int) -> float:
     box = Box(pages)
     for start in range(0, pages // 2, BATCH):
-        Pinning(box.tier).pin(box.digest, box.keys[start : start + BATCH], 1000)
+        box.tier.pin(box.digest, box.keys[start : start + BATCH], 1000)
     box.now_ms += 2000
     return box.longest_s(lambda: box.tier.reserve(box.digest, box.new, PAGE_NBYTES))
 

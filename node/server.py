@@ -32,7 +32,7 @@ from node.memory.arena import Arena
 from node.memory.inventory import Inventory
 from node.memory.page import Namespaces
 from node.memory.tenant_usage import Limits
-from node.memory.tier import RamTier, set_ram_limits
+from node.memory.tier import RamTier
 from node.serving.bulk import BulkServer
 from node.serving.connection import allow_descriptors
 from node.serving.gateway import connections_max
@@ -239,7 +239,7 @@ class Node:
     def _limit_ram(self) -> None:
         of = self.quotas.of
         promised = self.quotas.promised("ram_nbytes")
-        set_ram_limits(self.tier, lambda tenant: Limits(of(tenant).ram_nbytes, of(tenant).pins), promised)
+        self.tier.set_limits(lambda tenant: Limits(of(tenant).ram_nbytes, of(tenant).pins), promised)
 
     def _limit_disk(self, disk: DiskTier) -> None:
         of = self.quotas.of

@@ -16,7 +16,10 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from operator import mul
 from typing import Any
 
 from kvstore.layout import SLOT_ALIGN_NBYTES
@@ -25,6 +28,7 @@ NO_SLOTS = array("I")  # the free slots of a full block: one array for them all
 HALVINGS_MAX = 6  # 64 blocks in an extent: a block of 4 KiB slots costs its owner of memory little
 UNUSED_SHARE = 16  # a block may leave 1/16 of itself unused at its end
 LOOKED_AT = 8  # blocks, in search of an emptier one
+NO_OWNERS: Callable[[int], MutableSequence[Any]] = partial(mul, [None])  # of so many slots
 
 
 class SizeClass:
@@ -48,21 +52,19 @@ class SizeClass:
         return self.block_count * self.per_block
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """One block in use. `owners[i]` is what lives in slot i, falsy if it is free. `start` counts the smallest blocks,
     from the start of the region. `used_sum` is the sum of its owners' last uses, kept by the tier in the tier's
     unit of time. A `closed` one gives no slots."""
 
-    __slots__ = ("closed", "free", "kind", "offset", "owners", "start", "used_sum")
-
-    def __init__(self, start: int, offset: int, kind: SizeClass, owners: MutableSequence[Any]) -> None:
-        self.start = start
-        self.offset = offset
-        self.kind = kind
-        self.owners = owners
-        self.free = NO_SLOTS  # a stack: lowest slot first
-        self.used_sum = 0
-        self.closed = False
+    start: int
+    offset: int
+    kind: SizeClass
+    owners: MutableSequence[Any]
+    free: array[int]  # a stack: lowest slot first
+    used_sum: int = 0
+    closed: bool = False
 
     @property
     def used_count(self) -> int:
@@ -81,7 +83,7 @@ class SlotAllocator:
         self,
         region_nbytes: int,
         extent_nbytes: int,
-        owners: Callable[[int], MutableSequence[Any]] = lambda count: [None] * count,
+        owners: Callable[[int], MutableSequence[Any]] = NO_OWNERS,
         slots_min: int = 1,
     ) -> None:
         assert extent_nbytes % SLOT_ALIGN_NBYTES == 0
@@ -224,7 +226,7 @@ class SlotAllocator:
 
     def _put(self, start: int, kind: SizeClass) -> Block:
         """It gives no slots yet."""
-        block = Block(start, start * self.unit_nbytes, kind, self._owners(kind.per_block))
+        block = Block(start, start * self.unit_nbytes, kind, self._owners(kind.per_block), NO_SLOTS)
         self._blocks[start : start + (1 << kind.level)] = [block] * (1 << kind.level)
         self._kinds[kind.slot_nbytes] = kind
         kind.block_count += 1

@@ -13,30 +13,19 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from kvstore.client import Client
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout, slot_nbytes
-from kvstore.results import LookupResult, PutOutcome
+from kvstore.results import PutOutcome
 from kvstore.secrets import DEFAULT_TENANT
 from kvstore.tools.bench import Stopwatch, latency_ms
 from kvstore.tools.node_process import NodeProcess
 from kvstore.tools.trace import TraceRequest, page_content, trace_prefix_hash
 
 PAUSE_S = 0.2  # how long to wait between two reports of progress
-
-
-class Store(Protocol):
-    """What a replay needs of a client."""
-
-    @property
-    def wire_name(self) -> str: ...
-    def lookup(self, namespace: Namespace, prefix_hashes: list[bytes]) -> LookupResult: ...
-    def get(
-        self, namespace: Namespace, prefix_hashes: list[bytes], buffers: list[bytearray], prefix: bool
-    ) -> list[bool]: ...
-    def put(self, namespace: Namespace, prefix_hashes: list[bytes], pages: list[Any]) -> list[PutOutcome]: ...
 
 
 @dataclass
@@ -80,7 +69,7 @@ def throwaway_node(capacity_pages: int, page_nbytes: int) -> NodeProcess:
 
 
 def replay(
-    store: Store,
+    store: Client,
     requests: Iterable[TraceRequest],
     namespace: Namespace,
     speed: float | None = None,
@@ -97,7 +86,7 @@ def replay(
 
 class _Replay:
     def __init__(
-        self, store: Store, namespace: Namespace, speed: float | None, on_progress: Callable[[ReplayReport], None]
+        self, store: Client, namespace: Namespace, speed: float | None, on_progress: Callable[[ReplayReport], None]
     ) -> None:
         self._store = store
         self._namespace = namespace

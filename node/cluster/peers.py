@@ -38,7 +38,8 @@ class Peers:
         self.couriers = Replicator(
             membership, links, tier, view, config.hand_over_queue_nbytes, config.hand_over_nbytes_per_s
         )
-        self.elsewhere = RemotePages(membership, links, view, tier.clock_s)
+        self.remote_pages = RemotePages(membership, links, view, tier.clock_s)
+        tier.remote = (*tier.remote, self.remote_pages)
         self._abreast = ParallelTransfer(TOGETHER_MAX, "kvstore-sweep")
         self.sweeper = Rebalancer(
             membership,
@@ -72,7 +73,7 @@ class Peers:
         self.draining.stop()
         self.sweeper.stop()
         self.couriers.stop(max(0.0, end - time.monotonic()))
-        self.elsewhere.close()
+        self.remote_pages.close()
         self._abreast.close()
         self.links.close()
         self.sweeper.stop(max(0.0, end - time.monotonic()))
@@ -82,7 +83,7 @@ class Peers:
         view = self.membership.view
         if view is None:
             return None
-        eviction, elsewhere, swept = self._tier.eviction, self.elsewhere, self.sweeper.progress
+        eviction, remote, swept = self._tier.eviction, self.remote_pages, self.sweeper.progress
         registry, apart = self.membership.registry()
         status = pb.PeersStatus(
             cluster=view.cluster,
@@ -94,9 +95,9 @@ class Peers:
             apart=apart,
             copy_count=eviction.copy_count,
             copy_nbytes=eviction.copy_nbytes,
-            pages_fetched=elsewhere.pages_fetched,
-            nbytes_fetched=elsewhere.nbytes_fetched,
-            pages_fetch_failed=elsewhere.pages_fetch_failed,
+            pages_fetched=remote.pages_fetched,
+            nbytes_fetched=remote.nbytes_fetched,
+            pages_fetch_failed=remote.pages_fetch_failed,
             sweeping=self.sweeper.running,
         )
         if swept is not None:

@@ -29,7 +29,7 @@ from node.cluster.membership import Membership
 from node.cluster.remote_pages import PeerLinks
 from node.memory.inventory import Inventory
 from node.memory.page import Page, PutStatus, Space
-from node.memory.tier import Pinning, RamTier
+from node.memory.tier import RamTier
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,6 @@ class Rebalance:
         self._links = links
         self._tier = tier
         self._inventory = Inventory(tier)
-        self._pinning = Pinning(tier)
         self._view = view
         self._room_below = room_below
         self._pause = pause
@@ -240,7 +239,7 @@ class Rebalance:
         for page in pages:
             if page.pin_ttl_ms:
                 with contextlib.suppress(Exhausted):  # too much is pinned here already
-                    self._pinning.pin(page.digest, [page.prefix_hash], page.pin_ttl_ms)
+                    self._tier.pin(page.digest, [page.prefix_hash], page.pin_ttl_ms)
 
     def _get(self, member: str, namespace: Namespace, pages: Sequence[Page]) -> list[Arrived | None]:
         """In as many requests as the other one's limits ask for."""

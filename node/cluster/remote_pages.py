@@ -1,18 +1,18 @@
-"""Pages of other members: which of them have what is not here, and how it comes here.
+"""The lower tier of pages that other members of the cluster have.
 
-    find     keys  --> who may have them? --> they are asked at the same time --> Found
-    fetch    slots --> members send what they have, many pages at a time --> checked, told as it comes
+    find    keys  --> who may have them? --> they are asked at the same time --> sources: each key's members
+    read    slots --> members send what they have, many pages at a time --> checked, reported as they arrive
 
-A member is asked without `near`, so that it asks nobody else. No lock of the RAM tier is taken here.
+A member is asked without `near`, so that it asks nobody else. No lock of the RAM tier is taken here. Each member has
+one connection pool to each other member (`PeerLinks`), over the bulk wire.
 """
 
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from operator import not_
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from kvstore.checksum import kept
 from kvstore.cluster.calls import batch_pages_max, key_seeds, look_up
@@ -32,10 +32,14 @@ from kvstore.transports.negotiation import member_name
 from kvstore.transports.parallel import ParallelTransfer
 from node.cluster.membership import Membership
 from node.config import NodeConfig
+from node.memory.lower_tier import Load, LowerTier, Query, Source
 from node.memory.page import Page
 
-# Links from a member to the others: one to each, made when it is first needed, over the bulk wire.
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
 
+THREADS_MAX = 32  # beside those that ask
+FETCHED_NBYTES = 64 << 20  # of one member at a time: what has come by then is there, whatever becomes of the rest
 CONNECTIONS_MAX = 4  # of each link
 TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 2.0
@@ -43,9 +47,11 @@ BACKOFF_S_MAX = 2.0  # who is back is served soon
 
 
 def known_by(config: NodeConfig) -> dict[str, Any]:
-    """Fields of a ClientConfig for connections to other members: this node's token and its own certificate. Without TLS
-    the token leaves this host only if `insecure` says so, whatever addresses the cluster tells. Raises ConfigError for
-    a token that can not be used."""
+    """Return fields of a ClientConfig for connections to other members: this node's token and its own certificate.
+
+    Without TLS the token leaves this host only if `insecure` says so, whatever addresses the cluster tells. Raises
+    ConfigError for a token that can not be used.
+    """
     known: dict[str, Any] = {"token": config.token, "token_file": config.token_file, "insecure": config.insecure}
     token_of(ClientConfig(**known))
     if config.tls_cert:
@@ -58,7 +64,7 @@ class PeerLinks:
     """Thread-safe. Links to who is no member any more, or has another address now, are closed."""
 
     def __init__(self, membership: Membership, config: NodeConfig | None = None) -> None:
-        """`config`: of this node, which says how the others know it; None: nobody asks."""
+        """Follow the views of `membership`. `config` says how the others authenticate this node; None: no calls."""
         self._membership = membership
         self._known_by = known_by(config) if config is not None else {}
         self._lock = threading.Lock()  # held for moments
@@ -70,7 +76,7 @@ class PeerLinks:
         membership.on_view(self._follow)
 
     def link(self, member: str) -> NodeChannel:
-        """Raises Unavailable for who is no other member."""
+        """Return the channel to a member. Raises Unavailable if it is no other member."""
         with self._lock:
             address = self._addresses.get(member)
             if address is None or self._closed:
@@ -92,7 +98,7 @@ class PeerLinks:
             return link
 
     def failing(self) -> dict[str, bool]:
-        """Of each other member, whether calls to it fail, and are not even tried but now and then."""
+        """Return, for each other member, whether calls to it fail, so that few are tried."""
         with self._lock:
             return {member: member in self._links and self._links[member].failing for member in self._addresses}
 
@@ -110,7 +116,7 @@ class PeerLinks:
             link.close()
 
     def close(self) -> None:
-        """Takes no more calls; those that run may end."""
+        """Take no more calls; those that run may end."""
         with self._lock:
             self._closed = True
             links = list(self._links.values())
@@ -119,26 +125,13 @@ class PeerLinks:
             link.close()
 
 
-log = logging.getLogger(__name__)
-log.addFilter(LogRate())
-Result = TypeVar("Result")
+class RemotePages(LowerTier):
+    """Thread-safe. `view(offset, nbytes)` is the arena's memory, `clock_s` gives whole seconds since the epoch.
 
-THREADS_MAX = 32  # beside those that ask
-FETCHED_NBYTES = 64 << 20  # of one member at a time: what has come by then is there, whatever becomes of the rest
+    The `place` of a source: the members to ask for the page, one after the other.
+    """
 
-
-@dataclass
-class RemoteLookup:
-    """Pages that others have. `routes`: of each key, the members to fetch it from, one after the other; `copies`:
-    whether it is a copy here."""
-
-    namespace: Namespace
-    routes: dict[bytes, tuple[str, ...]] = field(default_factory=dict)
-    copies: dict[bytes, bool] = field(default_factory=dict)
-
-
-class RemotePages:
-    """Thread-safe. `view(offset, nbytes)` is the arena's memory, `clock_s` gives whole seconds since the epoch."""
+    name = "peer"
 
     def __init__(
         self,
@@ -158,7 +151,7 @@ class RemotePages:
         self.pages_fetch_failed = 0
 
     def copies(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> set[bytes]:
-        """Of these keys, those that this node does not own."""
+        """Return those of these keys that this node does not own."""
         view, own = self._membership.view, self._membership.member
         if view is None:
             return set()
@@ -167,103 +160,94 @@ class RemotePages:
 
     # ---- find ----------------------------------------------------------------------------
 
-    def find(self, namespace: Namespace, hashes: Sequence[bytes], touch: bool, deadline: Deadline) -> RemoteLookup:
-        """Who has these pages; `touch` counts as a use there. What a member that does not answer has is not known, and
-        nothing is raised for it."""
-        found = RemoteLookup(namespace)
-        if not hashes or self._membership.view is None:
-            return found
+    def is_asked(self, near: bool) -> bool:
+        return near and self._membership.view is not None
+
+    def find(self, query: Query) -> dict[bytes, Source]:
+        namespace, hashes = query.namespace, query.prefix_hashes
+        view, own = self._membership.view, self._membership.member
+        if view is None:
+            return {}
+        found: dict[bytes, Source] = {}
         with contextlib.suppress(KVStoreError):
-            others = self._others(namespace, hashes, deadline)
+            members = routes(view, namespace, hashes, query.deadline)
+            others = [tuple(member for member in route if member != own) for route in members]
 
             def ask(member: str, places: list[int], limit: Deadline) -> list[str]:
                 wanted = [hashes[place] for place in places]
 
                 def call(link: NodeConnection, limit: Deadline) -> list[bool]:
-                    return look_up(link, namespace, wanted, touch, limit)
+                    return look_up(link, namespace, wanted, query.touch, limit)
 
-                return [member if there else "" for there in self._at(member, namespace, limit, call)]
+                present = self._links.link(member).run(call, namespace, limit)
+                return [member if there else "" for there in present]
 
-            first = try_owners(others, ask, self._abreast.run, not_, "", deadline)
+            first = try_owners(others, ask, self._abreast.run, not_, "", query.deadline)
             copies = self.copies(namespace.digest, hashes)
             for prefix_hash, has, route in zip(hashes, first, others, strict=True):
                 if has:
-                    found.routes[prefix_hash] = (has, *(member for member in route if member != has))
-                    found.copies[prefix_hash] = prefix_hash in copies
+                    way = (has, *(member for member in route if member != has))
+                    found[prefix_hash] = Source(self, way, prefix_hash in copies)
         return found
 
-    def _others(self, namespace: Namespace, hashes: Sequence[bytes], deadline: Deadline) -> list[tuple[str, ...]]:
-        """Of each key, the other members that may have it."""
-        view, own = self._membership.view, self._membership.member
-        assert view is not None, "a node in a cluster stays in one"
-        return [tuple(some for some in route if some != own) for route in routes(view, namespace, hashes, deadline)]
+    # ---- read ----------------------------------------------------------------------------
 
-    def _at(
-        self, member: str, namespace: Namespace, limit: Deadline, call: Callable[[NodeConnection, Deadline], Result]
-    ) -> Result:
-        return self._links.link(member).run(call, namespace, limit)
-
-    # ---- fetch ---------------------------------------------------------------------------
-
-    def fetch(
+    def read(
         self,
-        found: RemoteLookup,
-        pages: Sequence[Page],
-        came: Callable[[Page], None],
+        loads: Sequence[Load],
+        arrived: Callable[[Page], None],
         gone: Callable[[], bool],
         deadline: Deadline,
     ) -> None:
-        """Fills the pages' slots. `came` is told, by any thread, of each that is intact and has its checksum. What
-        members fail at is no error; nobody writes to a slot any more when this ends, however it ends."""
+        namespace = loads[0].page.namespace.value
+        step = max(1, FETCHED_NBYTES // namespace.stored_nbytes)
         done: set[int] = set()
 
         def ask(member: str, places: list[int], limit: Deadline) -> list[bool]:
+            def call(link: NodeConnection, limit: Deadline) -> None:
+                left = [place for place in places if place not in done]  # the link may have been made anew
+                some = min(step, batch_pages_max(namespace.stored_nbytes, link.limits))
+                for start in range(0, len(left), some):
+                    if gone():
+                        raise Unavailable("nobody waits for these pages any more")
+                    batch = {place: loads[place].page for place in left[start : start + some]}
+                    for place, page in self._receive(link, namespace, batch, limit):
+                        done.add(place)
+                        arrived(page)
+
             try:
-                self._at(member, found.namespace, limit, lambda link, left: fill(link, places, left))
+                self._links.link(member).run(call, namespace, limit)
             except KVStoreError as error:
                 log.info("%s: %s", member, error)
                 if not done.intersection(places):
                     raise
             return [place in done for place in places]
 
-        def fill(link: NodeConnection, places: Sequence[int], limit: Deadline) -> None:
-            places = [place for place in places if place not in done]  # the link may have been made anew
-            nbytes = found.namespace.stored_nbytes
-            step = min(batch_pages_max(nbytes, link.limits), max(1, FETCHED_NBYTES // nbytes))
-            for start in range(0, len(places), step):
-                if gone():
-                    raise Unavailable("nobody waits for these pages any more")
-                some = places[start : start + step]
-                for place in self._receive(link, found.namespace, pages, some, limit):
-                    done.add(place)
-                    came(pages[place])
-
         with contextlib.suppress(KVStoreError):
-            try_owners(
-                [found.routes[page.prefix_hash] for page in pages], ask, self._abreast.run, not_, False, deadline
-            )
+            try_owners([load.source.place for load in loads], ask, self._abreast.run, not_, False, deadline)
         with self._lock:
             self.pages_fetched += len(done)
-            self.nbytes_fetched += len(done) * found.namespace.stored_nbytes
-            self.pages_fetch_failed += len(pages) - len(done)
+            self.nbytes_fetched += len(done) * namespace.stored_nbytes
+            self.pages_fetch_failed += len(loads) - len(done)
 
     def _receive(
-        self, link: NodeConnection, namespace: Namespace, pages: Sequence[Page], places: Sequence[int], limit: Deadline
-    ) -> list[int]:
-        """Of the pages at these places, those that came. The member is told of what does not match its checksum."""
-        hashes = [pages[place].prefix_hash for place in places]
-        slots = [(self._view(pages[place].offset, namespace.stored_nbytes),) for place in places]
+        self, link: NodeConnection, namespace: Namespace, pages: Mapping[int, Page], limit: Deadline
+    ) -> list[tuple[int, Page]]:
+        """Return those of the pages that came. The member is told of what does not match its checksum."""
+        hashes = [page.prefix_hash for page in pages.values()]
+        slots = [(self._view(page.offset, namespace.stored_nbytes),) for page in pages.values()]
         request = pb.GetRequest(namespace=namespace.digest, prefix_hashes=hashes)
-        arrived = cast(BulkWire, link.wire).fetch(request, slots, key_seeds(namespace, hashes), limit)
-        if corrupt := [h for h, page in zip(hashes, arrived, strict=True) if page is not None and not page.leaves]:
+        came = cast(BulkWire, link.wire).fetch(request, slots, key_seeds(namespace, hashes), limit)
+        if corrupt := [h for h, page in zip(hashes, came, strict=True) if page is not None and not page.leaves]:
             log.error("%d pages of namespace %s came damaged", len(corrupt), namespace.digest.hex())
             verify = pb.VerifyRequest(namespace=namespace.digest, prefix_hashes=corrupt)
             with contextlib.suppress(KVStoreError):
                 link.wire.call("verify", verify, limit)
-        return [place for place, page in zip(places, arrived, strict=True) if page and self._take(pages[place], page)]
+        both = zip(pages.items(), came, strict=True)
+        return [(place, page) for (place, page), got in both if got and self._take(page, got)]
 
     def _take(self, page: Page, arrived: Arrived) -> bool:
-        """Whether the page may be used. Its time to live is over here before it is at its owner."""
+        """Return whether the page may be used. Its time to live is over here before it is at its owner."""
         ttl_s = arrived.ttl_ms // 1000 - 1
         if not arrived.leaves or (arrived.ttl_ms and ttl_s <= 0):
             return False
@@ -273,5 +257,5 @@ class RemotePages:
         return True
 
     def close(self) -> None:
-        """What runs ends by its deadline."""
+        """End with what runs by its deadline."""
         self._abreast.close()

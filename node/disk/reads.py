@@ -6,6 +6,10 @@
 Any thread; bytes are read and hashed without a lock. What is not what was written is dropped, counted and never
 returned. Of a part the leaf is made of what was read; the other leaves are in the page's row, and all of them
 together must give the checksum, so neither a damaged part nor another page's row passes.
+
+Nobody can end a read that hangs, and whoever began it waits for it. Others need not begin one: as long as it hangs,
+what is on disk only is not there, and is computed anew, which is sooner done. A large page is read in pieces, each
+with its own time, and what is done with them here, hashing say, is no time of the disk.
 """
 
 import contextlib
@@ -13,7 +17,7 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.checksum import LEAF_SUM_NBYTES, Leaves, cuts, kept, key_seed, leaf, leaves, root
 from kvstore.errors import Exhausted
@@ -30,6 +34,7 @@ log = logging.getLogger(__name__)
 
 HANGS_S = 2.0  # a read of a piece takes milliseconds, and on a disk with much to do tenths of a second
 PIECE_NBYTES = 4 << 20  # at once into a slot: larger ones are hardly faster
+FOUND_AT_ONCE = 256  # keys looked up under one lock, for which others may wait who have the RAM tier's
 VERIFIED_NBYTES = 1 << 20  # at once beside the arena: all the memory that a verify takes
 
 
@@ -41,11 +46,11 @@ class Read:
         self._end = end
 
     def page(self, files: PageFiles, place: DiskLocation, slot: memoryview, page_nbytes: int) -> bytes:
-        """Fills the slot; the leaves of the page, none if it can not be there. Raises OSError."""
+        """Fill the slot and return the leaves of the page, none if it can not be there. Raises OSError."""
         return leaves(slot[:page_nbytes]) if self._pieces(files, place, 0, slot) else b""
 
     def parts(self, files: PageFiles, place: DiskLocation, slot: memoryview, parts: PartialPage, known: bytes) -> bytes:
-        """Fills the slot with parts of a page. The leaves of the page, those of other parts as they are `known`."""
+        """Fill the slot with parts of a page. Return its leaves, those of other parts as they are `known`."""
         at, found = 0, bytearray(known)
         for start, end in parts.runs:
             if not self._pieces(files, place, start, slot[at : at + end - start]):
@@ -59,7 +64,7 @@ class Read:
         return bytes(found)
 
     def leaves(self, files: PageFiles, place: DiskLocation, page_nbytes: int) -> bytes:
-        """The same of a page that nobody wants but for that."""
+        """Return the leaves of a page that is read only to be verified."""
         end, found = slot_nbytes(page_nbytes), Leaves(page_nbytes)
         memory = memoryview(mmap.mmap(-1, min(end, VERIFIED_NBYTES)))  # page-aligned, as O_DIRECT needs it
         for start in range(0, end, VERIFIED_NBYTES):
@@ -76,7 +81,7 @@ class Read:
         )
 
     def _piece(self, files: PageFiles, place: DiskLocation, start: int, view: memoryview) -> bool:
-        """What lies from `start` on in the page's slot, plain."""
+        """Read what lies from `start` on in the page's slot, and decrypt it."""
         self._begin(self)
         found = files.read(place.offset + start, view)
         self._end(self)
@@ -164,27 +169,42 @@ class Reading:
     def hang(self) -> bool:
         return self._reads.hang
 
-    def begin(self, digest: bytes, prefix_hash: bytes) -> int:
-        """A record whose slot stays as it is until `read` is done; 0 for a miss."""
+    def begin(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> dict[bytes, int]:
+        """Return records of the pages that are here. Their slots stay as they are until `read` or `end`."""
         if self.hang:
-            return 0
+            return {}
+        found: dict[bytes, int] = {}
+        try:
+            for start in range(0, len(prefix_hashes), FOUND_AT_ONCE):
+                with self._lock:
+                    for prefix_hash in prefix_hashes[start : start + FOUND_AT_ONCE]:
+                        if record := self._find(digest, prefix_hash):
+                            self._records.begin_use(record)
+                            found[prefix_hash] = record
+                            self._places[record] = self._index.place(record)
+        except BaseException:  # a caller who is never told of them can not give them back
+            for record in found.values():
+                self.end(record)
+            raise
+        return found
+
+    def is_there(self, record: int) -> bool:
+        """Return whether a record that is in use is still a page's."""
         with self._lock:
-            record = self._find(digest, prefix_hash)
-            if record:
-                self._records.begin_use(record)
-                self._places[record] = self._index.place(record)
-            return record
+            return self._records.can_be_found(record)
 
     def end(self, record: int) -> None:
-        """Gives a record back that `begin` or `borrow` gave."""
+        """Give back a record that `begin` or `borrow` gave."""
         with self._lock:
             self._records.end_use(record)
             if not self._records.busy(record):
                 self._places.pop(record, None)
 
     def read(self, record: int, page: Page) -> bool:
-        """Reads a record into the page's slot and ends the use of the record. False: a miss; if the bytes
-        are not what was written, the page is gone."""
+        """Read a record into the page's slot and end the use of the record. False: a miss.
+
+        If the bytes are not what was written, the page is gone from the disk.
+        """
         space = page.namespace
         with self._reads.of(record) as read:
             with self._lock:
@@ -231,7 +251,7 @@ class Reading:
             self._counters.nbytes_read += page.namespace.page_nbytes
 
     def _quarantine(self, record: int, digest: bytes, prefix_hash: bytes) -> None:
-        """A page whose bytes are not what was written: counted, logged, forgotten; never returned."""
+        """Count, log and forget a page whose bytes are not what was written."""
         self._counters.pages_corrupt += 1
         log.error("page %s of namespace %s is damaged on disk; dropped", short(prefix_hash), digest.hex())
         if self._records.can_be_found(record):
@@ -240,7 +260,7 @@ class Reading:
     # ---- verify --------------------------------------------------------------------------
 
     def borrow(self, row: PageRow) -> Borrowed | None:
-        """The page of a row, in use until `verify`; None if the row is of a page that was there before."""
+        """Return the page of a row, in use until `verify`; None if the row is of an earlier page."""
         with self._lock:
             space = self._index.spaces.values.get(row.namespace)
             record = self._find(space.digest, row.prefix_hash) if space is not None else 0
@@ -249,13 +269,13 @@ class Reading:
             return self._index.borrow(record, row.namespace, row.prefix_hash)
 
     def borrow_page(self, digest: bytes, prefix_hash: bytes) -> Borrowed | None:
-        """The same of a key; None if it is not on disk."""
+        """Return the page of a key, in use until `verify`; None if it is not on disk."""
         with self._lock:
             record = self._find(digest, prefix_hash)
             return self._index.borrow(record, self._index.spaces.known(digest), prefix_hash) if record else None
 
     def verify(self, borrowed: Borrowed) -> bool:
-        """Reads a page; drops it if it is damaged. Ends the use of the record. Raises OSError if it can not be read."""
+        """Read a page, and drop it if it is damaged. End the use of the record. Raises OSError."""
         record, space, prefix_hash, place, expected = borrowed
         with self._reads.of(record) as read:
             try:

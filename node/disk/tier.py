@@ -1,4 +1,4 @@
-"""Store pages on disk, and find them there; `reads.py` brings them back.
+"""Store pages on disk, find them there, and read them back (`reads`).
 
     find                                                        any thread; a short lock, no rows
     store                                                       the writer thread: slot, bytes, row
@@ -12,10 +12,11 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted
 from kvstore.keys import Namespace
 from node.clock import unix_s
@@ -26,12 +27,14 @@ from node.disk.page_table import PageTable
 from node.disk.reads import Reading
 from node.disk.rows import Shortages, hashes_of, is_shortage, page_key
 from node.disk.writer import DiskWriter
-from node.memory.lower_tier import LowerTierInfo
+from node.memory.lower_tier import Load, LocalTier, LowerTierInfo, Query, Source
 from node.memory.page import Page, Space, State
+from node.memory.promotion import PartialPage
 from node.memory.tenant_usage import Limits, Use
 
 log = logging.getLogger(__name__)
 
+SYNC_PAGES = 4096  # stored between two syncs at most, however busy the writer is
 RECOVER_WAIT_S = 10.0  # for the call of the disk that the writer is in
 PULSE_ROWS = 4096  # taken in between two looks at whether the node is to stop: some 20 ms
 REGROUP_LOOKED_AT = 1024  # records, under one lock: a millisecond or two
@@ -45,9 +48,11 @@ class Dropped(NamedTuple):
     left: int
 
 
-class DiskTier:
+class DiskTier(LocalTier):
     """Thread-safe. `view(offset, nbytes)` is the arena's memory; `clock_s` gives whole seconds since the epoch;
-    `vault` has the keys."""
+    `vault` has the keys. The `place` of a source is a record that is in use."""
+
+    reads_parts = True
 
     def __init__(
         self,
@@ -72,7 +77,9 @@ class DiskTier:
         self._index = DiskIndex(records, vault)
         self.counters = self._index.counters
         self.reading = Reading(self._lock, self._index, directory, view, self._find, self.blame)
-        self.writer = DiskWriter(self, queue_nbytes_max)
+        self.writer = DiskWriter(
+            self.counters, self.has_room, self._write, self.blame, lambda: bool(self.poisoned), queue_nbytes_max
+        )
 
     def restore(
         self, open_namespace: Callable[[Namespace, bytes], object], pulse: Callable[[], None] = lambda: None
@@ -94,7 +101,7 @@ class DiskTier:
     # ---- find ----------------------------------------------------------------------------
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Which of the pages can be had: of those on disk none while a read hangs."""
+        """Return which of the pages can be had: none while a read hangs."""
         return [False] * len(prefix_hashes) if self.reading.hang else self._on_disk(digest, prefix_hashes)
 
     def _on_disk(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
@@ -107,13 +114,13 @@ class DiskTier:
         return 0 if self.poisoned else self._index.find(digest, prefix_hash, self._clock_s())
 
     def safe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Which of the pages are on disk and survive power loss."""
+        """Return which of the pages are on disk and survive power loss."""
         with self._lock:
             records = [self._find(digest, prefix_hash) for prefix_hash in prefix_hashes]
             return [record > 0 and self._index.medium.is_safe(record) for record in records]
 
     def touch(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None:
-        """Tail first, as the RAM tier does."""
+        """Note a use of the pages, tail first, as the RAM tier does."""
         now_s = self._clock_s()
         with self._lock:
             for prefix_hash in reversed(prefix_hashes):
@@ -135,7 +142,7 @@ class DiskTier:
                 yield prefix_hash
 
     def _pages(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Rows as far as they can be read. Raises Exhausted if the disk hangs."""
+        """Yield rows as far as they can be read. Raises Exhausted if the disk hangs."""
         try:
             yield from self.rows.pages(start)
         except OSError as error:
@@ -145,14 +152,44 @@ class DiskTier:
 
     # ---- read ----------------------------------------------------------------------------
 
-    def begin_read(self, digest: bytes, prefix_hash: bytes) -> int:
-        return self.reading.begin(digest, prefix_hash)
+    def is_asked(self, near: bool) -> bool:
+        return True
 
-    def end_read(self, record: int) -> None:
-        self.reading.end(record)
+    def find(self, query: Query) -> dict[bytes, Source]:
+        records = self.reading.begin(query.namespace.digest, query.prefix_hashes)
+        return {prefix_hash: Source(self, record) for prefix_hash, record in records.items()}
 
-    def read(self, record: int, page: Page) -> bool:
-        return self.reading.read(record, page)
+    def is_there(self, source: Source) -> bool:
+        return self.reading.is_there(source.place)
+
+    def release(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            self.reading.end(source.place)
+
+    @property
+    def stalled(self) -> bool:
+        return bool(self.poisoned) or self.reading.hang
+
+    def read(
+        self,
+        loads: Sequence[Load],
+        arrived: Callable[[Page], None],
+        gone: Callable[[], bool],
+        deadline: Deadline,
+    ) -> None:
+        """Read one page after the other, a chain's tail first, so that its head ends up newest.
+
+        The deadline is not looked at: a read that hangs is known to (`reads`), and others finish a page that others
+        may wait for.
+        """
+        left = list(loads)
+        try:
+            while left and not (isinstance(left[-1].page.namespace, PartialPage) and gone()):
+                page, source = left.pop()
+                if self.reading.read(source.place, page):
+                    arrived(page)
+        finally:
+            self.release(load.source for load in left)
 
     # ---- forget --------------------------------------------------------------------------
 
@@ -167,7 +204,7 @@ class DiskTier:
             return [record > 0 for record in records]
 
     def remove_namespace(self, digest: bytes) -> int:
-        """Forgets every page of a namespace; how many. Not in one go: others are served meanwhile."""
+        """Forget every page of a namespace, and return how many. Others are served meanwhile."""
         removed, first = 0, 1
         while first < self.records.number_end:
             with self._lock:
@@ -193,7 +230,7 @@ class DiskTier:
             return Dropped(len(there), self.rows.purge(rows))
 
     def spaces_of(self, tenant: str) -> list[bytes]:
-        """Digests of the namespaces of a tenant."""
+        """Return the digests of the namespaces of a tenant."""
         with self._lock:
             return [value.digest for value in self._index.spaces.values.values() if value.tenant == tenant]
 
@@ -206,7 +243,7 @@ class DiskTier:
             return self._index.pin(digest, prefix_hashes, ttl_s, self._clock_s())
 
     def has_room(self, space: Space) -> bool:
-        """Whether a page of this namespace can be stored without evicting another."""
+        """Return whether a page of this namespace can be stored without evicting another."""
         with self._lock:
             if self.records.accounts.of(space.value.tenant).full_for(space.slot_nbytes):
                 return False
@@ -221,12 +258,41 @@ class DiskTier:
         with self._lock:
             changed = self.records.accounts.set_limits(limits, promised_nbytes)
         if changed:
-            regroup(self.records, self._lock)
+            self._regroup()
+
+    def _regroup(self) -> None:
+        """Move pages to their tenants' pools, in the order of their last use."""
+        strays: list[list[tuple[int, int]]] = []
+        for first in range(1, self.records.number_end, REGROUP_LOOKED_AT):
+            with self._lock:
+                strays.append(self.records.strays(first, min(first + REGROUP_LOOKED_AT, self.records.number_end)))
+            time.sleep(0)  # else this thread would have the lock again
+        moving = heapq.merge(*strays, reverse=True)
+        while some := list(islice(moving, REGROUPED)):
+            with self._lock:
+                for used_s, record in some:
+                    self.records.regroup(record, used_s)
+            time.sleep(0)
 
     # ---- write: the writer thread only ---------------------------------------------------
 
+    def _write(self, pages: Sequence[Page], is_barrier: bool) -> bool:
+        """Store pages, and sync if that is due. Return whether all that came before is safe. Raises OSError."""
+        if not pages:
+            self.tend()
+        if self.poisoned:
+            return False
+        if pages or self.gone_count:
+            self.store(pages)
+        if is_barrier and self.gone_count:  # removed while they were written: their rows are there
+            self.store([])
+        idle = not pages and self.sync_pending
+        if is_barrier or idle or self.unsafe_count >= SYNC_PAGES:
+            self.sync()
+        return True
+
     def store(self, pages: Sequence[Page]) -> None:
-        """Writes pages and their rows, and deletes the rows of what is gone. Raises OSError."""
+        """Write pages and their rows, and delete the rows of removed pages. Raises OSError."""
         with self._io:
             self._store(pages)
 
@@ -264,7 +330,7 @@ class DiskTier:
                 self._view(page.offset + end, slot_nbytes - end)[:] = bytes(slot_nbytes - end)
 
     def _write_rows(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> list[bytes]:
-        """Of the last batch, the keys of pages' rows that it deleted. Those before it only delete."""
+        """Write rows in batches, of which all but the last only delete. Return keys of pages that the last deleted."""
         while True:
             with self._lock:
                 batch = self._index.take_batch(reserved, now_s)
@@ -282,12 +348,12 @@ class DiskTier:
 
     @property
     def gone_count(self) -> int:
-        """Rows that wait for their deletion."""
+        """How many rows wait for their deletion."""
         return self._index.gone.count
 
     @property
     def unsafe_count(self) -> int:
-        """Pages that were stored and would not survive power loss."""
+        """How many pages were stored and would not survive power loss."""
         return self._index.medium.unsafe_count
 
     @property
@@ -328,7 +394,7 @@ class DiskTier:
         self.on_health(False)
 
     def blame(self, doing: str, error: BaseException) -> None:
-        """An error of the disk stops the tier. What the node itself has run out of does not."""
+        """Stop the tier for an error of the disk, but not for what the node itself has run out of."""
         if is_shortage(error):
             self._shortages.tell(doing, error)
         elif isinstance(error, OSError):
@@ -338,13 +404,13 @@ class DiskTier:
             self.poison(f"internal error: {error!r}")
 
     def tend(self) -> None:
-        """Looks whether whoever works on the disk is still there: the writer does it when it is idle."""
+        """Check that the disk's I/O process is still there. The writer does it when it is idle."""
         trouble = self._directory.trouble()
         if trouble:
             self.poison(trouble)
 
     def recover(self) -> None:
-        """Believes in the disk again, after a trial. Raises OSError, and stays poisoned, if it fails."""
+        """Use the disk again, after a trial. Raises OSError, and stays poisoned, if it fails."""
         if not self._restored:  # a page might be put where one lies that is not known
             raise OSError("the rows could not be read at the start; restart the node")
         if not self._io.acquire(timeout=RECOVER_WAIT_S):
@@ -358,7 +424,7 @@ class DiskTier:
         self.on_health(True)
 
     def _recover(self) -> int:
-        """How many pages were forgotten, because they may not have reached the disk."""
+        """Return how many pages were forgotten, because they may not have reached the disk."""
         if self._directory.trouble():
             with self._lock:
                 self._index.medium.fail_sync()  # who would have synced is gone
@@ -374,7 +440,7 @@ class DiskTier:
     # ---- tell ----------------------------------------------------------------------------
 
     def uses(self) -> dict[str, Use]:
-        """What each tenant has here."""
+        """Return what each tenant has on disk."""
         with self._lock:
             return {account.tenant: account.use() for account in self.records.accounts.all()}
 
@@ -382,28 +448,10 @@ class DiskTier:
         return self._index.spaces.counts[self._index.spaces.known(digest)]
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violations of what must always hold; empty if all is well."""
         with self._lock:
             return self.records.check()
 
     def close(self) -> None:
-        """Raises OSError if the rows can not be closed; all else is closed all the same."""
+        """Close the directory. Raises OSError if the rows can not be closed; all else is closed all the same."""
         self._directory.close()
-
-
-def regroup(records: PageTable, lock: threading.Lock) -> None:
-    """Move pages to the pool that their tenant has now, after it got a quota or lost it.
-
-    Some at a time, in the order of their last use, while others are served.
-    """
-    strays: list[list[tuple[int, int]]] = []
-    for first in range(1, records.number_end, REGROUP_LOOKED_AT):
-        with lock:
-            strays.append(records.strays(first, min(first + REGROUP_LOOKED_AT, records.number_end)))
-        time.sleep(0)  # else this thread would have the lock again
-    moving = heapq.merge(*strays, reverse=True)
-    while some := list(islice(moving, REGROUPED)):
-        with lock:
-            for used_s, record in some:
-                records.regroup(record, used_s)
-        time.sleep(0)

@@ -21,7 +21,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from node.disk.page_table import DiskCounters
 from node.memory.page import Page, Space, State
@@ -34,16 +33,15 @@ BATCH_NBYTES_MAX = 16 << 20  # page bytes that are held until then
 LATER_SHARE = 0.5  # the rest is the time to write a page before RAM evicts it
 IDLE_S = 0.2  # without work for so long, it deletes rows of forgotten pages and syncs
 LATER_PAGES = 1024  # may wait that RAM has evicted already
-SYNC_PAGES = 4096  # stored between two syncs at most, however busy it is
 GONE_S = 0.2  # between two looks at whether somebody still waits for a flush
-SIFTED = 4  # deferred writes that are looked at for each that comes
+SIFTED = 4  # deferred pages looked at for each that comes
 
 
 class DeferredWrites:
-    """Pages that wait until RAM has turned over before they go to a disk that is full.
+    """Pages that wait until RAM has turned over before they go to a full disk, in the order in which they came.
 
-    In the order in which they came, each with when it is due. Those that RAM has evicted meanwhile are sifted
-    out, a few with each that comes, so that no call takes longer the more there are. Not thread-safe.
+    Each has a time when it is due. Those that RAM has evicted meanwhile are sifted out, a few with each that comes, so
+    that no call takes longer the more there are. Not thread-safe.
 
         sifted: oldest ... | pages: not looked at in this round ... newest
     """
@@ -56,7 +54,7 @@ class DeferredWrites:
         return len(self._sifted) + len(self._pages)
 
     def add(self, due: int, page: Page, count_max: int) -> None:
-        """`due`: no less than that of the one before. From `count_max` pages on it looks for evicted ones."""
+        """Add a page, due no sooner than the one before. From `count_max` pages on, look for evicted ones."""
         self._pages.append((due, page))
         if len(self) > count_max:
             for _ in range(SIFTED):
@@ -71,37 +69,11 @@ class DeferredWrites:
                 self._sifted.append(entry)
 
     def first(self) -> tuple[int, Page]:
-        """(due, page). Raises IndexError if there is none."""
+        """Return when the first is due, and the page. Raises IndexError if there is none."""
         return (self._sifted or self._pages)[0]
 
     def pop(self) -> Page:
         return (self._sifted or self._pages).popleft()[1]
-
-
-class Store(Protocol):
-    """What the writer needs of the disk tier (`node.disk.tier.DiskTier`)."""
-
-    poisoned: str
-    counters: DiskCounters
-
-    @property
-    def gone_count(self) -> int: ...
-
-    @property
-    def unsafe_count(self) -> int: ...
-
-    @property
-    def sync_pending(self) -> bool: ...
-
-    def has_room(self, space: Space) -> bool: ...
-
-    def store(self, pages: Sequence[Page]) -> None: ...
-
-    def sync(self) -> None: ...
-
-    def blame(self, doing: str, error: BaseException) -> None: ...
-
-    def tend(self) -> None: ...
 
 
 class _Barrier:
@@ -115,10 +87,27 @@ class _Barrier:
 
 
 class DiskWriter:
-    """Thread-safe. Its lock is taken under the RAM tier's, never the other way round."""
+    """Thread-safe. Its lock is taken under the RAM tier's, never the other way round.
 
-    def __init__(self, disk: Store, queue_nbytes_max: int) -> None:
-        self._disk = disk
+    `has_room` says whether a page of a namespace can be stored without evicting another. `write(pages, is_barrier)`
+    stores pages, and returns whether all that came before is safe. `blame` is told of errors. `is_stopped`: the disk
+    takes nothing any more.
+    """
+
+    def __init__(
+        self,
+        counters: DiskCounters,
+        has_room: Callable[[Space], bool],
+        write: Callable[[Sequence[Page], bool], bool],
+        blame: Callable[[str, BaseException], None],
+        is_stopped: Callable[[], bool],
+        queue_nbytes_max: int,
+    ) -> None:
+        self._counters = counters
+        self._has_room = has_room
+        self._write = write
+        self._blame = blame
+        self._is_stopped = is_stopped
         self._later = DeferredWrites()  # due at RAM's placed_nbytes
         self._queue_nbytes_max = queue_nbytes_max
         self._changed = threading.Condition()
@@ -129,20 +118,22 @@ class DiskWriter:
         self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
 
     def start(self, tier: RamTier) -> None:
-        """`tier` is the one whose pages are offered."""
+        """Start the thread. `tier` is the one whose pages are offered."""
         self._tier = tier
         self._later_nbytes = int(tier.slots.region_nbytes * LATER_SHARE)
         self._thread.start()
 
     def offer(self, pages: Sequence[Page], urgent: bool) -> int:
-        """How many of the pages, from the first on, were taken into the queue; it may come back for
-        the others later, unless they are `urgent`. Never waits."""
-        if self._disk.poisoned or self._stopping:
-            self._disk.counters.pages_refused += 0 if urgent else len(pages)
+        """Return how many of the pages, from the first on, were taken into the queue. Never waits.
+
+        It may come back for the others later, unless they are `urgent`.
+        """
+        if self._is_stopped() or self._stopping:
+            self._counters.pages_refused += 0 if urgent else len(pages)
             return 0
         taken = 0
         with self._changed:
-            if pages and not urgent and not self._disk.has_room(pages[0].namespace):
+            if pages and not urgent and not self._has_room(pages[0].namespace):
                 due = self._tier.eviction.placed_nbytes + self._later_nbytes
                 for page in pages:  # in proportion to RAM, even if the disk hangs and nobody's time comes
                     self._later.add(due, page, 2 * self._tier.visible_count + LATER_PAGES)
@@ -156,11 +147,11 @@ class DiskWriter:
                 self._count(page, 1)
                 taken += 1
             self._changed.notify_all()
-        self._disk.counters.pages_refused += 0 if urgent else len(pages) - taken
+        self._counters.pages_refused += 0 if urgent else len(pages) - taken
         return taken
 
     def _fits(self, space: Space) -> bool:
-        """One page is always taken, or a large one would never be."""
+        """Return whether a page fits. One is always taken, or a large one would never be."""
         nbytes, theirs = space.slot_nbytes, self._queued[space.value.tenant]
         left = self._queue_nbytes_max - self.queue_nbytes - nbytes
         if self._tier.eviction.order.accounts.any_limited:
@@ -175,12 +166,12 @@ class DiskWriter:
             del self._queued[tenant]
 
     def wait_room(self, space: Space, timeout_s: float) -> bool:
-        """Until the queue takes a page of this namespace."""
+        """Wait until the queue takes a page of this namespace."""
         with self._changed:
             return self._changed.wait_for(lambda: self._fits(space), timeout_s)
 
     def flush(self, timeout_s: float, gone: Callable[[], bool] = lambda: False) -> bool:
-        """Until everything offered before is on the medium; False if it took longer or failed, or who wanted it is
+        """Wait until all that was offered before is on the medium. False: it took longer, failed, or the caller is
         `gone`."""
         end = time.monotonic() + timeout_s
         barrier = self._join()
@@ -194,7 +185,7 @@ class DiskWriter:
                 barrier.waiters -= 1
 
     def _join(self) -> _Barrier:
-        """The barrier behind all that was offered. As long as it is in the queue, the sync for it has not begun."""
+        """Return the barrier behind all that was offered. While it is in the queue, its sync has not begun."""
         with self._changed:
             last = self._queue[-1] if self._queue else None
             barrier = last if isinstance(last, _Barrier) else _Barrier()
@@ -205,7 +196,7 @@ class DiskWriter:
             return barrier
 
     def stop(self, timeout_s: float) -> bool:
-        """Writes and syncs what is queued, then ends the thread: all of it in `timeout_s`."""
+        """Write and sync what is queued, then end the thread: all of it in `timeout_s`."""
         end = time.monotonic() + timeout_s
         flushed = self.flush(timeout_s)
         with self._changed:
@@ -220,32 +211,18 @@ class DiskWriter:
             if not pages and barrier is None and self._stopping:
                 return
             try:
-                self._store(pages, barrier)
+                is_safe = self._write(pages, barrier is not None)
+                if barrier is not None:
+                    barrier.safe = is_safe
             except Exception as error:  # the edge of the thread: it must go on, or holds never end
                 log.debug("disk writer", exc_info=True)
-                self._disk.counters.pages_refused += len(pages)
-                self._disk.blame("writing", error)
+                self._counters.pages_refused += len(pages)
+                self._blame("writing", error)
             finally:
                 self._done(pages, barrier)
 
-    def _store(self, pages: list[Page], barrier: _Barrier | None) -> None:
-        disk = self._disk
-        if not pages:
-            disk.tend()
-        if disk.poisoned:
-            return
-        if pages or disk.gone_count:
-            disk.store(pages)
-        if barrier and disk.gone_count:  # removed while they were written: their rows are there
-            disk.store([])
-        idle = not pages and disk.sync_pending
-        if barrier or idle or disk.unsafe_count >= SYNC_PAGES:
-            disk.sync()
-        if barrier:
-            barrier.safe = True
-
     def _next(self) -> tuple[list[Page], _Barrier | None]:
-        """The next pages, up to a barrier that somebody waits at; nothing after IDLE_S without work."""
+        """Return the next pages, up to a barrier that somebody waits at; nothing after IDLE_S without work."""
         pages = self._due()
         if pages:
             return pages, None
@@ -262,7 +239,7 @@ class DiskWriter:
         return pages, None
 
     def _due(self) -> list[Page]:
-        """Pages whose time has come, now held and counted as queued; those that are gone are left out."""
+        """Return pages that are due, now held and counted as queued; those that are gone are left out."""
         pages: list[Page] = []
         with self._changed:
             room_nbytes = self._queue_nbytes_max - self.queue_nbytes

@@ -123,13 +123,13 @@ class Compaction:
                 self._slots.free(target)
 
     def _count_elsewhere(self, size: int, pool: EvictionPool, wanted: int, loose: int) -> int:
-        """Pages of this size outside the area that may go, as far as so many are wanted and a look shows."""
+        """Count pages of this size outside the area that may be evicted, up to `wanted`, as far as a look shows."""
         looked_at = islice(pool.oldest_first(size), min(loose + 2 * wanted, LOOKED_AT) + LOOKED_AT_LEAST)
         free = (page for page in looked_at if not page.holds and not self._slots.block_of(page.offset).closed)
         return len(list(islice(free, wanted)))
 
     def _target(self, page: Page) -> int | None:
-        """A slot outside the area; until the page is there it belongs to one that nobody can find."""
+        """Take a slot outside the area. Until the page is there it belongs to one that nobody can find."""
         return self._slots.allocate(page.namespace.slot_nbytes, Page(page.namespace, page.prefix_hash, 0))
 
     def _target_of_oldest(self, page: Page, pool: EvictionPool) -> int | None:
@@ -140,7 +140,7 @@ class Compaction:
         return self._target(page)
 
     def _evict(self, blocks: list[Block], pool: EvictionPool) -> Work[bool]:
-        """All that does not stay."""
+        """Evict all pages of the blocks that do not stay."""
         for block in blocks:
             for slot in range(len(block.owners)):
                 if self._turn.over:
@@ -155,7 +155,7 @@ class Compaction:
         return True
 
     def _move(self, targets: dict[Page, int]) -> Work[bool]:
-        """Those that have a target and are still here."""
+        """Move pages that have a target and are still here."""
         for page in list(targets):
             if page.state is not State.VISIBLE:
                 continue
@@ -176,13 +176,13 @@ class Compaction:
         return True
 
     def _zero_copy(self, page: Page, target: int) -> None:
-        """Zeroes the copy of a page that was removed meanwhile: its tenant may be erased."""
+        """Zero the copy of a page that was removed meanwhile: its tenant may be erased."""
         if page.state is State.DOOMED:
             self._zero(target, page.namespace.slot_nbytes)
 
 
 def _look(block: Block, pool: EvictionPool, staying: list[Page], loose: dict[int, int]) -> bool:
-    """Whether nobody reads or writes in a block; which of its pages stay, and how many do not."""
+    """Return whether nobody reads or writes in a block; note which of its pages stay, and how many do not."""
     if block.closed:
         return False
     for page in block.owners:
@@ -224,6 +224,9 @@ class Eviction:
     ) -> None:
         self._slots = slots
         self._forget = forget
+        self._zero = zero
+        self.to_zero: set[Page] = set()  # removed pages: their slots are zeroed before other pages get them
+        self.zeroed_nbytes = 0
         self.turn = StepBudget()
         self.order = UseOrder(slots, self.turn)
         self._accounts = self.order.accounts
@@ -238,36 +241,17 @@ class Eviction:
     def pins(self) -> Pins:
         return self.order.pins
 
-    def place(self, pages: Sequence[Page]) -> int:
-        """Gives new pages of a namespace slots, from the first on: free ones, or those of the oldest pages if they are
-        of the same size. All are copies, or none is. How many: `make_room` may help the next one."""
-        size, is_copy = pages[0].namespace.slot_nbytes, pages[0].is_copy
-        if is_copy:
-            pages = pages[: (self.copy_nbytes_max - self.copy_nbytes) // size]
-        count = self.lend(pages)
-        self.placed_nbytes += size * count
-        if is_copy:
-            self._count_copies(size, count)
-        return count
+    def place(self, pages: Sequence[Page], for_a_while: bool = False) -> int:
+        """Give new pages of a namespace slots, from the first on. Return how many: `make_room` may help the next one.
 
-    def copies_full(self, size: int) -> bool:
-        """Whether a copy of this size has to wait until another one goes."""
-        return self.copy_nbytes + size > self.copy_nbytes_max
-
-    def _count_copies(self, size: int, more: int) -> None:
-        self.copy_count += more
-        self.copy_nbytes += more * size
-
-    def own(self, page: Page) -> None:
-        """A visible copy is none any more."""
-        self._count_copies(page.namespace.slot_nbytes, -1)
-        self.order.own(page)
-
-    def lend(self, pages: Sequence[Page]) -> int:
-        """The same for pages that are given back when they are read: RAM does not turn over by it."""
+        The slots are free ones, or those of the oldest pages if they are of the same size. All pages are copies, or
+        none is. `for_a_while`: they are given back when they are read, so RAM does not turn over by it.
+        """
         if not pages:
             return 0
-        size, account = pages[0].namespace.slot_nbytes, pages[0].namespace.account
+        size, account, is_copy = pages[0].namespace.slot_nbytes, pages[0].namespace.account, pages[0].is_copy
+        if is_copy:
+            pages = pages[: (self.copy_nbytes_max - self.copy_nbytes) // size]
         room = len(pages)
         if account.nbytes_max:
             room = 0 if account.full_for(size) else account.room(size)
@@ -284,7 +268,24 @@ class Eviction:
             for page in pages[:count]:
                 self._free(page)
             raise
+        if not for_a_while:
+            self.placed_nbytes += size * count
+        if is_copy:
+            self._count_copies(size, count)
         return count
+
+    def copies_full(self, size: int) -> bool:
+        """Return whether a copy of this size has to wait until another one is evicted."""
+        return self.copy_nbytes + size > self.copy_nbytes_max
+
+    def _count_copies(self, size: int, more: int) -> None:
+        self.copy_count += more
+        self.copy_nbytes += more * size
+
+    def own(self, page: Page) -> None:
+        """Make a visible copy the node's own."""
+        self._count_copies(page.namespace.slot_nbytes, -1)
+        self.order.own(page)
 
     def _free(self, page: Page) -> None:
         page.namespace.account.give(page.namespace.slot_nbytes)
@@ -292,7 +293,10 @@ class Eviction:
         page.offset = -1
 
     def release(self, page: Page, successor: Page | None = None) -> None:
-        """Frees the slot of a page that is neither visible nor held, or gives it to another of its size."""
+        """Free the slot of a page that is neither visible nor held, or give it to another page of its size."""
+        if self.to_zero and page in self.to_zero:
+            self.to_zero.discard(page)
+            self.zero_slot(page)
         account, size = page.namespace.account, page.namespace.slot_nbytes
         if page.is_copy:
             self._count_copies(size, -1)
@@ -304,6 +308,11 @@ class Eviction:
             successor.namespace.account.take(size)
         successor.offset, page.offset = page.offset, -1
         self._slots.hand_over(successor.offset, successor).used_sum += successor.used_ms - page.used_ms
+
+    def zero_slot(self, page: Page) -> None:
+        """Overwrite the slot of a page with zeros."""
+        self._zero(page.offset, page.namespace.slot_nbytes)
+        self.zeroed_nbytes += page.namespace.slot_nbytes
 
     def _succeed_oldest(self, page: Page, size: int) -> bool:
         account = page.namespace.account
@@ -345,7 +354,7 @@ class Eviction:
         return False
 
     def _evict(self, size: int, pool: EvictionPool) -> Work[bool]:
-        """A page of this size goes, or what lies in the place of a block where older ones of other sizes are."""
+        """Evict a page of this size, or clear the place of a block where older pages of other sizes are."""
         ours = yield from self._oldest(size, pool)
         for other in (yield from self._older_sizes(rank_ms(ours) if ours else None, size, pool)):
             for area in self._areas(other, size, pool):
@@ -359,7 +368,7 @@ class Eviction:
         return True
 
     def _shrink(self, size: int, account: TenantAccount[EvictionPool], now_ms: int) -> Work[bool]:
-        """A tenant at its quota gives up its oldest page, of whatever size; none for one that can never be had."""
+        """Evict the oldest page, of any size, of a tenant at its quota; none for a page that never fits the quota."""
         if account.too_small_for(size):
             return False
         ours = yield from self._oldest(size, account.pool)
@@ -375,7 +384,7 @@ class Eviction:
         return True
 
     def _drop_copy(self, size: int, account: TenantAccount[EvictionPool]) -> Work[bool]:
-        """The oldest copy goes: of this size, or else of the one that has the oldest. False: all are in use."""
+        """Evict the oldest copy, of this size or else of any. False: all are in use."""
         for pool in self._accounts.with_copies(account):
             copy = yield from self._oldest_copy(size, pool)
             if copy is None:
@@ -394,7 +403,7 @@ class Eviction:
         return copy
 
     def _oldest(self, size: int, pool: EvictionPool) -> Work[Page | None]:
-        """Of this size, however many are held."""
+        """Return the oldest page of this size that nobody holds, however many are held."""
         while (page := pool.oldest(size)) is None and self.turn.over:
             yield None
         return page
@@ -405,7 +414,7 @@ class Eviction:
         return sizes
 
     def _make_place(self, size: int, pool: EvictionPool) -> Work[bool]:
-        """For a page that has to move: only what costs no such page its place."""
+        """Make room for a page that has to move, without moving another one."""
         for other in (yield from self._older_sizes(None, size, pool)):
             for area in self._areas(other, size, pool):
                 if (yield from self._clearing.clear(area, pool, may_move=False)):
@@ -413,7 +422,7 @@ class Eviction:
         return False
 
     def _areas(self, other: int, size: int, pool: EvictionPool) -> list[range]:
-        """Places for a block of our size where the oldest pages of another size lie, the coldest first."""
+        """Return places for a block of our size where the oldest pages of another size lie, the coldest first."""
         level = self._slots.level(size)
         areas: dict[int, range] = {}
         for page in pool.eldest(other, PAGES_LOOKED_AT):
@@ -442,7 +451,7 @@ class Eviction:
                 yield self._slots.area(offset, level)
 
     def refusal(self, space: Space, held_count: int, writing_count: int) -> str:
-        """Why `make_room` found nothing, to one whose namespace this is."""
+        """Return why `make_room` found nothing, for the tenant of this namespace."""
         return space.account.refusal(space.slot_nbytes, "ram") or (
             f"no slot of {space.slot_nbytes} bytes can be freed: all pages are pinned or in use "
             f"({len(self.order.pins)} pinned, {held_count} being read, {writing_count} being written)"
@@ -452,7 +461,7 @@ class Eviction:
     # ---- check ---------------------------------------------------------------------------
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violations of what must always hold; empty if all is well."""
         wrong = self._slots.check() + self.order.check()
         copies = [page for block in self._slots.blocks() for page in block.owners if page is not None and page.is_copy]
         nbytes = sum(page.namespace.slot_nbytes for page in copies)

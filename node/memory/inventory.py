@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeVar
 
 from node.memory.lock_slices import split_in_slices
 from node.memory.page import Counters, NamespaceIndex, Page, State
-from node.memory.scan import walk
 from node.memory.tier import RamTier
 
 Read = TypeVar("Read")
@@ -117,7 +116,7 @@ class Inventory:
             found = (page.prefix_hash for page in pages)
             hashes.extend(h for h in found if h > after and h.startswith(key_prefix))
 
-        walk(self._tier, self._tier.namespace(digest), collect)
+        self._tier.scan(self._tier.namespace(digest), collect)
         hashes = list(_sifted(iter(hashes), wanted))  # outside the lock: who owns a page may take half a millisecond
         # Sorting happens outside the lock; a page that goes meanwhile, or that is not committed yet, is
         # left out below. It still counts here, or the reply would look like the last one.
@@ -157,7 +156,7 @@ class Inventory:
                 if missing:
                     found.setdefault(digest, []).extend(missing)
 
-        walk(self._tier, None, collect)
+        self._tier.scan(None, collect)
         return list(found.items())
 
     def size_classes(self) -> list[tuple[int, int, int, int]]:

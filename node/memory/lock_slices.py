@@ -1,15 +1,15 @@
-"""Turns: work under the RAM tier's lock takes so many steps, then others have theirs.
+"""Lock slices: work under the RAM tier's lock takes so many steps, then others get the lock.
 
     with the lock:  step step step ... (spent)     with the lock:  step step ...
-    without it:                        let others, or copy a page
+    without it:                        let others, copy a page, or ask lower tiers
 
-Whoever works may be asked for as much as he likes; a turn is short all the same.
+A caller may ask for as much as it likes; the lock is held for a short time all the same.
 """
 
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from node.memory.page import Page
 
@@ -26,12 +26,15 @@ class SlicedWork(NamedTuple):
     target: int
 
 
-# Runs under the tier's lock, but for what it yields: None, to let others have their turn, or a move.
-Work = Generator[SlicedWork | None, None, T]
+# Runs under the tier's lock, except while it is suspended by a yield of:
+#     None          let others have the lock
+#     SlicedWork    copy a page
+#     a function    call it; the yield expression's value is what it returns
+Work = Generator[SlicedWork | Callable[[], Any] | None, Any, T]
 
 
 class StepBudget:
-    """Steps that are left in this turn. Guarded by the tier's lock."""
+    """Steps that are left in this slice. Guarded by the tier's lock."""
 
     __slots__ = ("left",)
 
@@ -39,7 +42,7 @@ class StepBudget:
         self.left = STEPS
 
     def take(self) -> bool:
-        """A step; whether there was one left."""
+        """Take a step. Return whether there was one left."""
         self.left -= 1
         return self.left >= 0
 
@@ -48,22 +51,25 @@ class StepBudget:
         return self.left <= 0
 
 
-def run_in_slices(lock: threading.Lock, turn: StepBudget, work: Work[T], move: Callable[[SlicedWork], None]) -> T:
-    """Runs `work` under the lock, and lets go of it whenever it yields: for others, or to `move` a page that
-    `work` has held for it."""
+def run_in_slices(lock: threading.Lock, budget: StepBudget, work: Work[T], move: Callable[[SlicedWork], None]) -> T:
+    """Run `work` under the lock, and release the lock whenever it yields. `move` copies a page that it holds."""
+    answer: Any = None
     try:
         while True:
             with lock:
-                turn.left = STEPS
+                budget.left = STEPS
                 try:
-                    wanted = next(work)
+                    wanted = work.send(answer)
                 except StopIteration as done:
                     value: T = done.value
                     return value
+            answer = None
             if wanted is None:
                 time.sleep(0)  # else this thread would have the lock again
-            else:
+            elif isinstance(wanted, SlicedWork):
                 move(wanted)
+            else:
+                answer = wanted()
     except BaseException:
         with lock:
             work.close()
@@ -71,7 +77,7 @@ def run_in_slices(lock: threading.Lock, turn: StepBudget, work: Work[T], move: C
 
 
 def split_in_slices(lock: threading.Lock, work: Callable[[Sequence[Key]], Sequence[T]], keys: Sequence[Key]) -> list[T]:
-    """What `work` makes of each key, under the lock for so many at a time as a turn has steps."""
+    """Return what `work` makes of each key. It runs under the lock for as many keys at a time as a slice has steps."""
     done: list[T] = []
     for start in range(0, len(keys), STEPS):
         if start:

@@ -1,13 +1,107 @@
-"""What the RAM tier asks of the tier below it."""
+"""The tiers below RAM: where pages that RAM lacks come from, and where pages in RAM are written to.
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+    RAM --lacks--> disk --lacks--> other members --lacks--> ...
 
+    find     keys  -> sources     without the RAM tier's lock, so it may wait
+             slots are taken under the lock, for what RAM still lacks
+    read     loads -> bytes       without the lock; each page is checked and reported as it arrives
+    offer    pages -> taken       write-behind: under the lock, so it never waits
+
+Tiers are asked in order, each for the keys that those before it lack. A source is whatever its tier needs to read the
+page; nobody else looks into it. An error of a tier is a miss there, never an error of the request: `find` leaves the
+key out, `read` does not report the page as intact, and the next tier is asked.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from kvstore.deadline import Deadline
+from kvstore.keys import Namespace
 from node.memory.page import Page
 
 
+class Query(NamedTuple):
+    """Keys that a tier is asked for. `touch`: asking is a use."""
+
+    namespace: Namespace
+    prefix_hashes: Sequence[bytes]  # each once
+    deadline: Deadline
+    touch: bool = False
+
+
+class Source(NamedTuple):
+    """A page that a tier has. `place` is opaque. `is_copy`: other members own the page, so it is a copy here."""
+
+    tier: LowerTier
+    place: Any
+    is_copy: bool = False
+
+
+class Load(NamedTuple):
+    """A page with a slot, and where its bytes come from."""
+
+    page: Page
+    source: Source
+
+
+class LowerTier(abc.ABC):
+    """Thread-safe. `name` is that of the metrics. A tier that `reads_parts` fills pages of a `PartialPage`."""
+
+    name: ClassVar[str]
+    reads_parts: ClassVar[bool] = False
+
+    def is_asked(self, near: bool) -> bool:
+        """Return whether to ask it at all. `near`: the request wants pages of other members, too."""
+        return True
+
+    @abc.abstractmethod
+    def find(self, query: Query) -> dict[bytes, Source]:
+        """Return where the pages of these keys are, as far as they can be had until the deadline.
+
+        What a source names stays readable until it is given to `read` or `release`. No lock is held.
+        """
+
+    @abc.abstractmethod
+    def read(
+        self,
+        loads: Sequence[Load],
+        arrived: Callable[[Page], None],
+        gone: Callable[[], bool],
+        deadline: Deadline,
+    ) -> None:
+        """Fill the pages' slots, and their `checksum`, `leaves` and `expiry_s`. No lock is held.
+
+        `arrived` is called, by any thread, for each page whose bytes are intact; the others are misses. `gone` tells
+        that nobody waits any more. When this ends, however it ends, nobody writes to a slot and all sources are
+        released.
+        """
+
+    def release(self, sources: Iterable[Source]) -> None:  # noqa: B027 most tiers keep nothing for them
+        """Give back sources that are not read. May be called under the RAM tier's lock."""
+
+    def is_there(self, source: Source) -> bool:
+        """Return whether the page was not removed since it was found. Called under the RAM tier's lock."""
+        return True
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a read that runs may take for ever, so that waiting for another caller's read is of no use."""
+        return False
+
+    def offer(self, pages: Sequence[Page], urgent: bool) -> int:
+        """Return how many of the pages, from the first on, it takes to write them later; none if it is not for writing.
+
+        They stay held until it releases them. It may come back for the rest later, unless this is urgent. Called under
+        the RAM tier's lock.
+        """
+        return 0
+
+
 class LowerTierInfo(NamedTuple):
-    """A page of the tier below, in seconds."""
+    """A page of the local tier; times in seconds."""
 
     checksum: bytes
     idle_s: int
@@ -15,76 +109,57 @@ class LowerTierInfo(NamedTuple):
     ttl_s: int
 
 
-class LowerTier(Protocol):
-    """Called under the RAM tier's lock, so nothing here waits; only `read` moves bytes, without it."""
+class LocalTier(LowerTier):
+    """The tier that is part of this node: it knows its pages without waiting, so it is asked under the RAM tier's lock.
 
-    def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]: ...
+    This class has no pages. It stands in for the disk of a node without one.
+    """
 
-    def safe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Which of the pages survive power loss."""
+    name = "disk"
 
-    def touch(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None: ...
+    def is_asked(self, near: bool) -> bool:
+        return False
 
-    def info(self, digest: bytes, prefix_hash: bytes) -> LowerTierInfo | None: ...
+    def find(self, query: Query) -> dict[bytes, Source]:
+        return {}
 
-    def list_hashes(self, digest: bytes, key_prefix: bytes, after: bytes) -> Iterator[bytes]:
-        """In order; called without any lock."""
-
-    def remove(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]: ...
-
-    def remove_namespace(self, digest: bytes) -> int: ...
-
-    def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int) -> list[bool]:
-        """True for each that is there. `ttl_s` 0 ends pins: True for each that was pinned. Raises Exhausted, and
-        pins none, if too much would be pinned."""
-
-    def offer(self, pages: Sequence[Page], urgent: bool) -> int:
-        """How many of the pages, from the first on, it takes; they stay held until it releases them.
-        It may come back for the rest later, unless this is urgent."""
-
-    def begin_read(self, digest: bytes, prefix_hash: bytes) -> int:
-        """A record to `read`, 0 for a miss. Each must be read or given back by `end_read`."""
-
-    def end_read(self, record: int) -> None: ...
-
-    def read(self, record: int, page: Page) -> bool:
-        """Fills the page's slot and sets its checksum; False if that can not be."""
-
-
-class NoLowerTier:
-    """No tier below: a node without a disk."""
+    def read(
+        self,
+        loads: Sequence[Load],
+        arrived: Callable[[Page], None],
+        gone: Callable[[], bool],
+        deadline: Deadline,
+    ) -> None:
+        assert not loads, "nothing to read"
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         return [False] * len(prefix_hashes)
 
     def safe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        """Return which of the pages survive power loss."""
         return [False] * len(prefix_hashes)
 
-    def touch(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None: ...
+    def touch(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None:
+        """Note a use of the pages, a chain's head first."""
 
     def info(self, digest: bytes, prefix_hash: bytes) -> LowerTierInfo | None:
         return None
 
     def list_hashes(self, digest: bytes, key_prefix: bytes, after: bytes) -> Iterator[bytes]:
+        """Yield prefix hashes in order. Called without any lock."""
         return iter(())
 
     def remove(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        """Forget pages. Return True for each that was there."""
         return [False] * len(prefix_hashes)
 
     def remove_namespace(self, digest: bytes) -> int:
+        """Forget all pages of a namespace. Return how many there were. Called without any lock."""
         return 0
 
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int) -> list[bool]:
+        """Keep pages for `ttl_s`; return True for each that is there. 0 ends pins: True for each that was pinned.
+
+        Raises Exhausted, and pins none, if too much would be pinned.
+        """
         return [False] * len(prefix_hashes)
-
-    def offer(self, pages: Sequence[Page], urgent: bool) -> int:
-        return 0
-
-    def begin_read(self, digest: bytes, prefix_hash: bytes) -> int:
-        return 0
-
-    def end_read(self, record: int) -> None:
-        raise AssertionError("nothing was read")
-
-    def read(self, record: int, page: Page) -> bool:
-        raise AssertionError("nothing to read")

@@ -4,12 +4,11 @@ oldest -> ... -> newest          (a batch is touched tail -> head: its head ends
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from kvstore.keys import short
 from node.memory.lock_slices import StepBudget
-from node.memory.page import Page, Waiting
+from node.memory.page import Page
 
 # Those that were met where the next one to go is looked for, and may not go now: each is stepped
 # over once.
@@ -44,12 +43,12 @@ class HeldEntries(Generic[T]):
         return len(self._numbers)
 
     def put(self, thing: T) -> None:
-        """The oldest of all may not go now."""
+        """Set aside the oldest of all, which may not be evicted now."""
         self._number += 1
         self._numbers[thing] = self._number
 
     def give_back(self, thing: T) -> bool:
-        """It may go again. False if it was not put aside."""
+        """Let a page be evicted again. Return False if it was not set aside."""
         number = self._numbers.get(thing, 0)
         if number <= 0:
             return False
@@ -58,7 +57,7 @@ class HeldEntries(Generic[T]):
         return True
 
     def discard(self, thing: T) -> bool:
-        """It has a place elsewhere, or is gone. False if it was not put aside."""
+        """Forget a page that is in the order again, or gone. Return False if it was not set aside."""
         return self._numbers.pop(thing, None) is not None
 
     def oldest(self, may_go: Callable[[T], bool], looked_at: Callable[[], bool]) -> T | None:
@@ -77,7 +76,7 @@ class HeldEntries(Generic[T]):
         return None
 
     def check(self, may_go: Callable[[T], bool]) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violations of what must always hold; empty if all is well."""
         returned = {(-number, thing) for number, thing in self._returned}
         wrong = []
         for thing, number in self._numbers.items():
@@ -141,7 +140,7 @@ class LruList:
         newest.newer = root.older = page
 
     def oldest(self, turn: StepBudget) -> Page | None:
-        """The oldest page that nobody holds. None: there is none, or the turn is over."""
+        """Return the oldest page that nobody holds; None: there is none, or the slice is over."""
         if self._aside and (page := self._aside.oldest(_may_go, turn.take)) is not None:
             return page
         root = self._root
@@ -156,11 +155,11 @@ class LruList:
         return None
 
     def give_back(self, page: Page) -> bool:
-        """The last reader of a page is done. Whether it was aside, and may be the oldest now."""
+        """End the use of a page by its last reader. Return whether it was aside, and may be the oldest now."""
         return self._aside.give_back(page)
 
     def oldest_first(self) -> Iterator[Page]:
-        """All but those aside. The page being visited may be unlinked; no other change is allowed meanwhile."""
+        """Yield all pages but those aside. Meanwhile only the page being visited may be unlinked."""
         page = self._root.newer
         while page is not self._root:
             assert page is not None
@@ -169,14 +168,14 @@ class LruList:
             page = following
 
     def pages(self) -> list[Page]:
-        """All of them; those aside first, in no order."""
+        """Return all pages; those aside first, in no order."""
         return [*self._aside, *self.oldest_first()]
 
     def __contains__(self, page: Page) -> bool:
         return page.newer is not None or page in self._aside
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violations of what must always hold; empty if all is well."""
         pages = self.pages()
         wrong = [] if len(pages) == self.count else [f"{len(pages)} pages, {self.count} counted"]
         return wrong + self._aside.check(_may_go)
@@ -186,85 +185,9 @@ def _may_go(page: Page) -> bool:
     return not page.holds
 
 
-# The use order of the pages of one slot size: copies go first, then the node's own.
-
 COPIES_FIRST_MS = 1 << 62  # so much older a copy counts than it is
 
 
 def rank_ms(page: Page) -> int:
-    """By which pages of different sizes are compared."""
+    """Return the number by which pages of different sizes are compared."""
     return page.used_ms - COPIES_FIRST_MS if page.is_copy else page.used_ms
-
-
-class SizeOrder:
-    """As one `LruList`, of the pages of a `pool`. Not thread-safe."""
-
-    __slots__ = ("_copies", "_own", "is_known", "pool")
-
-    def __init__(self, pool: Waiting) -> None:
-        self.pool = pool
-        self._copies = LruList()
-        self._own = LruList()
-        self.is_known = False  # to those who compare sizes
-
-    @property
-    def count(self) -> int:
-        return self._copies.count + self._own.count
-
-    def _list(self, page: Page) -> LruList:
-        return self._copies if page.is_copy else self._own
-
-    def push_newest(self, pages: Sequence[Page]) -> None:
-        """One after the other."""
-        for page in pages:
-            self._list(page).push_newest(page)
-
-    def push_oldest(self, page: Page) -> None:
-        self._list(page).push_oldest(page)
-
-    def unlink(self, page: Page) -> None:
-        self._list(page).unlink(page)
-
-    def use(self, pages: Iterable[Page]) -> None:
-        """They are used now, one after the other."""
-        copies, own = self._copies, self._own
-        for page in pages:
-            was_aside = page.newer is None  # it was held when it was the oldest
-            (copies if page.is_copy else own).move_newest(page)
-            if was_aside:
-                self.pool.came_back(page)
-
-    def oldest_copy(self, turn: StepBudget) -> Page | None:
-        """None: there is none that nobody holds, or the turn is over."""
-        return self._copies.oldest(turn) if self._copies.count else None
-
-    def oldest(self, turn: StepBudget) -> Page | None:
-        """The page that was used before all others, of those that nobody holds. None: there is none, or the turn is
-        over."""
-        copy = self.oldest_copy(turn)
-        if copy is not None or (self._copies.count and turn.over):
-            return copy
-        return self._own.oldest(turn)
-
-    def give_back(self, page: Page) -> bool:
-        """The last reader of a page is done. Whether it was aside, and may be the oldest now."""
-        return self._list(page).give_back(page)
-
-    def oldest_first(self) -> Iterator[Page]:
-        """All but those aside; nothing may change meanwhile, but that the page being visited is unlinked."""
-        yield from self._copies.oldest_first()
-        yield from self._own.oldest_first()
-
-    def pages(self) -> list[Page]:
-        """All of them."""
-        return self._copies.pages() + self._own.pages()
-
-    def __contains__(self, page: Page) -> bool:
-        return page in self._list(page)
-
-    def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
-        strange = [page for page in self._copies.pages() if not page.is_copy]
-        strange += [page for page in self._own.pages() if page.is_copy]
-        wrong = self._copies.check() + self._own.check()
-        return wrong + [f"page {short(page.prefix_hash)} is among the wrong ones" for page in strange]

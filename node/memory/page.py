@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from kvstore.checksum import key_seed
 from kvstore.errors import Exhausted, InvalidRequest, LayoutMismatch
@@ -31,7 +31,7 @@ class MissReasons:
         self._gone: dict[int, str] = {}  # a generation on its way out: freed bit by bit, not at once
 
     def remember(self, digest: bytes, prefix_hash: bytes, reason: str) -> None:
-        """`reason`: 'evicted', 'removed', 'expired' or 'corrupt'."""
+        """Remember why a page left: 'evicted', 'removed', 'expired' or 'corrupt'."""
         if len(self._new) >= self._count_max:
             self._new, self._old, self._gone = {}, self._new, self._old
         if self._gone:
@@ -40,7 +40,7 @@ class MissReasons:
         self._new[hash(digest) ^ hash(prefix_hash)] = reason
 
     def forget(self) -> None:
-        """All of them."""
+        """Forget all reasons."""
         self._new, self._old, self._gone = {}, {}, {}
 
     def reasons(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> dict[str, int]:
@@ -87,13 +87,13 @@ class Counters:
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def count_put(self, exists: int, busy: int, full: int) -> None:
-        """Pages of a put that are not to be written."""
+        """Count pages of a put that are not to be written."""
         self.pages_put_exists += exists
         self.pages_put_busy += busy
         self.pages_put_full += full
 
     def count_get(self, hits: int, misses: int, wanted_nbytes: int) -> None:
-        """Pages of a get; `wanted_nbytes` of each hit."""
+        """Count pages of a get, and `wanted_nbytes` of each hit."""
         self.pages_got += hits
         self.nbytes_got += hits * wanted_nbytes
         self.pages_get_missed += misses
@@ -113,26 +113,6 @@ class Space(Protocol):
     def seed(self, prefix_hash: bytes) -> int: ...
 
     def drop(self, page: Page) -> None: ...
-
-
-class Waiting(Protocol):
-    """Where pages wait for their turn to go (`node.memory.pools.EvictionPool`)."""
-
-    def came_back(self, page: Page) -> None: ...
-
-    def withdraw(self, page: Page) -> None: ...
-
-    def give_back(self, page: Page) -> None: ...
-
-    def __contains__(self, page: Page) -> bool: ...
-
-
-class Order(Protocol):
-    """In which it has a place there (`node.memory.lru.SizeOrder`)."""
-
-    pool: Waiting
-
-    def use(self, pages: Iterable[Page]) -> None: ...
 
 
 class State(enum.IntEnum):
@@ -185,7 +165,7 @@ class Page:
         self.holds = 0
         self.is_copy = is_copy  # other members of the cluster own it
         self.stored_ms = self.used_ms = now_ms
-        self.order: Order | None = None  # among those that may go
+        self.order: Any = None  # a `pools.SizeOrder`, which imports this file, if it may be evicted
         self.older: Page | None = None
         self.newer: Page | None = None
 
@@ -221,14 +201,19 @@ class NamespaceIndex:
         self._peak_count = max(self._peak_count, len(self.pages))
 
     def drop(self, page: Page) -> None:
-        """A dict never gets smaller by itself, so what has become small gets a new one."""
+        """Take a page out. A dict never shrinks by itself, so a small namespace gets a new one."""
         del self.pages[page.prefix_hash]
         if len(self.pages) * SHRUNK < self._peak_count and (not self.pages or self._peak_count > PAGES_SMALL):
             self.pages = dict(self.pages)
             self._peak_count = len(self.pages)
 
+    def loading(self, prefix_hash: bytes) -> Page | None:
+        """Return the page if it is on its way from a lower tier."""
+        page = self.pages.get(prefix_hash)
+        return page if page is not None and page.state is State.LOADING else None
+
     def seed(self, prefix_hash: bytes) -> int:
-        """Seed of the page's checksum."""
+        """Return the seed of the page's checksum."""
         return key_seed(self.digest, prefix_hash)
 
     def count_lookup(self, present: list[bool], absent: list[bytes], ghosts: MissReasons) -> None:
@@ -322,7 +307,7 @@ class Namespaces:
     def _make_room(
         self, new: NamespaceIndex, there: list[NamespaceIndex], count_max: int, nbytes_max: int, whose: str
     ) -> None:
-        """Forgets empty namespaces of those, first opened first, until one more fits."""
+        """Forget empty namespaces of those, first opened first, until one more fits."""
         described = new.described_nbytes + sum(index.described_nbytes for index in there)
         count = len(there) + 1
         for index in there:
@@ -349,7 +334,7 @@ class Namespaces:
         return index
 
     def close(self, digest: bytes) -> bool:
-        """Forgets an empty namespace; False if it has pages, or is busy."""
+        """Forget an empty namespace. Return False if it has pages, or is busy."""
         index = self._by_digest.get(digest)
         if index is None or not self._is_empty(index):
             return index is None
@@ -379,18 +364,20 @@ class Reservation:
 
     namespace: NamespaceIndex
     prefix_hashes: Sequence[bytes]
+    copies: Container[bytes] = ()  # keys that other members own
+    now_ms: int = 0
     verdicts: list[int] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
     chain: list[Page] = field(default_factory=list)
     is_full: bool = False  # there is no room for one more
 
     def write(self, pages: Sequence[Page]) -> None:
-        """The next keys are those of new pages, some of `pages`."""
+        """Add the verdicts of the next keys, which are those of new pages."""
         self.verdicts += [PutStatus.WRITE] * len(pages)
         self.chain += pages
 
     def refuse(self, page: Page | None, is_below: bool) -> None:
-        """The next key is stored already, in RAM or only below, is being written, or has no room."""
+        """Add the verdict of the next key: stored in RAM or only below, being written, or without room."""
         if page is None:
             self.verdicts.append(PutStatus.EXISTS if is_below else PutStatus.FULL)
         elif page.state is State.VISIBLE:
@@ -400,24 +387,12 @@ class Reservation:
             self.verdicts.append(PutStatus.BUSY)
 
     def count(self) -> None:
-        """Tells the namespace's counters what is not to be written."""
+        """Count the pages that are not to be written."""
         refused = map(self.verdicts.count, (PutStatus.EXISTS, PutStatus.BUSY, PutStatus.FULL))
         self.namespace.counters.count_put(*refused)
 
     def count_stored(self) -> None:
-        """Tells them what was written."""
+        """Count the pages that were written."""
         counters = self.namespace.counters
         counters.pages_put += len(self.pages)
         counters.nbytes_put += len(self.pages) * self.namespace.page_nbytes
-
-
-class Acquired(NamedTuple):
-    """`pages`: one or None per key, all held. `loads`: those of them that the caller must read from
-    the tier below, with the record to read, before it, or anyone, may look at them. `in_part`: those of these
-    that nobody else can find, because only parts of them are read. `fetched`: those that the caller must fetch
-    from another node."""
-
-    pages: list[Page | None]
-    loads: list[tuple[Page, int]]
-    in_part: dict[bytes, Page]
-    fetched: list[Page]

@@ -1,7 +1,7 @@
-"""Pages of which one goes when room is needed: of one tenant that has a quota, or of all who have none.
+"""The order in which pages are evicted, in a pool for each tenant that has a quota and one for all others.
 
 Of each slot size copies, then others, in order of use; and which size has the oldest. Not thread-safe: the tier's lock
-guards it. No call takes longer the more pages, sizes or holds there are.
+guards it. No call takes longer the more pages, sizes, holds or pins there are.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,15 +11,91 @@ from operator import attrgetter
 from kvstore.keys import short
 from node.memory.lazy_heap import OldestBySize
 from node.memory.lock_slices import StepBudget
-from node.memory.lru import SizeOrder, rank_ms
+from node.memory.lru import LruList, rank_ms
 from node.memory.page import Page, State
 from node.memory.pins import Pins
 from node.memory.tenant_usage import TenantUsage
 from node.slab import SlotAllocator
 
+PINS_ENDED = 256  # at a time
+
+
+class SizeOrder:
+    """The use order of a pool's pages of one slot size: copies go first, then the node's own. Not thread-safe."""
+
+    __slots__ = ("_copies", "_own", "is_known", "pool")
+
+    def __init__(self, pool: "EvictionPool") -> None:
+        self.pool = pool
+        self._copies = LruList()
+        self._own = LruList()
+        self.is_known = False  # to those who compare sizes
+
+    @property
+    def count(self) -> int:
+        return self._copies.count + self._own.count
+
+    def _list(self, page: Page) -> LruList:
+        return self._copies if page.is_copy else self._own
+
+    def push_newest(self, pages: Sequence[Page]) -> None:
+        """Add pages, the newest last."""
+        for page in pages:
+            self._list(page).push_newest(page)
+
+    def push_oldest(self, page: Page) -> None:
+        self._list(page).push_oldest(page)
+
+    def unlink(self, page: Page) -> None:
+        self._list(page).unlink(page)
+
+    def use(self, pages: Iterable[Page]) -> None:
+        """Note that the pages are used now, one after the other."""
+        copies, own = self._copies, self._own
+        for page in pages:
+            was_aside = page.newer is None  # it was held when it was the oldest
+            (copies if page.is_copy else own).move_newest(page)
+            if was_aside:
+                self.pool.came_back(page)
+
+    def oldest_copy(self, turn: StepBudget) -> Page | None:
+        """Return the oldest copy that nobody holds; None: there is none, or the slice is over."""
+        return self._copies.oldest(turn) if self._copies.count else None
+
+    def oldest(self, turn: StepBudget) -> Page | None:
+        """The page that was used before all others, of those that nobody holds. None: there is none, or the turn is
+        over."""
+        copy = self.oldest_copy(turn)
+        if copy is not None or (self._copies.count and turn.over):
+            return copy
+        return self._own.oldest(turn)
+
+    def give_back(self, page: Page) -> bool:
+        """End the use of a page by its last reader. Return whether it was aside, and may be the oldest now."""
+        return self._list(page).give_back(page)
+
+    def oldest_first(self) -> Iterator[Page]:
+        """Yield all pages but those aside. Nothing may change meanwhile, but the page being visited may be unlinked."""
+        yield from self._copies.oldest_first()
+        yield from self._own.oldest_first()
+
+    def pages(self) -> list[Page]:
+        """Return all pages."""
+        return self._copies.pages() + self._own.pages()
+
+    def __contains__(self, page: Page) -> bool:
+        return page in self._list(page)
+
+    def check(self) -> list[str]:
+        """Return violations of what must always hold; empty if all is well."""
+        strange = [page for page in self._copies.pages() if not page.is_copy]
+        strange += [page for page in self._own.pages() if page.is_copy]
+        wrong = self._copies.check() + self._own.check()
+        return wrong + [f"page {short(page.prefix_hash)} is among the wrong ones" for page in strange]
+
 
 class EvictionPool:
-    """`turn` is that of whoever has the lock."""
+    """The pages of one tenant that has a quota, or of all who have none. `turn` is that of whoever has the lock."""
 
     def __init__(self, turn: StepBudget) -> None:
         self._turn = turn
@@ -29,7 +105,7 @@ class EvictionPool:
     # ---- a page's life -------------------------------------------------------------------
 
     def admit(self, pages: Sequence[Page]) -> None:
-        """From now on they may go, as the newest, one after the other. All have one size."""
+        """Add pages of one size, the newest last. From now on they may be evicted."""
         lru = self._list(pages)
         lru.push_newest(pages)
         for page in pages:
@@ -37,13 +113,13 @@ class EvictionPool:
                 self._make_known(lru, page)
 
     def admit_oldest(self, page: Page) -> None:
-        """The same, as the oldest."""
+        """Add a page as the oldest."""
         lru = self._list([page])
         lru.push_oldest(page)
         self._make_known(lru, page)
 
     def _list(self, pages: Sequence[Page]) -> SizeOrder:
-        """For these, which are going to be in it."""
+        """Return the order of these pages' size, which they are going to be in."""
         size = pages[0].namespace.slot_nbytes
         lru = self._lists.get(size)
         if lru is None:
@@ -57,13 +133,13 @@ class EvictionPool:
         self._ages.add(page.namespace.slot_nbytes, rank_ms(page))
 
     def came_back(self, page: Page) -> None:
-        """One that was held when it was the oldest is the newest."""
+        """Note that a page that was held when it was the oldest is the newest now."""
         lru = self._lists[page.namespace.slot_nbytes]
         if page.is_copy or not lru.is_known:
             self._make_known(lru, page)
 
     def withdraw(self, page: Page) -> None:
-        """It may not go any more, or has gone."""
+        """Take out a page that may not be evicted any more, or was."""
         size = page.namespace.slot_nbytes
         lru = self._lists[size]
         lru.unlink(page)
@@ -73,7 +149,7 @@ class EvictionPool:
             self._ages.discard(size)
 
     def give_back(self, page: Page) -> None:
-        """Nobody holds it any more."""
+        """Let a page be evicted that nobody holds any more."""
         lru = self._lists[page.namespace.slot_nbytes]
         if lru.give_back(page):
             self._make_known(lru, page)
@@ -81,7 +157,7 @@ class EvictionPool:
     # ---- who is oldest -------------------------------------------------------------------
 
     def oldest_first(self, slot_nbytes: int) -> Iterator[Page]:
-        """Pages of this size, but for those held that were in the way. Nothing may change meanwhile."""
+        """Yield pages of this size, but for held ones that were in the way. Nothing may change meanwhile."""
         lru = self._lists.get(slot_nbytes)
         return lru.oldest_first() if lru is not None else iter(())
 
@@ -91,14 +167,14 @@ class EvictionPool:
         return lru.oldest(self._turn) if lru is not None else None
 
     def is_younger(self, slot_nbytes: int) -> bool:
-        """Whether another size has a page that is older than the oldest of this one, which may be held."""
+        """Return whether another size has a page that is older than the oldest of this one, which may be held."""
         if not self._lists or (len(self._lists) == 1 and slot_nbytes in self._lists):
             return False
         ours = self.oldest(slot_nbytes)
         return ours is None or bool(self._ages.older(rank_ms(ours), slot_nbytes, 1))
 
     def eldest(self, slot_nbytes: int, count: int) -> list[Page]:
-        """Some of the oldest pages of a slot size that nobody holds, the oldest first."""
+        """Return some of the oldest pages of a slot size that nobody holds, the oldest first."""
         first = self.oldest(slot_nbytes)
         if first is None:
             return []
@@ -112,7 +188,7 @@ class EvictionPool:
         return rank_ms(page) if page is not None else None
 
     def oldest_copy(self, slot_nbytes: int) -> Page | None:
-        """The same of copies."""
+        """Return the oldest copy of a slot size that nobody holds; None: there is none, or the slice is over."""
         lru = self._lists.get(slot_nbytes)
         return lru.oldest_copy(self._turn) if lru is not None else None
 
@@ -126,7 +202,7 @@ class EvictionPool:
     # ---- check ---------------------------------------------------------------------------
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violations of what must always hold; empty if all is well."""
         wrong: list[str] = []
         for size, lru in self._lists.items():
             wrong += [f"LRU of {size}: {problem}" for problem in lru.check()]
@@ -142,16 +218,11 @@ class EvictionPool:
         return lru is not None and page.order is lru and page in lru
 
 
-# Which pages may go, and in whose pool they wait for it; which are pinned.
-#
-# A visible page is in the pool of its tenant, a pinned one in none. Not thread-safe: the tier's
-# lock guards it. No call takes longer the more pages, sizes, holds or pins there are.
-
-PINS_ENDED = 256  # at a time
-
-
 class UseOrder:
-    """`turn` is that of whoever has the lock."""
+    """Which pages may be evicted, in the pool of which tenant, and which are pinned.
+
+    A visible page is in the pool of its tenant, a pinned one in none. `turn` is that of whoever has the lock.
+    """
 
     def __init__(self, slots: SlotAllocator, turn: StepBudget) -> None:
         self._slots = slots
@@ -161,11 +232,11 @@ class UseOrder:
     # ---- a page's life -------------------------------------------------------------------
 
     def admit(self, page: Page) -> None:
-        """A page became visible, or is not pinned any more: from now on it may be evicted, as the newest."""
+        """Add a page that became visible, or is not pinned any more, as the newest."""
         page.namespace.account.pool.admit([page])
 
     def admit_new(self, pages: Sequence[Page], chain: Sequence[Page], now_ms: int) -> None:
-        """The same of new pages of a chain, of which others may be here; all of it is used now, tail first."""
+        """Add new pages of a chain. All of the chain, of which others may be here, is used now, tail first."""
         if not pages:
             self.touch(reversed(chain), now_ms)
             return
@@ -192,7 +263,7 @@ class UseOrder:
                 order.use(some)
 
     def _date(self, pages: Sequence[Page], now_ms: int) -> None:
-        """They are used now."""
+        """Set the pages' last use to now."""
         block_of = self._slots.block_of
         for page in pages:
             if page.used_ms != now_ms:
@@ -200,19 +271,21 @@ class UseOrder:
                 page.used_ms = now_ms
 
     def withdraw(self, page: Page) -> None:
-        """A page is not visible any more: it is in no pool and has no pin."""
-        if page.order is not None:
-            page.order.pool.withdraw(page)
+        """Take out a page that is not visible any more, and its pin."""
+        order: SizeOrder | None = page.order
+        if order is not None:
+            order.pool.withdraw(page)
         else:
             self.pins.discard(page)
 
     def give_back(self, page: Page) -> None:
-        """Nobody holds a visible page any more."""
-        if page.order is not None:
-            page.order.pool.give_back(page)
+        """Let a visible page be evicted that nobody holds any more."""
+        order: SizeOrder | None = page.order
+        if order is not None:
+            order.pool.give_back(page)
 
     def own(self, page: Page) -> None:
-        """A visible copy is none any more: it counts as others of its age do, and as the newest of them."""
+        """Make a visible copy the node's own, and the newest of those."""
         in_order = page.order is not None
         if in_order:
             self.withdraw(page)
@@ -220,17 +293,22 @@ class UseOrder:
         if in_order:
             self.admit(page)
 
-    def regroup(self, page: Page, used_ms: int) -> None:
-        """Its tenant has got another pool since it was used: it goes there as the oldest, or as the newest if it was
-        used meanwhile."""
-        pool = page.namespace.account.pool
-        if page.order is None or page.order.pool is pool:
-            return
-        page.order.pool.withdraw(page)
-        if page.used_ms == used_ms:
-            pool.admit_oldest(page)
-        else:
-            pool.admit(page)
+    def regroup(self, moving: Sequence[tuple[int, Page]]) -> Sequence[None]:
+        """Move pages to another pool, because their tenants have got one since they were used at that time.
+
+        Each goes there as the oldest, or as the newest if it was used meanwhile.
+        """
+        for used_ms, page in moving:
+            pool = page.namespace.account.pool
+            order: SizeOrder | None = page.order
+            if order is None or order.pool is pool:
+                continue
+            order.pool.withdraw(page)
+            if page.used_ms == used_ms:
+                pool.admit_oldest(page)
+            else:
+                pool.admit([page])
+        return ()
 
     def pools(self) -> list[EvictionPool]:
         return list(dict.fromkeys((self.accounts.shared, *(account.pool for account in self.accounts.all()))))
@@ -238,19 +316,20 @@ class UseOrder:
     # ---- pins ----------------------------------------------------------------------------
 
     def pin(self, page: Page, expiry_ms: int) -> None:
-        if page.order is not None:
-            page.order.pool.withdraw(page)
+        order: SizeOrder | None = page.order
+        if order is not None:
+            order.pool.withdraw(page)
         self.pins.add(page, expiry_ms)
 
     def unpin(self, page: Page) -> bool:
-        """The page may be evicted again, as the newest. False if it was not pinned."""
+        """End a pin: the page may be evicted, as the newest. Return False if it was not pinned."""
         if not self.pins.discard(page):
             return False
         self.admit(page)
         return True
 
     def expire_pins(self, now_ms: int) -> int:
-        """Ends pins whose time is over; so many of them. The rest follows with the next calls."""
+        """End some of the pins whose time is over, and return how many. The next calls end the rest."""
         ended = self.pins.ended(now_ms, PINS_ENDED) if self.pins.nbytes else []
         for page in ended:
             self.admit(page)
@@ -259,7 +338,7 @@ class UseOrder:
     # ---- check ---------------------------------------------------------------------------
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violations of what must always hold; empty if all is well."""
         wrong = []
         found: dict[str, dict[int, int]] = {}
         pinned: dict[str, int] = {}
@@ -274,7 +353,8 @@ class UseOrder:
                 counts[size] = counts.get(size, 0) + 1
                 is_pinned = page in self.pins
                 pinned[tenant] = pinned.get(tenant, 0) + is_pinned
-                evictable = page.order is not None and page in page.order.pool
+                order: SizeOrder | None = page.order
+                evictable = order is not None and page in order.pool
                 if evictable != (page.state is State.VISIBLE and not is_pinned):
                     wrong.append(f"page {short(page.prefix_hash)} is {page.state.name}, but evictable is {evictable}")
         for account in self.accounts.all():

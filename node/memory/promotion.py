@@ -1,21 +1,28 @@
-"""Pages on their way into RAM, from the tier below or from another node: one thread reads, any number wait for it. Of a
-page of which only parts are wanted these are read from below for that one caller, into a slot that is free when it
-releases them."""
+"""Pages on their way into RAM from lower tiers: one caller reads, any number wait for it.
+
+    find    which tier has it              without the lock
+    begin   a slot, state LOADING          under the lock (`RamTier.acquire`)
+    read    bytes into the slot            without the lock; a page that one tier fails at is asked of the next
+    end     VISIBLE, or a miss for all     under the lock
+
+If only parts of a page are wanted, a tier that can reads these into a smaller slot, for that one caller.
+"""
 
 import bisect
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from kvstore.checksum import cuts, hashed_nbytes, parts_of
+from kvstore.deadline import Deadline
+from kvstore.keys import Namespace
 from kvstore.layout import SLOT_ALIGN_NBYTES
-from node.memory.eviction import Eviction
-from node.memory.lock_slices import Work
-from node.memory.lower_tier import LowerTier
-from node.memory.page import Acquired, Counters, NamespaceIndex, Page, Space, State
+from node.memory.lower_tier import Load, LocalTier, LowerTier, Query, Source
+from node.memory.page import Counters, NamespaceIndex, Page, Space, State
 
-# Parts of a page that is in the tier below, in a slot that has room for no more.
+# Parts of a page, in a slot that has room for no more.
 #
 #     page    | 0 | 1 | 2 | 3 | 4 |       ranges lie in 1, 3 and 4
 #     slot    | 1 | 3 | 4 |               of one read, which nobody else can find; free when that ends
@@ -56,196 +63,246 @@ class PartialPage:
         self.runs.append((start, end))
 
     def place(self, offset: int) -> int:
-        """Where a byte of these parts is in the slot."""
+        """Return where a byte of these parts is in the slot."""
         run = bisect.bisect_right(self._starts, offset) - 1
         assert offset < self.runs[run][1], f"byte {offset} of the page is not in these parts"
         return self._places[run] + offset - self._starts[run]
 
     def drop(self, page: Page) -> None:
-        """Nobody can find it."""
+        """Do nothing: such a page is in no index."""
 
 
 def parts_wanted(space: Space, ranges: Sequence[Range]) -> PartialPage | None:
-    """None if all of a page is to be read for these ranges."""
+    """Return the parts to read for these ranges; None to read all of a page."""
     if not ranges or hashed_nbytes(space.page_nbytes, ranges) > SHARE_MAX * space.page_nbytes:
         return None
     return PartialPage(space, ranges)
 
 
-class Promotion:
-    """Part of the RAM tier, under its `lock`. `begin` and `forget` are called with it held.
+FIND_SHARE = 0.5  # of a request's time, to find out which tier has what; the rest is for reading
+# How long a reader waits for pages that others load, all of them together; how often it looks
+# whether that is of any use still.
+LOAD_S_MAX = 10.0
+LOOK_S = 0.2
 
-    `place` makes pages with slots, as far as there are any, and `lend` gives them slots; `settle` takes a page that
-    came to be visible, or that is not coming, out of those being written; `offer` shows pages to the tier below.
+
+@dataclass(slots=True)
+class Acquired:
+    """What a caller asked for, and the pages that it holds.
+
+    `pages`: one or None per key. `loads`: those that the caller must read before it, or anyone, may look at them.
+    `private`: those of them that no other caller can find, because only parts are read, or because the key is being
+    written here. `sources`: of keys that have no slot yet.
+    """
+
+    digest: bytes
+    prefix_hashes: Sequence[bytes]
+    prefix_only: bool
+    parts: PartialPage | None = None
+    near: Deadline | None = None
+    index: NamespaceIndex = field(init=False)
+    pages: list[Page | None] = field(init=False)
+    loads: list[Load] = field(default_factory=list)
+    private: dict[bytes, Page] = field(default_factory=dict)
+    sources: dict[bytes, Source] = field(default_factory=dict)
+
+
+class Promotion:
+    """Part of the RAM tier. `lower` returns the tiers below it, in order. Takes the RAM tier's `lock` where it says so.
+
+    `place` makes pages with slots, as far as there are any, and `lend` gives pages slots for a while. `settle` takes a
+    page that has arrived, or that does not arrive, out of those being written. `offer` shows pages to the lower tiers.
     """
 
     def __init__(
         self,
         lock: threading.Lock,
+        lower: Callable[[], Sequence[LowerTier]],
         place: Callable[[NamespaceIndex, Sequence[bytes], int, bool], list[Page]],
         lend: Callable[[Sequence[Page]], int],
         settle: Callable[[Page, bool], None],
-        offer: Callable[[list[Page], bool], int],
+        offer: Callable[[list[Page]], object],
         clock_ms: Callable[[], int],
     ) -> None:
         self._lock = lock
         self._over = threading.Condition(lock)
+        self._lower = lower
         self._place = place
         self._lend = lend
+        self._clock_ms = clock_ms
         self._settle = settle
         self._offer = offer
-        self._clock_ms = clock_ms
-        self._fetched: set[Page] = set()  # on their way from another node
+        self._tiers: dict[Page, LowerTier] = {}  # of each page in state LOADING, where it comes from
 
-    def begin(
-        self, below: LowerTier, space: NamespaceIndex | PartialPage, prefix_hash: bytes, acquired: Acquired
-    ) -> tuple[Page | None, bool]:
-        """A slot for a page of the tier below, or for its parts, added to what is `acquired`; the caller holds and
-        reads it and calls `end`. (None, True) if RAM has no room for it, (None, False) if it is not there."""
-        record = below.begin_read(space.digest, prefix_hash)
-        if not record:
-            return None, False
-        page = self._begun(space, prefix_hash, acquired)
-        if page is None:
-            below.end_read(record)
-            return None, True
-        acquired.loads.append((page, record))
-        return page, False
+    # ---- without the lock ----------------------------------------------------------------
 
-    def begin_fetch(
-        self, index: NamespaceIndex, prefix_hash: bytes, is_copy: bool, acquired: Acquired, aside: bool
-    ) -> tuple[Page | None, bool]:
-        """The same for a page that another node has: the caller has it filled and calls `end`. `aside`: for this caller
-        alone, because it is being written here, which may take long."""
-        page = self._lent(index, prefix_hash) if aside else self._placed(index, prefix_hash, is_copy)
-        if page is None:
-            return None, True
-        if not aside:
-            page.state = State.LOADING
-            self._fetched.add(page)
-        acquired.fetched.append(page)
-        return page, False
+    def find(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Collection[bytes],
+        near: Deadline | None,
+        after: LowerTier | None = None,
+    ) -> dict[bytes, Source]:
+        """Return a source for each key that a lower tier has; only tiers behind `after` are asked.
 
-    def _begun(self, space: NamespaceIndex | PartialPage, prefix_hash: bytes, acquired: Acquired) -> Page | None:
-        if isinstance(space, PartialPage):
-            part = self._lent(space, prefix_hash)
-            if part is not None:
-                acquired.in_part[prefix_hash] = part
-            return part
-        page = self._placed(space, prefix_hash, False)
-        if page is not None:
-            page.state = State.LOADING
-        return page
+        `near`: the time of a request that wants pages of other members, too.
+        """
+        deadline = Deadline(FIND_SHARE * (_left_s(near) if near else LOAD_S_MAX))
+        tiers = self._lower()
+        found: dict[bytes, Source] = {}
+        try:
+            for tier in tiers[tiers.index(after) + 1 :] if after else tiers:
+                left = [prefix_hash for prefix_hash in prefix_hashes if prefix_hash not in found]
+                if left and tier.is_asked(near is not None):
+                    found |= tier.find(Query(namespace, left, deadline))
+        except BaseException:
+            release(found.values())
+            raise
+        return found
 
-    def _placed(self, index: NamespaceIndex, prefix_hash: bytes, is_copy: bool) -> Page | None:
-        return next(iter(self._place(index, [prefix_hash], self._clock_ms(), is_copy)), None)
+    def lookup(
+        self, namespace: Namespace, prefix_hashes: Sequence[bytes], touch: bool, deadline: Deadline
+    ) -> set[bytes]:
+        """Return which of these keys, that are neither in RAM nor in the local tier, other tiers have."""
+        left = dict.fromkeys(prefix_hashes)
+        for tier in self._lower()[1:]:
+            if left and tier.is_asked(near=True):
+                found = tier.find(Query(namespace, list(left), deadline, touch))
+                tier.release(found.values())
+                for prefix_hash in found:
+                    del left[prefix_hash]
+        return set(prefix_hashes) - left.keys()
 
-    def _lent(self, space: NamespaceIndex | PartialPage, prefix_hash: bytes) -> Page | None:
-        page = Page(space, prefix_hash, self._clock_ms())
-        page.state = State.DOOMED  # its slot waits for its readers, and for nobody else
-        return page if self._lend([page]) else None
+    def read(self, acquired: Acquired, gone: Callable[[], bool]) -> list[Page | None]:
+        """Read what this caller has to, wait for what others read. Return the pages whose bytes may be used."""
+        unread = {load.page: load for load in acquired.loads}
+        missing = set(unread)
 
-    def forget(self, page: Page) -> None:
-        """The page was removed meanwhile: its bytes go only to those who wait for it already."""
-        self._fetched.discard(page)
-        self._settle(page, False)
-        self._over.notify_all()
+        def arrived(page: Page) -> None:
+            missing.discard(page)
+            self.end(page, intact=True)
 
-    def give_up(self, below: LowerTier, acquired: Acquired) -> None:
-        """Nobody is going to read them; whoever waits for them has a miss. Called with the lock held."""
-        for page in [*acquired.fetched, *(page for page, _ in acquired.loads)]:
-            if page.state is State.LOADING:
-                self.forget(page)
-        for _, record in acquired.loads:
-            below.end_read(record)
+        near = acquired.near
+        deadline = near or Deadline(LOAD_S_MAX)
+        try:
+            for tier in self._lower():
+                loads = [load for load in unread.values() if load.source.tier is tier]
+                for load in loads:
+                    del unread[load.page]
+                if loads:
+                    tier.read(loads, arrived, gone, deadline)
+                if near and (failed := [load.page for load in loads if load.page in missing]) and not gone():
+                    unread |= self._next_sources(failed, near, tier)
+        finally:  # if one broke, nobody may wait for the others
+            release(load.source for load in unread.values())
+            for page in missing.copy():
+                self.end(page, intact=False)
+        end = time.monotonic() + min(LOAD_S_MAX, _left_s(near) if near else LOAD_S_MAX)
+        return [page if page is not None and self._ready(page, end, gone) else None for page in acquired.pages]
 
-    def end(self, page: Page, intact: bool) -> None:
-        """A load is over: the page is visible, or a miss for all who wait for it."""
+    def _next_sources(self, pages: Sequence[Page], near: Deadline, after: LowerTier) -> dict[Page, Load]:
+        """Return where else those pages are that one tier had, but could not read."""
+        whole = {page.prefix_hash: page for page in pages if not isinstance(page.namespace, PartialPage)}
+        if not whole:
+            return {}
+        found = self.find(pages[0].namespace.value, whole, near, after)
+        loads = {whole[prefix_hash]: Load(whole[prefix_hash], source) for prefix_hash, source in found.items()}
         with self._lock:
-            if page.state is State.LOADING:
-                self._settle(page, intact)
-                if intact and page in self._fetched and not page.is_copy:
-                    self._offer([page], False)
-            self._fetched.discard(page)
-            if not intact:
-                page.checksum = b""
-            self._over.notify_all()
+            self._tiers |= {page: load.source.tier for page, load in loads.items() if page in self._tiers}
+        return loads
 
-    def is_fetched(self, page: Page) -> bool:
-        """Whether it is on its way from another node."""
-        return page in self._fetched
+    def _ready(self, page: Page, end: float, gone: Callable[[], bool]) -> bool:
+        """Wait for a page until `end`, but not for a caller who has left, nor for a tier that is stalled.
 
-    def wait(self, page: Page, timeout_s: float) -> bool:
-        """Until another thread's load of a held page is over; whether its bytes may be used."""
+        Only a page that is being loaded, or whose load failed, has no checksum.
+        """
+        wait_s = 0.0
+        while not page.checksum and not self._wait(page, wait_s):
+            wait_s = min(LOOK_S, end - time.monotonic())
+            tier = self._tiers.get(page)
+            if page.state is not State.LOADING or wait_s <= 0 or gone() or (tier is not None and tier.stalled):
+                return bool(page.checksum) and page.state is not State.LOADING
+        return True
+
+    def _wait(self, page: Page, timeout_s: float) -> bool:
         with self._lock:
             self._over.wait_for(lambda: page.state is not State.LOADING, timeout_s)
             return bool(page.checksum) and page.state is not State.LOADING
 
+    def cancel(self, acquired: Acquired) -> None:
+        """Read nothing of it: whoever waits for these pages has a miss."""
+        release(load.source for load in acquired.loads)
+        for load in acquired.loads:
+            self.end(load.page, intact=False)
 
-# Pages for a reader: held where they are, or with a slot that he has to fill first.
+    def end(self, page: Page, intact: bool) -> None:
+        """Make a page that was read visible, or a miss for all who wait for it."""
+        with self._lock:
+            if page.state is State.LOADING:
+                self._settle(page, intact)
+                if intact and not page.is_copy and not isinstance(self._tiers[page], LocalTier):
+                    self._offer([page])
+            self._tiers.pop(page, None)
+            if not intact:
+                page.checksum = b""
+            self._over.notify_all()
 
-NOWHERE: Mapping[bytes, bool] = {}
+    # ---- with the lock held --------------------------------------------------------------
+
+    def begin(self, acquired: Acquired, space: Space, prefix_hash: bytes, is_private: bool) -> Page | None:
+        """Give a page that has a source a slot, and add it to what the caller has to read; None: there is no slot.
+
+        A private page is only this caller's: its slot waits for that one reader.
+        """
+        source, now_ms = acquired.sources[prefix_hash], self._clock_ms()
+        if is_private:
+            page = Page(space, prefix_hash, now_ms)
+            page.state = State.DOOMED
+            if not self._lend([page]):
+                return None
+            acquired.private[prefix_hash] = page
+        else:
+            placed = self._place(acquired.index, [prefix_hash], now_ms, source.is_copy)
+            if not placed:
+                return None
+            page = placed[0]
+            page.state = State.LOADING
+            self._tiers[page] = source.tier
+        acquired.loads.append(Load(page, acquired.sources.pop(prefix_hash)))
+        return page
+
+    def forget(self, page: Page) -> None:
+        """Take out a page that was removed meanwhile: its bytes go only to those who wait for it already."""
+        self._tiers.pop(page, None)
+        self._settle(page, False)
+        self._over.notify_all()
+
+    def is_asked(self, near: Deadline | None) -> bool:
+        """Return whether any lower tier may have what RAM lacks."""
+        return any(tier.is_asked(near is not None) for tier in self._lower())
+
+    def give_up(self, loads: Sequence[Load]) -> None:
+        """Forget pages that nobody is going to read."""
+        release(load.source for load in loads)
+        for load in loads:
+            if load.page.state is State.LOADING:
+                self.forget(load.page)
+
+    def tiers_of(self, acquired: Acquired) -> set[str]:
+        """Return the names of the tiers that the caller waits for. Needs no lock."""
+        tiers = {load.source.tier for load in acquired.loads}
+        tiers.update(tier for page in acquired.pages if page is not None and (tier := self._tiers.get(page)))
+        return {tier.name for tier in tiers}
 
 
-class Pages(Protocol):
-    """What is needed of the RAM tier (`node.memory.tier.RamTier`)."""
-
-    loads: Promotion
-    below: LowerTier
-    eviction: Eviction
-    clock_ms: Callable[[], int]
-
-    def live(self, index: NamespaceIndex, prefix_hash: bytes) -> Page | None: ...
-
-    def live_all(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes]) -> list[Page | None]: ...
-
-    def hold_all(self, pages: Sequence[Page]) -> None: ...
-
-    def let_go(self, pages: Sequence[Page]) -> None: ...
+def release(sources: Iterable[Source]) -> None:
+    """Give sources back to their tiers."""
+    by_tier: dict[LowerTier, list[Source]] = {}
+    for source in sources:
+        by_tier.setdefault(source.tier, []).append(source)
+    for tier, some in by_tier.items():
+        tier.release(some)
 
 
-def hold_all(
-    tier: Pages,
-    index: NamespaceIndex,
-    prefix_hashes: Sequence[bytes],
-    prefix_only: bool,
-    parts: PartialPage | None = None,
-    elsewhere: Mapping[bytes, bool] = NOWHERE,
-) -> Work[Acquired]:
-    """See `RamTier.acquire`."""
-    visible = [page for page in tier.live_all(index, prefix_hashes) if page is not None]
-    if len(visible) == len(prefix_hashes):
-        tier.hold_all(visible)
-        return Acquired([*visible], [], {}, [])
-    acquired = Acquired([None] * len(prefix_hashes), [], {}, [])
-    index.busy += 1
-    try:
-        for position, prefix_hash in enumerate(prefix_hashes):
-            page = acquired.in_part.get(prefix_hash) or tier.live(index, prefix_hash)
-            while page is None:
-                page = index.pages.get(prefix_hash)
-                is_written = page is not None and page.state is State.WRITING
-                if page is not None and not (is_written and prefix_hash in elsewhere):
-                    page = None if is_written else page
-                    break
-                space, is_copy = parts or index, False
-                page, is_full = tier.loads.begin(tier.below, space, prefix_hash, acquired)
-                if page is None and not is_full and prefix_hash in elsewhere:
-                    space, is_copy = index, elsewhere[prefix_hash] and not is_written
-                    page, is_full = tier.loads.begin_fetch(index, prefix_hash, is_copy, acquired, aside=is_written)
-                if not is_full:
-                    break
-                if not (yield from tier.eviction.make_room(space, tier.clock_ms(), is_copy)):
-                    break
-            if page is not None:
-                tier.hold_all([page])
-                acquired.pages[position] = page
-            elif prefix_only:
-                break
-    except BaseException:  # a caller who is never told of them can not release them
-        tier.loads.give_up(tier.below, acquired)
-        tier.let_go([page for page in acquired.pages if page is not None])
-        raise
-    finally:
-        index.busy -= 1
-    return acquired
+def _left_s(deadline: Deadline) -> float:
+    return 0.0 if deadline.passed else deadline.remaining()

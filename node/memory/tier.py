@@ -1,91 +1,36 @@
-"""The RAM tier: which page is in which slot of the arena, who may not lose it, who goes next.
+"""The RAM tier: which page is in which slot of the arena, which pages may not be evicted, which goes next.
 
 It deals in offsets, never in bytes (`copy` moves a slot for it, `zero` clears one) and takes its clock
 as an argument, so the same code runs in a simulation. One lock, held for the length of a batch's bookkeeping and
 never for a transfer: between `reserve` and `commit` the writer alone may touch a slot, between
 `acquire` and `release` the slot can not change or go, whatever is removed or evicted meanwhile.
-What may take long (making room, going through all pages) is done in turns (`turn.py`): docs/decisions/0015
+What may take long (making room, going through all pages) is done in slices (`lock_slices`): docs/decisions/0015
 says what each takes at most.
+
+    put    reserve (slots, WRITING) -> bytes -> commit (VISIBLE) or abort
+    get    acquire (held) -> `promotion.read`, of what came from a lower tier -> bytes -> release
 """
 
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
+from functools import partial
 from itertools import groupby
-from typing import Protocol, TypeVar
 
+from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, LayoutMismatch
 from kvstore.keys import Namespace
 from node.clock import unix_s
 from node.memory.eviction import Eviction
 from node.memory.lock_slices import STEPS, SlicedWork, Work, run_in_slices, split_in_slices
-from node.memory.lower_tier import LowerTier, NoLowerTier
-from node.memory.page import Acquired, MissReasons, NamespaceIndex, Namespaces, Page, PutStatus, Reservation, State
-from node.memory.promotion import NOWHERE, PartialPage, Promotion, hold_all
-from node.memory.scan import Counted, remove_all, violations, walk
+from node.memory.lower_tier import LocalTier, LowerTier
+from node.memory.page import MissReasons, NamespaceIndex, Namespaces, Page, PutStatus, Reservation, State
+from node.memory.promotion import Acquired, PartialPage, Promotion, release
+from node.memory.scan import Counted, PageScan, SlotScan, violations
 from node.memory.tenant_usage import Limits
 from node.slab import SlotAllocator
 
-# Slots for a writer: as many of the pages that are not here as there are slots for at once, then
-# one by one, as room is made.
-
-KEYS_A_TURN = STEPS // 4  # each may take others: a page that goes for it, a place that is looked for
-
-Asked = Sequence[tuple[bytes, bool]]  # keys, and whether the tier below has them
-
-
-class Places(Protocol):
-    """What is needed of the RAM tier (`node.memory.tier.RamTier`)."""
-
-    eviction: Eviction
-
-    def place(
-        self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], now_ms: int, is_copy: bool
-    ) -> list[Page]: ...
-
-
-def reserve_all(tier: Places, result: Reservation, asked: Asked, copies: Container[bytes], now_ms: int) -> Work[None]:
-    """Adds pages and verdicts to the `result`, in turns. `copies`: keys that other members own."""
-    for start in range(0, len(asked), KEYS_A_TURN):
-        if start:
-            yield None
-        yield from _reserve_some(tier, result, asked[start : start + KEYS_A_TURN], copies, now_ms)
-
-
-def _reserve_some(tier: Places, result: Reservation, asked: Asked, copies: Container[bytes], now_ms: int) -> Work[None]:
-    index = result.namespace
-    lacking = [] if result.is_full else [h for h, is_below in asked if not is_below and h not in index.pages]
-    first = len(result.pages)
-    for is_copy, some in groupby(lacking, copies.__contains__):
-        hashes = list(some)
-        placed = tier.place(index, hashes, now_ms, is_copy)
-        result.pages += placed  # now: a caller who is never told of them can not give them back
-        if len(placed) < len(hashes):
-            break
-    at_once = result.pages[first:]
-    if len(at_once) == len(asked):
-        result.write(at_once)
-        return
-    new = {page.prefix_hash: page for page in at_once}
-    for prefix_hash, is_below in asked:
-        page, is_copy = new.get(prefix_hash) or index.pages.get(prefix_hash), prefix_hash in copies
-        while page is None and not (is_below or result.is_full):
-            if one := tier.place(index, [prefix_hash], now_ms, is_copy):
-                result.pages += one
-                page = new[prefix_hash] = one[0]
-            else:
-                result.is_full = not (yield from tier.eviction.make_room(index, now_ms, is_copy))
-                page = index.pages.get(prefix_hash)  # others had their turn
-        if page is not None and prefix_hash in new:
-            result.write([page])
-        else:
-            result.refuse(page, is_below)
-    # In the order of the verdicts, by which the writer finds them: a page that was here may have gone for those that
-    # came at once, and has been given a new place behind them.
-    result.pages[first:] = [new[prefix_hash] for prefix_hash, _ in asked if prefix_hash in new]
-
-
-T = TypeVar("T")
+KEYS_A_SLICE = STEPS // 4  # each may take others: a page that goes for it, a place that is looked for
 
 
 class RamTier:
@@ -102,48 +47,62 @@ class RamTier:
         clock_s: Callable[[], int] = unix_s,
     ) -> None:
         self.slots = slots
-        self.below: LowerTier = NoLowerTier()
+        self.below = LocalTier()
+        self.remote: tuple[LowerTier, ...] = ()  # asked in this order for what is neither in RAM nor below
         self.clock_s = clock_s
         self.namespaces = namespaces
         self.namespace = namespaces.find  # by its digest: one look into a dict, which needs no lock
         self.clock_ms = clock_ms
         self.lock = threading.Lock()
         self._copy = copy
-        self._zero = zero
         self.ghosts = MissReasons()
         self.eviction = Eviction(slots, self._forget, self.hold_all, zero)
-        self.loads = Promotion(self.lock, self.place, self.eviction.lend, self._settle, self._offer, clock_ms)
+        lend = partial(self.eviction.place, for_a_while=True)
+        self.promotion = Promotion(self.lock, self._lower, self._place, lend, self._settle, self._offer, clock_ms)
         self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
         namespaces.account_of = self._order.accounts.of
         self._unwanted: set[Page] = set()  # being written, and removed meanwhile
-        self._to_zero: set[Page] = set()  # removed pages: their slots are zeroed when free
-        self.zeroed_nbytes = 0
         self.writing_count = 0
         self.held_count = 0
         self.visible_count = 0
+
+    def _lower(self) -> Sequence[LowerTier]:
+        return (self.below, *self.remote)
 
     @property
     def pinned_count(self) -> int:
         return len(self._order.pins)
 
-    def _in_turns(self, work: Work[T]) -> T:
-        return run_in_slices(self.lock, self.eviction.turn, work, self._move)
-
     def _move(self, move: SlicedWork) -> None:
         self._copy(move.page.offset, move.target, move.page.namespace.page_nbytes)
         self.release([move.page])
 
-    # ---- namespaces ----------------------------------------------------------------------
-
     def open_namespace(self, value: Namespace, digest: bytes, peer: str = "") -> tuple[NamespaceIndex, bool]:
+        """Return the namespace, and whether it is new."""
         with self.lock:
             return self.namespaces.open(value, digest, peer)
+
+    def set_limits(self, limits: Callable[[str], Limits], promised_nbytes: int) -> None:
+        """Set the `limits` of each tenant, and their bytes all together.
+
+        What is more than a quota goes when room is needed. Pages whose tenant gets or loses a quota change their pool.
+        """
+        with self.lock:
+            changed = self._order.accounts.set_limits(limits, promised_nbytes)
+        if not changed:
+            return
+        moving: list[tuple[int, Page]] = []
+        self.scan(None, lambda pages: moving.extend((p.used_ms, p) for p in pages if p.namespace.account in changed))
+        moving.sort(key=lambda entry: entry[0], reverse=True)  # each goes before those that were used later
+        split_in_slices(self.lock, self._order.regroup, moving)
 
     # ---- lookup --------------------------------------------------------------------------
 
     def lookup(self, digest: bytes, prefix_hashes: Sequence[bytes], touch: bool) -> list[bool]:
-        """Presence per key. Without `touch` nothing is kept alive by it; with it, it is a use and
-        not a question, so hits and misses are not counted."""
+        """Return presence per key, in RAM or below.
+
+        With `touch` it is a use and not a question, so hits and misses are not counted.
+        """
         if touch:  # the tail first, and others in between
             tail = split_in_slices(
                 self.lock, lambda some: self._lookup(digest, some[::-1], touch)[::-1], prefix_hashes[::-1]
@@ -167,18 +126,10 @@ class RamTier:
             index.count_lookup(present, absent, self.ghosts)
         return present
 
-    def lacking(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:
-        """Those that are in no tier, nor read into one. Not counted, and no use of the others."""
-        with self.lock:
-            index = self.namespaces.find(digest)
-            pages, writing = map(index.pages.get, prefix_hashes), State.WRITING
-            absent = [h for h, page in zip(prefix_hashes, pages, strict=True) if page is None or page.state is writing]
-            return [h for h, there in zip(absent, self.below.present(digest, absent), strict=True) if not there]
-
     def _look_closer(
         self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], pages: list[Page | None], present: list[bool]
     ) -> None:
-        """For those that are not simply visible: pages with a time to live, and the tier below."""
+        """Correct `present` for pages that are not simply visible: with a time to live, or in the tier below."""
         missing = [i for i, here in enumerate(present) if not here]
         below = self.below.present(index.digest, [prefix_hashes[i] for i in missing])
         for i, is_below in zip(missing, below, strict=True):
@@ -189,7 +140,7 @@ class RamTier:
                 pages[i] = index.pages.get(prefix_hashes[i])
 
     def live_all(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes]) -> list[Page | None]:
-        """`live` of each."""
+        """Return `live` of each."""
         visible, live = State.VISIBLE, self.live
         return [
             page if page is None or (page.state is visible and not page.expiry_s) else live(index, page.prefix_hash)
@@ -197,8 +148,7 @@ class RamTier:
         ]
 
     def live(self, index: NamespaceIndex, prefix_hash: bytes) -> Page | None:
-        """The page if it is visible and its time to live, if it has one, is not over. The caller has
-        the lock."""
+        """Return the page if it is visible and its time to live is not over. The caller has the lock."""
         page = index.pages.get(prefix_hash)
         if page is None or page.state is not State.VISIBLE:
             return None
@@ -212,9 +162,12 @@ class RamTier:
     def reserve(
         self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int, copies: Container[bytes] = ()
     ) -> Reservation:
-        """Slots for the pages that are not here. `copies`: those that other members own; what is here as one and is
-        none any more becomes the node's own. Raises Exhausted if there is space for none."""
-        return self._in_turns(self._reserve(digest, prefix_hashes, page_nbytes, copies))
+        """Reserve slots for the pages that are not here. Raises Exhausted if there is space for none.
+
+        `copies`: keys that other members own. A page that is a copy here and none any more becomes the node's own.
+        """
+        work = self._reserve(digest, prefix_hashes, page_nbytes, copies)
+        return run_in_slices(self.lock, self.eviction.turn, work, self._move)
 
     def _reserve(
         self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int, copies: Container[bytes] = ()
@@ -226,14 +179,25 @@ class RamTier:
         self._order.expire_pins(now_ms)
         here = self.live_all(index, prefix_hashes)
         known = [page for page in here if page is not None]
-        self._own([page for page in known if page.is_copy and page.prefix_hash not in copies])
+        owned = [page for page in known if page.is_copy and page.prefix_hash not in copies]
+        for page in owned:
+            self.eviction.own(page)
+        self._offer(owned)
         self._order.touch(reversed(here), now_ms)
         self.hold_all(known)  # making room for the batch must not evict the batch
         index.busy += 1
-        result = Reservation(index, prefix_hashes)
+        result = Reservation(index, prefix_hashes, copies, now_ms)
         try:
-            below = self.below.present(digest, prefix_hashes)
-            yield from reserve_all(self, result, list(zip(prefix_hashes, below, strict=True)), copies, now_ms)
+            asked = list(zip(prefix_hashes, self.below.present(digest, prefix_hashes), strict=True))
+            for start in range(0, len(asked), KEYS_A_SLICE):
+                if start:
+                    yield None
+                some = asked[start : start + KEYS_A_SLICE]
+                new = self._place_free(result, some)
+                if len(new) == len(some):
+                    result.write(new)
+                else:
+                    yield from self._place_rest(result, some, new)
             if len(result.pages) < len(prefix_hashes):
                 result.count()
             if not result.pages:
@@ -248,14 +212,44 @@ class RamTier:
             index.busy -= 1
             self.let_go(known)
 
-    def _own(self, copies: list[Page]) -> None:
-        for page in copies:
-            self.eviction.own(page)
-        self._offer(copies, urgent=False)
+    def _place_free(self, result: Reservation, asked: Sequence[tuple[bytes, bool]]) -> list[Page]:
+        """Place as many of the missing pages as there are slots for at once. `asked`: key, and is it below."""
+        index = result.namespace
+        lacking = [] if result.is_full else [h for h, is_below in asked if not is_below and h not in index.pages]
+        first = len(result.pages)
+        for is_copy, some in groupby(lacking, result.copies.__contains__):
+            hashes = list(some)
+            placed = self._place(index, hashes, result.now_ms, is_copy)
+            result.pages += placed  # now: a caller who is never told of them can not give them back
+            if len(placed) < len(hashes):
+                break
+        return result.pages[first:]
 
-    def place(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], now_ms: int, is_copy: bool) -> list[Page]:
-        """Pages to be written, of the keys from the first on, as far as there are slots for them. The caller has the
-        lock."""
+    def _place_rest(
+        self, result: Reservation, asked: Sequence[tuple[bytes, bool]], placed: Sequence[Page]
+    ) -> Work[None]:
+        """Place the others one by one, as room is made, and add the verdicts."""
+        index, first = result.namespace, len(result.pages) - len(placed)
+        new = {page.prefix_hash: page for page in placed}
+        for prefix_hash, is_below in asked:
+            page, is_copy = new.get(prefix_hash) or index.pages.get(prefix_hash), prefix_hash in result.copies
+            while page is None and not (is_below or result.is_full):
+                if one := self._place(index, [prefix_hash], result.now_ms, is_copy):
+                    result.pages += one
+                    page = new[prefix_hash] = one[0]
+                else:
+                    result.is_full = not (yield from self.eviction.make_room(index, result.now_ms, is_copy))
+                    page = index.pages.get(prefix_hash)  # others had their turn
+            if page is not None and prefix_hash in new:
+                result.write([page])
+            else:
+                result.refuse(page, is_below)
+        # In the order of the verdicts, by which the writer finds them: a page that was here may have gone for those
+        # that came at once, and has been given a new place behind them.
+        result.pages[first:] = [new[prefix_hash] for prefix_hash, _ in asked if prefix_hash in new]
+
+    def _place(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], now_ms: int, is_copy: bool) -> list[Page]:
+        """Make pages of the keys, from the first on, as far as there are slots for them."""
         pages = [Page(index, prefix_hash, now_ms, is_copy) for prefix_hash in prefix_hashes]
         placed = pages[: self.eviction.place(pages)]
         index.add(placed)
@@ -263,7 +257,7 @@ class RamTier:
         return placed
 
     def _settle(self, page: Page, visible: bool) -> None:
-        """A page whose load is over is visible, or forgotten: then its slot waits for its readers."""
+        """Make a page whose load is over visible, or forget it: then its slot waits for its readers."""
         self.writing_count -= 1
         if visible:
             page.state = State.VISIBLE
@@ -274,7 +268,7 @@ class RamTier:
             page.namespace.drop(page)
 
     def commit(self, reservation: Reservation, checksums: Sequence[bytes], ttl_s: int = 0) -> int:
-        """Makes the reserved pages visible, for `ttl_s` seconds, 0: no limit; the chain is the newest, head last."""
+        """Make the reserved pages visible, for `ttl_s` seconds, 0: no limit. The chain is the newest, head last."""
         expiry_s = self.clock_s() + ttl_s if ttl_s else 0
         writing, visible, pages = State.WRITING, State.VISIBLE, reservation.pages
         with self.lock:
@@ -291,37 +285,14 @@ class RamTier:
             reservation.count_stored()
             self._order.admit_new(pages, reservation.chain, now_ms)
             self.below.touch(reservation.namespace.digest, reservation.prefix_hashes)
-            self._offer([page for page in pages if not (page.is_copy or page in self._unwanted)], urgent=False)
+            self._offer([page for page in pages if not (page.is_copy or page in self._unwanted)])
             for page in self._unwanted.intersection(pages) if self._unwanted else ():
                 self._unwanted.discard(page)
                 self._forget(page, "removed")
             return stored
 
-    def offer(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:
-        """Offers those of the pages that are in RAM only to the tier below; those that it did not take."""
-        with self.lock:
-            index = self.namespaces.find(digest)
-            below = self.below.present(digest, prefix_hashes)
-            live = [self.live(index, h) for h, is_below in zip(prefix_hashes, below, strict=True) if not is_below]
-            pages = [page for page in live if page is not None and not page.is_copy]
-            return [page.prefix_hash for page in pages[self._offer(pages, urgent=True) :]]
-
-    def hold_visible(self, pages: Sequence[Page]) -> list[Page]:
-        """Holds those of the pages that are still visible, for the tier below."""
-        with self.lock:
-            held = [page for page in pages if page.state is State.VISIBLE]
-            self.hold_all(held)
-            return held
-
-    def _offer(self, pages: list[Page], urgent: bool) -> int:
-        if not pages:
-            return 0
-        taken = self.below.offer(pages, urgent)
-        self.hold_all(pages[:taken])
-        return taken
-
     def abort(self, reservation: Reservation) -> None:
-        """Gives the reserved slots back; nothing of them was ever visible."""
+        """Give the reserved slots back; nothing of them was ever visible."""
         with self.lock:
             self._take_back(reservation)
             reservation.namespace.counters.pages_put_aborted += len(reservation.pages)
@@ -331,8 +302,32 @@ class RamTier:
             assert page.state is State.WRITING
             self._unwanted.discard(page)
             page.namespace.drop(page)
-            self._free(page)
+            self.eviction.release(page)
         self.writing_count -= len(reservation.pages)
+
+    def offer(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:
+        """Offer those of the pages that are in RAM only to the tier below. Return those that it did not take."""
+        with self.lock:
+            index = self.namespaces.find(digest)
+            below = self.below.present(digest, prefix_hashes)
+            live = [self.live(index, h) for h, is_below in zip(prefix_hashes, below, strict=True) if not is_below]
+            pages = [page for page in live if page is not None and not page.is_copy]
+            taken = self.below.offer(pages, urgent=True) if pages else 0
+            self.hold_all(pages[:taken])
+            return [page.prefix_hash for page in pages[taken:]]
+
+    def _offer(self, pages: list[Page]) -> None:
+        """Let each lower tier take pages to write them later."""
+        if pages:
+            for tier in self._lower():
+                self.hold_all(pages[: tier.offer(pages, urgent=False)])
+
+    def hold_visible(self, pages: Sequence[Page]) -> list[Page]:
+        """Hold those of the pages that are still visible, for a lower tier."""
+        with self.lock:
+            held = [page for page in pages if page.state is State.VISIBLE]
+            self.hold_all(held)
+            return held
 
     # ---- read ----------------------------------------------------------------------------
 
@@ -343,72 +338,157 @@ class RamTier:
         prefix_only: bool,
         wanted_nbytes: int,
         parts: PartialPage | None = None,
-        elsewhere: Mapping[bytes, bool] = NOWHERE,
+        near: Deadline | None = None,
     ) -> Acquired:
-        """A page or None per key; each page is held until `release`. Counts as a use. `wanted_nbytes`: bytes of each
-        page that the caller is going to read, for the counters; `parts`: all that he wants of what is only below.
-        `elsewhere`: what he can fetch from other nodes if it is not here, and whether it is a copy then."""
-        return self._in_turns(self._acquire(digest, prefix_hashes, prefix_only, wanted_nbytes, parts, elsewhere))
+        """Hold a page or None per key, until `release`. Counts as a use.
 
-    def _acquire(
-        self,
-        digest: bytes,
-        prefix_hashes: Sequence[bytes],
-        prefix_only: bool,
-        wanted_nbytes: int,
-        parts: PartialPage | None,
-        elsewhere: Mapping[bytes, bool] = NOWHERE,
-    ) -> Work[Acquired]:
-        index = self.namespaces.find(digest)
-        acquired = yield from hold_all(self, index, prefix_hashes, prefix_only, parts, elsewhere)
-        self._order.touch(reversed(acquired.pages), self.clock_ms())
-        self.below.touch(digest, prefix_hashes)
-        misses = acquired.pages.count(None)
+        What lower tiers have gets a slot, and the caller reads it (`promotion.read`). `wanted_nbytes`: bytes of each
+        page that the caller is going to read, for the counters. `parts`: all that it wants of what is not in RAM.
+        `near`: its time, if it wants pages of other members, too.
+        """
+        work = self._acquire(Acquired(digest, prefix_hashes, prefix_only, parts, near), wanted_nbytes)
+        return run_in_slices(self.lock, self.eviction.turn, work, self._move)
+
+    def _acquire(self, acquired: Acquired, wanted_nbytes: int) -> Work[Acquired]:
+        index = acquired.index = self.namespaces.find(acquired.digest)
+        prefix_hashes = acquired.prefix_hashes
+        pages = acquired.pages = self.live_all(index, prefix_hashes)
+        self.hold_all([page for page in pages if page is not None])
+        if None in pages:
+            yield from self._acquire_missing(acquired)
+        self._order.touch(reversed(pages), self.clock_ms())
+        self.below.touch(index.digest, prefix_hashes)
+        misses = pages.count(None)
         index.counters.count_get(len(prefix_hashes) - misses, misses, wanted_nbytes)
         return acquired
 
+    def _acquire_missing(self, acquired: Acquired) -> Work[None]:
+        """Add pages that are being loaded, or that a lower tier has, to those that are held."""
+        pages, loading = acquired.pages, acquired.index.loading
+        lacking: dict[bytes, None] = {}
+        for position, prefix_hash in enumerate(acquired.prefix_hashes):
+            if pages[position] is None:
+                page = pages[position] = loading(prefix_hash)
+                if page is None:
+                    lacking[prefix_hash] = None
+                else:
+                    self.hold_all([page])
+        if lacking and self.promotion.is_asked(acquired.near):
+            yield from self._promote_all(acquired, lacking)
+        if acquired.prefix_only and None in pages:
+            first = pages.index(None)
+            self.let_go([page for page in pages[first:] if page is not None])
+            pages[first:] = [None] * (len(pages) - first)
+
+    def _promote_all(self, acquired: Acquired, lacking: Collection[bytes]) -> Work[None]:
+        """Ask lower tiers for pages, and give those that they have slots."""
+        index, pages = acquired.index, acquired.pages
+        index.busy += 1
+        try:
+            acquired.sources = yield partial(self.promotion.find, index.value, lacking, acquired.near)
+            for position, prefix_hash in enumerate(acquired.prefix_hashes):
+                if pages[position] is None:
+                    page = yield from self._promote(acquired, prefix_hash)
+                    if page is not None:
+                        self.hold_all([page])
+                        pages[position] = page
+                    elif acquired.prefix_only:
+                        break
+        except BaseException:  # a caller who is never told of them can not release them
+            self.promotion.give_up(acquired.loads)
+            self.let_go([page for page in pages if page is not None])
+            raise
+        finally:
+            index.busy -= 1
+            release(acquired.sources.values())
+
+    def _promote(self, acquired: Acquired, prefix_hash: bytes) -> Work[Page | None]:
+        """Return the page as it has come meanwhile, or with a slot that this caller has to fill; None: a miss."""
+        index, parts = acquired.index, acquired.parts
+        while True:
+            page = acquired.private.get(prefix_hash) or self.live(index, prefix_hash) or index.loading(prefix_hash)
+            source = acquired.sources.get(prefix_hash)
+            if page is not None or source is None or not source.tier.is_there(source):
+                return page
+            # What is being written here may take long, and parts are of no use to others.
+            space = parts if parts is not None and source.tier.reads_parts else index
+            is_private = space is parts or prefix_hash in index.pages
+            page = self.promotion.begin(acquired, space, prefix_hash, is_private)
+            if page is not None:
+                return page
+            is_copy = source.is_copy and not is_private
+            if not (yield from self.eviction.make_room(space, self.clock_ms(), is_copy)):
+                return None
+
     def count_lost(self, digest: bytes, count: int, wanted_nbytes: int) -> None:
-        """Of the pages that were acquired, `count` could not be read from the tier below after all."""
+        """Count `count` acquired pages, which could not be read from lower tiers after all, as misses."""
         with self.lock:
             self.namespaces.find(digest).counters.count_get(-count, count, wanted_nbytes)
 
     def hold_all(self, pages: Sequence[Page]) -> None:
-        """The caller has the lock."""
+        """Hold pages. The caller has the lock."""
         for page in pages:
             page.holds += 1
             self.held_count += page.holds == 1
 
     def release(self, pages: Sequence[Page]) -> None:
+        """End a hold of each page."""
         with self.lock:
             self.let_go(pages)
 
     def let_go(self, pages: Sequence[Page]) -> None:
-        """The same; the caller has the lock."""
+        """End a hold of each page. The caller has the lock."""
         for page in pages:
             assert page.holds > 0
             page.holds -= 1
             if page.holds == 0:
                 self.held_count -= 1
                 if page.state is State.DOOMED:
-                    self._free(page)
+                    self.eviction.release(page)
                 elif page.newer is None:
                     self._order.give_back(page)
+
+    # ---- pin -----------------------------------------------------------------------------
+
+    def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_ms: int) -> list[bool]:
+        """Keep visible pages, here and below, from eviction for `ttl_ms`; a new pin replaces the old one.
+
+        Raises Exhausted, and pins none, if too much would be pinned.
+        """
+        with self.lock:
+            now_ms = self.clock_ms()
+            index = self.namespaces.find(digest)
+            self._order.expire_pins(now_ms)
+            pages = [self.live(index, prefix_hash) for prefix_hash in prefix_hashes]
+            self._order.pins.check_room([page for page in pages if page is not None])
+            index.account.check_pins(sum(page is not None and page not in self._order.pins for page in pages))
+            below = self.below.pin(digest, prefix_hashes, -(-ttl_ms // 1000))  # may be exhausted too
+            for page in pages:
+                if page is not None:
+                    self._order.pin(page, now_ms + ttl_ms)
+            return [page is not None or there for page, there in zip(pages, below, strict=True)]
+
+    def unpin(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        """End pins. Return True for each page that was pinned."""
+        with self.lock:
+            index = self.namespaces.find(digest)
+            pages = [index.pages.get(prefix_hash) for prefix_hash in prefix_hashes]
+            unpinned = [page is not None and self._order.unpin(page) for page in pages]
+            below = self.below.pin(digest, prefix_hashes, 0)
+            return [here or there for here, there in zip(unpinned, below, strict=True)]
 
     # ---- forget --------------------------------------------------------------------------
 
     def remove(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Forgets pages, pinned ones too. True for each that was visible."""
-        return split_in_slices(
-            self.lock, lambda some: self.remove_some(self.namespaces.find(digest), some), prefix_hashes
-        )
+        """Forget pages, here and below, pinned ones too. Return True for each that was visible."""
+        return split_in_slices(self.lock, lambda some: self._remove(self.namespaces.find(digest), some), prefix_hashes)
 
-    def remove_some(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """The same for a few; the caller has the lock."""
+    def _remove(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes]) -> list[bool]:
         removed = []
         for prefix_hash in prefix_hashes:
             page = self.live(index, prefix_hash) or index.pages.get(prefix_hash)
             if page is not None and page.state is State.LOADING:
-                self.loads.forget(page)
+                self.promotion.forget(page)
             elif page is not None and page.state is State.WRITING:
                 self._unwanted.add(page)  # the bytes may have been on their way before the removal
             removed.append(page is not None and page.state is State.VISIBLE)
@@ -418,22 +498,38 @@ class RamTier:
         return [here or there for here, there in zip(removed, below, strict=True)]
 
     def remove_namespace(self, digest: bytes, zero: bool = False) -> int:
-        """Forgets all pages of a namespace in every tier; how many there were, a page that was in RAM and
-        below counting once. Pages that are put meanwhile may stay. `zero`: their slots in RAM are
-        zeroed when they become free."""
+        """Forget all pages of a namespace, here and below. Return how many there were, each counted once.
+
+        Pages that are put meanwhile may stay. `zero`: their slots in RAM are zeroed when they become free.
+        """
         index = self.namespace(digest)
-        removed = remove_all(self, index, zero) + self.below.remove_namespace(digest)
-        remove_all(self, index, zero)  # what was loaded from below meanwhile, which is counted already
+        removed = self._remove_all(index, zero) + self.below.remove_namespace(digest)
+        self._remove_all(index, zero)  # what was loaded from below meanwhile, which is counted already
         return removed
 
+    def _remove_all(self, index: NamespaceIndex, zero: bool) -> int:
+        counts: list[int] = []
+        held: list[Page] = []  # or their slots would be free, and zeroed under the lock
+
+        def remove(pages: list[Page]) -> None:
+            if zero:
+                visible = [page for page in pages if page.state is State.VISIBLE]
+                self.eviction.to_zero.update(pages)
+                self.hold_all(visible)
+                held.extend(visible)
+            counts.append(sum(self._remove(index, [page.prefix_hash for page in pages])))
+
+        self.scan(index, remove, lambda: self._zero_removed(held))
+        return sum(counts)
+
     def drop_corrupt(self, page: Page) -> None:
-        """Forgets a page whose bytes do not match its checksum (the caller holds it)."""
+        """Forget a page whose bytes do not match its checksum. The caller holds it."""
         with self.lock:
             if page.state is State.VISIBLE:
                 self._forget(page, "corrupt")
 
     def _forget(self, page: Page, reason: str, successor: Page | None = None) -> None:
-        """Takes a visible page out; its slot follows, or goes to its successor, at once or with its last reader."""
+        """Take a visible page out. Its slot follows, or goes to its successor, at once or with its last reader."""
         index = page.namespace
         index.drop(page)
         if reason != "evicted" or not page.is_copy:  # which its owners have
@@ -443,112 +539,61 @@ class RamTier:
         page.state = State.DOOMED
         self._order.withdraw(page)
         if page.holds == 0:
-            self._free(page, successor)
+            self.eviction.release(page, successor)
 
-    def _free(self, page: Page, successor: Page | None = None) -> None:
-        """Frees the slot of a page neither visible nor held, or gives it to the successor."""
-        if self._to_zero and page in self._to_zero:
-            self._to_zero.discard(page)
-            self._zero_slot(page)
-        self.eviction.release(page, successor)
+    def zero_leftovers(self, digests: Container[bytes]) -> None:
+        """Let slots of pages of these namespaces that left before be zeroed when their readers release them."""
+        scan = SlotScan(self.slots, None)
+        while not scan.is_over():
+            with self.lock:
+                gone = (page for page in scan.next() if page.state is State.DOOMED)
+                self.eviction.to_zero.update(page for page in gone if page.namespace.digest in digests)
+            time.sleep(0)  # else this thread would have the lock again
 
-    # ---- zero ----------------------------------------------------------------------------
-
-    def zero_when_free(self, pages: Iterable[Page]) -> None:
-        """Zeroes the slots of removed pages before other pages get them. The caller has the lock."""
-        self._to_zero.update(pages)
-
-    def zero_removed(self, pages: Sequence[Page]) -> None:
-        """Zeroes and releases removed pages that the caller holds. Call it without the lock.
+    def _zero_removed(self, pages: list[Page]) -> None:
+        """Zero and release removed pages that the caller holds, and empty the list. Called without the lock.
 
         Nobody finds a removed page, so a page that only the caller holds stays so, and its slot is
         zeroed without the lock. The slot of another one is zeroed when its last reader releases it.
         """
+        if not pages:
+            return
         alone = [page for page in pages if page.holds == 1 and page.state is State.DOOMED]
         for page in alone:
-            self._zero_slot(page)
+            self.eviction.zero_slot(page)
         with self.lock:
-            self._to_zero.difference_update(alone)
+            self.eviction.to_zero.difference_update(alone)
             self.let_go(pages)
-
-    def _zero_slot(self, page: Page) -> None:
-        self._zero(page.offset, page.namespace.slot_nbytes)
-        self.zeroed_nbytes += page.namespace.slot_nbytes
+        pages.clear()
 
     def to_zero_count(self, digests: Container[bytes]) -> int:
-        """Removed pages of these namespaces that are read or written still, and not zeroed yet."""
+        """Return how many removed pages of these namespaces are still read or written, so not zeroed yet."""
         with self.lock:
-            return sum(page.namespace.digest in digests for page in self._to_zero)
+            return sum(page.namespace.digest in digests for page in self.eviction.to_zero)
 
-    # ---- check ---------------------------------------------------------------------------
+    # ---- all pages -----------------------------------------------------------------------
+
+    def scan(
+        self, index: NamespaceIndex | None, visit: Callable[[list[Page]], None], then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Call `visit`, under the lock, with the pages that can be found: of this namespace, or of all.
+
+        Each page that is there from the first call to the last is visited, one that comes or goes meanwhile perhaps.
+        `then` is called after each visit, without the lock.
+        """
+        scan = PageScan(self.slots, self.eviction.watchers, index)
+        try:
+            while not scan.is_over:
+                with self.lock:
+                    visit(scan.next())
+                then()
+                time.sleep(0)  # else this thread would have the lock again
+        finally:
+            with self.lock:
+                scan.close()
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violations of what must always hold; empty if all is well."""
         with self.lock:
             counted = Counted(self.writing_count, self.visible_count, self.held_count)
             return self.eviction.check() + violations(self.namespaces.all(), self.slots, counted)
-
-
-# Quotas of the RAM change while the node serves: pages of a tenant that gets one, or loses it,
-# change their pool.
-
-REGROUPED = 256  # pages under one lock
-
-
-def set_ram_limits(tier: RamTier, limits: Callable[[str], Limits], promised_nbytes: int) -> None:
-    """`limits` of each tenant, and their bytes all together. What is more than a quota goes when room is needed."""
-    order = tier.eviction.order
-    with tier.lock:
-        changed = order.accounts.set_limits(limits, promised_nbytes)
-    if not changed:
-        return
-    moving: list[tuple[int, Page]] = []
-
-    def collect(pages: Sequence[Page]) -> None:
-        moving.extend((page.used_ms, page) for page in pages if page.namespace.account in changed)
-
-    walk(tier, None, collect)
-    moving.sort(key=lambda entry: entry[0], reverse=True)  # each goes before those that were used later
-    for start in range(0, len(moving), REGROUPED):
-        with tier.lock:
-            for used_ms, page in moving[start : start + REGROUPED]:
-                order.regroup(page, used_ms)
-        time.sleep(0)  # else this thread would have the lock again
-
-
-# Pinning pages, in RAM and below: a promise to keep them from eviction for a time.
-
-
-class Pinning:
-    """Thread-safe: takes the RAM tier's lock."""
-
-    def __init__(self, tier: RamTier) -> None:
-        self._tier = tier
-        self._order = tier.eviction.order
-
-    def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_ms: int) -> list[bool]:
-        """Keeps visible pages from eviction for `ttl_ms`; a new pin replaces the old one. Raises Exhausted,
-        and pins none, if too much would be pinned."""
-        tier = self._tier
-        with tier.lock:
-            now_ms = tier.clock_ms()
-            index = tier.namespaces.find(digest)
-            self._order.expire_pins(now_ms)
-            pages = [tier.live(index, prefix_hash) for prefix_hash in prefix_hashes]
-            self._order.pins.check_room([page for page in pages if page is not None])
-            index.account.check_pins(sum(page is not None and page not in self._order.pins for page in pages))
-            below = tier.below.pin(digest, prefix_hashes, -(-ttl_ms // 1000))  # may be exhausted too
-            for page in pages:
-                if page is not None:
-                    self._order.pin(page, now_ms + ttl_ms)
-            return [page is not None or there for page, there in zip(pages, below, strict=True)]
-
-    def unpin(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """True for each that was pinned."""
-        tier = self._tier
-        with tier.lock:
-            index = tier.namespaces.find(digest)
-            pages = [index.pages.get(prefix_hash) for prefix_hash in prefix_hashes]
-            unpinned = [page is not None and self._order.unpin(page) for page in pages]
-            below = tier.below.pin(digest, prefix_hashes, 0)
-            return [here or there for here, there in zip(unpinned, below, strict=True)]

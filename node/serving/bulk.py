@@ -15,7 +15,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import FrameSocket
 from kvstore.transports.tls import NO_PLACE, TlsFrameSocket
 from node.serving.acceptor import BACKLOG, ConnectionServer
-from node.serving.connection import Connection, caller_at
+from node.serving.connection import Connection, Transfer, caller_at
 from node.serving.limits import TRANSFER_NBYTES_PER_S_MIN, cap, peer_of
 from node.serving.service import Service
 from node.serving.session import Session
@@ -35,7 +35,7 @@ class Pace:
         self._end = time.monotonic() + self.limit_s
 
     def next_s(self) -> float:
-        """Seconds that the next CHUNK_NBYTES, or what is left, has. Raises TimeoutError."""
+        """Return how many seconds the next CHUNK_NBYTES, or what is left, has. Raises TimeoutError."""
         left_s = self._end - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(f"the transfer was not over after {self.limit_s:.1f} s")
@@ -54,7 +54,7 @@ class BulkServer(ConnectionServer):
         connections_max: int,
         certificates: Certificates | None = None,
     ) -> None:
-        """`certificates`: None: without TLS."""
+        """Listen on a port; without `certificates`, without TLS."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         what = cap("bulk connections", connections_max, "use fewer per client, or raise sessions_max")
@@ -69,7 +69,7 @@ class BulkServer(ConnectionServer):
         return BulkConnection(frames, name, caller, self._service, self._stall_s)
 
     def refusal(self, error: KVStoreError) -> bytes:
-        """Before a handshake TLS has no words for it."""
+        """Return what to send; TLS has no words for it before a handshake."""
         return super().refusal(error) if self._certificates is None else NO_PLACE
 
 
@@ -85,18 +85,16 @@ class BulkConnection(Connection):
         self.socket.handshake()
         return super().greet()
 
-    def transfer(self, session: Session, op: str, request: Any) -> bool:
+    def transfer(self, op: str) -> Transfer | None:
         if op == "put":
-            self._put(session, request)
-        elif op == "get":
-            self._get(session, request)
-        elif op == "commit":
+            return self._put
+        if op == "get":
+            return self._get
+        if op == "commit":
             raise ProtocolError("a commit without a put before it")
-        elif op == "release":
+        if op == "release":
             raise ProtocolError("a release on the bulk wire, where a get ends with its last byte")
-        else:
-            return False
-        return True
+        return None
 
     def _put(self, session: Session, request: pb.PutRequest) -> None:
         reply, slots = self.service.begin_put(session, request)
@@ -119,7 +117,7 @@ class BulkConnection(Connection):
             raise self.told(error) from error
 
     def _receive(self, slots: Sequence[memoryview]) -> Any:
-        """The page bytes, into the slots, and the commit."""
+        """Receive the page bytes into the slots, and the commit."""
         wanted = sum(map(len, slots))
         pace = Pace(wanted, self.stall_s)
         header, payload_nbytes = self._recv(pace)
@@ -136,7 +134,7 @@ class BulkConnection(Connection):
         return self.socket.recv_frame(self.header_nbytes_max)
 
     def payload(self, nbytes: int, pieces: Iterator[memoryview]) -> tuple[int, Iterator[memoryview]]:
-        """How the page bytes of a get cross: so many bytes, and which."""
+        """Return how many bytes of a get cross, and which."""
         return nbytes, pieces
 
     def _get(self, session: Session, request: pb.GetRequest) -> None:

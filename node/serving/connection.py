@@ -16,7 +16,7 @@ import resource
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from time import monotonic_ns
 from typing import Any, ClassVar, Protocol
@@ -105,7 +105,7 @@ def _open() -> int:
 
 
 def allow_descriptors(count: int) -> None:
-    """Lets this process open so many more than it may now, as far as that is its own decision."""
+    """Let this process open `count` more descriptors than it may now, as far as it may decide that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= PLENTY:
         return
@@ -119,17 +119,18 @@ SAY_LAST_S = 0.1
 HELLO_NBYTES_MAX = 4 << 10
 GATEWAYS_OPS = ("admit", "on_behalf")
 Request = tuple[str, Any]
+Transfer = Callable[[Session, Any], None]
 
 
 class Door(Protocol):
-    """By which a connection came, and which is told what it does."""
+    """The server that accepted a connection, which is told when it is busy."""
 
     def begin(self, connection: "Connection") -> bool:
-        """A request was received. False: the server stops, or this connection had to leave, and the request belongs to
-        nothing that was begun before."""
+        """Note that a request was received. False: the server stops, or this connection had to leave, and the request
+        belongs to nothing that was begun before."""
 
     def done(self, connection: "Connection") -> bool:
-        """What was begun is finished. False: the server stops, wait for nothing more."""
+        """Note that what was begun is finished. False: the server stops, wait for nothing more."""
 
     def change_share(self, connection: "Connection") -> None:
         """It is known now, and counts to another share from here on. Raises Exhausted."""
@@ -164,16 +165,16 @@ class Connection(abc.ABC):
     # ---- what differs --------------------------------------------------------------------
 
     @abc.abstractmethod
-    def transfer(self, session: Session, op: str, request: Any) -> bool:
-        """Serves a request that moves pages; False if `op` is none."""
+    def transfer(self, op: str) -> Transfer | None:
+        """Return what serves requests of this operation, because they move pages; None if it moves none."""
 
     def greet(self) -> tuple[bytes, int]:
-        """The first frame. It has the time that was armed, all of it together."""
+        """Receive the first frame, in the time that was armed."""
         return self.socket.recv_frame(self.first_nbytes_max)
 
     @property
     def first_nbytes_max(self) -> int:
-        """Of who is not known yet: a hello."""
+        """The size limit of the first frame: a hello's for clients that are not authenticated yet."""
         return MESSAGE_NBYTES_MAX if self.service.gate.access.open else HELLO_NBYTES_MAX
 
     @property
@@ -182,11 +183,11 @@ class Connection(abc.ABC):
         return None
 
     def refusal(self, principal: Principal) -> str:
-        """Why who is known is not let in here; empty: he is."""
+        """Return why an authenticated client is refused here; empty if it is not."""
         return ""
 
     def _identify(self, server: Door, op: str, request: Any) -> None:
-        """By the token of its hello, or its certificate. Raises Unauthenticated."""
+        """Authenticate the client by the token of its hello, or its certificate. Raises Unauthenticated."""
         gate = self.service.gate
         if gate.access.open:
             return
@@ -212,11 +213,11 @@ class Connection(abc.ABC):
             server.change_share(self)
 
     def unfinished(self, session: Session) -> bool:
-        """Whether the client is between two requests that belong together."""
+        """Return whether the client is between two requests that belong together."""
         return False
 
     def abandoned(self) -> bool:
-        """Asked now and then while the client says nothing."""
+        """Return whether to close the connection. Called now and then while the client sends nothing."""
         return False
 
     def end(self, session: Session) -> None:
@@ -229,14 +230,29 @@ class Connection(abc.ABC):
     # ---- the loop ------------------------------------------------------------------------
 
     def serve(self, server: Door) -> None:
-        """Until the client closes (ConnectionError), stalls (TimeoutError) or breaks the protocol."""
+        """Serve until the client closes (ConnectionError), stalls (TimeoutError) or breaks the protocol."""
         with self.refusing():
             self.socket.arm(REQUEST_S_MAX)
             first = self.parse(*self.greet())
             self._identify(server, *first)
         session = self.service.sessions.open(self.caller, self.maps_arena)
+        request: Request | None = first
         try:
-            self._serve_session(server, session, first)
+            while True:
+                request = request or self._wait_request()
+                if request is None:
+                    if self.abandoned():
+                        return
+                    continue
+                if not server.begin(self):
+                    return
+                if request[0] != "follow":
+                    self.serve_request(session, *request)
+                elif not self._serve_follow(server, session, request[1]):
+                    return
+                request = None
+                if not self.unfinished(session) and not server.done(self):
+                    return
         finally:
             server.done(self)
             if self.place is not None:
@@ -245,38 +261,20 @@ class Connection(abc.ABC):
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Around the receiving of frames: what ends a connection is said before, such as a broken rule, or a
-        request for which there is no memory."""
+        """Report to the client what ends the connection while frames are received, such as a broken rule."""
         try:
             yield
         except (KVStoreError, OSError) as error:
             raise self.told(error) from error
 
     def told(self, error: KVStoreError | OSError) -> OSError:
-        """What the connection ends with, said to the client if it is not the client's going."""
+        """Return the error to close the connection with, after reporting it to the client."""
         if isinstance(error, KVStoreError):
             self.send_error(error, last=True)
             return ConnectionAbortedError(str(error))
         if error.errno in OUT_OF_DESCRIPTORS:
             self.say_last(Exhausted("this node has no descriptor left; raise its limit (ulimit -n)"))
         return error
-
-    def _serve_session(self, server: Door, session: Session, request: Request | None) -> None:
-        while True:
-            request = request or self._wait_request()
-            if request is not None:
-                if not server.begin(self):
-                    return
-                if request[0] == "follow":
-                    if not self._serve_follow(server, session, request[1]):
-                        return
-                else:
-                    self.serve_request(session, *request)
-                request = None
-                if not self.unfinished(session) and not server.done(self):
-                    return
-            elif self.abandoned():
-                return
 
     def _wait_request(self) -> Request | None:
         self.socket.arm(self.stall_s)  # a slow reply before may have left less, and waiting would spin
@@ -291,30 +289,28 @@ class Connection(abc.ABC):
             raise self.told(error) from error
 
     def serve_request(self, session: Any, op: str, request: Any) -> None:
-        """Answers it, or says why not; as a part of what its caller does."""
-        if self._trace is None and tracing.tracer is None:
-            self._serve_request(session, op, request)
-        else:
-            with tracing.serving(op, self._trace):
-                self._serve_request(session, op, request)
+        """Answer a request, or say why not, as a part of the trace that it came with."""
+        began_ns = monotonic_ns()
+        is_traced = self._trace is not None or tracing.tracer is not None
+        with tracing.serving(op, self._trace) if is_traced else tracing.NOTHING:
+            try:
+                transfer = self.transfer(op)
+                if transfer is not None:
+                    transfer(session, request)
+                else:
+                    self.send(op, self._answer(op, request))
+                if op in TIMED and op != "release":  # which is not answered
+                    self._edge.answered(op, began_ns)
+            except KVStoreError as error:
+                self._edge.failed(op, error)
+                self.send_error(error, last=isinstance(error, ProtocolError))
+                if isinstance(error, ProtocolError):
+                    raise
+            except BaseException as error:
+                self._edge.failed(op, error)
+                raise
         if self._request_nbytes:
             self._give_back()
-
-    def _serve_request(self, session: Session, op: str, request: Any) -> None:
-        began_ns = monotonic_ns()
-        try:
-            if not self.transfer(session, op, request):
-                self.send(op, self._answer(op, request))
-            if op in TIMED and op != "release":  # which is not answered
-                self._edge.answered(op, began_ns)
-        except KVStoreError as error:
-            self._edge.failed(op, error)
-            self.send_error(error, last=isinstance(error, ProtocolError))
-            if isinstance(error, ProtocolError):
-                raise
-        except BaseException as error:
-            self._edge.failed(op, error)
-            raise
 
     def _serve_follow(self, server: Door, session: Session, request: pb.FollowRequest) -> bool:
         """While it waits for a view this connection is idle: it may have to leave, and a stop does not wait for it.
@@ -349,7 +345,7 @@ class Connection(abc.ABC):
             turns.end(peer)
 
     def _admit(self, header_nbytes: int) -> None:
-        """A large request is refused before it is received, if too many are."""
+        """Refuse a large request before it is received, if there are too many."""
         if header_nbytes > REQUEST_NBYTES_FREE:
             taken = self.service.forms.take(self.peer, header_nbytes)
             self._request_peer, self._request_nbytes = self.peer, self._request_nbytes + taken
@@ -389,28 +385,28 @@ class Connection(abc.ABC):
         self.socket.send_frame(pb.BulkReply(**{op: reply}).SerializeToString())
 
     def send_error(self, error: KVStoreError, last: bool = False) -> None:
-        """`last`: the connection ends with it."""
+        """Send an error. `last`: the connection ends with it."""
         self.send("error", message_of(error, last))
 
     def say_last(self, error: KVStoreError) -> None:
-        """Why this ends, to a client that may not be listening any more."""
+        """Send why this ends to a client that may not be listening any more."""
         with contextlib.suppress(OSError):
             self.socket.arm(SAY_LAST_S)
             self.socket.send_frame(pb.BulkReply(error=message_of(error, last=True)).SerializeToString())
 
 
 def ready(fd: int | socket.socket, events: int) -> bool:
-    """Whether one of these events of `poll` is there now. (`select` takes no descriptor above 1,023.)"""
+    """Return whether one of these events of `poll` is there now. (`select` takes no descriptor above 1,023.)"""
     asked = select.poll()
     asked.register(fd, events)
     return bool(asked.poll(0))
 
 
 def caller_at(sock: socket.socket, peer: str, wire: str) -> Caller:
-    """Who has hung up is gone, also behind bytes that nobody has received yet."""
+    """Return the caller at a socket. It is gone when it has hung up, also behind bytes not received yet."""
     return Caller(peer, lambda: ready(sock, select.POLLRDHUP), wire=wire)
 
 
 def message_of(error: KVStoreError, last: bool = False) -> pb.Error:
-    """`last`: the connection ends with it."""
+    """Return the message of an error. `last`: the connection ends with it."""
     return pb.Error(code=status_code(error), message=str(error), last=last)

@@ -18,15 +18,15 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from kvstore.errors import Exhausted, InvalidRequest, UnknownNamespace
 from kvstore.keys import REMOVAL_NBYTES, check_removal
 from kvstore.pb import kvstore_pb2 as pb
+from node.auth.access import Caller
+from node.cluster.registry import Registry
 from node.cluster.replicator import Replicator
 from node.disk.durability import Durability
 from node.disk.tier import DiskTier
-from node.memory.scan import zero_leftovers
 from node.memory.tier import RamTier
 
 log = logging.getLogger(__name__)
@@ -34,21 +34,6 @@ log = logging.getLogger(__name__)
 FORGET_S = 60.0
 BUSY_S = 10.0  # for slots that are in use
 LOOK_S = 0.05  # between two looks at them
-
-
-class Waiting(Protocol):
-    """Who asks; `gone`: nobody waits for the answer any more."""
-
-    @property
-    def gone(self) -> Callable[[], bool]: ...
-
-
-class Cluster(Protocol):
-    """Those who are to do the same; see `node.cluster.registry.Registry`."""
-
-    def begin_erasure(self, erasure: bytes) -> None: ...
-
-    def record_removal(self, digest: bytes, removal: bytes, erasure: bytes) -> None: ...
 
 
 class Erasure:
@@ -67,9 +52,9 @@ class Erasure:
         self._durability = durability
         self._couriers = couriers
         self._stops = stops
-        self.cluster: Cluster | None = None  # of a node that is registered
+        self.cluster: Registry | None = None  # of a node that is registered
 
-    def forget(self, request: pb.ForgetRequest, caller: Waiting) -> pb.ForgetReply:
+    def forget(self, request: pb.ForgetRequest, caller: Caller) -> pb.ForgetReply:
         """Raises Exhausted if the disk fails, or there is no time for all of it: what is removed stays so."""
         if not request.tenant:
             raise InvalidRequest("no tenant is named; the namespaces of no tenant are removed one by one")
@@ -77,7 +62,7 @@ class Erasure:
         end = time.monotonic() + (request.wait_ms / 1000 or FORGET_S)
         if self.cluster is not None:
             self.cluster.begin_erasure(request.removal)
-        digests, zeroed_nbytes = self._digests(request.tenant), self._tier.zeroed_nbytes
+        digests, zeroed_nbytes = self._digests(request.tenant), self._tier.eviction.zeroed_nbytes
         pages = sum(map(self._removed, digests))
         if self.cluster is not None:
             for digest in digests:
@@ -86,7 +71,7 @@ class Erasure:
         self._couriers.drop_gone()
         if not request.remove_only:
             self._erase(digests, reply, end, caller.gone)
-        reply.ram_nbytes = self._tier.zeroed_nbytes - zeroed_nbytes
+        reply.ram_nbytes = self._tier.eviction.zeroed_nbytes - zeroed_nbytes
         return reply
 
     def catch_up(self, digests: list[bytes]) -> None:
@@ -130,7 +115,7 @@ class Erasure:
     ) -> None:
         """Waits a while for readers and writers of removed pages, which zero their slots."""
         erased = frozenset(digests)
-        zero_leftovers(self._tier, erased)
+        self._tier.zero_leftovers(erased)
         end = min(end, time.monotonic() + BUSY_S)
         while left := self._tier.to_zero_count(erased):
             if time.monotonic() >= end or gone() or self._stops():

@@ -14,6 +14,7 @@ import os
 import select
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from kvstore.config import GRPC_CHUNK_NBYTES, MESSAGE_NBYTES_MAX
@@ -25,10 +26,9 @@ from kvstore.transports.frames import FrameSocket, runs
 from node.auth.access import Access, Caller, nobody
 from node.serving.acceptor import DESCRIPTORS_LEFT_MIN, ConnectionServer
 from node.serving.bulk import BulkConnection
-from node.serving.connection import Request, caller_at, few_left
+from node.serving.connection import Request, Transfer, caller_at, few_left
 from node.serving.limits import REQUEST_NBYTES_FREE, Budget, cap, peer_of
 from node.serving.service import Service
-from node.serving.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +196,11 @@ class GatewayConnection(BulkConnection):
             log.info("grpc: a call of %s is refused: its request is no message of the schema", self.peer)
             raise InvalidRequest("a request that is no message of the schema") from error
 
-    def transfer(self, session: Session | None, op: str, request: Any) -> bool:
+    def transfer(self, op: str) -> Transfer:
+        return partial(self._forwarded, op)
+
+    def _forwarded(self, op: str, _: object, request: Any) -> None:
+        """Serve a call that the gateway forwards, within the limits on such calls."""
         with self._calls.calls.lent(self.peer):
             if op == "admit":
                 self._admit_op(request.op)
@@ -208,7 +212,6 @@ class GatewayConnection(BulkConnection):
                 raise ProtocolError(f"a {op} from a gateway that belongs to nothing")
             else:
                 self.send(op, self._answer(op, request))
-        return True
 
     def _admit_op(self, op: str) -> None:
         if op not in ADMITTED:

@@ -4,14 +4,15 @@ raises the errors of `kvstore.errors`."""
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import monotonic_ns
-from typing import Any, TypeVar
+from typing import Any
 
 import kvstore
 from kvstore.checksum import LEAF_SUM_NBYTES, cuts, hashed_nbytes
 from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, speaks
+from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.keys import check_prefix_hashes, check_removal
 from kvstore.layout import check_ranges
@@ -27,7 +28,7 @@ from node.disk.tier import DiskTier
 from node.memory.arena import Arena
 from node.memory.inventory import Inventory
 from node.memory.promotion import parts_wanted
-from node.memory.tier import Pinning, RamTier
+from node.memory.tier import RamTier
 from node.serving.admin_calls import ClusterCalls, DiskCalls, Listing, Verifying
 from node.serving.erasure import Erasure
 from node.serving.followers import Followers
@@ -41,14 +42,13 @@ from node.serving.limits import (
     Requests,
     cap,
 )
-from node.serving.near import Near
 from node.serving.recorder import Recorder
 from node.serving.session import Content, Session, Sessions, offsets_of, ttls_ms
 from node.serving.status import Status, scoped
 from node.serving.write_acks import WriteAcks
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
+NEAR_S_MAX = 10.0  # for a near node's get or lookup that names no time of its own, or more
 
 
 class Service:
@@ -70,7 +70,6 @@ class Service:
         self.gate = gate
         self._inventory = Inventory(tier)
         self.content = Content(arena, tier)
-        self._pinning = Pinning(tier)
         self.sessions = sessions
         self.tenants, self.traffic = sessions.tenants, sessions.traffic
         self.instance_id = os.urandom(8)
@@ -85,7 +84,7 @@ class Service:
         self.cluster = ClusterCalls(peers)
         listing = Listing(self._inventory, self.cluster, config.batch_keys_max)
         self.recorder = Recorder(tier.namespace)
-        self._near, self.heat = Near(tier, peers.elsewhere), HotPrefixes()
+        self.heat = HotPrefixes()
         self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None  # of a namespace, and its name
         self.durability = Durability(tier, disk, config.flush_s)
         self._verifying = Verifying(tier, self.content, self.durability)
@@ -126,18 +125,16 @@ class Service:
         }
 
     def call(self, op: str, request: Any, caller: Caller) -> Any:
-        """The reply to a unary request; `op` is its field's name in BulkRequest."""
-        return _guarded(op, self._call, op, request, caller)
-
-    def _call(self, op: str, request: Any, caller: Caller) -> Any:
-        principal = self.gate.admit(op, request, caller)
-        if op != "hello":
-            self.tenants.begin(principal, request)
-        budget = self._long_calls.get(op)
-        if budget is None or caller is THE_NODE:
-            return self._unary[op](request, caller)
-        with budget.lent(caller.peer):
-            return self._unary[op](request, caller)
+        """Return the reply to a unary request. `op` is its field's name in BulkRequest."""
+        with _Edge(op):
+            principal = self.gate.admit(op, request, caller)
+            if op != "hello":
+                self.tenants.begin(principal, request)
+            budget = self._long_calls.get(op)
+            if budget is None or caller is THE_NODE:
+                return self._unary[op](request, caller)
+            with budget.lent(caller.peer):
+                return self._unary[op](request, caller)
 
     def close(self) -> None:
         self._status.memory.close()
@@ -146,98 +143,85 @@ class Service:
     # ---- transfers -----------------------------------------------------------------------
 
     def begin_put(self, session: Session, request: pb.PutRequest) -> tuple[pb.PutReply, list[memoryview]]:
-        """Reserves; returns verdicts and, for each WRITE, the memory that takes the page."""
-        try:
-            return _guarded("put", self._begin_put, session, request)
-        except KVStoreError:
-            session.abort()
-            raise
-
-    def _begin_put(self, session: Session, request: pb.PutRequest) -> tuple[pb.PutReply, list[memoryview]]:
-        principal = self.gate.admit("put", request, session.caller)
-        self.tenants.begin(principal, request)
-        if self.draining:
-            raise Unavailable("this node is draining and takes no new pages")
-        hashes, page_nbytes = request.prefix_hashes[:], request.page_nbytes  # a list is faster to go through
-        check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
-        self._check_nbytes(len(hashes) * page_nbytes)
-        self.promises.check(request)
-        session.put_charge = self.tenants.charge(principal)
-        result = session.reserve(request.namespace, hashes, page_nbytes, self._near.copies(request))
-        self.promises.begin(session, request, result)
-        if self.recorder.on and not request.forwarded_by:
-            self.recorder.note(request.namespace, hashes, stored=True)
-        session.put_charge.add_transferred(len(result.pages) * page_nbytes)
-        verdicts: Any = result.verdicts
-        offsets = [page.offset for page in result.pages]
-        if session.maps_arena:
-            return pb.PutReply(verdicts=verdicts, offsets=offsets), []
-        return pb.PutReply(verdicts=verdicts), self._arena.views(offsets, page_nbytes)
+        """Reserve slots. Return verdicts and, for each WRITE, the memory that takes the page."""
+        with _Edge("put", session.abort):
+            principal = self.gate.admit("put", request, session.caller)
+            self.tenants.begin(principal, request)
+            if self.draining:
+                raise Unavailable("this node is draining and takes no new pages")
+            hashes, page_nbytes = request.prefix_hashes[:], request.page_nbytes  # a list is faster to go through
+            check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
+            self._check_nbytes(len(hashes) * page_nbytes)
+            self.promises.check(request)
+            session.put_charge = self.tenants.charge(principal)
+            # What a member hands on is this node's own.
+            copies = () if request.forwarded_by else self.peers.remote_pages.copies(request.namespace, hashes)
+            result = session.reserve(request.namespace, hashes, page_nbytes, copies)
+            self.promises.begin(session, request, result)
+            if self.recorder.on and not request.forwarded_by:
+                self.recorder.note(request.namespace, hashes, stored=True)
+            session.put_charge.add_transferred(len(result.pages) * page_nbytes)
+            verdicts: Any = result.verdicts
+            offsets = [page.offset for page in result.pages]
+            if session.maps_arena:
+                return pb.PutReply(verdicts=verdicts, offsets=offsets), []
+            return pb.PutReply(verdicts=verdicts), self._arena.views(offsets, page_nbytes)
 
     def commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
-        """The bytes are in place: makes the pages visible. An invalid commit aborts the put."""
-        try:
-            return _guarded("commit", self._commit_put, session, request)
-        except KVStoreError:
-            session.abort()
-            raise
-
-    def _commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
-        pages, put, leaves = session.reserved, session.put_request, request.leaves[:]
-        wanted = len(pages)
-        nbytes = LEAF_SUM_NBYTES * len(cuts(put.page_nbytes))
-        if not wanted or len(leaves) != wanted or {*map(len, leaves)} != {nbytes}:
-            raise InvalidRequest(
-                f"a commit of the leaves of {len(leaves)} pages for {wanted} written ones; send {nbytes} bytes for each"
-            )
-        stored = session.commit(leaves, -(-put.ttl_ms // 1000))
-        self.traffic.took(session.caller.wire, wanted * put.page_nbytes)
-        self.promises.keep(session, pages)
-        return pb.CommitReply(stored=stored)
+        """Make pages visible whose bytes are in place. An invalid commit aborts the put."""
+        with _Edge("commit", session.abort):
+            pages, put, leaves = session.reserved, session.put_request, request.leaves[:]
+            wanted = len(pages)
+            nbytes = LEAF_SUM_NBYTES * len(cuts(put.page_nbytes))
+            if not wanted or len(leaves) != wanted or {*map(len, leaves)} != {nbytes}:
+                raise InvalidRequest(
+                    f"a commit of the leaves of {len(leaves)} pages for {wanted} written ones; "
+                    f"send {nbytes} bytes for each"
+                )
+            stored = session.commit(leaves, -(-put.ttl_ms // 1000))
+            self.traffic.took(session.caller.wire, wanted * put.page_nbytes)
+            self.promises.keep(session, pages)
+            return pb.CommitReply(stored=stored)
 
     def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
-        """Holds the pages until `session.release`; returns hits and how much memory to send, and which."""
-        try:
-            return _guarded("get", self._begin_get, session, request)
-        except KVStoreError:
-            session.release()
-            raise
-
-    def _begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
-        began_ns = monotonic_ns()
-        principal = self.gate.admit("get", request, session.caller)
-        self.tenants.begin(principal, request)
-        hashes = request.prefix_hashes[:]  # a list, which is faster to go through
-        check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=False)
-        space = self._tier.namespace(request.namespace)
-        page_nbytes = space.page_nbytes
-        asked = request.ranges
-        if len(hashes) * len(asked) > GET_PIECES_MAX:
-            what = f"{len(asked)} ranges of {len(hashes)} keys"
-            raise InvalidRequest(f"{what} are more than {GET_PIECES_MAX} pieces; split the batch")
-        ranges = [(part.offset, part.nbytes) for part in asked] if asked else []
-        check_ranges(ranges, page_nbytes)
-        wanted_nbytes = sum(nbytes for _, nbytes in ranges) if ranges else page_nbytes
-        self._check_nbytes(len(hashes) * wanted_nbytes)
-        if ranges:
-            self._check_nbytes(len(set(hashes)) * hashed_nbytes(page_nbytes, ranges), "checks")
-        parts = parts_wanted(space, ranges)
-        fetching = self._near.fetching(request, hashes) if request.near else None
-        session.tenant, session.charge = principal.tenant, self.tenants.charge(principal)
-        pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes, parts, fetching)
-        found = [page for page in pages if page is not None]
-        if ranges:
-            sums = self.content.checksums(found, ranges, session.charge, partial(self._check_there, session))
-            pages = [page if page in sums else None for page in pages]
-            found = [page for page in found if page in sums]
-        checksums = [sums[page] if ranges else page.checksum for page in found]
-        reply = get_reply([page is not None for page in pages], checksums, ttls_ms(found, self._tier.clock_s))
-        session.charge.add_transferred(len(found) * wanted_nbytes)
-        self.traffic.got(session.tier, session.caller.wire, len(found) * wanted_nbytes, began_ns)
-        if session.maps_arena:
-            reply.offsets.extend(offsets_of(found, ranges))
-            return 0, reply, iter(())
-        return len(found) * wanted_nbytes, reply, self.content.views(found, ranges)
+        """Hold the pages until `session.release`. Return how many bytes to send, the reply, and the memory."""
+        with _Edge("get", session.release):
+            began_ns = monotonic_ns()
+            principal = self.gate.admit("get", request, session.caller)
+            self.tenants.begin(principal, request)
+            hashes = request.prefix_hashes[:]  # a list, which is faster to go through
+            check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=False)
+            space = self._tier.namespace(request.namespace)
+            page_nbytes = space.page_nbytes
+            asked = request.ranges
+            if len(hashes) * len(asked) > GET_PIECES_MAX:
+                what = f"{len(asked)} ranges of {len(hashes)} keys"
+                raise InvalidRequest(f"{what} are more than {GET_PIECES_MAX} pieces; split the batch")
+            ranges = [(part.offset, part.nbytes) for part in asked] if asked else []
+            wanted_nbytes = page_nbytes
+            if ranges:
+                check_ranges(ranges, page_nbytes)
+                wanted_nbytes = sum(nbytes for _, nbytes in ranges)
+            self._check_nbytes(len(hashes) * wanted_nbytes)
+            if ranges:
+                self._check_nbytes(len(set(hashes)) * hashed_nbytes(page_nbytes, ranges), "checks")
+            parts = parts_wanted(space, ranges)
+            near = _near_deadline(request) if request.near else None
+            session.tenant, session.charge = principal.tenant, self.tenants.charge(principal)
+            pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes, parts, near)
+            found = [page for page in pages if page is not None]
+            if ranges:
+                sums = self.content.checksums(found, ranges, session.charge, partial(self._check_there, session))
+                pages = [page if page in sums else None for page in pages]
+                found = [page for page in found if page in sums]
+            checksums = [sums[page] if ranges else page.checksum for page in found]
+            reply = get_reply([page is not None for page in pages], checksums, ttls_ms(found, self._tier.clock_s))
+            session.charge.add_transferred(len(found) * wanted_nbytes)
+            self.traffic.got(session.tier, session.caller.wire, len(found) * wanted_nbytes, began_ns)
+            if session.maps_arena:
+                reply.offsets.extend(offsets_of(found, ranges))
+                return 0, reply, iter(())
+            return len(found) * wanted_nbytes, reply, self.content.views(found, ranges)
 
     def _check_nbytes(self, nbytes: int, does: str = "moves") -> None:
         if nbytes > self._config.batch_nbytes_max:
@@ -291,10 +275,18 @@ class Service:
         if self.recorder.on:
             self.recorder.note(request.namespace, prefix_hashes, request.touch)
         if request.near and caller.may_wait and False in present:
-            self._near.look_further(request, present)
+            self._look_further(request, prefix_hashes, present)
         if not request.touch:
             self.heat.asked(request.namespace, prefix_hashes, present)
         return lookup_reply(present)
+
+    def _look_further(self, request: pb.LookupRequest, prefix_hashes: Sequence[bytes], present: list[bool]) -> None:
+        """Add what other members have to what this node has."""
+        missing = list(dict.fromkeys(h for h, there in zip(prefix_hashes, present, strict=True) if not there))
+        namespace = self._tier.namespace(request.namespace).value
+        found = self._tier.promotion.lookup(namespace, missing, request.touch, _near_deadline(request))
+        for place, prefix_hash in enumerate(prefix_hashes):
+            present[place] = present[place] or prefix_hash in found
 
     def _verify(self, request: pb.VerifyRequest, caller: Caller) -> pb.VerifyReply:
         hashes = list(request.prefix_hashes)
@@ -323,11 +315,11 @@ class Service:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
         if not 1 <= request.ttl_ms <= self._config.pin_ttl_ms_max:
             raise InvalidRequest(f"ttl_ms {request.ttl_ms} is not in 1..{self._config.pin_ttl_ms_max} (pin_ttl_ms_max)")
-        return pb.PinReply(pinned=self._pinning.pin(request.namespace, request.prefix_hashes, request.ttl_ms))
+        return pb.PinReply(pinned=self._tier.pin(request.namespace, request.prefix_hashes, request.ttl_ms))
 
     def _unpin(self, request: pb.UnpinRequest, caller: Caller) -> pb.UnpinReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
-        return pb.UnpinReply(unpinned=self._pinning.unpin(request.namespace, request.prefix_hashes))
+        return pb.UnpinReply(unpinned=self._tier.unpin(request.namespace, request.prefix_hashes))
 
     def _node_status(self, request: pb.NodeStatusRequest, caller: Caller) -> pb.NodeStatusReply:
         status = self._status.node(
@@ -371,16 +363,37 @@ def _limits(config: NodeConfig) -> pb.Limits:
     )
 
 
-def _guarded(op: str, function: Callable[..., Result], *arguments: Any) -> Result:
-    """The edge of every request, on every wire: what nobody expected is logged here and answered INTERNAL.
-    It ends the request; the connection stays."""
-    try:
-        return function(*arguments)
-    except KVStoreError:
-        raise
-    except Exception as error:
+def _near_deadline(request: pb.GetRequest | pb.LookupRequest) -> Deadline:
+    """Return the time for asking other members."""
+    return Deadline(min(request.wait_ms / 1000 or NEAR_S_MAX, NEAR_S_MAX))
+
+
+class _Edge:
+    """The edge of every request, on every wire. It ends a request that fails, not the connection.
+
+    What nobody expected is logged here and answered INTERNAL. `undo` gives back what the session has of it.
+    """
+
+    __slots__ = ("_op", "_undo")
+
+    def __init__(self, op: str, undo: Callable[[], None] | None = None) -> None:
+        self._op = op
+        self._undo = undo
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if not isinstance(error, Exception):
+            return
+        if self._undo is not None:
+            self._undo()
+        if not isinstance(error, KVStoreError):
+            raise self._unexpected(error) from error
+
+    def _unexpected(self, error: Exception) -> KVStoreError:
         trace = current() or named(os.urandom(8).hex())  # so that the log and who asked name the same
         with within(trace):
-            log.exception("%s failed", op)
-        said = f"{op} failed inside the node ({type(error).__name__}); its log says more of request {trace.request_id}"
-        raise KVStoreError(said) from error
+            log.error("%s failed", self._op, exc_info=error)
+        what = f"{self._op} failed inside the node ({type(error).__name__})"
+        return KVStoreError(f"{what}; its log says more of request {trace.request_id}")

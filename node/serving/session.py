@@ -1,13 +1,12 @@
 """Sessions: what a client's live connection holds at the node, freed when it ends, however it ends."""
 
 import contextlib
-import math
 import threading
-import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from kvstore.checksum import checksum, hashed_nbytes, joined_checksum, kept, parts_match, root, roots
+from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted
 from kvstore.layout import SLOT_ALIGN_NBYTES
 from kvstore.pb import kvstore_pb2 as pb
@@ -15,26 +14,31 @@ from kvstore.tracing import span
 from node.auth.access import Caller
 from node.disk.durability import Wait
 from node.memory.arena import Arena
-from node.memory.page import Acquired, Page, Reservation, State
-from node.memory.promotion import NOWHERE, PartialPage, Range
+from node.memory.page import Page, Reservation
+from node.memory.promotion import Acquired, PartialPage, Range
 from node.memory.tier import RamTier
 from node.serving.limits import NO_CHARGE, Budget, Charge, cap
-from node.serving.near import Fetching
 from node.serving.request_metrics import DISK, PEER, RAM, RequestMetrics
 from node.serving.tenants import Tenants
 
-# The bytes of held pages: where ranges of them are in the arena, and whether they are intact.
+# Expiry times are kept in 32 bits of seconds since the epoch; a page may be forgotten sooner.
+TTL_S_MAX = 10 * 366 * 24 * 3600
+# Processes may hold the same pages, so that all together may count more than there is.
+HOLDERS_MAX = 64
 
 
 class Content:
-    """Thread-safe. A page that does not match its checksum is dropped."""
+    """The bytes of held pages: where ranges of them are in the arena, and whether they are intact.
+
+    Thread-safe. A page that does not match its checksum is dropped.
+    """
 
     def __init__(self, arena: Arena, tier: RamTier) -> None:
         self._arena = arena
         self._tier = tier
 
     def views(self, pages: Sequence[Page], ranges: Sequence[Range]) -> Iterator[memoryview]:
-        """Of ranges of each page that are in its slot; without any, of all of it."""
+        """Return the memory of these ranges of each page; without any, of all of it."""
         if pages and not ranges:
             return iter(self._arena.views([page.offset for page in pages], pages[0].namespace.page_nbytes))
         return (
@@ -54,7 +58,7 @@ class Content:
     def checksums(
         self, pages: Sequence[Page], ranges: Sequence[Range], charge: Charge, check: Callable[[], None]
     ) -> dict[Page, bytes]:
-        """Of each page that is intact, once for a page however often it is asked for. `check` may raise in between."""
+        """Return a checksum of the ranges of each intact page. `check` may raise in between."""
         sums, wanted_nbytes = {}, sum(nbytes for _, nbytes in ranges)
         for page in dict.fromkeys(pages):
             check()
@@ -64,7 +68,7 @@ class Content:
         return sums
 
     def intact(self, page: Page, ranges: Sequence[Range] = ()) -> bool:
-        """Compares a page, or what has to do with `ranges` of it, with its checksum."""
+        """Compare a page, or the leaves that cover `ranges` of it, with its checksum."""
         view = self._arena.view(page.offset, page.namespace.page_nbytes)
         seed = page.namespace.seed(page.prefix_hash)
         if ranges and page.leaves:
@@ -85,7 +89,7 @@ def _checked_nbytes(page: Page, ranges: Sequence[Range]) -> int:
 
 
 def places(page: Page, ranges: Sequence[Range]) -> list[int]:
-    """Where in the arena each of the ranges begins."""
+    """Return where in the arena each of the ranges begins."""
     space = page.namespace
     if isinstance(space, PartialPage):
         return [page.offset + space.place(offset) for offset, _ in ranges]
@@ -93,27 +97,17 @@ def places(page: Page, ranges: Sequence[Range]) -> list[int]:
 
 
 def offsets_of(pages: Sequence[Page], ranges: Sequence[Range]) -> list[int]:
-    """The same of each page; without any ranges, where each page does."""
+    """Return where in the arena each of the ranges of each page begins; without any ranges, each page."""
     return [place for page in pages for place in places(page, ranges)] if ranges else [page.offset for page in pages]
 
 
 def ttls_ms(pages: Sequence[Page], clock_s: Callable[[], int]) -> list[int]:
-    """Until each page is forgotten, 0 without a time to live; nothing if none has one."""
+    """Return the time to live left of each page, 0 without one; nothing if none has one."""
     expiries_s = [page.expiry_s for page in pages]
     if not any(expiries_s):
         return []
     now_s = clock_s()
     return [max(1, expiry_s - now_s) * 1000 if expiry_s else 0 for expiry_s in expiries_s]
-
-
-# How long a reader waits for pages that other sessions are loading, all of them together; how often it looks
-# whether that is of any use still.
-LOAD_S_MAX = 10.0
-LOOK_S = 0.2
-# Expiry times are kept in 32 bits of seconds since the epoch; a page may be forgotten sooner.
-TTL_S_MAX = 10 * 366 * 24 * 3600
-# Processes may hold the same pages, so that all together may count more than there is.
-HOLDERS_MAX = 64
 
 
 class Session:
@@ -175,16 +169,16 @@ class Session:
 
     @property
     def reserved(self) -> list[Page]:
-        """Pages that wait for their bytes and the commit."""
+        """The pages that wait for their bytes and the commit."""
         return self._reservation.pages if self._reservation else []
 
     @property
     def held(self) -> list[Page]:
-        """Pages that are being read, or were to be."""
+        """The pages that are being read, or were to be."""
         return self._held
 
     def commit(self, leaves: Sequence[bytes], ttl_s: int) -> int:
-        """`leaves`: of each reserved page. Those of a page that has several stay, for reads of its parts."""
+        """Make the reserved pages visible. Each page's `leaves` stay if it has several, for reads of its parts."""
         assert self._reservation is not None
         pages = self._reservation.pages
         checksums = roots(leaves, self._reservation.namespace.digest, [page.prefix_hash for page in pages])
@@ -213,88 +207,44 @@ class Session:
         prefix_only: bool,
         wanted_nbytes: int,
         parts: PartialPage | None = None,
-        fetching: Fetching | None = None,
+        near: Deadline | None = None,
     ) -> list[Page | None]:
-        """See `RamTier.acquire`; what is below is read, what is elsewhere is fetched. Raises Exhausted if this process
-        holds too much: where clients map the arena, a hold has no limit of time."""
+        """See `RamTier.acquire`; what lower tiers have is read. Raises Exhausted if this process holds too much: where
+        clients map the arena, a hold has no limit of time."""
         if self.maps_arena:
             nbytes = len(prefix_hashes) * self._tier.namespace(digest).slot_nbytes
             self._sessions.hold(self, nbytes)
             self._held_nbytes = nbytes
-        elsewhere = fetching.copies if fetching else NOWHERE
-        acquired = self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes, parts, elsewhere)
+        acquired = self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes, parts, near)
         assert not self._held, "a session reads one batch at a time"
         self._held = [page for page in acquired.pages if page is not None]
-        not_here = [page for page in self._held if not page.checksum]
-        if not not_here:
+        if all(page.checksum for page in self._held):
             self.tier = RAM
             return acquired.pages
-        self.tier = self._farthest(not_here)
-        read = (page.namespace for page in [*(page for page, _ in acquired.loads), *acquired.fetched])
-        self.charge.add_processed(sum(min(space.page_nbytes, space.slot_nbytes) for space in read))
-        with self._loading(acquired):
-            pages = self._load(acquired, fetching)
-        if acquired.fetched:  # they came in any order: the chain's end must go before its head
-            self._tier.lookup(digest, prefix_hashes, touch=True)
+        pages = self._load(acquired)
         lost_count = pages.count(None) - acquired.pages.count(None)
         if lost_count:
             self._tier.count_lost(digest, lost_count, wanted_nbytes)
         return pages
 
-    def _farthest(self, pages: Sequence[Page]) -> str:
-        return PEER if any(map(self._tier.loads.is_fetched, pages)) else DISK
-
-    @contextlib.contextmanager
-    def _loading(self, acquired: Acquired) -> Iterator[None]:
+    def _load(self, acquired: Acquired) -> list[Page | None]:
+        """Read what lower tiers have, and wait for what other sessions read."""
+        promotion = self._tier.promotion
         with contextlib.ExitStack() as stack:
             try:
+                self.tier = PEER if PEER in promotion.tiers_of(acquired) else DISK
+                spaces = [load.page.namespace for load in acquired.loads]
+                self.charge.add_processed(sum(min(space.page_nbytes, space.slot_nbytes) for space in spaces))
                 stack.enter_context(self.loading())
                 stack.enter_context(self._sessions.traffic.waiting(self.tier))
                 stack.enter_context(span("kvstore.load", tier=self.tier))
-            except Exhausted:
-                self._end_loads(acquired)
+            except BaseException:  # or others would wait for these pages
+                promotion.cancel(acquired)
                 raise
-            yield
-
-    def _load(self, acquired: Acquired, fetching: Fetching | None) -> list[Page | None]:
-        """Loads what is on disk only, tail first so that the head ends up newest, fetches what is at other nodes, and
-        waits for what another session loads."""
-        loads = acquired.loads
-        try:
-            while loads and not (acquired.in_part and self.gone()):  # a page others may wait for, but no part of one
-                page, record = loads.pop()
-                intact = False
-                try:
-                    intact = self._tier.below.read(record, page)
-                finally:
-                    self._tier.loads.end(page, intact)
-            if fetching and acquired.fetched:
-                fetching.fetch(acquired.fetched, lambda page: self._tier.loads.end(page, intact=True), self.gone)
-        finally:  # if one broke, nobody may wait for the others
-            self._end_loads(acquired)
-        end = min(time.monotonic() + LOAD_S_MAX, fetching.end if fetching else math.inf)
-        return [page if page is not None and self._ready(page, end) else None for page in acquired.pages]
-
-    def _end_loads(self, acquired: Acquired) -> None:
-        """Those that have not ended."""
-        for page, record in acquired.loads:
-            self._tier.below.end_read(record)
-            self._tier.loads.end(page, intact=False)
-        for page in acquired.fetched:
-            if self._tier.loads.is_fetched(page):
-                self._tier.loads.end(page, intact=False)
-
-    def _ready(self, page: Page, end: float) -> bool:
-        """Only a page that is being loaded, or whose load failed, has no checksum. Nobody waits for it longer than till
-        `end`, nor for a caller who has left or a disk that is known to hang."""
-        loads, below = self._tier.loads, self._tier.below
-        wait_s = 0.0
-        while not page.checksum and not loads.wait(page, wait_s):
-            wait_s = min(LOOK_S, end - time.monotonic())
-            there = loads.is_fetched(page) or below.present(page.namespace.digest, [page.prefix_hash]) == [True]
-            if page.state is not State.LOADING or wait_s <= 0 or self.gone() or not there:
-                return bool(page.checksum) and page.state is not State.LOADING
-        return True
+            pages = promotion.read(acquired, self.gone)
+        if self.tier == PEER and acquired.loads:  # they came in any order: the chain's end must go before its head
+            self._tier.lookup(acquired.digest, acquired.prefix_hashes, touch=True)
+        return pages
 
     def release(self) -> None:
         held, self._held = self._held, []
@@ -356,7 +306,7 @@ class Sessions:
         return session
 
     def hold(self, session: Session, nbytes: int) -> None:
-        """For its process and its tenant. Raises Exhausted."""
+        """Count bytes that a session holds to its process and its tenant. Raises Exhausted."""
         self.held.take(session.peer, nbytes)
         try:
             self.tenants.hold(session.tenant, nbytes)

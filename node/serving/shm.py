@@ -26,7 +26,7 @@ from kvstore.transports.unix_sockets import DescriptorSocket, check_path
 from node.auth.access import Caller
 from node.memory.arena import Arena
 from node.serving.acceptor import BACKLOG, ConnectionServer
-from node.serving.connection import Connection, caller_at, ready
+from node.serving.connection import Connection, Transfer, caller_at, ready
 from node.serving.limits import cap
 from node.serving.service import Service
 from node.serving.session import Session
@@ -71,7 +71,7 @@ def listen_on(path: str, backlog: int) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """A node that was killed leaves its file behind; nobody listens on it any more."""
+    """Remove the file that a killed node left behind, on which nobody listens any more."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise FileExistsError(f"{path} is there and is no socket")
@@ -120,7 +120,7 @@ class ShmServer(ConnectionServer):
         )
 
     def wait_gone(self, connection: "ShmConnection", process_fd: int, pages: int) -> bool:
-        """Returns True when the process is gone, or False when this server stops."""
+        """Return True when the process is gone, or False when this server stops."""
         with self._lock:
             self._orphan_pages[connection] = pages
         try:
@@ -133,7 +133,7 @@ class ShmServer(ConnectionServer):
                 del self._orphan_pages[connection]
 
     def stop(self, drain_s: float) -> None:
-        """As the base class; slots of processes that may still write are not waited for."""
+        """Stop as the base class does; slots of processes that may still write are not waited for."""
         with contextlib.suppress(FileNotFoundError):  # somebody was quicker
             os.unlink(self.path)  # while we listen, nobody else can have put a socket of his there
         os.eventfd_write(self._stop_fd, 1)
@@ -156,7 +156,7 @@ class ShmConnection(Connection):
         self._process_fd: int | None = None
 
     def greet(self) -> tuple[bytes, int]:
-        """The first request brings a pidfd along."""
+        """Receive the first request, which brings a pidfd along."""
         header, payload_nbytes, self._process_fd = self.socket.recv_frame_with(self.first_nbytes_max)
         peer = self.socket.peer
         if peer.uid not in (os.geteuid(), 0):
@@ -168,25 +168,21 @@ class ShmConnection(Connection):
     def refusal(self, principal: Principal) -> str:
         return self.service.gate.access.why_no_arena(principal)
 
-    def transfer(self, session: Session, op: str, request: Any) -> bool:
-        if op == "hello":
-            self.socket.arm(self.stall_s)
-            hello = pb.BulkReply(hello=self.service.call(op, request, self.caller))
-            self.socket.send_frame_with(self._server.arena_fd, hello.SerializeToString())
-        elif op == "put":
-            self._put(session, request)
-        elif op == "get":
-            self._get(session, request)
-        elif op == "commit":
-            if not session.reserved:
-                raise ProtocolError("a commit without a put before it")
-            self.send(op, self.service.commit_put(session, request))
-        elif op == "release":
-            session.abort()
-            session.release()
-        else:
-            return False
-        return True
+    def transfer(self, op: str) -> Transfer | None:
+        if op == "put":
+            return self._put
+        if op == "get":
+            return self._get
+        if op == "commit":
+            return self._commit
+        if op == "release":
+            return self._release
+        return self._hello if op == "hello" else None
+
+    def _hello(self, session: Session, request: pb.HelloRequest) -> None:
+        self.socket.arm(self.stall_s)
+        hello = pb.BulkReply(hello=self.service.call("hello", request, self.caller))
+        self.socket.send_frame_with(self._server.arena_fd, hello.SerializeToString())
 
     def _put(self, session: Session, request: pb.PutRequest) -> None:
         if session.reserved:
@@ -197,6 +193,15 @@ class ShmConnection(Connection):
         except OSError:
             session.abort()  # a client that did not get all of the reply can not know the slots
             raise
+
+    def _commit(self, session: Session, request: pb.CommitRequest) -> None:
+        if not session.reserved:
+            raise ProtocolError("a commit without a put before it")
+        self.send("commit", self.service.commit_put(session, request))
+
+    def _release(self, session: Session, request: object) -> None:
+        session.abort()
+        session.release()
 
     def _get(self, session: Session, request: pb.GetRequest) -> None:
         if session.held:
@@ -214,7 +219,7 @@ class ShmConnection(Connection):
         return bool(session.reserved or session.held)
 
     def abandoned(self) -> bool:
-        """Whether the process is gone though its socket is open: a child that it forked has it, too."""
+        """Return whether the process is gone though its socket is open, because a forked child has it, too."""
         assert self._process_fd is not None
         return ready(self._process_fd, select.POLLIN)
 

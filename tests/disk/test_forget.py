@@ -259,9 +259,8 @@ def test_parts_that_are_read_meanwhile_are_zeroed_with_their_last_reader(
     gone.drop_from_ram(node)
     parts = parts_wanted(node.tier.namespace(gone.digest), [(0, 9)])
     acquired = node.tier.acquire(gone.digest, [key], False, 9, parts)
-    ((page, record),) = acquired.loads
-    assert node.disk.read(record, page)
-    node.tier.loads.end(page, intact=True)
+    assert node.tier.promotion.read(acquired, lambda: False) == acquired.pages
+    (page,) = acquired.pages
     head = [gone.content(key)[:64]]
     assert in_ram(node, head)
     assert client.forget("gone").left == 1

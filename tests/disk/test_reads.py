@@ -195,7 +195,7 @@ def test_one_deadline_for_all_pages_that_another_loads(
 ) -> None:
     """It was 10 s for each, also of a key that stood there a thousand times."""
     monkeypatch.setattr("node.disk.reads.HANGS_S", 3600.0)
-    monkeypatch.setattr("node.serving.session.LOAD_S_MAX", 1.0)
+    monkeypatch.setattr("node.memory.promotion.LOAD_S_MAX", 1.0)
     hits, took_s = wait_for(hanging[0], pages.digest, [hanging[1]] * 20)
     assert hits == [False] * 20
     assert took_s < 10.0
@@ -204,7 +204,7 @@ def test_one_deadline_for_all_pages_that_another_loads(
 def test_nobody_waits_for_anothers_load_for_a_caller_who_has_left_or_while_the_disk_hangs(
     hanging: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.serving.session.LOAD_S_MAX", 30.0)
+    monkeypatch.setattr("node.memory.promotion.LOAD_S_MAX", 30.0)
     with monkeypatch.context() as patch:
         patch.setattr("node.disk.reads.HANGS_S", 3600.0)
         hits, took_s = wait_for(hanging[0], pages.digest, [hanging[1]], lambda: True)

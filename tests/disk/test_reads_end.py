@@ -48,7 +48,7 @@ def test_a_read_for_which_ram_has_no_room_gives_its_record_back(
         return False
 
     with monkeypatch.context() as patch:
-        patch.setattr(node.tier.loads, "_place", lambda *_: [])
+        patch.setattr(node.tier.promotion, "_place", lambda *_: [])
         patch.setattr(node.tier.eviction, "make_room", makes_none)
         assert pages.get(client, keys) == [False]
     assert not node.disk.records._busy

@@ -144,7 +144,7 @@ def test_what_an_earlier_run_left_is_synced_before_it_is_acknowledged(nodes: Any
 def test_a_writer_that_is_never_idle_syncs_all_the_same(
     nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.disk.writer.SYNC_PAGES", 4)
+    monkeypatch.setattr("node.disk.tier.SYNC_PAGES", 4)
     node = nodes.start()
     before = layer.calls["sync"]
     pages.put(nodes.connect(node), pages.keys(*range(10)))

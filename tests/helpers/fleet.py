@@ -90,8 +90,8 @@ def renewed(nodes: list[Node]) -> list[Node]:
         wait_until(lambda node=node: not (node.sessions.count or node.tier.held_count or node.tier.writing_count))  # type: ignore[misc]
         for index in node.tier.namespaces.all():
             node.tier.remove_namespace(index.digest)
-        elsewhere = node.peers.elsewhere
-        elsewhere.pages_fetched = elsewhere.nbytes_fetched = elsewhere.pages_fetch_failed = 0
+        remote = node.peers.remote_pages
+        remote.pages_fetched = remote.nbytes_fetched = remote.pages_fetch_failed = 0
     tell(nodes, view_of(nodes))
     return nodes
 

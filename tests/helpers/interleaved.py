@@ -14,17 +14,17 @@ token for each 4 KiB instead of bytes. After every step
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, TypeVar
 
 from kvstore import Namespace, opaque_layout
+from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted
 from node.memory.lock_slices import SlicedWork, Work
-from node.memory.lower_tier import NoLowerTier
+from node.memory.lower_tier import Load, LocalTier, LowerTier, Query, Source
 from node.memory.page import Namespaces, Page, PutStatus, Reservation, State
-from node.memory.promotion import PartialPage
-from node.memory.scan import zero_leftovers
-from node.memory.tier import Pinning, RamTier
+from node.memory.promotion import Acquired, PartialPage
+from node.memory.tier import RamTier
 from node.slab import Block, SlotAllocator
 
 T = TypeVar("T")
@@ -76,14 +76,16 @@ def page_units(page: Page) -> int:
     return -(-page.namespace.page_nbytes // UNIT)
 
 
-class Stored(NoLowerTier):
+class Stored(LocalTier):
     """A tier below that has half of all pages that it is offered, at once."""
+
+    reads_parts = True
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._pages: dict[Key, bytes] = {}
         self._records = itertools.count(1)
-        self.reads: dict[int, bytes] = {}  # under way: record and checksum
+        self.reads: dict[int, tuple[Key, bytes]] = {}  # under way: record, and its key and checksum
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         return [(digest, prefix_hash) in self._pages for prefix_hash in prefix_hashes]
@@ -98,16 +100,45 @@ class Stored(NoLowerTier):
                 self._pages[page.namespace.digest, page.prefix_hash] = page.checksum
         return 0
 
-    def begin_read(self, digest: bytes, prefix_hash: bytes) -> int:
-        checksum = self._pages.get((digest, prefix_hash))
-        if checksum is None:
-            return 0
-        record = next(self._records)
-        self.reads[record] = checksum
-        return record
+    def is_asked(self, near: bool) -> bool:
+        return True
 
-    def end_read(self, record: int) -> None:
-        del self.reads[record]
+    def find(self, query: Query) -> dict[bytes, Source]:
+        found = {}
+        for prefix_hash in query.prefix_hashes:
+            key = (query.namespace.digest, prefix_hash)
+            if key in self._pages:
+                record = next(self._records)
+                self.reads[record] = key, self._pages[key]
+                found[prefix_hash] = Source(self, record)
+        return found
+
+    def is_there(self, source: Source) -> bool:
+        key, checksum = self.reads[source.place]
+        return self._pages.get(key) == checksum
+
+    def release(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            del self.reads[source.place]
+
+
+class Others(LowerTier):
+    """Other members: each has any page with some probability, and owns it with another."""
+
+    name = "peer"
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def is_asked(self, near: bool) -> bool:
+        return near
+
+    def find(self, query: Query) -> dict[bytes, Source]:
+        some = [prefix_hash for prefix_hash in query.prefix_hashes if self._rng.random() < 0.6]
+        return {prefix_hash: Source(self, None, self._rng.random() < 0.8) for prefix_hash in some}
+
+    def read(self, *_: object) -> None:
+        raise AssertionError("pages are fetched by `_fetch`")
 
 
 class Life:
@@ -140,6 +171,7 @@ class Life:
         self._below = Stored(rng)
         if has_below:
             self._tier.below = self._below
+        self._tier.remote = (Others(rng),)
         sizes = [units for units in PAGE_UNITS if units <= extent_units]
         self._spaces = [
             Namespace(f"{units} units", opaque_layout(units * UNIT - rng.choice((0, 100))))
@@ -219,11 +251,12 @@ class Life:
 
     def _turns(self, work: Work[T]) -> Task[T]:
         copied: SlicedWork | None = None
+        answer: Any = None
         while True:
             with self._tier.lock:
                 self._tier.eviction.turn.left = self._rng.choice((1, 1, 2, 3, 8, 256))
                 try:
-                    move = next(work)
+                    move = work.send(answer)
                 except StopIteration as end:
                     result: T = end.value
                     return result
@@ -232,10 +265,14 @@ class Life:
                         assert not self._arena.mentions(copied.target, copied.page.checksum), "a copy is left"
                         self.done["erased copies"] += 1
                         copied = None
+            answer = None
             yield
-            if move is not None:
+            if isinstance(move, SlicedWork):
                 yield from self._move(move)
                 copied = move
+            elif move is not None:
+                answer = move()
+                yield
             else:
                 self.done["yields"] += 1
                 if self._may_cancel and self._rng.random() < 0.02:
@@ -294,19 +331,19 @@ class Life:
 
     def _get(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
         parts = PartialPage(self._tier.namespaces.find(space.digest), [(0, 1)]) if self._rng.random() < 0.2 else None
-        elsewhere = {prefix_hash: self._rng.random() < 0.8 for prefix_hash in self._others(prefix_hashes)}
-        acquired = yield from self._in_turns(
-            self._tier._acquire(space.digest, prefix_hashes, self._rng.random() < 0.3, 1, parts, elsewhere)
-        )
-        for page in acquired.fetched:
-            yield from self._fetch(page)
-        for page, record in acquired.loads:
-            yield from self._load(page, record)
+        near = Deadline(1.0) if self._has_peers else None
+        wanted = Acquired(space.digest, prefix_hashes, self._rng.random() < 0.3, parts, near)
+        acquired = yield from self._in_turns(self._tier._acquire(wanted, 1))
+        for load in acquired.loads:
+            if isinstance(load.source.tier, Others):
+                yield from self._fetch(load.page)
+            else:
+                yield from self._load(load)
         held = [page for page in acquired.pages if page is not None]
         yield from self._look(held, self._rng.randint(1, 30))
         self._tier.release(held)
         self.done["hits"] += len(held)
-        self.done["reads of parts"] += len(acquired.in_part)
+        self.done["reads of parts"] += sum(isinstance(p.namespace, PartialPage) for p in acquired.private.values())
 
     def _others(self, prefix_hashes: list[bytes]) -> list[bytes]:
         """Those that other members have, or own."""
@@ -321,21 +358,22 @@ class Life:
             yield from self._perhaps(0.2)
         if comes:
             page.checksum = checksum
-        self._tier.loads.end(page, comes)
+        self._tier.promotion.end(page, comes)
         self.done["fetches"] += 1
         self.done["copies fetched"] += comes and page.is_copy
 
-    def _load(self, page: Page, record: int) -> Task[None]:
+    def _load(self, load: Load) -> Task[None]:
         """One of five can not be read."""
-        intact, checksum, offset = self._rng.random() < 0.8, self._below.reads[record], page.offset
+        page = load.page
+        intact, (_, checksum), offset = self._rng.random() < 0.8, self._below.reads[load.source.place], page.offset
         for number in range(page_units(page)):
             assert page.offset == offset, "a page that is loaded moved"
             self._arena.write(offset, number, checksum if intact else b"bad")
             yield from self._perhaps(0.2)
         if intact:
             page.checksum = checksum
-        self._below.end_read(record)
-        self._tier.loads.end(page, intact)
+        self._below.release([load.source])
+        self._tier.promotion.end(page, intact)
         self.done["loads"] += 1
 
     def _look(self, held: list[Page], times: int) -> Task[None]:
@@ -351,14 +389,14 @@ class Life:
 
     def _pin(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
         try:
-            Pinning(self._tier).pin(space.digest, prefix_hashes, self._rng.choice((5, 50, 500)))
+            self._tier.pin(space.digest, prefix_hashes, self._rng.choice((5, 50, 500)))
             self.done["pins"] += 1
         except Exhausted:
             self.done["pins refused"] += 1
         yield
 
     def _unpin(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
-        Pinning(self._tier).unpin(space.digest, prefix_hashes)
+        self._tier.unpin(space.digest, prefix_hashes)
         yield
 
     def _remove(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
@@ -375,7 +413,7 @@ class Life:
         owners = [page for block in self._tier.slots.blocks() for page in block.owners]
         self._erased |= {p for p in owners if p is not None and p.offset >= 0 and p.namespace.digest == space.digest}
         self._tier.remove_namespace(space.digest, zero=True)
-        zero_leftovers(self._tier, [space.digest])
+        self._tier.zero_leftovers([space.digest])
         yield
 
     def _keep(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:

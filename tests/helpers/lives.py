@@ -103,12 +103,12 @@ class Life:
 
     def look(self, history: History) -> int:
         """The version of a page on disk, 0 if there is none. Bytes that were never put are a failure."""
-        record = self.disk.begin_read(SPACE.digest, history.key)
-        if not record:
+        found = self.disk.reading.begin(SPACE.digest, [history.key])
+        if not found:
             return 0
         page = Page(self.space, history.key, 0)
         page.offset = 0
-        if not self.disk.read(record, page):
+        if not self.disk.reading.read(found[history.key], page):
             return 0
         found = bytes(self.arena.view(0, PAGE_NBYTES))
         for version in {stored.version for stored in history.done if stored.version}:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from lives import Failure, History, Life, Load, Stored
 from recorded import Event, Image, Record, RecordingLayer
 
-from node.disk import writer
+from node.disk import tier, writer
 from node.disk.encryption import PLAIN, Locked
 from node.disk.extents import FileLayer
 
@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument("--dir", help="where to put files (default: a temporary directory, in memory if there is one)")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)  # tiers tell of each torn page, and of each kill
-    writer.IDLE_S, writer.SYNC_PAGES = 0.02, 30  # so that each comes to pass within a short life
+    writer.IDLE_S, tier.SYNC_PAGES = 0.02, 30  # so that each comes to pass within a short life
     seed = int(os.environ.get("KVSTORE_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"KVSTORE_SEED={seed}", flush=True)
     where = arguments.dir or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)

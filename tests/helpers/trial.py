@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from kvstore.client import Client
 from kvstore.errors import KVStoreError
@@ -77,7 +77,9 @@ class Trial:
         with self._beside, ThreadPoolExecutor(1) as sleeper:
             sleeper.submit(self._sleep, done)
             try:
-                report = replay(self, requests, self._namespace, None, lambda told: self._note(told, len(requests)))
+                report = replay(
+                    cast(Client, self), requests, self._namespace, None, lambda told: self._note(told, len(requests))
+                )
             finally:
                 done.set()
         for future in self._under_way:

@@ -22,9 +22,8 @@ from kvstore.transports.frames import FrameSocket
 from node.config import NodeConfig
 from node.memory.inventory import Inventory, PageInfo
 from node.memory.page import Namespaces, Page, Reservation
-from node.memory.promotion import hold_all
 from node.memory.tenant_usage import Limits
-from node.memory.tier import Pinning, RamTier, set_ram_limits
+from node.memory.tier import RamTier
 from node.server import Node
 from node.slab import SlotAllocator
 
@@ -243,7 +242,7 @@ class Sandbox:
 
     def limit(self, pins: int = 0, **quotas: int) -> None:
         """Bytes of RAM by tenant; the others have no quota. `pins`: of each of all."""
-        set_ram_limits(self.tier, lambda tenant: Limits(quotas.get(tenant, 0), pins), sum(quotas.values()))
+        self.tier.set_limits(lambda tenant: Limits(quotas.get(tenant, 0), pins), sum(quotas.values()))
 
     def nbytes(self, tenant: str) -> int:
         return self.tier.eviction.order.accounts.of(tenant).nbytes
@@ -258,7 +257,10 @@ class Sandbox:
     def hold(self, pages: Pages, keys: Sequence[bytes]) -> list[Page | None]:
         """Held as a reader holds them, which is a use only later."""
         tier = self.tier
-        return tier._in_turns(hold_all(tier, tier.namespace(pages.namespace.digest), keys, prefix_only=False)).pages
+        with tier.lock:
+            found = tier.live_all(tier.namespace(pages.namespace.digest), keys)
+            tier.hold_all([page for page in found if page is not None])
+        return found
 
     def commit(self, reservation: Reservation) -> int:
         return self.tier.commit(reservation, [b"checksum"] * len(reservation.pages))
@@ -291,10 +293,10 @@ class Sandbox:
         return Inventory(self.tier).stat(pages.namespace.digest, keys)
 
     def pin(self, pages: Pages, keys: Sequence[bytes], ttl_ms: int = 1 << 30) -> list[bool]:
-        return Pinning(self.tier).pin(pages.namespace.digest, keys, ttl_ms)
+        return self.tier.pin(pages.namespace.digest, keys, ttl_ms)
 
     def unpin(self, pages: Pages, keys: Sequence[bytes]) -> list[bool]:
-        return Pinning(self.tier).unpin(pages.namespace.digest, keys)
+        return self.tier.unpin(pages.namespace.digest, keys)
 
     def remove(self, pages: Pages, keys: Sequence[bytes]) -> list[bool]:
         return self.tier.remove(pages.namespace.digest, keys)

@@ -1,36 +1,46 @@
 """Work under the RAM tier's lock that breaks in the middle, out of memory say, leaves nothing behind."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
-from node.memory.lower_tier import NoLowerTier
+from node.memory.lower_tier import LocalTier, Query, Source
 
 PAGE, COUNT = 4096, 16
 
 
-class Below(NoLowerTier):
-    """All pages with a first byte of 1 are there. `broken_at`: the reading that is begun and fails."""
+class Below(LocalTier):
+    """All pages with a first byte of 1 are there. `broken_at`: the look that fails."""
 
     def __init__(self) -> None:
         self.reading: list[int] = []
-        self.begun, self.broken_at = 0, -1
+        self.begun, self.looks, self.broken_at = 0, 0, -1
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         return [prefix_hash[0] == 1 for prefix_hash in prefix_hashes]
 
-    def begin_read(self, digest: bytes, prefix_hash: bytes) -> int:
-        if prefix_hash[0] != 1:
-            return 0
-        self.begun += 1
-        if self.begun == self.broken_at:
-            raise MemoryError("this node is in trouble")
-        self.reading.append(self.begun)
-        return self.begun
+    def is_asked(self, near: bool) -> bool:
+        return True
 
-    def end_read(self, record: int) -> None:
-        self.reading.remove(record)
+    def find(self, query: Query) -> dict[bytes, Source]:
+        found = {}
+        for prefix_hash in query.prefix_hashes:
+            if prefix_hash[0] == 1:
+                self.begun += 1
+                self.reading.append(self.begun)
+                found[prefix_hash] = Source(self, self.begun)
+        return found
+
+    def is_there(self, source: Source) -> bool:
+        self.looks += 1
+        if self.looks == self.broken_at:
+            raise MemoryError("this node is in trouble")
+        return True
+
+    def release(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            self.reading.remove(source.place)
 
 
 @pytest.fixture

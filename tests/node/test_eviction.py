@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Exhausted
+from node.memory.lock_slices import run_in_slices
 from node.memory.page import PutStatus, State
-from node.memory.tier import KEYS_A_TURN
+from node.memory.tier import KEYS_A_SLICE
 
 PAGE = 4096
 EXTENT = 16 * PAGE
@@ -123,13 +124,13 @@ def test_slots_come_in_the_order_of_the_keys_whatever_goes_for_them(sandbox: Any
     the writer, who goes by the verdicts, wrote each page's bytes under its neighbour's key, and no checksum told."""
     box = sandbox(128 * 4096, 128 * 4096)
     pages = box.open("order", 4096)
-    keys = pages.keys(*range(KEYS_A_TURN + 60))
-    other = box.reserve(pages, [*pages.keys(*range(1000, 1030)), keys[KEYS_A_TURN]])
+    keys = pages.keys(*range(KEYS_A_SLICE + 60))
+    other = box.reserve(pages, [*pages.keys(*range(1000, 1030)), keys[KEYS_A_SLICE]])
     work = box.tier._reserve(pages.namespace.digest, keys, pages.nbytes)
     with box.tier.lock:
         assert next(work) is None
     box.commit(other)
-    result = box.tier._in_turns(work)
+    result = run_in_slices(box.tier.lock, box.tier.eviction.turn, work, box.tier._move)
     assert result.verdicts == [PutStatus.WRITE] * len(keys)
     assert [page.prefix_hash for page in result.pages] == keys
     box.commit(result)

@@ -225,7 +225,7 @@ def test_slots_of_an_erased_namespace_are_zeroed_without_the_lock(
     box = sandbox(1 << 22, 1 << 22)
     pages, locked = box.open("gone", PAGE), []
     box.put(pages, pages.keys(*range(600)))
-    monkeypatch.setattr(box.tier, "_zero", lambda offset, nbytes: locked.append(box.tier.lock.locked()))
+    monkeypatch.setattr(box.tier.eviction, "_zero", lambda offset, nbytes: locked.append(box.tier.lock.locked()))
     assert box.tier.remove_namespace(pages.namespace.digest, zero=True) == 600
     assert locked == [False] * 600
     assert box.tier.check() == []

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Exhausted
-from node.memory.scan import walk
 
 PAGE = 4096
 EXTENT = 16 * PAGE
@@ -102,13 +101,13 @@ def test_all_pages_of_a_namespace_go_though_one_moves_meanwhile(
             return
         step = next(steps)
         if step == 1 and another:
-            walk(box.tier, None, lambda pages: None)
+            box.tier.scan(None, lambda pages: None)
         if step == 17:
             assert moving.put_large()
 
     monkeypatch.setattr("node.memory.scan.SLOTS", 1)
     monkeypatch.setattr("node.memory.scan.UNITS", 1)
-    monkeypatch.setattr("node.memory.scan.time.sleep", others)
+    monkeypatch.setattr("node.memory.tier.time.sleep", others)
     box.tier.remove_namespace(moving.small.namespace.digest)
     assert moving.copies == 1
     assert moving.page.offset < moving.offset

@@ -31,11 +31,11 @@ def test_what_the_near_node_lacks_is_fetched_once(
     for _ in range(2):
         assert pages.get(client, keys) == [True] * len(keys)
         assert copies(cluster[0])[0] == len(keys) - len(mine)
-        assert cluster[0].peers.elsewhere.pages_fetched == len(keys) - len(mine)
+        assert cluster[0].peers.remote_pages.pages_fetched == len(keys) - len(mine)
     status = cluster[0].service.call("node_status", pb.NodeStatusRequest(), THE_NODE).peers
     assert (status.copy_count, status.pages_fetched) == (len(keys) - len(mine),) * 2
     assert (status.pages_fetch_failed, status.view_number) == (0, 1)
-    assert [node.peers.elsewhere.pages_fetched for node in cluster[1:]] == [0, 0]
+    assert [node.peers.remote_pages.pages_fetched for node in cluster[1:]] == [0, 0]
 
 
 def test_a_page_that_nobody_has_is_a_miss_and_ends_a_prefix(
@@ -225,7 +225,7 @@ def test_what_is_fetched_and_its_own_goes_to_disk(start_node: Any, connect: Any,
     pages.put(connect(nodes[1]), keys)
     tell(nodes, view)
     assert pages.get(connect(nodes[0], near="n0"), keys) == [True] * len(keys)
-    assert nodes[0].peers.elsewhere.pages_fetched == len(keys)
+    assert nodes[0].peers.remote_pages.pages_fetched == len(keys)
     disk = nodes[0].disk
     assert disk is not None
     wait_until(lambda: disk.records.count == len(keys))

@@ -136,7 +136,7 @@ def test_wrong_bytes_are_a_miss_and_dropped(cluster: list[Node], far: Any, near:
     assert pages.get(client, keys) == [key != bad for key in keys]
     assert cluster[1].tier.visible_count == before - 1
     assert client.stats.corrupt_pages == 0  # none of it came so far
-    assert cluster[0].peers.elsewhere.pages_fetch_failed == 1
+    assert cluster[0].peers.remote_pages.pages_fetch_failed == 1
 
 
 def test_the_other_replica_is_asked_for_what_came_damaged(cluster: list[Node], connect: Any, pages: Any) -> None:
@@ -200,7 +200,7 @@ def test_two_readers_of_one_page(fetching: Any, cluster: list[Node], near: Any, 
     second.join()
     assert hits == others == [[True] * len(keys)]
     assert slow.count == 1
-    assert cluster[0].peers.elsewhere.pages_fetched == len(keys)
+    assert cluster[0].peers.remote_pages.pages_fetched == len(keys)
 
 
 def test_a_page_that_is_removed_on_its_way_does_not_stay(fetching: Any, cluster: list[Node], pages: Any) -> None:
@@ -260,7 +260,7 @@ def test_pages_of_ones_own_press_while_others_are_fetched(
     pages.put(far(nodes), theirs)
     clients = [near(nodes) for _ in range(3)]
     stop = time.monotonic() + 2.0
-    elsewhere, broken = nodes[0].peers.elsewhere, list[BaseException]()
+    elsewhere, broken = nodes[0].peers.remote_pages, list[BaseException]()
 
     def storm(number: int) -> None:
         try:

@@ -255,3 +255,23 @@ def test_places_that_are_partly_empty_are_put_together_before_anybody_loses_a_pa
     assert box.present(loud, wanted) == set(wanted)
     assert box.get(quiet, kept) == [True] * len(kept)
     assert box.tier.check() == []
+
+
+def test_a_page_used_while_its_tenant_gets_a_quota_is_the_newest_of_its_new_pool(
+    sandbox: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused as no sequence of pages, and the quotas of the others were not applied."""
+    box = sandbox(4 * EXTENT, EXTENT)
+    space = box.open("m", PAGE, tenant="one")
+    keys = fill(box, space, *range(8))
+
+    def use(_: float) -> None:
+        box.now_ms += 1
+        assert box.get(space, keys[:1]) == [True]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("node.memory.tier.time.sleep", use)  # between two looks at pages
+        box.limit(one=8 * PAGE)
+    assert box.tier.check() == []
+    fill(box, space, *range(100, 107))
+    assert box.present(space, keys) == {keys[0]}

@@ -92,9 +92,9 @@ def shown_at_bulk(connect: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> 
     found: list[Shown | None] = []
     transfer = BulkConnection.transfer
 
-    def spy(self: BulkConnection, session: Any, op: str, request: Any) -> bool:
+    def spy(self: BulkConnection, op: str) -> Any:
         found.append(self.shown)
-        return transfer(self, session, op, request)
+        return transfer(self, op)
 
     monkeypatch.setattr(BulkConnection, "transfer", spy)
     connect(node, "bulk").open(SPACE)

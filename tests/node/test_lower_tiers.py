@@ -1,0 +1,189 @@
+"""Pages that RAM lacks come from lower tiers, which are asked in order; what one fails at is asked of the next."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from kvstore.deadline import Deadline
+from node.memory.lower_tier import Load, LocalTier, Query, Source
+from node.memory.page import Page, State
+
+PAGE, COUNT = 4096, 16
+
+
+class Shelf(LocalTier):
+    """A tier that has the pages of `keys`. What it says it has, and fails to read, is in `broken`."""
+
+    def __init__(self, box: Any, pages: Any, keys: Iterable[bytes] = (), broken: Iterable[bytes] = ()) -> None:
+        self._box, self._pages = box, pages
+        self.keys, self.broken = set(keys), set(broken)
+        self.asked: list[list[bytes]] = []
+        self.open: list[bytes] = []  # found, and neither read nor released
+        self.found: Callable[[], object] = lambda: None  # happens between finding and slots
+
+    def is_asked(self, near: bool) -> bool:
+        return True
+
+    def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        return [prefix_hash in self.keys for prefix_hash in prefix_hashes]
+
+    def find(self, query: Query) -> dict[bytes, Source]:
+        assert not self._box.tier.lock.locked(), "a tier that may wait is asked under the lock"
+        self.asked.append(list(query.prefix_hashes))
+        found = {key: Source(self, key) for key in query.prefix_hashes if key in self.keys}
+        self.open += found
+        self.found()
+        return found
+
+    def is_there(self, source: Source) -> bool:
+        return source.place in self.keys
+
+    def release(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            self.open.remove(source.place)
+
+    def read(
+        self,
+        loads: Sequence[Load],
+        arrived: Callable[[Page], None],
+        gone: Callable[[], bool],
+        deadline: Deadline,
+    ) -> None:
+        assert not self._box.tier.lock.locked(), "bytes are read under the lock"
+        for page, source in loads:
+            self.open.remove(source.place)
+            if source.place not in self.broken:
+                self._box.arena[page.offset : page.offset + PAGE] = self._pages.content(source.place)
+                page.checksum = b"checksum"
+                arrived(page)
+
+
+class Far(Shelf):
+    """The same behind the network."""
+
+    name = "peer"
+
+    def is_asked(self, near: bool) -> bool:
+        return near
+
+
+@pytest.fixture
+def shelves(sandbox: Any) -> Any:
+    """(box, pages, ten keys, the local tier, the remote one), both tiers empty."""
+    box = sandbox(COUNT * PAGE, COUNT * PAGE)
+    pages = box.open("lower", PAGE)
+    box.tier.below = below = Shelf(box, pages)
+    far = Far(box, pages)
+    box.tier.remote = (far,)
+    return box, pages, pages.keys(*range(10)), below, far
+
+
+def get(box: Any, pages: Any, keys: Sequence[bytes], near: bool, prefix_only: bool = False) -> list[bool]:
+    """Read, verify and release. Nothing may be left open afterwards."""
+    deadline = Deadline(5.0) if near else None
+    acquired = box.tier.acquire(pages.namespace.digest, keys, prefix_only, PAGE, None, deadline)
+    found = box.tier.promotion.read(acquired, lambda: False)
+    assert all(box.intact(pages, page) for page in found if page is not None)
+    box.tier.release([page for page in acquired.pages if page is not None])
+    assert (box.tier.held_count, box.tier.writing_count) == (0, 0)
+    assert box.tier.below.open == [] == box.tier.remote[0].open
+    assert box.tier.check() == []
+    return [page is not None for page in found]
+
+
+def test_each_tier_is_asked_for_what_those_before_it_lack(shelves: Any) -> None:
+    box, pages, keys, below, far = shelves
+    box.put(pages, keys[:2])
+    below.keys, far.keys = set(keys[2:4]), set(keys[3:6])
+    assert get(box, pages, keys, near=True) == [True] * 6 + [False] * 4
+    assert (below.asked, far.asked) == ([keys[2:]], [keys[4:]])
+    assert get(box, pages, keys[:6], near=True) == [True] * 6
+    assert len(below.asked) == 1, "a hit in RAM asks a tier below"
+
+
+def test_a_tier_is_not_asked_without_need(shelves: Any) -> None:
+    box, pages, keys, below, far = shelves
+    far.keys = set(keys)
+    assert get(box, pages, keys, near=False) == [False] * 10
+    assert (below.asked, far.asked) == ([keys], [])
+
+
+def test_what_a_tier_fails_to_read_is_asked_of_the_next_one(shelves: Any) -> None:
+    box, pages, keys, below, far = shelves
+    below.keys, below.broken, far.keys = set(keys[:6]), set(keys[1:4]), set(keys[2:8])
+    assert get(box, pages, keys, near=True) == [True, False, True, True, True, True, True, True, False, False]
+    assert far.asked == [keys[6:], keys[1:4]]
+
+
+def test_without_a_near_request_what_a_tier_fails_to_read_is_a_miss(shelves: Any) -> None:
+    box, pages, keys, below, far = shelves
+    below.keys, below.broken, far.keys = set(keys), set(keys[:3]), set(keys)
+    assert get(box, pages, keys, near=False) == [False] * 3 + [True] * 7
+    assert far.asked == []
+
+
+def test_a_page_removed_between_finding_and_slots_is_a_miss(shelves: Any) -> None:
+    box, pages, keys, below, _ = shelves
+    below.keys = set(keys)
+    below.found = lambda: below.keys.difference_update(keys[:5])
+    assert get(box, pages, keys, near=False) == [False] * 5 + [True] * 5
+    assert box.present(pages, keys) == set(keys[5:])
+
+
+def test_a_page_put_between_finding_and_slots_is_used_as_it_is(shelves: Any) -> None:
+    box, pages, keys, below, _ = shelves
+    below.keys = set(keys[:5])
+    below.found = lambda: (setattr(below, "keys", set()), box.put(pages, keys))
+    assert get(box, pages, keys, near=False) == [True] * 10
+
+
+def test_pages_behind_the_first_miss_are_not_held_or_read(shelves: Any) -> None:
+    box, pages, keys, below, _ = shelves
+    box.put(pages, keys[8:])
+    below.keys = {*keys[:3], *keys[5:8]}
+    assert get(box, pages, keys, near=False, prefix_only=True) == [True] * 3 + [False] * 7
+    assert box.present(pages, keys) >= {*keys[:3], *keys[8:]}
+    assert box.tier.visible_count == 5
+
+
+def test_a_namespace_is_kept_while_a_tier_is_asked_for_its_pages(shelves: Any) -> None:
+    box, pages, keys, below, _ = shelves
+    below.keys, closed = set(keys), []
+    below.found = lambda: closed.append(box.tier.namespaces.close(pages.namespace.digest))
+    assert get(box, pages, keys, near=False) == [True] * 10
+    assert closed == [False]
+
+
+def test_a_tier_that_breaks_leaves_no_page_behind(shelves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    box, pages, keys, below, far = shelves
+    below.keys, far.keys = set(keys[:5]), set(keys[5:])
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("this node is in trouble")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(far, "find", fail)
+        with pytest.raises(MemoryError):
+            get(box, pages, keys, near=True)
+    assert (below.open, box.tier.held_count, box.tier.slots.used_nbytes) == ([], 0, 0)
+    acquired = box.tier.acquire(pages.namespace.digest, keys, False, PAGE, None, Deadline(5.0))
+    assert {page.state for page in acquired.pages} == {State.LOADING}
+    with monkeypatch.context() as patch:
+        patch.setattr(below, "read", fail)
+        with pytest.raises(MemoryError):
+            box.tier.promotion.read(acquired, lambda: False)
+    box.tier.release(acquired.pages)
+    assert (far.open, box.tier.held_count, box.tier.writing_count, box.tier.slots.used_nbytes) == ([], 0, 0, 0)
+    assert box.tier.check() == []
+
+
+def test_a_lookup_asks_each_remote_tier_for_what_is_left(shelves: Any) -> None:
+    box, pages, keys, _, far = shelves
+    farther = Far(box, pages, keys[4:8])
+    box.tier.remote = (far, farther)
+    far.keys = set(keys[2:5])
+    found = box.tier.promotion.lookup(pages.namespace, keys, False, Deadline(5.0))
+    assert found == set(keys[2:8])
+    assert (far.asked, farther.asked) == ([keys], [[*keys[:2], *keys[5:]]])
+    assert far.open == [] == farther.open
