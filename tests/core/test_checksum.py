@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import xxhash
+from waiting import OthersRun
 
 from kvstore.buffers import HELD_NBYTES_MAX
 from kvstore.checksum import (
@@ -106,7 +107,7 @@ def test_a_range_in_what_the_last_part_has_more_than_the_others_is_checked() -> 
     assert not parts_match(memoryview(page), made, [(2 * LEAF_NBYTES + 100, 4900)])
 
 
-def test_other_threads_run_during_a_large_checksum(others_run: Any) -> None:
+def test_other_threads_run_during_a_large_checksum(others_run: OthersRun) -> None:
     page = memoryview(bytes(16 << 20))
     assert others_run(lambda: checksum(page, SEED))
 

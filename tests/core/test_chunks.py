@@ -1,9 +1,9 @@
 """Pages in gRPC messages: cut and put together again, and nothing else is accepted."""
 
 import random
-from typing import Any
 
 import pytest
+from waiting import OthersRun
 
 from kvstore.checksum import leaves
 from kvstore.config import GRPC_CHUNK_NBYTES
@@ -71,6 +71,6 @@ def test_nothing_is_cut_into_nothing() -> None:
     assert fill([], iter([])) == []
 
 
-def test_other_threads_run_while_chunks_are_copied(others_run: Any) -> None:
+def test_other_threads_run_while_chunks_are_copied(others_run: OthersRun) -> None:
     chunk, buffer = bytes(8 << 20), memoryview(bytearray(8 << 20))
     assert others_run(lambda: fill([[buffer]], iter([memoryview(chunk)])))

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from examined import Examined
+from local_nodes import StartNode
 
 from kvstore.cluster.view import Member, View
 from kvstore.doctor import members as cluster
@@ -19,7 +19,7 @@ Doctor = Callable[..., Examined]
 
 
 @pytest.fixture
-def nodes(start_node: Any) -> list[Node]:
+def nodes(start_node: StartNode) -> list[Node]:
     return [start_node() for _ in range(3)]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from page_pools import PAGES, SOURCE, TARGET, WAIT_S, hashes
 
-from gpu_agent import Agent, AgentConfig, TorchTransfer
+from gpu_agent import Agent, AgentConfig, KVPool, TorchTransfer
 from gpu_agent.kernels.simulated import SimulatedDevice
 from gpu_agent.kernels.staged import StagedTransfer
 from gpu_agent.load_pipeline import Fetched, run_pipeline
@@ -73,7 +73,7 @@ def test_parts_for_which_there_is_no_thread_move_in_the_callers_and_never_again(
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_a_load_without_threads_for_its_parts_ends_well_and_writes_nothing_later(
-    gpu: bool, shm_client: Client, token_pool: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+    gpu: bool, shm_client: Client, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """It failed, and a part of it was moved into the slots when they were another request's."""
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 2 * token_pool.layout.page_nbytes)

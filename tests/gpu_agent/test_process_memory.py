@@ -6,6 +6,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def homes(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator
         assert home.check() == []
 
 
-def test_copies_that_find_no_memory(homes: Any, shared_node: NodeProcess, tmp_path: Any) -> None:
+def test_copies_that_find_no_memory(homes: Any, shared_node: NodeProcess, tmp_path: Path) -> None:
     none_left = tmp_path / "none left"
     home, where = homes([sys.executable, "-c", WITHOUT, str(none_left)])
     (agent,) = home.agents(None)

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -79,8 +78,11 @@ def until(reached: Callable[[], bool], home: ProcessBackend) -> None:
         time.sleep(0.01)
 
 
+Starting = tuple[ProcessBackend, Played]
+
+
 @pytest.fixture
-def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ProcessBackend, Played]]:
+def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting]:
     """A process that has been started and is not ready yet. All that it says is heard at once."""
     ours, theirs = socket.socketpair()
 
@@ -96,7 +98,7 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ProcessBackend, 
         yield ProcessBackend([place()], ClientConfig(), config), Played(theirs)
 
 
-def test_a_save_ordered_before_the_process_is_ready_has_its_whole_deadline(starting: Any) -> None:
+def test_a_save_ordered_before_the_process_is_ready_has_its_whole_deadline(starting: Starting) -> None:
     """An H100 with engines of four files that start beside each other: the process took longer than a save may."""
     home, played = starting
     (agent,) = home.agents(None)
@@ -118,7 +120,7 @@ def test_a_save_ordered_before_the_process_is_ready_has_its_whole_deadline(start
     assert home.check() == []
 
 
-def test_staged_saves_are_given_in_order_and_a_few_in_a_step(starting: Any) -> None:
+def test_staged_saves_are_given_in_order_and_a_few_in_a_step(starting: Starting) -> None:
     """However many there are, no step of the engine pays for all of them."""
     home, played = starting
     (agent,) = home.agents(None)
@@ -142,7 +144,7 @@ def test_staged_saves_are_given_in_order_and_a_few_in_a_step(starting: Any) -> N
     assert all(job.done.result(0).stored == 1 for job in jobs)
 
 
-def test_orders_that_wait_for_a_process_have_a_limit(starting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_that_wait_for_a_process_have_a_limit(starting: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "UNSENT_NBYTES_MAX", 10_000)
     home, _ = starting
     (agent,) = home.agents(None)
@@ -154,7 +156,7 @@ def test_orders_that_wait_for_a_process_have_a_limit(starting: Any, monkeypatch:
     assert all(job.gathered.done() and job.done.result(0).dropped == 30 for job in jobs)
 
 
-def test_a_save_for_a_namespace_that_nobody_reads_any_more_is_not_kept(starting: Any) -> None:
+def test_a_save_for_a_namespace_that_nobody_reads_any_more_is_not_kept(starting: Starting) -> None:
     home, played = starting
     old = home.agents(None)
     job = old[0].save(keys(2), [1, 2])
@@ -171,7 +173,7 @@ def test_a_save_for_a_namespace_that_nobody_reads_any_more_is_not_kept(starting:
     assert kept.done.result(0).stored == 1
 
 
-def test_an_engine_that_waits_for_its_blocks_does_not_wait_for_a_process(starting: Any) -> None:
+def test_an_engine_that_waits_for_its_blocks_does_not_wait_for_a_process(starting: Starting) -> None:
     """Sleep mode: the memory goes away now."""
     home, _ = starting
     (agent,) = home.agents(None)
@@ -182,7 +184,7 @@ def test_an_engine_that_waits_for_its_blocks_does_not_wait_for_a_process(startin
     assert job.done.result(0).dropped == 2
 
 
-def test_an_engine_that_lacks_blocks_gets_those_of_staged_saves_back(starting: Any) -> None:
+def test_an_engine_that_lacks_blocks_gets_those_of_staged_saves_back(starting: Starting) -> None:
     """And those of saves that were given to a process that is ready when they have been read."""
     home, played = starting
     rank = BlockRank(home, writes=True)
@@ -241,7 +243,7 @@ def test_a_process_that_never_becomes_ready_keeps_no_block_pinned(monkeypatch: p
         rank.close()
 
 
-def test_how_long_a_process_took_to_be_ready_is_counted_when_it_was_not_when_it_is_heard(starting: Any) -> None:
+def test_how_long_a_process_took_to_be_ready_is_counted_when_it_was_not_when_it_is_heard(starting: Starting) -> None:
     home, played = starting
     rank = BlockRank(home, writes=True)
     home._child._started_at -= 30.0  # an idle engine does not listen
@@ -257,7 +259,7 @@ def test_how_long_a_process_took_to_be_ready_is_counted_when_it_was_not_when_it_
 
 
 def test_between_two_processes_saves_wait_for_the_next(
-    starting: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    starting: Starting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that was ready has died: the next one starts at once."""
     monkeypatch.setattr(child_module, "RESTART_S", 0.01)

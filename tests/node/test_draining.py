@@ -1,18 +1,21 @@
 """A member that is to go: its pages are with their owners when that is over, or it says how many are not."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from fleet import plant
 from known_pages import Pages
+from local_nodes import Connect, StartNode
 from sweeping import NUMBERS, named, of, sweep
 from sweeping import alone as alone
 from sweeping import fleet as fleet
 from sweeping import tell as tell
 from waiting import wait_until
 
+from kvstore import Client
 from kvstore.cluster.view import Member, State, View
 from kvstore.errors import Unavailable, UnknownNamespace
 from node.cluster import drain
@@ -21,7 +24,7 @@ from node.server import Node
 
 
 def test_a_member_that_is_drained_while_it_joins_does_not_serve_again(
-    fleet: list[Node], tell: Any, connect: Any, pages: Pages
+    fleet: list[Node], tell: Callable[..., View], connect: Connect, pages: Pages
 ) -> None:
     tell(n2=None)
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
@@ -34,7 +37,12 @@ def test_a_member_that_is_drained_while_it_joins_does_not_serve_again(
 
 
 def test_a_member_that_is_drained_hands_all_it_has(
-    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.05)
     view = tell()
@@ -56,7 +64,7 @@ def test_a_member_that_is_drained_hands_all_it_has(
 
 
 def test_an_owner_that_does_not_answer_is_asked_once_in_a_pass(
-    fleet: list[Node], tell: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    fleet: list[Node], tell: Callable[..., View], pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drain, "PAGES", 4)
     view = tell(n1=State.DRAINING)
@@ -79,7 +87,12 @@ def test_an_owner_that_does_not_answer_is_asked_once_in_a_pass(
 
 
 def test_a_drain_goes_on_when_its_member_was_out_of_the_view(
-    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its lease ended, and it registered again."""
     monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.01)
@@ -98,7 +111,12 @@ def test_a_drain_goes_on_when_its_member_was_out_of_the_view(
 
 
 def test_what_nobody_takes_stays_and_is_said(
-    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.02)
     monkeypatch.setattr(drain, "PATIENCE_S", 0.2)
@@ -112,7 +130,12 @@ def test_what_nobody_takes_stays_and_is_said(
 
 
 def test_a_drain_goes_on_when_its_member_was_lost_for_a_while_and_a_namespace_goes(
-    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A lease that ended, say: the view is told without it, until it has registered again."""
     monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.02)
@@ -139,7 +162,7 @@ def test_a_drain_goes_on_when_its_member_was_lost_for_a_while_and_a_namespace_go
 
 
 def test_a_drain_asks_within_the_limits_of_who_takes_over(
-    start_node: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, alone: Callable[[Node], Client], pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.01)
     nodes = [start_node(), start_node(batch_keys_max=3)]

@@ -5,9 +5,9 @@ import mmap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from local_nodes import Connect, StartNode
 
 from kvstore.transports.mapped_memory import ArenaMap
 from node.memory.arena import Arena, huge_nbytes
@@ -60,7 +60,7 @@ def test_a_kernel_that_knows_no_huge_pages_does_not_matter(monkeypatch: pytest.M
     arena.close()
 
 
-def test_status_and_metrics_tell(start_node: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_and_metrics_tell(start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start_node()
     monkeypatch.setattr(node.arena, "huge_nbytes", 6 << 20)
     assert connect(node).node_status().ram.huge_nbytes == 6 << 20

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from forging import OTHER, SECRET, become, forge, key_id, pretender, stored
+from known_pages import Pages
+from local_nodes import Connect, StartNode, settle
 
 from kvstore import ByteRange, Client, ConfigError, InvalidRequest, Namespace, PutOutcome, opaque_layout
 from kvstore.client import Keep
@@ -28,17 +30,17 @@ def wire(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def keyed(make_pages: Any, request: pytest.FixtureRequest) -> Any:
-    return make_pages(request.node.name, NBYTES, key_id=key_id())
+def keyed(request: pytest.FixtureRequest) -> Any:
+    return Pages(request.node.name, NBYTES, key_id=key_id())
 
 
 @pytest.fixture
-def client(node: Node, connect: Any, wire: str) -> Client:
+def client(node: Node, connect: Connect, wire: str) -> Client:
     client: Client = connect(node, wire, page_key=SECRET)
     return client
 
 
-def ranged(client: Client, pages: Any, keys: list[bytes], *ranges: tuple[int, int]) -> list[bool]:
+def ranged(client: Client, pages: Pages, keys: list[bytes], *ranges: tuple[int, int]) -> list[bool]:
     """The bytes of hits are compared."""
     parts = [ByteRange(*part) for part in ranges]
     buffers = [bytearray(sum(part.nbytes for part in parts)) for _ in keys]
@@ -159,11 +161,9 @@ def test_pages_that_changed_places_are_both_misses_and_an_older_one_of_the_same_
     assert client.stats.forged_pages == 2
 
 
-def test_a_page_with_the_seal_of_another_namespace_is_a_miss(
-    node: Node, client: Client, keyed: Any, make_pages: Any
-) -> None:
+def test_a_page_with_the_seal_of_another_namespace_is_a_miss(node: Node, client: Client, keyed: Any) -> None:
     """Made with the same secret, for the same prefix hash."""
-    other = make_pages(keyed.namespace.model, NBYTES, key_id=key_id(), tenant="other")
+    other = Pages(keyed.namespace.model, NBYTES, key_id=key_id(), tenant="other")
     (key,) = keyed.keys(1)
     for pages in (keyed, other):
         pages.put(client, [key])
@@ -173,7 +173,7 @@ def test_a_page_with_the_seal_of_another_namespace_is_a_miss(
 
 
 def test_what_a_writer_without_the_key_stores_first_is_a_miss(
-    node: Node, client: Client, connect: Any, keyed: Any, wire: str
+    node: Node, client: Client, connect: Connect, keyed: Any, wire: str
 ) -> None:
     keys = keyed.keys(1, 2)
     stranger = pretender(connect(node, wire, page_key=OTHER))
@@ -213,7 +213,7 @@ def test_many_ranges_come_in_several_batches(client: Client, keyed: Any, monkeyp
 
 
 def test_without_the_key_nothing_is_put_or_got_and_the_rest_works(
-    node: Node, client: Client, connect: Any, keyed: Any, wire: str
+    node: Node, client: Client, connect: Connect, keyed: Any, wire: str
 ) -> None:
     (key,) = keyed.keys(1)
     keyed.put(client, [key])
@@ -229,8 +229,8 @@ def test_without_the_key_nothing_is_put_or_got_and_the_rest_works(
     assert keyed.get(client, [key]) == [True]
 
 
-def test_keyed_and_unkeyed_never_mix(node: Node, client: Client, keyed: Any, make_pages: Any) -> None:
-    plain = make_pages(keyed.namespace.model, NBYTES)
+def test_keyed_and_unkeyed_never_mix(node: Node, client: Client, keyed: Any) -> None:
+    plain = Pages(keyed.namespace.model, NBYTES)
     keys = keyed.keys(1, 2)
     plain.put(client, keys[:1])  # by a client that has a key, too
     keyed.put(client, keys[1:])
@@ -238,7 +238,7 @@ def test_keyed_and_unkeyed_never_mix(node: Node, client: Client, keyed: Any, mak
     assert keyed.get(client, keys) == [False, True]
 
 
-def test_nothing_is_used_in_place(node: Node, connect: Any, keyed: Any) -> None:
+def test_nothing_is_used_in_place(node: Node, connect: Connect, keyed: Any) -> None:
     client = connect(node, "shm", page_key=SECRET)
     client.open(keyed.namespace)
     assert client.maps_arena
@@ -248,7 +248,7 @@ def test_nothing_is_used_in_place(node: Node, connect: Any, keyed: Any) -> None:
 
 
 def test_a_page_that_changes_after_it_was_copied_is_what_was_checked(
-    node: Node, connect: Any, keyed: Any, monkeypatch: pytest.MonkeyPatch
+    node: Node, connect: Connect, keyed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who maps the arena changes it between the copy and the check: the copy is what counts."""
     client, (key,) = connect(node, "shm", page_key=SECRET), keyed.keys(1)
@@ -265,9 +265,7 @@ def test_a_page_that_changes_after_it_was_copied_is_what_was_checked(
     assert keyed.get(client, [key]) == [False]
 
 
-def test_pages_on_disk_whole_and_in_part(
-    start_node: Any, connect: Any, keyed: Any, tmp_path: Path, settle: Any
-) -> None:
+def test_pages_on_disk_whole_and_in_part(start_node: StartNode, connect: Connect, keyed: Any, tmp_path: Path) -> None:
     """Read back into RAM, or only the parts that a range needs."""
     node = start_node(data_dir=str(tmp_path / "data"), disk_nbytes=64 << 20)
     client, keys = connect(node, page_key=SECRET), keyed.keys(1, 2)
@@ -279,7 +277,7 @@ def test_pages_on_disk_whole_and_in_part(
     assert client.stats.corrupt_pages == client.stats.forged_pages == 0
 
 
-def evict(node: Node, pages: Any, keys: list[bytes], settle: Any) -> None:
+def evict(node: Node, pages: Pages, keys: list[bytes], settle: Any) -> None:
     """From RAM only."""
     settle(node, sessions=None)
     with node.tier.lock:
@@ -288,13 +286,13 @@ def evict(node: Node, pages: Any, keys: list[bytes], settle: Any) -> None:
             node.tier._forget(page, "evicted")
 
 
-def test_whatever_is_changed_only_true_bytes_are_hits(node: Node, connect: Any, make_pages: Any, seed: int) -> None:
+def test_whatever_is_changed_only_true_bytes_are_hits(node: Node, connect: Connect, seed: int) -> None:
     """Random pages, forgeries, reads and wires."""
     rng = random.Random(seed)
     clients = [connect(node, wire, page_key=SECRET) for wire in ("shm", "bulk", "grpc")]
     for turn in range(40):
         nbytes = rng.choice([rng.randrange(1, 600), rng.randrange(1, 20_000)])
-        pages = make_pages(f"random {turn}", nbytes, key_id=key_id())
+        pages = Pages(f"random {turn}", nbytes, key_id=key_id())
         keys = pages.keys(*range(rng.randrange(1, 6)))
         writer, reader = rng.choices(clients, k=2)
         pages.put(writer, keys)
@@ -311,7 +309,7 @@ def test_whatever_is_changed_only_true_bytes_are_hits(node: Node, connect: Any, 
         assert client.stats.corrupt_pages == 0
 
 
-def change(rng: random.Random, node: Node, pages: Any, key: bytes, keys: list[bytes]) -> None:
+def change(rng: random.Random, node: Node, pages: Pages, key: bytes, keys: list[bytes]) -> None:
     there = bytearray(stored(node, pages, key))
     other = stored(node, pages, rng.choice(keys))
     place = rng.randrange(len(there))
@@ -324,7 +322,7 @@ def change(rng: random.Random, node: Node, pages: Any, key: bytes, keys: list[by
     forge(node, pages, key, become(made))
 
 
-def test_a_page_that_is_too_large_with_its_seal_is_refused(start_node: Any, connect: Any, node: Node) -> None:
+def test_a_page_that_is_too_large_with_its_seal_is_refused(start_node: StartNode, connect: Connect, node: Node) -> None:
     client = connect(node, page_key=SECRET)
     space = Namespace("large", opaque_layout(1 << 20), key_id=key_id())  # an extent has 1 MiB
     with pytest.raises(InvalidRequest, match=f"has {space.stored_nbytes} bytes, this node takes at most {1 << 20}"):

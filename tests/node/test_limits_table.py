@@ -3,8 +3,8 @@
 import pathlib
 import re
 import socket
-from typing import Any
 
+import pytest
 from gateways import servicer_of
 
 from node.server import Node
@@ -20,7 +20,7 @@ def rows() -> list[list[str]]:
     return [cells for cells in lines[2:] if cells]
 
 
-def test_every_cap_has_its_row(node: Node, monkeypatch: Any) -> None:
+def test_every_cap_has_its_row(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caps are made by one function; those of a node that starts are all of them."""
     assert node.shm is not None
     servicer, calls = servicer_of(node), node.grpc.calls

@@ -4,13 +4,14 @@ and who comes too late writes into no piece."""
 import itertools
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from authorities import of_client, of_node
 from fleet import calm, hang_gets, owners, tell, view_of
 from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 from kvstore import Client, PutOutcome
 from kvstore.cli.authority import Authority
@@ -47,7 +48,7 @@ def cut(request: pytest.FixtureRequest, seed: int) -> InPieces:
 
 
 @pytest.fixture
-def trio(start_node: Callable[..., Node]) -> list[Node]:
+def trio(start_node: StartNode) -> list[Node]:
     nodes = [start_node() for _ in range(3)]
     tell(nodes, view_of(nodes, 2))
     return nodes
@@ -56,8 +57,8 @@ def trio(start_node: Callable[..., Node]) -> list[Node]:
 @pytest.mark.parametrize("wire", ["bulk", "grpc", "shm"])
 @pytest.mark.parametrize("page_nbytes", [4096, 300_000])
 def test_over_tls(
-    start_node: Any,
-    connect: Any,
+    start_node: StartNode,
+    connect: Connect,
     ours: Authority,
     seed: int,
     request: pytest.FixtureRequest,
@@ -73,7 +74,7 @@ def test_over_tls(
 
 @pytest.mark.parametrize("how", [{}, {"near": "n0"}], ids=["spread", "near"])
 def test_a_page_that_is_damaged_at_its_first_owner_comes_whole_from_the_next(
-    trio: list[Node], connect: Any, cut: InPieces, how: dict[str, Any]
+    trio: list[Node], connect: Connect, cut: InPieces, how: dict[str, Any]
 ) -> None:
     keys = cut.keys(*NUMBERS)
     assert cut.put(connect(trio[0]), keys) == [PutOutcome.STORED] * len(keys)
@@ -86,7 +87,7 @@ def test_a_page_that_is_damaged_at_its_first_owner_comes_whole_from_the_next(
 
 
 def test_who_is_late_writes_into_no_piece(
-    trio: list[Node], connect: Any, cut: InPieces, monkeypatch: pytest.MonkeyPatch
+    trio: list[Node], connect: Connect, cut: InPieces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, keys = connect(trio[0], timeout_s=3.0), cut.keys(*NUMBERS)
     cut.put(client, keys)

@@ -4,11 +4,13 @@ import contextlib
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode, settle
 
 from kvstore import ByteRange, Client, DeadlineExceeded, Exhausted, InvalidRequest, PutOutcome
 from kvstore.checksum import checksum, key_seed, leaves
@@ -21,12 +23,12 @@ PAGE = 64 << 10
 
 
 @pytest.fixture
-def pages(request: pytest.FixtureRequest, make_pages: Any) -> Any:
-    return make_pages(request.node.name, PAGE)
+def pages(request: pytest.FixtureRequest) -> Any:
+    return Pages(request.node.name, PAGE)
 
 
 @pytest.fixture
-def client(node: Node, connect: Callable[..., Client], settle: Callable[..., None]) -> Iterator[Client]:
+def client(node: Node, connect: Connect) -> Iterator[Client]:
     client = connect(node, "shm")
     yield client
     settle(node, sessions=None)
@@ -41,9 +43,7 @@ def fill(slots: Any, pages: Any, keys: list[bytes]) -> None:
         view[:] = pages.content(key)
 
 
-def test_a_client_on_the_nodes_host_takes_shared_memory_by_itself(
-    node: Node, connect: Callable[..., Client], pages: Any
-) -> None:
+def test_a_client_on_the_nodes_host_takes_shared_memory_by_itself(node: Node, connect: Connect, pages: Any) -> None:
     client = connect(node, "auto")
     assert (client.wire_name, client.maps_arena) == ("none", False)
     assert pages.put(client, pages.keys(1)) == [PutOutcome.STORED]
@@ -104,7 +104,7 @@ def test_what_was_made_of_a_view_and_kept_is_said(client: Client, pages: Any) ->
     kept.release()
 
 
-def test_a_put_that_is_not_committed_leaves_nothing(client: Client, pages: Any, settle: Any, node: Node) -> None:
+def test_a_put_that_is_not_committed_leaves_nothing(client: Client, pages: Any, node: Node) -> None:
     with client.open_put(pages.namespace, pages.keys(1, 2)) as slots:
         assert len(slots.pages) == 2
         assert node.tier.writing_count == 2
@@ -141,9 +141,7 @@ def test_contexts_nest_in_one_thread(client: Client, pages: Any, node: Node) -> 
         assert [bytes(view) for view in held.pages] == [pages.content(key) for key in old]
 
 
-def test_contexts_take_turns_for_connections_and_give_up_in_time(
-    node: Node, connect: Callable[..., Client], pages: Any
-) -> None:
+def test_contexts_take_turns_for_connections_and_give_up_in_time(node: Node, connect: Connect, pages: Any) -> None:
     client = connect(node, "shm", connections_max=1)
     pages.put(client, pages.keys(1))
     with client.open_get(pages.namespace, pages.keys(1)), pytest.raises(Exhausted, match="connections_max"):
@@ -151,11 +149,9 @@ def test_contexts_take_turns_for_connections_and_give_up_in_time(
     assert pages.get(client, pages.keys(1)) == [True]
 
 
-def test_a_reader_outlasts_stalls_removal_and_a_node_that_fills_up(
-    start_node: Callable[..., Node], connect: Callable[..., Client], make_pages: Any
-) -> None:
+def test_a_reader_outlasts_stalls_removal_and_a_node_that_fills_up(start_node: StartNode, connect: Connect) -> None:
     node = start_node(stall_s=0.1, ram_nbytes=4 << 20)
-    client, pages, others = connect(node, "shm"), make_pages("held", PAGE), make_pages("others", PAGE)
+    client, pages, others = connect(node, "shm"), Pages("held", PAGE), Pages("others", PAGE)
     keys = pages.keys(*range(8))
     pages.put(client, keys)
     with client.open_get(pages.namespace, keys) as held:
@@ -167,9 +163,7 @@ def test_a_reader_outlasts_stalls_removal_and_a_node_that_fills_up(
     assert pages.get(client, keys) == [False] * 8
 
 
-def test_a_deadline_that_passes_while_writing_gives_the_slots_back(
-    client: Client, pages: Any, settle: Any, node: Node
-) -> None:
+def test_a_deadline_that_passes_while_writing_gives_the_slots_back(client: Client, pages: Any, node: Node) -> None:
     late = pytest.raises(DeadlineExceeded)
     with late, client.open_put(pages.namespace, pages.keys(1), timeout_s=0.2) as slots:
         threading.Event().wait(0.25)
@@ -180,7 +174,7 @@ def test_a_deadline_that_passes_while_writing_gives_the_slots_back(
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
-def test_other_wires_map_nothing_and_say_so(node: Node, connect: Callable[..., Client], pages: Any, wire: str) -> None:
+def test_other_wires_map_nothing_and_say_so(node: Node, connect: Connect, pages: Any, wire: str) -> None:
     client = connect(node, wire)
     for opened in (client.open_put, client.open_get):
         refused = pytest.raises(InvalidRequest, match=f"the {wire} wire maps no memory")

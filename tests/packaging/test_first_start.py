@@ -186,7 +186,9 @@ def test_and_nobody_else(node: Node, secrets: Path) -> None:
         client.lookup(SPACE, [KEY])
 
 
-def test_a_certificate_for_other_names_stays_and_is_told(first_start: Any, secrets: Path, capsys: Any) -> None:
+def test_a_certificate_for_other_names_stays_and_is_told(
+    first_start: Any, secrets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = contents(secrets)
     assert first_start.main([str(secrets), "node", "10.0.0.5"]) == 0
     assert contents(secrets) == before
@@ -205,7 +207,7 @@ def test_tokens_of_ones_own_are_taken(first_start: Any, tmp_path: Path) -> None:
 
 
 def test_an_authority_of_ones_own_needs_no_key_there(
-    first_start: Any, tmp_path: Path, ours: Authority, capsys: Any
+    first_start: Any, tmp_path: Path, ours: Authority, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("ca.pem", "node.pem", "node.key"):
         shutil.copy2(ours.path.parent / name, tmp_path)
@@ -233,7 +235,7 @@ def test_an_authority_of_ones_own_needs_no_key_there(
     ],
 )
 def test_what_can_not_be_gone_on_with_is_named(
-    first_start: Any, secrets: Path, spoil: Any, said: str, capsys: Any
+    first_start: Any, secrets: Path, spoil: Any, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (secrets / "node.pem").unlink()
     (secrets / "identities").unlink()
@@ -243,6 +245,6 @@ def test_what_can_not_be_gone_on_with_is_named(
 
 
 @pytest.mark.parametrize("arguments", [[], ["/secrets"], ["/secrets", ""]])
-def test_names_are_asked_for(first_start: Any, arguments: list[str], capsys: Any) -> None:
+def test_names_are_asked_for(first_start: Any, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert first_start.main(arguments) == 2
     assert "by which names" in capsys.readouterr().err
