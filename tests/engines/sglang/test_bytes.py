@@ -24,7 +24,7 @@ UNEQUAL = {
 }
 
 
-def scattered(engine: Callable[..., Any], pages: int) -> torch.Tensor:
+def scattered(engine: Any, pages: int) -> torch.Tensor:
     """Slots of pages that are no neighbours."""
     order = torch.randperm(engine.host.size // engine.page)[:pages]
     return (order[:, None] * engine.page + torch.arange(engine.page)).view(-1)

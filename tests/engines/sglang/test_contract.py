@@ -27,7 +27,7 @@ GOLDEN = {
 }
 
 
-def forget(engine: Callable[..., Any], pool: str, *pages: int, tokens: list[int] = TOKENS) -> None:
+def forget(engine: Any, pool: str, *pages: int, tokens: list[int] = TOKENS) -> None:
     """As if the node had evicted these."""
     keys = engine.hashes(tokens)
     namespace = engine.backend._pages[pool].namespace
@@ -214,7 +214,7 @@ def test_kv_alone_is_no_hit_where_an_indexer_belongs_to_it(engine: Make) -> None
     assert reader.query(tokens).storage_hit_count == len(tokens)
 
 
-def trailing(engine: Callable[..., Any], count: int, pages: int = 10) -> PoolTransfer:
+def trailing(engine: Any, count: int, pages: int = 10) -> PoolTransfer:
     """A window of the last `count` of so many pages."""
     return PoolTransfer(
         name=PoolName.SWA, keys=engine.hashes(TOKENS)[pages - count : pages], hit_policy=PoolHitPolicy.TRAILING_PAGES

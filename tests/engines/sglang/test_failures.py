@@ -79,7 +79,7 @@ def within(seconds: float) -> Iterator[None]:
     assert took < seconds + SLACK_S, f"took {took:.2f} s"
 
 
-def until_hit(engine: Callable[..., Any], tokens: list[int] = TOKENS) -> None:
+def until_hit(engine: Any, tokens: list[int] = TOKENS) -> None:
     """Clients find a node again by themselves."""
     end = time.monotonic() + 60.0
     while engine.query(tokens).storage_hit_count != len(tokens):

@@ -19,12 +19,12 @@ TOKENS = list(range(8 * PAGE))
 SLOTS = torch.arange(len(TOKENS))
 
 
-def stored(engine: Callable[..., Any]) -> None:
+def stored(engine: Any) -> None:
     fill(engine.host)
     assert engine.backup(TOKENS, SLOTS).completed_tokens == len(TOKENS)
 
 
-def hits(engine: Callable[..., Any]) -> int:
+def hits(engine: Any) -> int:
     return engine.query(TOKENS).storage_hit_count // engine.page
 
 
