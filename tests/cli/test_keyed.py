@@ -47,8 +47,8 @@ def test_without_the_key_it_is_said_that_there_is_one(
         assert ran.code != 0
         assert "is keyed: its pages are sealed with the key" in ran.stderr
         assert ran.data == b""
-    for command in (("lookup", *TOKENS), ("stat", *TOKENS), ("verify", *TOKENS[:0], "--all")):
-        assert kvstore(command[0], *command[1:], "-m", space.model).code == 0
+    for asked in (("lookup", *TOKENS), ("stat", *TOKENS), ("verify", "--all")):
+        assert kvstore(asked[0], *asked[1:], "-m", space.model).code == 0
 
 
 def test_a_forged_page_is_named(

@@ -78,7 +78,7 @@ def test_while_some_members_tell_less_the_sums_are_of_the_others() -> None:
 
 
 def test_how_far_sweeps_are() -> None:
-    found = {"sweep_pages_missing": 8, "sweep_pages_fetched": 2}
+    found: dict[str, Any] = {"sweep_pages_missing": 8, "sweep_pages_fetched": 2}
     runs, looks = pb.PeersStatus(sweeping=True, **found), pb.PeersStatus(sweeping=True)
     over = pb.PeersStatus(sweep_age_ms=90_000, sweep_pages_full=5, sweep_pages_failed=1, **found)
     assert sweep_line(runs) == "sweep runs  2 of 8 pages fetched"

@@ -36,8 +36,8 @@ def test_what_is_hashed_is_what_lies_in_the_callers_memory(monkeypatch: pytest.M
         target[0] ^= 1
 
     monkeypatch.setattr("kvstore.transports.frames.copy", wrong)
-    buffer = bytearray(4)
-    assert fill([[memoryview(buffer)]], iter([memoryview(b"abcd")])) == [leaves(buffer)] != [leaves(b"abcd")]
+    buffer = memoryview(bytearray(4))
+    assert fill([[buffer]], iter([memoryview(b"abcd")])) == [leaves(buffer)] != [leaves(b"abcd")]
 
 
 def test_chunks_may_be_cut_anywhere() -> None:
@@ -47,7 +47,7 @@ def test_chunks_may_be_cut_anywhere() -> None:
 
 
 def test_no_chunk_is_taken_that_is_not_needed() -> None:
-    chunks = map(memoryview, [b"abcd", b"next"])
+    chunks = iter([memoryview(b"abcd"), memoryview(b"next")])
     fill([[memoryview(bytearray(4))]], chunks)
     assert next(chunks) == b"next"
 

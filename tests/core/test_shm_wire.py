@@ -22,6 +22,7 @@ from kvstore.checksum import checksum, root
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.sync import Event
 from kvstore.tools.node_process import NodeProcess
 from kvstore.transports.mapped_memory import ArenaMap
 from kvstore.transports.shm import STEP_NBYTES, ShmWire, _read_page, _write_page
@@ -194,11 +195,11 @@ def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: ServeShm)
 def test_pages_of_many_steps_and_parts_are_copied_and_hashed_exactly(nbytes: int) -> None:
     page = memoryview(os.urandom(nbytes))
     slot, buffer = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
-    assert root(_write_page(slot, [page]), 5) == checksum(page, 5)
-    assert root(_read_page([buffer], [slot.toreadonly()]), 5) == checksum(page, 5)
+    assert root(_write_page(slot, (page,)), 5) == checksum(page, 5)
+    assert root(_read_page((buffer,), [slot.toreadonly()]), 5) == checksum(page, 5)
     assert slot == page == buffer
     third = nbytes // 3
-    parted = root(_read_page([buffer], [slot[third:], slot[:third]]), 5)
+    parted = root(_read_page((buffer,), [slot[third:], slot[:third]]), 5)
     assert parted == checksum(bytes(page[third:]) + bytes(page[:third]), 5)
     assert bytes(buffer) == bytes(page[third:]) + bytes(page[:third])
 
@@ -219,14 +220,14 @@ def test_other_threads_run_while_pages_are_copied_either_way(
 
     monkeypatch.setattr("kvstore.transports.shm.Leaves", NoChecksum)
     page, buffer = memoryview(bytearray(8 << 20)), memoryview(bytearray(8 << 20))
-    assert others_run(lambda: _read_page([buffer], [page.toreadonly()]))
-    assert others_run(lambda: _write_page(buffer, [page.toreadonly()]))
+    assert others_run(lambda: _read_page((buffer,), [page.toreadonly()]))
+    assert others_run(lambda: _write_page(buffer, (page.toreadonly(),)))
 
 
 def test_other_threads_run_while_an_arena_is_entered(others_run: OthersRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one step here: between two of them others run in any case."""
     monkeypatch.setattr("kvstore.transports.mapped_memory._POPULATE_STEP_NBYTES", 1 << 30)
-    fd, stop = arena_fd(64 << 20), threading.Event()
+    fd, stop = arena_fd(64 << 20), Event()
     stop.set()
     maps = iter([ArenaMap(fd, 64 << 20) for _ in range(50)])  # which keeps them: others run while one is unmapped
     assert others_run(lambda: next(maps).populate(stop))

@@ -29,7 +29,7 @@ def nodes(tmp_path: Path, layer: FaultyLayer, monkeypatch: pytest.MonkeyPatch) -
     """Every node of the test uses `layer`; all are checked and stopped at its end."""
 
     def open_here(*arguments: Any, pulse: Callable[[], None], **settings: Any) -> DataDir:
-        return DataDir(*arguments, **settings, layer=layer)
+        return DataDir(*arguments, **{**settings, "layer": layer})
 
     monkeypatch.setattr("node.server.ProcessStorage", open_here)
     nodes = Nodes(tmp_path / "data", layer)

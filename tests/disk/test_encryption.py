@@ -51,6 +51,7 @@ def test_pages_come_back_after_a_restart_and_are_nowhere_in_the_directory(
     client = nodes.connect(node)
     assert pages.get(client, keys) == [True] * 3
     assert client.verify(pages.namespace, keys).intact == 3
+    assert node.disk is not None
     assert scrub(node.disk, b"", 1 << 30).intact == 3
 
 

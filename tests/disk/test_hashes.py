@@ -21,7 +21,7 @@ ALIKE = {
 }
 
 
-@pytest.fixture(params=ALIKE.values(), ids=ALIKE.keys())
+@pytest.fixture(params=list(ALIKE.values()), ids=list(ALIKE))
 def alike(request: pytest.FixtureRequest) -> list[bytes]:
     found: list[bytes] = request.param
     return found

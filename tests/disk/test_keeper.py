@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from disk_nodes import Pages
@@ -228,7 +229,7 @@ def test_a_node_that_stops_while_its_disk_hangs_does_so_in_time_and_kills_its_ke
     keeper = keeper_of(node)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(6))
-        patience = {"timeout_s": 60.0, "connect_timeout_s": 20.0}
+        patience: dict[str, Any] = {"timeout_s": 60.0, "connect_timeout_s": 20.0}
         configs = [
             ClientConfig(f"127.0.0.1:{node.grpc.port}", wire=wire, **patience) for wire in ("shm", "bulk", "grpc")
         ]

@@ -2,7 +2,7 @@
 evicted, and its slot never free."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,7 +46,7 @@ def test_a_read_for_which_ram_has_no_room_gives_its_record_back(
     pages.put(client, keys, durable=True)
     pages.drop_from_ram(node)
 
-    def makes_none(*_: Any) -> Iterator[None]:
+    def makes_none(*_: Any) -> Generator[None, None, bool]:
         yield from ()
         return False
 

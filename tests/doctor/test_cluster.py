@@ -1,5 +1,6 @@
 """Several members: one is dead, one has another view or list, one is near."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -124,7 +125,7 @@ def test_who_has_just_heard_of_it_is_asked_again(
 ) -> None:
     newer = replace(view_of(fleet), number=2)
     fleet[0].membership.become(newer, "n0")
-    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: become(fleet[1:], newer))
+    monkeypatch.setattr(time, "sleep", lambda seconds: become(fleet[1:], newer))
     assert doctor(fleet[0]).of("view").state is State.OK
 
 

@@ -136,7 +136,7 @@ class Stranger:
         self._space = Namespace(MODEL, opaque_layout(PAGE_NBYTES), "team-a").digest
 
     def round(self, number: int) -> None:
-        asked = {"namespace": self._space, "prefix_hashes": [number.to_bytes(4, "big") * 8]}
+        asked: dict[str, Any] = {"namespace": self._space, "prefix_hashes": [number.to_bytes(4, "big") * 8]}
         with pytest.raises(Unauthenticated):
             self._wire.call("lookup", pb.LookupRequest(**asked), Deadline(30.0))
         with pytest.raises(Unauthenticated):

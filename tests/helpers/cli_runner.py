@@ -14,7 +14,7 @@ from typer.testing import CliRunner as CliRunner
 
 from kvstore.cli.commands import app
 
-typer.testing._get_command = functools.cache(typer.main.get_command)
+typer.testing._get_command = functools.cache(typer.main.get_command)  # type: ignore[attr-defined]
 
 
 class Ran:
@@ -34,7 +34,8 @@ class Ran:
     @property
     def error(self) -> dict[str, str]:
         """The last line of stderr, of a command with --json."""
-        return json.loads(self.stderr.strip().splitlines()[-1])
+        error: dict[str, str] = json.loads(self.stderr.strip().splitlines()[-1])
+        return error
 
 
 Kvstore = Callable[..., Ran]

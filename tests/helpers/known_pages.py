@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore import Client, Namespace, PutOutcome, opaque_layout
-from kvstore.client import Keep
+from kvstore.results import Keep
 from kvstore.tools.trace import page_content
 from node.memory.inventory import Inventory
 from node.server import Node

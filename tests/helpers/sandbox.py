@@ -64,6 +64,12 @@ class Sandbox:
     def acquire(self, pages: Pages, keys: Sequence[bytes]) -> list[Page | None]:
         return self.tier.acquire(pages.namespace.digest, keys, False, pages.nbytes).pages
 
+    def read(self, pages: Pages, keys: Sequence[bytes]) -> list[Page]:
+        """Acquire these; each must be there. Release them."""
+        found = [page for page in self.acquire(pages, keys) if page is not None]
+        assert len(found) == len(keys)
+        return found
+
     def intact(self, pages: Pages, page: Page) -> bool:
         return self.arena[page.offset : page.offset + pages.nbytes] == pages.content(page.prefix_hash)
 

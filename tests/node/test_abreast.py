@@ -14,7 +14,7 @@ from local_nodes import Connect, StartNode
 from kvstore import ByteRange, Client, DeadlineExceeded, Exhausted, InvalidRequest, PutOutcome, Unavailable
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.transports import bulk, parallel
+from kvstore.transports import bulk
 from kvstore.transports.bulk import BulkWire
 from kvstore.transports.parallel import LANES_MAX, THREADS_MAX, ParallelTransfer, split, stream_count
 from node.server import Node
@@ -336,7 +336,7 @@ def test_idle_connections_that_had_to_leave_are_no_failure(client: Client, pages
     [(2, 1024, 64, 1), (16, 8, 8, 1), (16, 64, 64, 4), (16, 48, 64, 3), (6, 1024, 64, 2), (16, 1024, 1, 1)],
 )
 def test_how_many(cores: int, mib: int, pages: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     assert stream_count(pages, (mib << 20) // pages) == lanes
 
 

@@ -17,7 +17,7 @@ from fleets import SMALL
 from local_nodes import Connect, StartNode
 
 from kvstore import Client, Namespace, PutOutcome, opaque_layout
-from kvstore.client import Keep
+from kvstore.results import Keep
 from kvstore.tools.trace import page_content
 from node.config import NodeConfig
 from node.server import Node

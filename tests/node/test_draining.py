@@ -23,6 +23,15 @@ from node.memory.inventory import Inventory
 from node.server import Node
 
 
+def announcer_of(tell: Callable[..., View]) -> Callable[[State], None]:
+    """Return an announcer that tells the cluster of the state of n1."""
+
+    def announce(state: State) -> None:
+        tell(n1=state)
+
+    return announce
+
+
 def test_a_member_that_is_drained_while_it_joins_does_not_serve_again(
     fleet: list[Node], tell: Callable[..., View], connect: Connect, pages: Pages
 ) -> None:
@@ -49,7 +58,7 @@ def test_a_member_that_is_drained_hands_all_it_has(
     client = connect(fleet[0])
     pages.put(client, pages.keys(*NUMBERS))
     had = of(view, pages, "n1")
-    fleet[1].membership.announcer = lambda state: tell(n1=state)
+    fleet[1].membership.announcer = announcer_of(tell)
     direct = alone(fleet[1])
     assert not direct.drain().over
     for name in ("n0", "n2"):
@@ -98,7 +107,7 @@ def test_a_drain_goes_on_when_its_member_was_out_of_the_view(
     monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.01)
     tell()
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
-    fleet[1].membership.announce = lambda state: tell(n1=state)  # type: ignore[method-assign]
+    fleet[1].membership.announcer = announcer_of(tell)
     direct = alone(fleet[1])
     direct.drain()
     wait_until(lambda: direct.drain().pages_left)
@@ -122,7 +131,7 @@ def test_what_nobody_takes_stays_and_is_said(
     monkeypatch.setattr(drain, "PATIENCE_S", 0.2)
     view = tell()
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
-    fleet[1].membership.announcer = lambda state: tell(n1=state)
+    fleet[1].membership.announcer = announcer_of(tell)
     direct = alone(fleet[1])
     direct.drain()
     wait_until(lambda: direct.drain().over)

@@ -222,7 +222,7 @@ def test_a_place_with_a_page_being_read_or_written_is_not_cleared() -> None:
     box = Sandbox(3 * EXTENT, EXTENT)
     small, large = box.open("small", PAGE), box.open("large", 16 * PAGE)
     box.put(small, small.keys(*range(32)))
-    held = box.acquire(small, small.keys(0))  # in the first extent
+    held = box.read(small, small.keys(0))  # in the first extent
     writing = box.reserve(small, small.keys(100))  # alone in the third
     offsets = [held[0].offset, writing.pages[0].offset]
     box.now_ms += 10
@@ -292,7 +292,7 @@ def test_removing_a_page_that_is_read_keeps_its_bytes_until_the_last_reader_is_d
     pages = box.open("model", PAGE)
     keys = pages.keys(*range(16))
     box.put(pages, keys)
-    first, second = box.acquire(pages, keys[:1]), box.acquire(pages, keys[:1])
+    first, second = box.read(pages, keys[:1]), box.read(pages, keys[:1])
     assert box.remove(pages, keys[:1]) == [True]
     assert box.present(pages, keys[:1]) == set()
     assert box.put(pages, pages.keys(50)) == [PutStatus.WRITE]  # evicts another page, not this slot
@@ -324,7 +324,7 @@ def test_check_reports_damage(damage: str) -> None:
     box = Sandbox(2 * EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     box.put(pages, pages.keys(0, 1, 2))
-    (page,) = box.acquire(pages, pages.keys(1))
+    (page,) = box.read(pages, pages.keys(1))
     box.tier.release([page])
     assert box.tier.check() == []
     DAMAGES[damage](box.tier, page)

@@ -26,7 +26,13 @@ from kvstore.transports.grpc_wire import GrpcWire
 from kvstore.transports.negotiation import member_name
 from node.server import Node
 
-PATIENT = {"timeout_s": 30.0, "connect_timeout_s": 20.0}
+PATIENT: dict[str, Any] = {"timeout_s": 30.0, "connect_timeout_s": 20.0}
+
+
+def drop(link: NodeChannel) -> None:
+    """Drop its connection: the next call connects anew."""
+    assert link._link is not None
+    link._drop(link._link)
 
 
 def by_frames(node: Node) -> str:
@@ -152,7 +158,7 @@ def test_who_knows_the_node_connects_again_though_grpc_is_down(
     pages.put(client, pages.keys(1))
     link = client._fan_out.nodes.only
     with grpc_down(monkeypatch) as tried:
-        link._drop(link._link)
+        drop(link)
         assert pages.get(client, pages.keys(1)) == [True]
         assert client.stats.connects == 2
         assert tried == []
@@ -172,11 +178,11 @@ def test_grpc_says_who_is_there_when_another_node_has_the_port(
     pages.put(client, pages.keys(1))
     link = client._fan_out.nodes.only
     link._negotiation._known = link._negotiation._known._replace(bulk_port=stranger.bulk.port)
-    link._drop(link._link)
+    drop(link)
     assert client.node_status().instance_id == node.service.instance_id
     assert link._negotiation._known.bulk_port == node.bulk.port, "it is known again"
     link._negotiation._known = link._negotiation._known._replace(bulk_port=stranger.bulk.port)
-    link._drop(link._link)
+    drop(link)
     with grpc_down(monkeypatch), pytest.raises(Unavailable, match="gateway is down"):
         client.node_status()
 
@@ -190,7 +196,7 @@ def test_a_bulk_port_that_is_silent_leaves_the_time_to_ask_over_grpc(
     with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
         known = link._negotiation._known
         link._negotiation._known = known._replace(bulk_port=silent.getsockname()[1])
-        link._drop(link._link)
+        drop(link)
         assert client.node_status().instance_id == node.service.instance_id
         assert link._negotiation._known is None, "it is not waited for at the next connection"
 
@@ -200,7 +206,7 @@ def test_a_client_of_grpc_says_hello_over_grpc(node: Node, connect: Connect, mon
     client.node_status()
     link = client._fan_out.nodes.only
     link.expect(node.bulk.port, "")
-    link._drop(link._link)
+    drop(link)
     monkeypatch.setattr("kvstore.transports.bulk.BulkWire.greet", lambda *_: pytest.fail("by frames"))
     assert client.node_status().instance_id
 

@@ -2,13 +2,13 @@
 `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`), and without them."""
 
 import mmap
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from local_nodes import Connect, StartNode
 
+from kvstore.sync import Event
 from kvstore.transports.mapped_memory import ArenaMap
 from node.memory.arena import Arena, huge_nbytes
 from node.serving.http_server import Asker
@@ -29,7 +29,7 @@ def arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
 def test_a_client_sees_the_same_bytes_whatever_the_arena_is_made_of(arena: Arena) -> None:
     arena.populate()
     theirs = ArenaMap(arena.fd, arena.nbytes)
-    theirs.populate(threading.Event())
+    theirs.populate(Event())
     for place in range(0, arena.nbytes, 4096):
         arena.view(place, 8)[:] = place.to_bytes(8, "little")
     assert all(

@@ -10,6 +10,7 @@ import pytest
 from known_pages import Pages
 from local_nodes import Connect, settle
 
+from kvstore import checksum, messages
 from kvstore.buffers import _exported
 from kvstore.transports import grpc_wire, mapped_memory, shm
 from kvstore.transports.connections import request_header
@@ -22,7 +23,7 @@ def test_a_put_over_grpc_reads_its_pages_in_a_thread_that_it_waits_for(
 ) -> None:
     """gRPC has a thread of its own that sends; it may go on when the call is over."""
     client, read, waited = connect(node, "grpc"), set[int](), set[int]()
-    chunk_frame, put_all = grpc_wire.chunk_frame, grpc_wire.GrpcWire._put_all
+    chunk_frame, put_all = messages.chunk_frame, grpc_wire.GrpcWire._put_all
 
     def seen(run: list[memoryview]) -> bytes:
         read.add(threading.get_ident())
@@ -47,7 +48,7 @@ def test_a_put_over_grpc_reads_its_pages_in_a_thread_that_it_waits_for(
 def test_a_put_over_grpc_that_is_interrupted_stores_nothing(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, keys, leaves = connect(node, "grpc"), pages.keys(11, 12), grpc_wire.joined_leaves
+    client, keys, leaves = connect(node, "grpc"), pages.keys(11, 12), checksum.joined_leaves
     client.open(pages.namespace)
 
     def interrupted(page: Sequence[memoryview], nbytes: int) -> bytes:

@@ -12,8 +12,8 @@ from known_pages import Pages
 from local_nodes import Connect, StartNode, settle
 
 from kvstore import ByteRange, Client, ConfigError, InvalidRequest, Namespace, PutOutcome, opaque_layout
-from kvstore.client import Keep
 from kvstore.page_hmac import Seals
+from kvstore.results import Keep
 from node.server import Node
 
 NBYTES = 5 * 256 + 100  # five parts, where leaves are small

@@ -249,7 +249,7 @@ def test_a_watch_tells_of_changes_and_the_oldest_of_too_many_ends(
 
 
 def test_calls_that_wait_do_not_delay_a_stop(silence: Callable[[], RequestStream]) -> None:
-    ports = {"port": 0, "bulk_port": 0, "metrics_port": 0}
+    ports: dict[str, Any] = {"port": 0, "bulk_port": 0, "metrics_port": 0}
     node = Node(NodeConfig(host="127.0.0.1", ram_nbytes=16 << 20, drain_s=60.0, **ports))
     node.start()
     with channel_to(node) as channel:
@@ -361,8 +361,8 @@ def test_cancelled_scrubs_neither_end_service_nor_delay_the_stop(
     connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """40 of them without a limit kept all threads, and SIGTERM waited for 25 s."""
-    settings = {"port": 0, "bulk_port": 0, "metrics_port": 0, "ram_nbytes": 16 << 20, "drain_s": 0.1}
-    disk = {"data_dir": str(tmp_path), "disk_nbytes": 64 << 20, "scrub_nbytes_per_s": 0}
+    settings: dict[str, Any] = {"port": 0, "bulk_port": 0, "metrics_port": 0, "ram_nbytes": 16 << 20, "drain_s": 0.1}
+    disk: dict[str, Any] = {"data_dir": str(tmp_path), "disk_nbytes": 64 << 20, "scrub_nbytes_per_s": 0}
     node = Node(NodeConfig(host="127.0.0.1", grpc_threads=4, **settings, **disk))
     node.start()
     pages = Pages("scrub")

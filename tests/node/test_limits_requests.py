@@ -335,7 +335,7 @@ def test_a_start_can_be_ended_while_memory_is_touched() -> None:
         if len(pulses) == 3:
             raise SystemExit(0)
 
-    ports = {"port": 0, "bulk_port": 0, "metrics_port": 0}
+    ports: dict[str, Any] = {"port": 0, "bulk_port": 0, "metrics_port": 0}
     node = Node(NodeConfig(host="127.0.0.1", ram_nbytes=256 << 20, **ports), pulse)
     assert node.shm is not None
     with pytest.raises(SystemExit):

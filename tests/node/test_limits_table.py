@@ -34,7 +34,7 @@ def test_every_cap_has_its_row(node: Node, monkeypatch: pytest.MonkeyPatch) -> N
     places += [door._places]
     assert node.console is not None
     budgets += [node.console.watchers, node.console.calls, node.console.reads]
-    caps = [one.cap for one in (*budgets, *places)]
+    caps = [one.cap for one in budgets] + [one.cap for one in places]
     told = {name.strip() for row in rows() for name in row[0].split(",")}
     assert {cap.what for cap in caps} <= told
     assert all(0 < cap.per_peer <= cap.total for cap in caps)

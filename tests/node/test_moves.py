@@ -25,7 +25,7 @@ class MovingSandbox:
         self.pinned = self.keys[20]
         box.pin(self.small, [self.pinned])
         box.acquire(self.small, self.keys[:15])  # of the first extent; the one that is left goes for the pinned one
-        (self.page,) = box.acquire(self.small, [self.pinned])
+        (self.page,) = box.read(self.small, [self.pinned])
         box.tier.release([self.page])
         self.offset = self.page.offset
         copy, self.copies = box.tier._copy, 0

@@ -15,6 +15,7 @@ from local_nodes import Connect, StartNode
 
 from kvstore import Client, PutOutcome
 from kvstore.cli.authority import Authority
+from kvstore.results import Keep
 from node.server import Node
 
 NUMBERS = range(24)
@@ -31,12 +32,12 @@ class InPieces(Pages):
         edges = [0, *sorted(self._rng.sample(range(1, len(page)), self._rng.randrange(1, 9))), len(page)]
         return [memoryview(page)[start:end] for start, end in itertools.pairwise(edges)]
 
-    def put(self, client: Client, keys: Sequence[bytes]) -> list[PutOutcome]:
-        return client.put(self.namespace, keys, [self.cut(self.content(key)) for key in keys])
+    def put(self, client: Client, keys: Sequence[bytes], **keep: Any) -> list[PutOutcome]:
+        return client.put(self.namespace, keys, [self.cut(self.content(key)) for key in keys], Keep(**keep))
 
-    def get(self, client: Client, keys: Sequence[bytes]) -> list[bool]:
+    def get(self, client: Client, keys: Sequence[bytes], prefix: bool = False) -> list[bool]:
         buffers = [bytearray(self.nbytes) for _ in keys]
-        hits = client.get(self.namespace, keys, [self.cut(buffer) for buffer in buffers])
+        hits = client.get(self.namespace, keys, [self.cut(buffer) for buffer in buffers], prefix)
         for key, hit, buffer in zip(keys, hits, buffers, strict=True):
             assert not hit or buffer == self.content(key), f"wrong bytes under {key.hex()}"
         return hits

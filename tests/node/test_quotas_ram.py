@@ -138,7 +138,7 @@ def test_what_is_removed_while_it_is_read_counts_until_it_is_released() -> None:
     box.limit(loud=16 * PAGE)
     loud, other = box.open("m", PAGE, tenant="loud"), box.open("m", PAGE, tenant="other")
     keys = fill(box, loud, *range(16))
-    held = box.acquire(loud, keys)
+    held = box.read(loud, keys)
     box.remove(loud, keys)
     with pytest.raises(Exhausted, match="tenant loud has 65536 of the 65536 bytes of its ram quota"):
         box.put(loud, loud.keys(50))
@@ -247,8 +247,8 @@ def test_places_that_are_partly_empty_are_put_together_before_anybody_loses_a_pa
     box.limit(quiet=2 * mib)
     quiet, loud = box.open("m", PAGE, tenant="quiet"), box.open("large", mib, tenant="loud")
     keys = fill(box, quiet, *range(2 * mib // PAGE))
-    kept = [page.prefix_hash for page in box.acquire(quiet, keys) if page.offset % (4 * PAGE) == 0]
-    box.tier.release(box.acquire(quiet, keys) * 2)
+    kept = [page.prefix_hash for page in box.read(quiet, keys) if page.offset % (4 * PAGE) == 0]
+    box.tier.release(box.read(quiet, keys) * 2)
     box.remove(quiet, [key for key in keys if key not in kept])
     assert box.nbytes("quiet") == mib // 2, "one page of each block of four"
     box.limit(quiet=mib, loud=3 * mib)

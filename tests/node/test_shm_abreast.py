@@ -4,7 +4,6 @@ a page when the call has ended."""
 import os
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -71,7 +70,7 @@ def test_a_share_that_fails_fails_the_call_when_all_have_ended(
 ) -> None:
     keys, ended, write, failed = pages.keys(*range(6)), [], shm._write_page, threading.Event()
 
-    def failing(slot: memoryview, page: Sequence[memoryview]) -> bytes:
+    def failing(slot: memoryview, page: tuple[memoryview, ...]) -> bytes:
         if page[0] == pages.content(keys[2]):
             failed.set()
             raise error

@@ -135,6 +135,7 @@ def test_descriptors_that_nobody_asked_for_are_not_kept(node: Node, raw: Callabl
         connection.sock.sendmsg([pack_fixed(len(HELLO), 0) + HELLO], rights)
         assert connection.reply().hello.version
     assert len(os.listdir("/proc/self/fd")) <= before
+    assert fd is not None
     os.close(fd)
     os.close(pidfd)
     connection.close()
@@ -162,7 +163,12 @@ for line in sys.stdin:
 def test_one_put_and_one_get_at_a_time(node: Node, pages: Any) -> None:
     """Whoever breaks this rule may be writing all the same, so nobody gets his slots while he lives."""
     lookup = pb.LookupRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1))
-    requests = {"put": put_of(pages, 10), "get": get_of(pages, 1), "lookup": lookup, "commit": pb.CommitRequest()}
+    requests: dict[str, Any] = {
+        "put": put_of(pages, 10),
+        "get": get_of(pages, 1),
+        "lookup": lookup,
+        "commit": pb.CommitRequest(),
+    }
     assert node.shm is not None
     command = [sys.executable, "-c", OUT_OF_ORDER, node.shm.path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -297,7 +303,7 @@ while input():
 """
     says = ["Permission denied", f"the memory of this node is for uid {os.geteuid()} and root, not for uid 12345"]
     try:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen([sys.executable, "-c", script], **pipes) as process:
             for mode, said in zip((0o600, 0o666), says, strict=True):
                 os.chmod(path, mode)

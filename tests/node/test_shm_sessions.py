@@ -240,7 +240,7 @@ def stopping_node() -> Iterator[Callable[..., Node]]:
     nodes: list[Node] = []
 
     def start(drain_s: float) -> Node:
-        ports = {"port": 0, "bulk_port": 0, "metrics_port": 0}
+        ports: dict[str, Any] = {"port": 0, "bulk_port": 0, "metrics_port": 0}
         nodes.append(Node(NodeConfig(host="127.0.0.1", ram_nbytes=16 << 20, drain_s=drain_s, **ports)))
         nodes[-1].start()
         return nodes[-1]

@@ -184,7 +184,7 @@ def test_a_certificate_near_its_end_is_warned_of(
         ),
     ],
 )
-def test_settings_of_a_node_that_do_not_go_together(settings: dict[str, str], said: str) -> None:
+def test_settings_of_a_node_that_do_not_go_together(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         certificates_of(NodeConfig(**settings))
 

@@ -126,7 +126,7 @@ def test_an_expired_client_certificate_is_refused_until_it_is_renewed(
 ) -> None:
     """A client does not look at its dates; the node says what is wrong, and new files are taken at the next call."""
     ours.node("spent", HERE, -0.5, force=True, since_days=1.0)
-    files = {name: str(tmp_path / name) for name in ("tls_cert", "tls_key")}
+    files: dict[str, Any] = {name: str(tmp_path / name) for name in ("tls_cert", "tls_key")}
 
     def place(name: str) -> None:
         for setting, source in pair(ours, name).items():
@@ -141,7 +141,7 @@ def test_an_expired_client_certificate_is_refused_until_it_is_renewed(
 
 
 def test_an_expired_certificate_of_a_node_does_not_come_into_force(ours: Authority, tmp_path: Path) -> None:
-    files = {name: str(tmp_path / name) for name in ("tls_cert", "tls_key")}
+    files: dict[str, Any] = {name: str(tmp_path / name) for name in ("tls_cert", "tls_key")}
 
     def place(name: str) -> None:
         for setting, source in pair(ours, name).items():

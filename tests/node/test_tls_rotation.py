@@ -5,6 +5,7 @@ import socket
 import ssl
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from authorities import client_context, found, pair
@@ -27,7 +28,7 @@ class Files:
     def __init__(self, folder: Path, authority: Authority) -> None:
         self._folder = folder
         self.node = {"tls_cert": self._path("node.pem"), "tls_key": self._path("node.key")}
-        self.client = {"tls_cert": self._path("client.pem"), "tls_key": self._path("client.key")}
+        self.client: dict[str, Any] = {"tls_cert": self._path("client.pem"), "tls_key": self._path("client.key")}
         self.ca = self._path("ca.pem")
         self.trust(authority)
         self.show(authority)
@@ -66,7 +67,13 @@ class Load:
     """Verified puts and gets, over connections that stay and over new ones, until it ends. No call may fail."""
 
     def __init__(self, node: Node, wire: str, files: Files, make_pages: type[Pages]) -> None:
-        config = {"wire": wire, "tls_ca": files.ca, **files.client, "timeout_s": 30.0, "connect_timeout_s": 20.0}
+        config: dict[str, Any] = {
+            "wire": wire,
+            "tls_ca": files.ca,
+            **files.client,
+            "timeout_s": 30.0,
+            "connect_timeout_s": 20.0,
+        }
         self._config = ClientConfig(address=f"127.0.0.1:{node.grpc.port}", **config)
         self._pages = make_pages(f"load over {wire}")
         self._stop = threading.Event()

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from known_pages import Pages
 from local_nodes import Connect
@@ -17,7 +18,7 @@ KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(8)]
 
 @contextlib.contextmanager
 def running(data_dir: Path) -> Iterator[Node]:
-    ports = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
+    ports: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
     node = Node(NodeConfig(data_dir=str(data_dir), ram_nbytes=4 << 20, disk_nbytes=128 << 20, drain_s=0.5, **ports))
     node.start()
     try:

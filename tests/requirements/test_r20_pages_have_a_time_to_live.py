@@ -10,7 +10,7 @@ from known_pages import Pages
 from local_nodes import Connect, StartNode
 
 from kvstore import PutOutcome
-from kvstore.client import Keep
+from kvstore.results import Keep
 from kvstore.tools.node_process import NodeProcess
 
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(6)]
