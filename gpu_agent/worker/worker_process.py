@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gpu_agent.worker import frames
@@ -26,18 +27,32 @@ from kvstore.errors import ConfigError, Exhausted, ProtocolError
 
 log = logging.getLogger(__name__)
 
-# What is under way ends by its deadline, but for a call to the node that is under way then.
-GRACE_S = 2.0
-START_S = 60.0  # importing torch, a context of the GPU, mapping the engine's memory
-CLOSE_S = 5.0  # for what is under way when the engine ends, and as long for the end itself
-RESTART_S, RESTART_S_MAX = 1.0, 60.0
 SOON_S = 5.0  # saves are staged for a process whose next start is at most this far away
 STARTS_MAX = 64
 LIVED_S = 60.0  # after so long a death is the first again
 _POLL_S = 0.01
-# Asking the system whether something was said costs an engine's step 10 us (a machine with an H200). Of a child that
-# owes nothing only its death could be heard.
-IDLE_S = 0.1
+
+
+@dataclass(frozen=True)
+class WorkerTimeouts:
+    """How long a worker process may take, and how long it is left alone. All in seconds."""
+
+    # An order ends by its deadline, but for a call to the node that is under way then.
+    grace_s: float = 2.0
+    # From when an overdue order is first seen: the engine may have stood still, and not the process.
+    overdue_s: float = 2.0
+    start_s: float = 60.0  # importing torch, a context of the GPU, mapping the engine's memory
+    close_s: float = 5.0  # for what is under way when the engine ends, and as long for the end itself
+    restart_s: float = 1.0  # after the first death; doubled with each further one, up to restart_s_max
+    restart_s_max: float = 60.0
+    # Asking the system whether something was said costs an engine's step 10 us (a machine with an H200). Of a child
+    # that owes nothing only its death could be heard.
+    idle_s: float = 0.1
+    # That the engine may not know of blocks that have been read; of loads it wants to know at once.
+    saving_s: float = 0.01
+
+
+TIMEOUTS = WorkerTimeouts()
 
 
 class Delegate(Protocol):
@@ -61,9 +76,10 @@ class Delegate(Protocol):
 class WorkerProcess:
     """Not thread-safe. One that was started by the main thread dies with the engine even while it is stopped."""
 
-    def __init__(self, owner: Delegate, command: Sequence[str] = ()) -> None:
+    def __init__(self, owner: Delegate, command: Sequence[str] = (), timeouts: WorkerTimeouts = TIMEOUTS) -> None:
         self._owner = owner
         self._command = command
+        self.timeouts = timeouts
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: EngineEnd | None = None  # None: nothing is said any more
         self._started_at = 0.0
@@ -167,17 +183,18 @@ class WorkerProcess:
             time.sleep(timeout_s)
 
     def close(self, busy: Callable[[], bool]) -> None:
-        """Ends it: when it is not `busy` any more, or CLOSE_S are over. Returns when it is gone."""
+        """Ends it: when it is not `busy` any more, or `close_s` are over. Returns when it is gone."""
         self._closed = True
-        end = time.monotonic() + CLOSE_S
+        close_s = self.timeouts.close_s
+        end = time.monotonic() + close_s
         if self.ready and busy():
-            self.tell(frames.close_frame(CLOSE_S))
+            self.tell(frames.close_frame(close_s))
             while self._channel is not None and busy() and time.monotonic() < end:
                 self.pause()
                 self.poll()
         if self._channel is not None:
             self._end("the engine ends", logging.DEBUG)
-        while self._process is not None and time.monotonic() < end + CLOSE_S:
+        while self._process is not None and time.monotonic() < end + close_s:
             self.pause()
             self.poll()
 
@@ -205,13 +222,13 @@ class WorkerProcess:
         """It is no fault of its own that it had to start first, or that the engine stood still and did not listen: when
         it is seen that something is overdue, there is some time left for that to end."""
         if not self.ready:
-            return now > self._started_at + START_S
+            return now > self._started_at + self.timeouts.start_s
         if not self._owner.overdue(now):
             self._overdue_since = None
             return False
         if self._overdue_since is None:
             self._overdue_since = now
-        return now > self._overdue_since + GRACE_S
+        return now > self._overdue_since + self.timeouts.overdue_s
 
     def _restart(self) -> None:
         try:
@@ -251,7 +268,8 @@ class WorkerProcess:
             )
 
     def _died(self) -> None:
-        self._restart_at = time.monotonic() + min(RESTART_S_MAX, RESTART_S * 2 ** min(self._deaths, 10))
+        wait_s = self.timeouts.restart_s * 2 ** min(self._deaths, 10)
+        self._restart_at = time.monotonic() + min(self.timeouts.restart_s_max, wait_s)
         self._deaths += 1
 
 

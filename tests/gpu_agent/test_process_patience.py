@@ -16,8 +16,8 @@ from gpu_agent.options import AgentConfig
 from gpu_agent.worker import frames, lookup_client
 from gpu_agent.worker.frames import Answer, EngineEnd, Kind
 from gpu_agent.worker.lookup_client import ProcessLookups
-from gpu_agent.worker.process_backend import SAVING_S, ProcessBackend
-from gpu_agent.worker.worker_process import IDLE_S, WorkerProcess
+from gpu_agent.worker.process_backend import ProcessBackend
+from gpu_agent.worker.worker_process import WorkerProcess, WorkerTimeouts
 from kvstore import Namespace
 from kvstore.config import ClientConfig
 from kvstore.layout import opaque_layout
@@ -101,7 +101,7 @@ def test_what_a_process_that_died_owed_nobody_waits_for(played: Played, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(WorkerProcess, "poll", lambda self, patience_s=0.0: patience.append(patience_s))
         asker.poll()
-    assert patience == [IDLE_S]
+    assert patience == [WorkerTimeouts().idle_s]
     heard(sock)
     asker.look_up([([NAMESPACE], keys(1))], 5.0)
     assert len(heard(sock)) == 1  # alone: at once
@@ -130,12 +130,12 @@ def test_a_process_that_owes_nothing_is_not_asked_what_it_said(played: Played, m
     assert listens <= 2
     _, (_, body) = heard(sock)
     sock.send(frames.answer_frame(Answer(frames.parse_question(body).number, 0, None, ())))
-    monkeypatch.setattr("gpu_agent.worker.lookup_client.IDLE_S", 0.0)
+    asker._child.timeouts = WorkerTimeouts(idle_s=0.0)
     asker.poll()
     assert done.result() is None
     done = asker.look_up([([NAMESPACE], keys(1))], 5.0)
     listens = 0
-    monkeypatch.setattr("gpu_agent.worker.lookup_client.IDLE_S", 60.0)
+    asker._child.timeouts = WorkerTimeouts(idle_s=60.0)
     for _ in range(5):
         asker.poll()
     assert listens == 5
@@ -206,8 +206,8 @@ def test_touches_under_way_have_a_limit_and_make_room_when_they_end(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpu_agent.blocks.lookups.PENDING_MAX", 8)
-    monkeypatch.setattr("gpu_agent.worker.lookup_client.IDLE_S", 0.0)
     asker, sock = played
+    asker._child.timeouts = WorkerTimeouts(idle_s=0.0)
     lookups = Lookups(asker, 5.0)
     for _ in range(2):
         for number in range(6):
@@ -232,4 +232,4 @@ def test_an_engine_that_loads_listens_in_every_step(played: Played, monkeypatch:
     home.poll()
     agent.load(keys(2), [3, 4])
     home.poll()
-    assert patience == [IDLE_S, SAVING_S, 0.0]
+    assert patience == [WorkerTimeouts().idle_s, WorkerTimeouts().saving_s, 0.0]

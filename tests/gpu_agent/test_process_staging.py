@@ -19,10 +19,9 @@ from gpu_agent.blocks.save_plan import Part, SaveOrder, SavePlan, StepOrders
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.worker import frames
 from gpu_agent.worker import frames as channel
-from gpu_agent.worker import worker_process as child_module
 from gpu_agent.worker.frames import EngineEnd, Kind, Order, Saved
 from gpu_agent.worker.process_backend import ProcessBackend
-from gpu_agent.worker.worker_process import WorkerProcess
+from gpu_agent.worker.worker_process import WorkerProcess, WorkerTimeouts
 from kvstore import ClientConfig, Namespace
 from kvstore.keys import prefix_hashes
 
@@ -91,11 +90,10 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting]:
         self._process = SimpleNamespace(pid=1, kill=lambda: None, poll=lambda: 0)  # type: ignore[assignment]
 
     monkeypatch.setattr(WorkerProcess, "start", start)
-    monkeypatch.setattr("gpu_agent.worker.process_backend.SAVING_S", 0.0)
-    monkeypatch.setattr("gpu_agent.worker.process_backend.IDLE_S", 0.0)
+    at_once = WorkerTimeouts(restart_s=0.01, saving_s=0.0, idle_s=0.0)
     config = AgentConfig(staging_nbytes=1 << 16, save_timeout_s=SAVE_S)
     with ours, theirs:
-        yield ProcessBackend([place()], ClientConfig(), config), Played(theirs)
+        yield ProcessBackend([place()], ClientConfig(), config, timeouts=at_once), Played(theirs)
 
 
 def test_a_save_ordered_before_the_process_is_ready_has_its_whole_deadline(starting: Starting) -> None:
@@ -203,12 +201,10 @@ def test_an_engine_that_lacks_blocks_gets_those_of_staged_saves_back(starting: S
     assert [len(order.keys) for order in played.orders()] == [1]
 
 
-def test_a_process_that_never_becomes_ready_keeps_no_block_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_never_becomes_ready_keeps_no_block_pinned() -> None:
     """Pins end with the first start, what is dropped is counted, and the next starts hold nothing at all."""
-    monkeypatch.setattr(child_module, "START_S", 0.3)
-    monkeypatch.setattr(child_module, "RESTART_S", 0.05)
-    monkeypatch.setattr(child_module, "CLOSE_S", 2.0)
-    home = ProcessBackend([place()], ClientConfig(), AgentConfig(), [sys.executable, "-c", NEVER_READY])
+    timeouts = WorkerTimeouts(start_s=0.3, restart_s=0.05, close_s=2.0)
+    home = ProcessBackend([place()], ClientConfig(), AgentConfig(), [sys.executable, "-c", NEVER_READY], timeouts)
     rank = BlockRank(home, writes=True)
     pinned: set[int] = set()
     plan = SavePlan(1, 8, 4, pinned.update, pinned.difference_update)
@@ -262,7 +258,6 @@ def test_between_two_processes_saves_wait_for_the_next(
     starting: Starting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that was ready has died: the next one starts at once."""
-    monkeypatch.setattr(child_module, "RESTART_S", 0.01)
     home, played = starting
     (agent,) = home.agents(None)
     played.is_ready(time.monotonic())
