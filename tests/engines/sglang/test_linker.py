@@ -64,20 +64,7 @@ def transfer(slots: torch.Tensor | None = None, pages: int = 10, tokens: list[in
 
 @pytest.fixture
 def arguments() -> SimpleNamespace:
-    """Of the server, as far as they are read."""
-    return SimpleNamespace(
-        model_path="a-model",
-        revision=secrets.token_hex(20),
-        dtype="auto",
-        quantization=None,
-        quantization_param_path=None,
-        kv_cache_dtype="auto",
-        json_model_override_args="{}",
-        load_format="auto",
-        weight_version="default",
-        speculative_draft_model_path=None,
-        speculative_draft_model_revision=None,
-    )
+    return harness.server_arguments(secrets.token_hex(20))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ that computes, the one that finds what another computed), and use prompts of the
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,6 +19,11 @@ collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 sys.path.append(str(HERE.parents[2] / "benchmarks"))
 
 from vllm_server import store_config  # noqa: E402
+
+from kvstore.tools.node_process import NodeProcess  # noqa: E402
+
+if TYPE_CHECKING:
+    from scheduler_engine import Engines
 
 # For tests that are not about time: a busy machine answers late. A test's own options go first.
 PATIENT = {
@@ -69,3 +74,21 @@ def plain(models: Callable[..., str]) -> Iterator[Callable[..., EngineHandle]]:
 
     yield engine
     close_all(running)
+
+
+@pytest.fixture(scope="module")
+def scheduler_node() -> Iterator[NodeProcess]:
+    from scheduler_engine import start_node  # it needs vLLM in this process
+
+    with start_node() as node:
+        yield node
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler_node: NodeProcess) -> "Iterator[Engines]":
+    """Engines of vLLM's scheduler without a model, with one node."""
+    from scheduler_engine import Engines
+
+    engines = Engines(tmp_path, monkeypatch, scheduler_node.address)
+    yield engines
+    engines.close()
