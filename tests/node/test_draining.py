@@ -19,6 +19,7 @@ from kvstore import Client
 from kvstore.cluster.view import Member, State, View
 from kvstore.errors import Unavailable, UnknownNamespace
 from node.cluster import drain
+from node.cluster.drain import DrainTimeouts
 from node.memory.inventory import Inventory
 from node.server import Node
 
@@ -51,9 +52,8 @@ def test_a_member_that_is_drained_hands_all_it_has(
     connect: Connect,
     alone: Callable[[Node], Client],
     pages: Pages,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.05)
+    fleet[1].peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.05)
     view = tell()
     client = connect(fleet[0])
     pages.put(client, pages.keys(*NUMBERS))
@@ -101,10 +101,9 @@ def test_a_drain_goes_on_when_its_member_was_out_of_the_view(
     connect: Connect,
     alone: Callable[[Node], Client],
     pages: Pages,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its lease ended, and it registered again."""
-    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.01)
+    fleet[1].peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.01)
     tell()
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
     fleet[1].membership.announcer = announcer_of(tell)
@@ -125,10 +124,8 @@ def test_what_nobody_takes_stays_and_is_said(
     connect: Connect,
     alone: Callable[[Node], Client],
     pages: Pages,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.02)
-    monkeypatch.setattr(drain, "PATIENCE_S", 0.2)
+    fleet[1].peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.02, patience_s=0.2)
     view = tell()
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
     fleet[1].membership.announcer = announcer_of(tell)
@@ -147,8 +144,7 @@ def test_a_drain_goes_on_when_its_member_was_lost_for_a_while_and_a_namespace_go
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A lease that ended, say: the view is told without it, until it has registered again."""
-    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.02)
-    monkeypatch.setattr(drain, "PATIENCE_S", 0.2)
+    fleet[1].peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.02, patience_s=0.2)
     view, own = tell(), fleet[1]
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
     direct = alone(own)
@@ -173,8 +169,8 @@ def test_a_drain_goes_on_when_its_member_was_lost_for_a_while_and_a_namespace_go
 def test_a_drain_asks_within_the_limits_of_who_takes_over(
     start_node: StartNode, alone: Callable[[Node], Client], pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.01)
     nodes = [start_node(), start_node(batch_keys_max=3)]
+    nodes[0].peers.draining.timeouts = nodes[1].peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.01)
     members = [Member(f"n{i}", f"127.0.0.1:{node.grpc.port}") for i, node in enumerate(nodes)]
     for node in nodes:
         plant(node, pages, pages.keys(*NUMBERS))

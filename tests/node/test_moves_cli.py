@@ -17,7 +17,7 @@ from kvstore import Client, ClientConfig
 from kvstore.cli import cluster
 from kvstore.cli.commands import app
 from kvstore.cluster.view import Member, State, View
-from node.cluster import drain
+from node.cluster.drain import DrainTimeouts
 from node.server import Node
 
 KEYS = range(30)
@@ -25,10 +25,10 @@ KEYS = range(30)
 
 @pytest.fixture
 def fleet(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> list[Node]:
-    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.02)
-    monkeypatch.setattr(drain, "PATIENCE_S", 0.3)
     monkeypatch.setattr(cluster, "LOOK_S", 0.02)
     nodes = [start_node() for _ in range(2)]
+    for node in nodes:
+        node.peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.02, patience_s=0.3)
     numbers = itertools.count(1)
     tell(nodes, view_of(nodes, number=next(numbers)))
     nodes[1].membership.announcer = lambda state: tell(nodes, view_of(nodes, number=next(numbers), n1=state))
@@ -73,9 +73,7 @@ def test_what_was_left_is_looked_at_again(
     assert (shown.exit_code, shown.stdout) == (0, f"n1: {had} pages are with their owners, 0 are not\n")
 
 
-def test_it_goes_on_when_the_member_was_out_of_the_view(
-    fleet: list[Node], kvstore: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_goes_on_when_the_member_was_out_of_the_view(fleet: list[Node], kvstore: Callable[..., Any]) -> None:
     """A lease that ended, say: the member registers again."""
     client = Client(ClientConfig(address=f"127.0.0.1:{fleet[1].grpc.port}", direct=True))
     with client:

@@ -20,8 +20,9 @@ from waiting import wait_until
 from kvstore import Client, InvalidRequest, PutOutcome
 from kvstore.cluster.view import Member, State, View
 from kvstore.errors import Unavailable
-from node.cluster import drain, rebalance
+from node.cluster import rebalance
 from node.cluster import rebalance as sweep_of
+from node.cluster.drain import DrainTimeouts
 from node.server import Node
 from node.serving.limits import LONG_CALLS
 
@@ -303,9 +304,9 @@ def test_a_node_stops_in_its_time_though_whom_it_asks_hangs(
     start_node: StartNode, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a sweep and in a drain."""
-    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.02)
     hangs = start_node()
     node = Node(replace(start_node().config, drain_s=0.3))
+    node.peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.02)
     go_on, asked = threading.Event(), threading.Semaphore(0)
 
     def hang(request: Any, caller: Any) -> Any:
