@@ -27,19 +27,19 @@ PAGE = 64 << 10
 
 
 @pytest.fixture
-def space(request: pytest.FixtureRequest, node: Node, connect: Connect) -> Any:
+def space(request: pytest.FixtureRequest, node: Node, connect: Connect) -> Pages:
     """Pages 0 to 15 of a namespace of 64 KiB pages are stored."""
     pages = Pages(request.node.name, PAGE)
     pages.put(connect(node), pages.keys(*range(16)))
     return pages
 
 
-def put_of(space: Any, *numbers: int) -> pb.PutRequest:
+def put_of(space: Pages, *numbers: int) -> pb.PutRequest:
     keys = space.keys(*numbers)
     return pb.PutRequest(namespace=space.namespace.digest, prefix_hashes=keys, page_nbytes=PAGE)
 
 
-def get_of(space: Any, *numbers: int) -> pb.GetRequest:
+def get_of(space: Pages, *numbers: int) -> pb.GetRequest:
     return pb.GetRequest(namespace=space.namespace.digest, prefix_hashes=space.keys(*numbers))
 
 
@@ -77,7 +77,7 @@ def test_what_is_no_request_is_answered_with_one_error_and_the_end(node: Node, r
     settle(node)
 
 
-def test_a_frame_that_never_ends_is_given_up(node: Node, raw: ConnectRaw, space: Any) -> None:
+def test_a_frame_that_never_ends_is_given_up(node: Node, raw: ConnectRaw, space: Pages) -> None:
     """test_limits_connections has the first frame."""
     whole = frame(lookup=pb.LookupRequest(namespace=b"n" * 16, prefix_hashes=[b"k" * 32]))
     idle, *endless = [raw(node) for _ in range(4)]
@@ -107,7 +107,7 @@ BREAKING_A_PUT: dict[str, Callable[[Any], bytes]] = {
 
 
 @pytest.mark.parametrize("what", BREAKING_A_PUT)
-def test_a_put_out_of_order_ends_and_stores_nothing(node: Node, raw: ConnectRaw, space: Any, what: str) -> None:
+def test_a_put_out_of_order_ends_and_stores_nothing(node: Node, raw: ConnectRaw, space: Pages, what: str) -> None:
     with Bystander(node):
         connection = raw(node)
         assert list(connection.ask(put=put_of(space, 100, 101)).put.verdicts) == [pb.WRITE, pb.WRITE]
@@ -121,7 +121,7 @@ def test_a_put_out_of_order_ends_and_stores_nothing(node: Node, raw: ConnectRaw,
     settle(node, sessions=1)
 
 
-def stored(node: Node, space: Any) -> set[bytes]:
+def stored(node: Node, space: Pages) -> set[bytes]:
     infos, rest_after = Inventory(node.tier).list_pages(space.namespace.digest, b"", b"", 1000)
     assert not rest_after
     return {info.prefix_hash for info in infos}
@@ -133,7 +133,7 @@ def stored(node: Node, space: Any) -> set[bytes]:
     ids=lambda c: f"{len(c)}",
 )
 def test_a_commit_with_wrong_leaves_is_refused_and_the_connection_stays(
-    node: Node, raw: ConnectRaw, space: Any, sent: list[bytes]
+    node: Node, raw: ConnectRaw, space: Pages, sent: list[bytes]
 ) -> None:
     connection = raw(node)
     connection.request(put=put_of(space, 100, 101))
@@ -155,7 +155,7 @@ def test_a_commit_with_wrong_leaves_is_refused_and_the_connection_stays(
 PUT_STAGES = ["after the request", "after the verdicts", "within the data", "after the data", "within the commit"]
 
 
-def begin_put(connection: Any, space: Any, stage: str, *numbers: int) -> None:
+def begin_put(connection: Any, space: Pages, stage: str, *numbers: int) -> None:
     """As far as `stage`."""
     connection.request(put=put_of(space, *numbers))
     if stage != "after the request":
@@ -169,7 +169,7 @@ def begin_put(connection: Any, space: Any, stage: str, *numbers: int) -> None:
 @pytest.mark.parametrize("how", ["closes", "resets"])
 @pytest.mark.parametrize("stage", PUT_STAGES)
 def test_a_client_that_is_gone_in_the_middle_of_a_put_leaves_nothing(
-    node: Node, raw: ConnectRaw, space: Any, stage: str, how: str
+    node: Node, raw: ConnectRaw, space: Pages, stage: str, how: str
 ) -> None:
     with Bystander(node):
         connection = raw(node)
@@ -182,7 +182,7 @@ def test_a_client_that_is_gone_in_the_middle_of_a_put_leaves_nothing(
     settle(node, sessions=1)
 
 
-def test_clients_that_stall_in_the_middle_of_a_put_leave_nothing(node: Node, raw: ConnectRaw, space: Any) -> None:
+def test_clients_that_stall_in_the_middle_of_a_put_leave_nothing(node: Node, raw: ConnectRaw, space: Pages) -> None:
     with Bystander(node):
         for number, stage in enumerate(PUT_STAGES):
             begin_put(raw(node), space, stage, 100 + 2 * number, 101 + 2 * number)
@@ -192,7 +192,7 @@ def test_clients_that_stall_in_the_middle_of_a_put_leave_nothing(node: Node, raw
 
 
 def test_another_client_can_write_the_page_that_a_dead_one_had_reserved(
-    node: Node, raw: ConnectRaw, connect: Connect, space: Any
+    node: Node, raw: ConnectRaw, connect: Connect, space: Pages
 ) -> None:
     connection = raw(node)
     connection.ask(put=put_of(space, 100))

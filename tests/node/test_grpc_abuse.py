@@ -31,13 +31,13 @@ def stub(node: Node) -> Iterator[KVStoreStub]:
 
 
 @pytest.fixture
-def space(request: pytest.FixtureRequest, node: Node, connect: Connect) -> Any:
+def space(request: pytest.FixtureRequest, node: Node, connect: Connect) -> Pages:
     pages = Pages(request.node.name, PAGE)
     pages.put(connect(node), pages.keys(*range(8)))
     return pages
 
 
-def begin(space: Any, *numbers: int) -> pb.PutFrame:
+def begin(space: Pages, *numbers: int) -> pb.PutFrame:
     request = pb.PutRequest(
         namespace=space.namespace.digest, prefix_hashes=space.keys(*numbers), page_nbytes=space.nbytes
     )
@@ -52,7 +52,7 @@ def commit(*of_pages: bytes) -> pb.PutFrame:
     return pb.PutFrame(commit=pb.CommitRequest(leaves=of_pages))
 
 
-def stored(node: Node, space: Any) -> int:
+def stored(node: Node, space: Pages) -> int:
     return len(Inventory(node.tier).list_pages(space.namespace.digest, b"", b"", 1000)[0])
 
 
@@ -86,7 +86,7 @@ BAD_STREAMS: dict[str, tuple[Callable[[Any], list[pb.PutFrame]], str]] = {
 
 @pytest.mark.parametrize("what", BAD_STREAMS)
 def test_a_put_out_of_order_gets_one_status_and_stores_nothing(
-    node: Node, stub: KVStoreStub, space: Any, what: str
+    node: Node, stub: KVStoreStub, space: Pages, what: str
 ) -> None:
     frames, said = BAD_STREAMS[what]
     with Bystander(node), pytest.raises(grpc.RpcError) as caught:
@@ -97,12 +97,12 @@ def test_a_put_out_of_order_gets_one_status_and_stores_nothing(
     settle(node, sessions=1)
 
 
-def test_a_put_whose_pages_are_all_there_needs_no_commit(stub: KVStoreStub, space: Any) -> None:
+def test_a_put_whose_pages_are_all_there_needs_no_commit(stub: KVStoreStub, space: Pages) -> None:
     replies = list(stub.Put(iter([begin(space, 0, 1)]), timeout=5.0))
     assert [list(reply.begin.verdicts) for reply in replies] == [[pb.EXISTS, pb.EXISTS]]
 
 
-def test_a_put_by_hand_is_stored(stub: KVStoreStub, space: Any, node: Node, connect: Connect) -> None:
+def test_a_put_by_hand_is_stored(stub: KVStoreStub, space: Pages, node: Node, connect: Connect) -> None:
     (key,) = space.keys(100)
     content = space.content(key)
     frames = [begin(space, 100), pb.PutFrame(chunk=pb.PageChunk(data=content[:100]))]
@@ -131,7 +131,7 @@ class Held:
         return iter(self._queue.get, None)
 
 
-def test_puts_that_stall_are_cancelled(node: Node, stub: KVStoreStub, space: Any) -> None:
+def test_puts_that_stall_are_cancelled(node: Node, stub: KVStoreStub, space: Pages) -> None:
     """After the begin, within the data, and before the commit."""
     stalling = [
         Held(begin(space, 100, 101)),
@@ -151,7 +151,7 @@ def test_puts_that_stall_are_cancelled(node: Node, stub: KVStoreStub, space: Any
     settle(node, sessions=1)
 
 
-def test_a_put_that_trickles_is_cancelled(node: Node, stub: KVStoreStub, space: Any) -> None:
+def test_a_put_that_trickles_is_cancelled(node: Node, stub: KVStoreStub, space: Pages) -> None:
     """A byte now and then is no progress: it would keep slots for hours."""
     held = Held(begin(space, 100, 101))
     stop = threading.Event()
@@ -172,7 +172,7 @@ def test_a_put_that_trickles_is_cancelled(node: Node, stub: KVStoreStub, space: 
 
 
 @pytest.mark.parametrize("stage", ["after begin", "within the data"])
-def test_a_put_that_the_client_cancels_leaves_nothing(node: Node, stub: KVStoreStub, space: Any, stage: str) -> None:
+def test_a_put_that_the_client_cancels_leaves_nothing(node: Node, stub: KVStoreStub, space: Pages, stage: str) -> None:
     held = Held(begin(space, 100, 101))
     with Bystander(node):
         call = stub.Put(iter(held), timeout=30.0)

@@ -30,7 +30,7 @@ def wire(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def keyed(request: pytest.FixtureRequest) -> Any:
+def keyed(request: pytest.FixtureRequest) -> Pages:
     return Pages(request.node.name, NBYTES, key_id=key_id())
 
 
@@ -51,7 +51,7 @@ def ranged(client: Client, pages: Pages, keys: list[bytes], *ranges: tuple[int, 
     return hits
 
 
-def test_pages_come_back_whole_and_in_ranges(node: Node, client: Client, keyed: Any, wire: str) -> None:
+def test_pages_come_back_whole_and_in_ranges(node: Node, client: Client, keyed: Pages, wire: str) -> None:
     keys = keyed.keys(*range(4))
     assert keyed.put(client, keys) == [PutOutcome.STORED] * 4
     assert client.wire_name == wire
@@ -73,7 +73,7 @@ def in_pieces(data: bytearray | bytes, rng: random.Random) -> list[memoryview]:
     return [memoryview(data)[start:end] for start, end in itertools.pairwise(edges)]
 
 
-def test_pages_in_pieces_have_the_same_seals(node: Node, client: Client, keyed: Any, seed: int) -> None:
+def test_pages_in_pieces_have_the_same_seals(node: Node, client: Client, keyed: Pages, seed: int) -> None:
     keys, rng = keyed.keys(*range(4)), random.Random(seed)
     client.put(keyed.namespace, keys, [in_pieces(keyed.content(key), rng) for key in keys])
     assert keyed.get(client, keys) == [True] * 4
@@ -125,7 +125,7 @@ FORGERIES = [flip_first, flip_last, flip_seal, no_seal, half_a_seal, zeros, part
 @pytest.mark.parametrize("change", FORGERIES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("read", ["get", "get_ranges"])
 def test_what_a_node_changed_is_a_miss_goes_and_can_be_stored_anew(
-    node: Node, client: Client, keyed: Any, change: Callable[[bytearray], None], read: str
+    node: Node, client: Client, keyed: Pages, change: Callable[[bytearray], None], read: str
 ) -> None:
     keys = keyed.keys(*range(4))
     keyed.put(client, keys)
@@ -138,7 +138,7 @@ def test_what_a_node_changed_is_a_miss_goes_and_can_be_stored_anew(
     assert keyed.get(client, keys) == [True] * 4
 
 
-def test_a_prefix_ends_at_a_forged_page(node: Node, client: Client, keyed: Any) -> None:
+def test_a_prefix_ends_at_a_forged_page(node: Node, client: Client, keyed: Pages) -> None:
     keys = keyed.keys(*range(4))
     keyed.put(client, keys)
     forge(node, keyed, keys[2], flip_first)
@@ -147,7 +147,7 @@ def test_a_prefix_ends_at_a_forged_page(node: Node, client: Client, keyed: Any) 
 
 
 def test_pages_that_changed_places_are_both_misses_and_an_older_one_of_the_same_key_is_none(
-    node: Node, client: Client, keyed: Any
+    node: Node, client: Client, keyed: Pages
 ) -> None:
     keys = keyed.keys(*range(3))
     keyed.put(client, keys)
@@ -161,7 +161,7 @@ def test_pages_that_changed_places_are_both_misses_and_an_older_one_of_the_same_
     assert client.stats.forged_pages == 2
 
 
-def test_a_page_with_the_seal_of_another_namespace_is_a_miss(node: Node, client: Client, keyed: Any) -> None:
+def test_a_page_with_the_seal_of_another_namespace_is_a_miss(node: Node, client: Client, keyed: Pages) -> None:
     """Made with the same secret, for the same prefix hash."""
     other = Pages(keyed.namespace.model, NBYTES, key_id=key_id(), tenant="other")
     (key,) = keyed.keys(1)
@@ -173,7 +173,7 @@ def test_a_page_with_the_seal_of_another_namespace_is_a_miss(node: Node, client:
 
 
 def test_what_a_writer_without_the_key_stores_first_is_a_miss(
-    node: Node, client: Client, connect: Connect, keyed: Any, wire: str
+    node: Node, client: Client, connect: Connect, keyed: Pages, wire: str
 ) -> None:
     keys = keyed.keys(1, 2)
     stranger = pretender(connect(node, wire, page_key=OTHER))
@@ -186,7 +186,7 @@ def test_what_a_writer_without_the_key_stores_first_is_a_miss(
     assert keyed.get(stranger, keys) == [False, False]
 
 
-def test_a_range_is_checked_by_the_parts_that_it_lies_in(node: Node, client: Client, keyed: Any) -> None:
+def test_a_range_is_checked_by_the_parts_that_it_lies_in(node: Node, client: Client, keyed: Pages) -> None:
     (key,) = keyed.keys(1)
     keyed.put(client, [key])
 
@@ -198,13 +198,13 @@ def test_a_range_is_checked_by_the_parts_that_it_lies_in(node: Node, client: Cli
     assert ranged(client, keyed, [key], (0, 257)) == [False]
 
 
-def test_bad_ranges_are_refused(client: Client, keyed: Any) -> None:
+def test_bad_ranges_are_refused(client: Client, keyed: Pages) -> None:
     for ranges in ([(0, 0)], [(NBYTES, 1)], [(NBYTES - 1, 2)], [(-5, 10)], [(0, 10), (5, 10)]):
         with pytest.raises(InvalidRequest, match="range"):
             ranged(client, keyed, keyed.keys(1), *ranges)
 
 
-def test_many_ranges_come_in_several_batches(client: Client, keyed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ranges_come_in_several_batches(client: Client, keyed: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.cluster.calls.SCRATCH_NBYTES", 3 * 512)
     keys = keyed.keys(*range(10))
     keyed.put(client, keys)
@@ -213,13 +213,13 @@ def test_many_ranges_come_in_several_batches(client: Client, keyed: Any, monkeyp
 
 
 def test_without_the_key_nothing_is_put_or_got_and_the_rest_works(
-    node: Node, client: Client, connect: Connect, keyed: Any, wire: str
+    node: Node, client: Client, connect: Connect, keyed: Pages, wire: str
 ) -> None:
     (key,) = keyed.keys(1)
     keyed.put(client, [key])
     for settings, says in (({}, "has none"), ({"page_key": OTHER}, f"has {key_id(OTHER)}")):
         other = connect(node, wire, **settings)
-        for call in (keyed.put, keyed.get, lambda *of: ranged(*of[:1], keyed, *of[1:], (0, 1))):
+        for call in (keyed.put, keyed.get, lambda client, keys: ranged(client, keyed, keys, (0, 1))):
             with pytest.raises(
                 ConfigError, match=f"sealed with the key {key_id()}, and this client {says}; set KVSTORE"
             ):
@@ -229,7 +229,7 @@ def test_without_the_key_nothing_is_put_or_got_and_the_rest_works(
     assert keyed.get(client, [key]) == [True]
 
 
-def test_keyed_and_unkeyed_never_mix(node: Node, client: Client, keyed: Any) -> None:
+def test_keyed_and_unkeyed_never_mix(node: Node, client: Client, keyed: Pages) -> None:
     plain = Pages(keyed.namespace.model, NBYTES)
     keys = keyed.keys(1, 2)
     plain.put(client, keys[:1])  # by a client that has a key, too
@@ -238,7 +238,7 @@ def test_keyed_and_unkeyed_never_mix(node: Node, client: Client, keyed: Any) -> 
     assert keyed.get(client, keys) == [False, True]
 
 
-def test_nothing_is_used_in_place(node: Node, connect: Connect, keyed: Any) -> None:
+def test_nothing_is_used_in_place(node: Node, connect: Connect, keyed: Pages) -> None:
     client = connect(node, "shm", page_key=SECRET)
     client.open(keyed.namespace)
     assert client.maps_arena
@@ -248,7 +248,7 @@ def test_nothing_is_used_in_place(node: Node, connect: Connect, keyed: Any) -> N
 
 
 def test_a_page_that_changes_after_it_was_copied_is_what_was_checked(
-    node: Node, connect: Connect, keyed: Any, monkeypatch: pytest.MonkeyPatch
+    node: Node, connect: Connect, keyed: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who maps the arena changes it between the copy and the check: the copy is what counts."""
     client, (key,) = connect(node, "shm", page_key=SECRET), keyed.keys(1)
@@ -265,7 +265,7 @@ def test_a_page_that_changes_after_it_was_copied_is_what_was_checked(
     assert keyed.get(client, [key]) == [False]
 
 
-def test_pages_on_disk_whole_and_in_part(start_node: StartNode, connect: Connect, keyed: Any, tmp_path: Path) -> None:
+def test_pages_on_disk_whole_and_in_part(start_node: StartNode, connect: Connect, keyed: Pages, tmp_path: Path) -> None:
     """Read back into RAM, or only the parts that a range needs."""
     node = start_node(data_dir=str(tmp_path / "data"), disk_nbytes=64 << 20)
     client, keys = connect(node, page_key=SECRET), keyed.keys(1, 2)

@@ -1,7 +1,5 @@
 """Pages of a keyed namespace where one member of a cluster lies."""
 
-from typing import Any
-
 import pytest
 from fleet import NUMBERS, calm, owned, owners, present, tell, view_of
 from forging import SECRET, forge, key_id
@@ -18,7 +16,7 @@ def flip(data: bytearray) -> None:
 
 
 @pytest.fixture
-def keyed(request: pytest.FixtureRequest) -> Any:
+def keyed(request: pytest.FixtureRequest) -> Pages:
     return Pages(request.node.name, NBYTES, key_id=key_id())
 
 
@@ -28,7 +26,7 @@ def replicated(cluster: list[Node]) -> list[Node]:
     return cluster
 
 
-def lie(nodes: list[Node], keyed: Any, keys: list[bytes], replicas: int) -> list[bytes]:
+def lie(nodes: list[Node], keyed: Pages, keys: list[bytes], replicas: int) -> list[bytes]:
     """n1 changes all that it is the first owner of; those keys."""
     mine = owned(view_of(nodes, replicas), keyed, keys, "n1")
     assert mine
@@ -37,7 +35,7 @@ def lie(nodes: list[Node], keyed: Any, keys: list[bytes], replicas: int) -> list
     return mine
 
 
-def test_where_one_owner_lies_the_other_is_asked(replicated: list[Node], connect: Connect, keyed: Any) -> None:
+def test_where_one_owner_lies_the_other_is_asked(replicated: list[Node], connect: Connect, keyed: Pages) -> None:
     client, keys = connect(replicated[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
     keyed.put(client, keys)
     calm(replicated)
@@ -47,7 +45,7 @@ def test_where_one_owner_lies_the_other_is_asked(replicated: list[Node], connect
     assert present(replicated[1], keyed.namespace, mine) == [False] * len(mine)
 
 
-def test_replicas_of_sealed_pages_are_whole(replicated: list[Node], connect: Connect, keyed: Any) -> None:
+def test_replicas_of_sealed_pages_are_whole(replicated: list[Node], connect: Connect, keyed: Pages) -> None:
     """Handed on by their first owner, seal and all."""
     client, keys = connect(replicated[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
     keyed.put(client, keys)
@@ -60,7 +58,7 @@ def test_replicas_of_sealed_pages_are_whole(replicated: list[Node], connect: Con
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
 def test_an_owner_lies_to_a_near_node(
-    cluster: list[Node], far: ClusterClient, connect: Connect, keyed: Any, wire: str
+    cluster: list[Node], far: ClusterClient, connect: Connect, keyed: Pages, wire: str
 ) -> None:
     """With one owner that is a miss; nothing of it stays at the near node."""
     client = connect(cluster[0], wire, near="n0", page_key=SECRET)
@@ -75,7 +73,7 @@ def test_an_owner_lies_to_a_near_node(
 
 
 def test_an_owner_lies_to_a_near_node_and_another_has_the_page(
-    replicated: list[Node], connect: Connect, keyed: Any
+    replicated: list[Node], connect: Connect, keyed: Pages
 ) -> None:
     client = connect(replicated[0], "auto", near="n0", page_key=SECRET)
     writer, keys = connect(replicated[-1], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
@@ -88,7 +86,7 @@ def test_an_owner_lies_to_a_near_node_and_another_has_the_page(
     assert client.stats.forged_pages >= len(mine) - len(at_near)
 
 
-def test_a_near_node_lies(replicated: list[Node], connect: Connect, keyed: Any) -> None:
+def test_a_near_node_lies(replicated: list[Node], connect: Connect, keyed: Pages) -> None:
     client = connect(replicated[1], "auto", near="n1", page_key=SECRET)
     keys = keyed.keys(*NUMBERS)
     keyed.put(client, keys)
@@ -98,7 +96,7 @@ def test_a_near_node_lies(replicated: list[Node], connect: Connect, keyed: Any) 
     assert client.stats.forged_pages == len(mine)
 
 
-def test_a_sweep_brings_sealed_pages(cluster: list[Node], connect: Connect, keyed: Any) -> None:
+def test_a_sweep_brings_sealed_pages(cluster: list[Node], connect: Connect, keyed: Pages) -> None:
     """To a member that owns them now."""
     tell(cluster, view_of(cluster[:2], number=2))
     writer, keys = connect(cluster[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)

@@ -1,7 +1,5 @@
 """What a get with ranges may cost: the parts of its pages that are hashed for it are counted, each once."""
 
-from typing import Any
-
 import pytest
 from known_pages import Pages
 from local_nodes import Connect, StartNode
@@ -32,7 +30,7 @@ def large_node(start_node: StartNode) -> Node:
 
 
 @pytest.fixture
-def large_pages(large_node: Node, connect: Connect) -> Any:
+def large_pages(large_node: Node, connect: Connect) -> Pages:
     """Three pages, of which two are the largest batch."""
     pages = Pages("large", 3 << 20)
     pages.put(connect(large_node), pages.keys(0, 1, 2))
@@ -41,7 +39,7 @@ def large_pages(large_node: Node, connect: Connect) -> Any:
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_get_of_ranges_counts_what_is_hashed_for_it_and_the_client_divides_it(
-    large_node: Node, large_pages: Any, connect: Connect, wire: str
+    large_node: Node, large_pages: Pages, connect: Connect, wire: str
 ) -> None:
     """19 KB of keys and ranges made the node hash 64 GiB."""
     with (
@@ -56,7 +54,7 @@ def test_a_get_of_ranges_counts_what_is_hashed_for_it_and_the_client_divides_it(
     assert buffers == [large_pages.content(key)[::PART] for key in large_pages.keys(0, 1, 2)]
 
 
-def test_a_get_of_too_many_pieces_is_refused(large_node: Node, large_pages: Any) -> None:
+def test_a_get_of_too_many_pieces_is_refused(large_node: Node, large_pages: Pages) -> None:
     """Keys x ranges: a view of each is kept."""
     request = ranged(large_pages, *[0] * (GET_PIECES_MAX // GET_RANGES_MAX + 1))
     del request.ranges[:]
@@ -69,7 +67,7 @@ def test_a_get_of_too_many_pieces_is_refused(large_node: Node, large_pages: Any)
 
 
 def test_a_page_is_hashed_once_for_a_get_however_often_it_is_asked_for(
-    large_node: Node, large_pages: Any, monkeypatch: pytest.MonkeyPatch
+    large_node: Node, large_pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = large_node.service
     intact, hashed = service.content.intact, []
@@ -82,7 +80,7 @@ def test_a_page_is_hashed_once_for_a_get_however_often_it_is_asked_for(
 
 
 def test_nobody_goes_on_hashing_for_a_reader_who_has_left(
-    large_node: Node, large_pages: Any, monkeypatch: pytest.MonkeyPatch
+    large_node: Node, large_pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = large_node.service
     intact, hashed = service.content.intact, []

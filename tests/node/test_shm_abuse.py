@@ -83,7 +83,7 @@ def raw() -> Iterator[Callable[[Node], Raw]]:
 
 
 @pytest.fixture
-def pages(request: pytest.FixtureRequest, node: Node, connect: Connect) -> Any:
+def pages(request: pytest.FixtureRequest, node: Node, connect: Connect) -> Pages:
     """Pages 0 to 3 are stored."""
     pages = Pages(request.node.name)
     client = connect(node, "bulk")
@@ -92,12 +92,12 @@ def pages(request: pytest.FixtureRequest, node: Node, connect: Connect) -> Any:
     return pages
 
 
-def put_of(pages: Any, *numbers: int) -> pb.PutRequest:
+def put_of(pages: Pages, *numbers: int) -> pb.PutRequest:
     keys = pages.keys(*numbers)
     return pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
 
 
-def get_of(pages: Any, *numbers: int) -> pb.GetRequest:
+def get_of(pages: Pages, *numbers: int) -> pb.GetRequest:
     return pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*numbers))
 
 
@@ -160,7 +160,7 @@ for line in sys.stdin:
 """
 
 
-def test_one_put_and_one_get_at_a_time(node: Node, pages: Any) -> None:
+def test_one_put_and_one_get_at_a_time(node: Node, pages: Pages) -> None:
     """Whoever breaks this rule may be writing all the same, so nobody gets his slots while he lives."""
     lookup = pb.LookupRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1))
     requests: dict[str, Any] = {
@@ -194,7 +194,7 @@ def test_one_put_and_one_get_at_a_time(node: Node, pages: Any) -> None:
 
 
 def test_an_idle_connection_stays_where_the_node_has_many_descriptors_open(
-    node: Node, raw: Callable[[Node], Raw], pages: Any
+    node: Node, raw: Callable[[Node], Raw], pages: Pages
 ) -> None:
     """`select` takes none above 1,023: each idle connection ended, and with it a node that has many extents."""
     taken = [os.open("/dev/null", os.O_RDONLY)]
@@ -229,7 +229,7 @@ def test_a_client_hears_at_once_that_its_connection_has_ended_though_its_slots_a
 
 
 def test_a_release_of_nothing_and_an_empty_answer_hold_nothing(
-    node: Node, raw: Callable[[Node], Raw], pages: Any
+    node: Node, raw: Callable[[Node], Raw], pages: Pages
 ) -> None:
     connection = raw(node)
     connection.greet()
@@ -244,7 +244,7 @@ def test_a_release_of_nothing_and_an_empty_answer_hold_nothing(
     settle(node)
 
 
-def test_a_release_that_is_the_last_word_is_heard(node: Node, raw: Callable[[Node], Raw], pages: Any) -> None:
+def test_a_release_that_is_the_last_word_is_heard(node: Node, raw: Callable[[Node], Raw], pages: Pages) -> None:
     """As of a client whose deadline passed: it reads no answer any more."""
     for request in ({"get": get_of(pages, 1, 2)}, {"put": put_of(pages, 20, 21)}):
         connection = raw(node)
@@ -256,7 +256,7 @@ def test_a_release_that_is_the_last_word_is_heard(node: Node, raw: Callable[[Nod
 
 
 def test_random_bytes_are_answered_with_an_error_or_the_end(
-    node: Node, raw: Callable[[Node], Raw], pages: Any, seed: int
+    node: Node, raw: Callable[[Node], Raw], pages: Pages, seed: int
 ) -> None:
     chance = random.Random(seed)
     with Bystander(node):

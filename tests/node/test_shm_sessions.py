@@ -68,7 +68,7 @@ for line in sys.stdin:
 class Child:
     """A process with slots in its hands."""
 
-    def __init__(self, node: Node, pages: Any, what: str) -> None:
+    def __init__(self, node: Node, pages: Pages, what: str) -> None:
         wait_fd, self._let_go = os.pipe()
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD, f"127.0.0.1:{node.grpc.port}", pages.namespace.model, what],
@@ -110,7 +110,7 @@ class Child:
 
 
 @pytest.fixture
-def pages(request: pytest.FixtureRequest) -> Any:
+def pages(request: pytest.FixtureRequest) -> Pages:
     return Pages(request.node.name, PAGE)
 
 
@@ -124,7 +124,7 @@ def small(start_node: StartNode) -> Node:
 def spawn() -> Iterator[Callable[..., Child]]:
     children: list[Child] = []
 
-    def start(node: Node, pages: Any, what: str) -> Child:
+    def start(node: Node, pages: Pages, what: str) -> Child:
         children.append(Child(node, pages, what))
         return children[-1]
 
@@ -145,20 +145,20 @@ def orphan_pages(node: Node) -> int:
     return int(node.shm.status().orphan_page_count)
 
 
-def refill(client: Client, pages: Any, first: int = 1000) -> None:
+def refill(client: Client, pages: Pages, first: int = 1000) -> None:
     """Puts three times as many pages as the node has room for."""
     for number in range(first, first + 192, 8):
         pages.put(client, pages.keys(*range(number, number + 8)))
 
 
-def owned(node: Node, pages: Any) -> set[int]:
+def owned(node: Node, pages: Pages) -> set[int]:
     """Offsets of all visible pages."""
     return {page.offset for page in node.tier.namespace(pages.namespace.digest).pages.values() if page.checksum}
 
 
 @pytest.mark.parametrize("what", ["held", "reserved"])
 def test_a_killed_clients_slots_are_free_when_its_process_is_gone(
-    small: Node, connect: Connect, pages: Any, spawn: Callable[..., Child], what: str
+    small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child], what: str
 ) -> None:
     client = connect(small)
     pages.put(client, pages.keys(0, 1, 2, 3))
@@ -175,7 +175,7 @@ def test_a_killed_clients_slots_are_free_when_its_process_is_gone(
 
 
 def test_a_lost_connection_frees_no_slot_while_its_process_may_write(
-    small: Node, connect: Connect, pages: Any, spawn: Callable[..., Child]
+    small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
     client = connect(small)
     child = spawn(small, pages, "reserved")
@@ -197,7 +197,7 @@ def test_a_lost_connection_frees_no_slot_while_its_process_may_write(
 
 
 def test_a_stopped_process_keeps_what_it_reads(
-    small: Node, connect: Connect, pages: Any, spawn: Callable[..., Child]
+    small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
     client = connect(small)
     pages.put(client, pages.keys(0, 1, 2, 3))
@@ -213,7 +213,7 @@ def test_a_stopped_process_keeps_what_it_reads(
 
 
 def test_a_child_that_was_forked_keeps_no_slots_of_a_dead_parent(
-    small: Node, connect: Connect, pages: Any, spawn: Callable[..., Child]
+    small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
     """It has the parent's socket, so there is no end of stream; but not its map, so it can not write."""
     child = spawn(small, pages, "reserved")
@@ -224,7 +224,7 @@ def test_a_child_that_was_forked_keeps_no_slots_of_a_dead_parent(
 
 
 def test_a_fork_has_no_part_in_the_clients_connections(
-    small: Node, connect: Connect, pages: Any, spawn: Callable[..., Child]
+    small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
     """Two processes that use one stream would take each other's answers; and the child's end ends nothing."""
     pages.put(connect(small), pages.keys(0, 1, 2, 3))
@@ -251,7 +251,9 @@ def stopping_node() -> Iterator[Callable[..., Node]]:
             node.stop()
 
 
-def test_a_draining_node_lets_a_writer_finish(stopping_node: Callable[..., Node], connect: Connect, pages: Any) -> None:
+def test_a_draining_node_lets_a_writer_finish(
+    stopping_node: Callable[..., Node], connect: Connect, pages: Pages
+) -> None:
     node = stopping_node(drain_s=20.0)
     client = connect(node, "shm")
     (key,) = pages.keys(1)
@@ -268,7 +270,7 @@ def test_a_draining_node_lets_a_writer_finish(stopping_node: Callable[..., Node]
 
 
 def test_a_node_stops_without_those_that_do_not_let_go(
-    stopping_node: Callable[..., Node], connect: Connect, pages: Any, spawn: Callable[..., Child]
+    stopping_node: Callable[..., Node], connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
     """Their slots are not given to anybody while the rest of the node drains; the memory is theirs."""
     node = stopping_node(drain_s=0.1)
@@ -289,7 +291,7 @@ def test_a_node_stops_without_those_that_do_not_let_go(
 
 @pytest.mark.parametrize("what", ["held", "reserved"])
 def test_a_client_that_stood_still_releases_all_the_same(
-    node: Node, connect: Connect, pages: Any, monkeypatch: pytest.MonkeyPatch, what: str
+    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """A thread that did not run for longer than a release may take: the node would keep the slots for good."""
     monkeypatch.setattr("kvstore.transports.mapped_memory.RELEASE_S", -1.0)
