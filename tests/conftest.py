@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 import pytest
 from authorities import ours as ours
 from authorities import strangers as strangers
+from waiting import OthersRun
 
 from kvstore import Client, ClientConfig, DeadlineExceeded, Unavailable, checksum
 from kvstore.tools.node_process import NodeProcess
@@ -110,7 +111,7 @@ def seed() -> int:
 
 
 @pytest.fixture
-def others_run() -> Iterator[Callable[[Callable[[], object]], bool]]:
+def others_run() -> Iterator[OthersRun]:
     """Whether another thread ran while a call did. No thread is made to give up the GIL here, so one that does not do
     so by itself is alone until it returns, on any machine: this is never True of a call that keeps the GIL. One that
     gives it up is asked again, because a busy machine may have no core for the other thread just then."""

@@ -77,7 +77,7 @@ def run(*command: str, cwd: Path = ROOT, **variables: str) -> None:
 
 
 def pytest(*arguments: str, python: str = PYTHON, **variables: str) -> None:
-    run(python, "-m", "pytest", *arguments, *words("ARGS"), **variables)
+    run(python, "-m", "pytest", *arguments, *words("ARGS"), cwd=ROOT, **variables)
 
 
 def words(name: str, default: str = "") -> list[str]:
@@ -255,7 +255,7 @@ def soak_cluster() -> None:
 
 def service(release: str, path: str) -> None:
     """Run the tests of the service with the packages of a folder in place of those of `.venv`."""
-    names = ("node/test_service_surface", "node/test_bad_requests", "node/test_grpc_abuse", "node/test_limits_grpc")
+    names = ["node/test_service_surface", "node/test_bad_requests", "node/test_grpc_abuse", "node/test_limits_grpc"]
     names += ("core/test_client", "core/test_messages", "cli/test_commands", "gateway/test_health")
     print(release, flush=True)
     run(PYTHON, "-m", "pytest", *(f"tests/{name}.py" for name in names), PYTHONPATH=path)

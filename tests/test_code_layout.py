@@ -1,5 +1,6 @@
 """benchmarks/layout.py counts a small tree right, and runs on this one."""
 
+import functools
 import importlib.util
 import json
 import sys
@@ -91,7 +92,10 @@ def test_fragment_is_told_by_its_first_word(layout: ModuleType, docstring: str, 
     assert layout.is_fragment(docstring) is fragment
 
 
-def test_layout_of_this_tree_has_a_figure_in_each_row(layout: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layout_of_this_tree_has_a_figure_in_each_row(
+    layout: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "measure", functools.cache(layout.measure))  # it takes seconds, and is printed twice
     layout.main(["--json"])
     rows = json.loads(capsys.readouterr().out)
     assert all(row["now"] != "-" for row in rows.values())

@@ -14,7 +14,7 @@ from typing import Any
 from gpu_agent.blocks.lookups import Answer, Question
 from gpu_agent.worker import frames
 from gpu_agent.worker.frames import Kind
-from gpu_agent.worker.worker_process import GRACE_S, IDLE_S, WorkerProcess
+from gpu_agent.worker.worker_process import TIMEOUTS, WorkerProcess, WorkerTimeouts
 from kvstore.config import ClientConfig
 from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable
 from kvstore.keys import Namespace
@@ -35,14 +35,14 @@ class ProcessLookups:
 
     name = "lookups"
 
-    def __init__(self, client: ClientConfig, command: Sequence[str] = ()) -> None:
+    def __init__(self, client: ClientConfig, command: Sequence[str] = (), timeouts: WorkerTimeouts = TIMEOUTS) -> None:
         self._client = client
         self._namespaces: list[Namespace] = []
         self._numbers: dict[bytes, int] = {}  # by their digests
         self._asked: dict[int, tuple[concurrent.futures.Future[Any], tuple[int, ...], float]] = {}
         self._awaited = 0  # questions of them; for a touch nobody waits
         self._next = 0
-        self._child = WorkerProcess(self, command)
+        self._child = WorkerProcess(self, command, timeouts)
         self._child.start()
 
     def await_ready(self, timeout_s: float) -> bool:
@@ -70,7 +70,7 @@ class ProcessLookups:
         return done
 
     def poll(self) -> None:
-        self._child.poll(0.0 if self._awaited else IDLE_S)
+        self._child.poll(0.0 if self._awaited else self._child.timeouts.idle_s)
 
     def pause(self, timeout_s: float) -> None:
         self._child.pause(timeout_s)
@@ -89,7 +89,7 @@ class ProcessLookups:
         self._next += 1
         until = time.monotonic() + timeout_s
         counts = tuple(len(keys) for _, keys in question) if kind is Kind.ASK else ()
-        self._asked[self._next] = (done, counts, until + GRACE_S)
+        self._asked[self._next] = (done, counts, until + self._child.timeouts.grace_s)
         self._awaited += kind is Kind.ASK
         try:
             groups = [([self._number(namespace) for namespace in namespaces], keys) for namespaces, keys in question]

@@ -4,7 +4,7 @@
     load -----------------> LOADED     because nothing reads or writes its blocks any more then
 
     save ---> staged ---> the process is ready ---> sent to it, with its whole deadline
-                   +----> STAGED_S passed, the start failed, the namespace was replaced,
+                   +----> wait_s passed, the start failed, the namespace was replaced,
                           or the engine lacks blocks: dropped
 
 No call waits, no thread runs beside the engine, and CUDA records one event per order. The death of
@@ -30,7 +30,7 @@ from gpu_agent.options import AgentConfig
 from gpu_agent.worker import frames
 from gpu_agent.worker.frames import Kind, Loaded, Saved
 from gpu_agent.worker.ipc_memory import IpcEvents, described_pools
-from gpu_agent.worker.worker_process import GRACE_S, IDLE_S, START_S, WorkerProcess
+from gpu_agent.worker.worker_process import TIMEOUTS, WorkerProcess, WorkerTimeouts
 from kvstore.config import ClientConfig
 from kvstore.errors import Exhausted, InvalidRequest, ProtocolError
 from kvstore.keys import Namespace
@@ -38,7 +38,6 @@ from kvstore.messages import namespace_message
 from kvstore.sync import Future
 from kvstore.tracing import packed_now
 
-STAGED_S = START_S  # a process that is not ready by then is ended
 STAGED_SENDS_MAX = 16  # staged saves sent per poll: each costs the engine's step some microseconds
 # Time in which the engine need not know of blocks that have been read. Ends of loads it wants to
 # know at once.
@@ -190,7 +189,9 @@ class StagedSave:
 class StagedSaves:
     """A queue of saves, sent in the order in which they were staged. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait_s: float) -> None:
+        """`wait_s`: a process that is not ready by then is ended."""
+        self._wait_s = wait_s
         self._saves: deque[StagedSave] = deque()
         self._nbytes = 0
 
@@ -200,7 +201,7 @@ class StagedSaves:
     def add(
         self, agent: int, event: int, keys: Sequence[bytes], slot_indices: dict[str, bytes], trace: bytes
     ) -> SaveJob:
-        save = StagedSave(new_save(), agent, event, keys, slot_indices, trace, time.monotonic() + STAGED_S)
+        save = StagedSave(new_save(), agent, event, keys, slot_indices, trace, time.monotonic() + self._wait_s)
         if self._nbytes + save.nbytes > frames.UNSENT_NBYTES_MAX:
             save.drop(f"{self._nbytes} bytes of orders wait for the agents' process")
         else:
@@ -216,7 +217,7 @@ class StagedSaves:
     def expire(self, now: float) -> None:
         """Drop those that have waited too long."""
         while self._saves and self._saves[0].until < now:
-            self.take().drop(f"the agents' process was not ready within {STAGED_S:.0f} s")
+            self.take().drop(f"the agents' process was not ready within {self._wait_s:.0f} s")
 
     def drop(self, reason: str, which: Callable[[StagedSave], bool] = lambda _: True) -> None:
         """Drop all, or those that `which` names."""
@@ -242,6 +243,7 @@ class ProcessBackend:
         client: ClientConfig,
         config: AgentConfig,
         command: Sequence[str] = (),
+        timeouts: WorkerTimeouts = TIMEOUTS,
     ) -> None:
         self._groups = groups
         self._client = client
@@ -249,10 +251,10 @@ class ProcessBackend:
         self._device = next(group.pool.device for group in groups if group)
         self._events = IpcEvents(self._device)
         self._orders = InflightOrders()
-        self._staged = StagedSaves()
+        self._staged = StagedSaves(timeouts.start_s)
         self._agents: dict[int, RemoteAgent] = {}
         self._made = 0
-        self._child = WorkerProcess(self, command)
+        self._child = WorkerProcess(self, command, timeouts)
         self._child.start()
 
     # ---- AgentBackend ----------------------------------------------------------------------
@@ -278,7 +280,8 @@ class ProcessBackend:
         return self._child.startup_seconds
 
     def poll(self) -> None:
-        saving_s = SAVING_S if len(self._orders) else IDLE_S
+        timeouts = self._child.timeouts
+        saving_s = timeouts.saving_s if len(self._orders) else timeouts.idle_s
         self._child.poll(0.0 if self._orders.loading else saving_s)
         if len(self._staged):
             self._send_or_drop_staged()
@@ -355,7 +358,7 @@ class ProcessBackend:
     def _order(self, pages: int, job: SaveJob) -> tuple[int, float]:
         """Return the number of a save that is sent now, and its deadline."""
         until = time.monotonic() + self._config.save_timeout_s
-        return self._orders.save(pages, until + GRACE_S, job), until
+        return self._orders.save(pages, until + self._child.timeouts.grace_s, job), until
 
     def load(self, agent: "RemoteAgent", keys: Sequence[bytes], slot_indices: dict[str, bytes]) -> LoadJob:
         """Start a load if the process is ready. Computing is sooner done than starting it."""
@@ -364,7 +367,7 @@ class ProcessBackend:
             job.done.set_result(LoadResult(0, 0, "the agents' process is not ready"))
             return job
         until = time.monotonic() + self._config.load_timeout_s
-        number, job = self._orders.load(len(keys), until + GRACE_S)
+        number, job = self._orders.load(len(keys), until + self._child.timeouts.grace_s)
         self._give(Kind.LOAD, number, agent.number, until, keys, slot_indices, self._events.record(), packed_now())
         return job
 

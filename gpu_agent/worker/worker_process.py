@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gpu_agent.worker import frames
@@ -27,18 +28,32 @@ from kvstore.errors import ConfigError, Exhausted, ProtocolError
 
 log = logging.getLogger(__name__)
 
-# Work ends by its deadline, except for a call to the node that is under way then.
-GRACE_S = 2.0
-START_S = 60.0  # importing torch, a context of the GPU, mapping the engine's memory
-CLOSE_S = 5.0  # for what is under way when the engine ends, and as long for the end itself
-RESTART_S, RESTART_S_MAX = 1.0, 60.0
 SOON_S = 5.0  # saves are staged for a process whose next start is at most this far away
 STARTS_MAX = 64
 LIVED_S = 60.0  # after so long a death is the first again
 _POLL_S = 0.01
-# A read of the socket costs an engine's step 10 us (a machine with an H200). A process without work
-# has nothing to report but its death.
-IDLE_S = 0.1
+
+
+@dataclass(frozen=True)
+class WorkerTimeouts:
+    """How long a worker process may take, and how long it is left alone. All in seconds."""
+
+    # An order ends by its deadline, but for a call to the node that is under way then.
+    grace_s: float = 2.0
+    # From when an overdue order is first seen: the engine may have stood still, and not the process.
+    overdue_s: float = 2.0
+    start_s: float = 60.0  # importing torch, a context of the GPU, mapping the engine's memory
+    close_s: float = 5.0  # for what is under way when the engine ends, and as long for the end itself
+    restart_s: float = 1.0  # after the first death; doubled with each further one, up to restart_s_max
+    restart_s_max: float = 60.0
+    # A read of the socket costs an engine's step 10 us (a machine with an H200). A process without
+    # work has nothing to report but its death.
+    idle_s: float = 0.1
+    # How late the engine may learn that blocks were read; it learns of loads at once.
+    saving_s: float = 0.01
+
+
+TIMEOUTS = WorkerTimeouts()
 
 
 class Delegate(Protocol):
@@ -65,9 +80,10 @@ class WorkerProcess:
     A process that the main thread started dies with the engine even while it is stopped.
     """
 
-    def __init__(self, delegate: Delegate, command: Sequence[str] = ()) -> None:
+    def __init__(self, delegate: Delegate, command: Sequence[str] = (), timeouts: WorkerTimeouts = TIMEOUTS) -> None:
         self._delegate = delegate
         self._command = command
+        self.timeouts = timeouts
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: EngineEnd | None = None  # None: nothing is said any more
         self._started_at = 0.0
@@ -183,20 +199,21 @@ class WorkerProcess:
             time.sleep(timeout_s)
 
     def close(self, busy: Callable[[], bool]) -> None:
-        """End the process when it is not `busy` any more, at most CLOSE_S from now.
+        """End the process when it is not `busy` any more, at most `close_s` from now.
 
         Wait until it is gone.
         """
         self._closed = True
-        end = time.monotonic() + CLOSE_S
+        close_s = self.timeouts.close_s
+        end = time.monotonic() + close_s
         if self.ready and busy():
-            self.tell(frames.close_frame(CLOSE_S))
+            self.tell(frames.close_frame(close_s))
             while self._channel is not None and busy() and time.monotonic() < end:
                 self.pause()
                 self.poll()
         if self._channel is not None:
             self._end("the engine ends", logging.DEBUG)
-        while self._process is not None and time.monotonic() < end + CLOSE_S:
+        while self._process is not None and time.monotonic() < end + close_s:
             self.pause()
             self.poll()
 
@@ -227,16 +244,16 @@ class WorkerProcess:
         """Return whether the process has made no progress for too long.
 
         Time to start, or time in which the engine itself stood still and read nothing, does not
-        count: from the moment that work is seen to be overdue, it has GRACE_S to end.
+        count: from the moment that work is seen to be overdue, it has `overdue_s` to end.
         """
         if not self.ready:
-            return now > self._started_at + START_S
+            return now > self._started_at + self.timeouts.start_s
         if not self._delegate.overdue(now):
             self._overdue_since = None
             return False
         if self._overdue_since is None:
             self._overdue_since = now
-        return now > self._overdue_since + GRACE_S
+        return now > self._overdue_since + self.timeouts.overdue_s
 
     def _restart(self) -> None:
         try:
@@ -276,7 +293,8 @@ class WorkerProcess:
             )
 
     def _died(self) -> None:
-        self._restart_at = time.monotonic() + min(RESTART_S_MAX, RESTART_S * 2 ** min(self._deaths, 10))
+        wait_s = self.timeouts.restart_s * 2 ** min(self._deaths, 10)
+        self._restart_at = time.monotonic() + min(self.timeouts.restart_s_max, wait_s)
         self._deaths += 1
 
 

@@ -7,6 +7,7 @@ became of it: a page is handed when one of its owners has it.
 import logging
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvstore.cluster.calls import keyed_replies
@@ -25,8 +26,17 @@ log = logging.getLogger(__name__)
 
 PAGES = 4096  # looked at together
 CALL_S = 10.0
-PASS_PAUSE_S = 1.0
-PATIENCE_S = 30.0  # nobody takes more: what is left then stays behind
+
+
+@dataclass(frozen=True)
+class DrainTimeouts:
+    """How often a drain looks, and when it gives up. In seconds."""
+
+    pass_pause_s: float = 1.0
+    patience_s: float = 30.0  # nobody takes more: what is left then stays behind
+
+
+TIMEOUTS = DrainTimeouts()
 
 
 class Progress(NamedTuple):
@@ -40,7 +50,10 @@ class Progress(NamedTuple):
 class Drain:
     """Thread-safe."""
 
-    def __init__(self, membership: Membership, links: PeerLinks, tier: RamTier) -> None:
+    def __init__(
+        self, membership: Membership, links: PeerLinks, tier: RamTier, timeouts: DrainTimeouts = TIMEOUTS
+    ) -> None:
+        self.timeouts = timeouts
         self._membership = membership
         self._links = links
         self._tier = tier
@@ -78,7 +91,7 @@ class Drain:
 
     def _run(self, over: threading.Event) -> None:
         least, since = -1, time.monotonic()
-        while not over.wait(PASS_PAUSE_S):
+        while not over.wait(self.timeouts.pass_pause_s):
             view = self._membership.view
             own = view.by_id.get(self._membership.member) if view else None
             if view is None or own is None or own.state is not State.DRAINING:
@@ -94,7 +107,7 @@ class Drain:
                 return
             if least < 0 or left < least:
                 least, since = left, time.monotonic()
-            enough = not left or time.monotonic() - since > PATIENCE_S
+            enough = not left or time.monotonic() - since > self.timeouts.patience_s
             self._progress = Progress(enough, left, handed)
             if enough:
                 log.info("drained: %d pages are with their owners, %d are not", handed, left)

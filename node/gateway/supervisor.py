@@ -67,13 +67,13 @@ class Port:
     second socket is bound without SO_REUSEADDR, and the kernel refuses the port to every later node.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        """Bind. Raise OSError if the port is taken. `port` 0: take a free one."""
+    def __init__(self, host: str, port: int, wait_s: float = TAKEN_S_MAX) -> None:
+        """Bind. Raise OSError if the port is still taken after `wait_s`. `port` 0: take a free one."""
         self._sockets: list[socket.socket] = []
         try:
             first = self._socket(host)
             first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _bind(first, host, port)
+            _bind(first, host, port, wait_s)
             first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             self.numeric_host: str = first.getsockname()[0]
             self.number: int = first.getsockname()[1]
@@ -98,8 +98,8 @@ class Port:
             one.close()
 
 
-def _bind(sock: socket.socket, host: str, port: int) -> None:
-    end = time.monotonic() + TAKEN_S_MAX
+def _bind(sock: socket.socket, host: str, port: int, wait_s: float) -> None:
+    end = time.monotonic() + wait_s
     while True:
         try:
             return sock.bind((host, port))

@@ -1,9 +1,10 @@
 """Nodes that ask who you are."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from fleets import checked_nodes
+from local_nodes import StartNode
 from people import People
 
 from kvstore.identities import ALL
@@ -26,9 +27,6 @@ def people(tmp_path_factory: pytest.TempPathFactory) -> People:
     people.join("watcher", ALL, "read")
     people.join("member", ALL, "node")
     return people
-
-
-StartNode = Callable[..., Node]
 
 
 @pytest.fixture(scope="module")

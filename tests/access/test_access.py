@@ -35,7 +35,9 @@ def access(tmp_path: Path) -> Access:
 TOKEN = new_token("team-a")
 
 
-def test_a_file_that_gets_wrong_changes_nothing(access: Access, tmp_path: Path, caplog: Any) -> None:
+def test_a_file_that_gets_wrong_changes_nothing(
+    access: Access, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "identities"
     path.chmod(0o666)
     for _ in range(3):
@@ -98,7 +100,9 @@ def soon_changed(path: Path, before: os.stat_result) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a directory", "a pipe", "a link to itself"])
-def test_what_is_no_file_holds_nobody_up(access: Access, tmp_path: Path, kind: str, caplog: Any) -> None:
+def test_what_is_no_file_holds_nobody_up(
+    access: Access, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "identities"
     path.unlink()
     if kind == "a directory":
@@ -242,7 +246,9 @@ def test_another_tenants_namespace_is_not_opened_and_the_remedy_is_told(node: No
         assert other.lookup(namespace("team-b"), [KEY]).prefix_pages == 0, "its own are there all the same"
 
 
-def test_the_file_has_no_token_and_the_log_neither(node: Node, people: People, caplog: Any) -> None:
+def test_the_file_has_no_token_and_the_log_neither(
+    node: Node, people: People, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.DEBUG), client(node, people.tokens["read"]) as reader:
         with pytest.raises(Forbidden):
             reader.remove(namespace(), [KEY])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_nodes import StartNode
 from people import PAGE_NBYTES, People, client, namespace
 
 from kvstore import ClientConfig, ConfigError, Forbidden, UnknownNamespace
@@ -28,7 +29,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_refusal_and_an_act_are_lines(start_node: Any, people: People, tmp_path: Path) -> None:
+def test_a_refusal_and_an_act_are_lines(start_node: StartNode, people: People, tmp_path: Path) -> None:
     path = tmp_path / "audit"
     node = start_node(identities=str(people.path), audit_log=str(path), shm_socket="none")
     space = namespace(salt="audited")
@@ -48,7 +49,7 @@ def test_a_refusal_and_an_act_are_lines(start_node: Any, people: People, tmp_pat
 
 
 def test_who_is_kept_from_the_memory_or_asks_for_what_others_have_is_written_down(
-    start_node: Any, people: People, tmp_path: Path
+    start_node: StartNode, people: People, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit"
     node = start_node(identities=str(people.path), audit_log=str(path))
@@ -94,7 +95,7 @@ def test_a_file_that_is_moved_away_is_begun_anew(tmp_path: Path) -> None:
     assert [line["why"] for line in lines_of(path)] == ["2"]
 
 
-def test_one_whose_directory_goes_costs_lines_and_no_request(tmp_path: Path, caplog: Any) -> None:
+def test_one_whose_directory_goes_costs_lines_and_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
     audit = Audit(str(folder / "audit"))
@@ -146,7 +147,7 @@ def test_a_pipe_that_nobody_reads_ends_the_start(tmp_path: Path) -> None:
     assert [error.partition("=")[0] for error in said] == ["audit_log"]
 
 
-def test_a_full_disk_costs_lines_and_neither_a_request_nor_a_stop(caplog: Any) -> None:
+def test_a_full_disk_costs_lines_and_neither_a_request_nor_a_stop(caplog: pytest.LogCaptureFixture) -> None:
     audit = Audit("/dev/full")
     for _ in range(3):
         audit.refused("get", "a", "", "lost")

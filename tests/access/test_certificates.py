@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from authorities import client_context, of_client, of_node, pair
+from local_nodes import StartNode
 from people import PAGE_NBYTES, People, namespace
 
 from kvstore import Client, ClientConfig, Forbidden, PutOutcome, Unauthenticated, Unavailable
@@ -29,7 +30,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> People:
 
 
 @pytest.fixture(scope="module")
-def node(start_node: Any, crew: People, ours: Authority) -> Node:
+def node(start_node: StartNode, crew: People, ours: Authority) -> Node:
     return start_node(identities=str(crew.path), shm_trust="team-a", **of_node(ours))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from authorities import of_node, pair
+from local_nodes import StartNode
 from people import PAGE_NBYTES, People, namespace
 
 from kvstore import Client, ClientConfig, ConfigError, Forbidden, PutOutcome, Unauthenticated
@@ -68,14 +69,14 @@ def test_a_token_does_not_leave_this_host_unencrypted(address: str) -> None:
         abroad.node_status()
 
 
-def test_a_token_goes_to_a_socket_of_this_host(start_node: Any, people: People, ours: Authority) -> None:
+def test_a_token_goes_to_a_socket_of_this_host(start_node: StartNode, people: People, ours: Authority) -> None:
     """Whatever the node's TCP ports speak."""
     node = start_node(identities=str(people.path), shm_trust="team-a", **pair(ours, "node"))
     with client(by_socket(node), people.tokens["write"]) as writer:
         assert writer.put(namespace(revision="by socket"), [KEY], [PAGE]) == [PutOutcome.STORED]
 
 
-def test_a_token_over_tls_at_an_address_of_frames(start_node: Any, people: People, ours: Authority) -> None:
+def test_a_token_over_tls_at_an_address_of_frames(start_node: StartNode, people: People, ours: Authority) -> None:
     node = start_node(identities=str(people.path), **of_node(ours))
     settings = {"tls_ca": str(ours.path), **pair(ours, "client"), "wire": "bulk"}
     with client(by_frames(node), people.tokens["write"], **settings) as writer:

@@ -4,11 +4,11 @@ import logging
 import threading
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from cli_runner import CliRunner
 from fleets import SMALL
+from local_nodes import StartNode
 from people import People, client, namespace
 from waiting import wait_until
 
@@ -30,7 +30,7 @@ def open_node() -> Iterator[Node]:
     node.stop()
 
 
-def test_a_node_takes_up_who_joined_and_who_left_by_itself(start_node: Any, people: People) -> None:
+def test_a_node_takes_up_who_joined_and_who_left_by_itself(start_node: StartNode, people: People) -> None:
     node = start_node(identities=str(people.path), shm_socket="none")
     token = people.join("by-itself", "team-a", "read")
     wait_until(lambda: "by-itself" in {who.name for who in node.access.identities.tokens.values()})
@@ -74,7 +74,7 @@ def test_a_node_that_is_open_to_all_says_so(open_node: Node, caplog: pytest.LogC
     assert "kvstore_insecure 1.0" in metrics(open_node)
 
 
-def test_a_node_for_its_own_host_is_not_insecure(start_node: Any) -> None:
+def test_a_node_for_its_own_host_is_not_insecure(start_node: StartNode) -> None:
     node = start_node()
     assert "INSECURE" not in CliRunner().invoke(app, ["status", "-a", f"127.0.0.1:{node.grpc.port}"]).stdout
     assert "kvstore_insecure 0.0" in metrics(node)

@@ -250,7 +250,10 @@ def test_the_schema_is_told_to_administrators(node: Node, people: People, who: s
             code = grpc.StatusCode.OK
         except grpc.RpcError as error:
             replies, code = [], error.code()
-    wanted = {Unauthenticated: grpc.StatusCode.UNAUTHENTICATED, Forbidden: grpc.StatusCode.PERMISSION_DENIED}
+    wanted: dict[type[KVStoreError] | None, grpc.StatusCode] = {
+        Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+        Forbidden: grpc.StatusCode.PERMISSION_DENIED,
+    }
     assert code is wanted.get(expected("reflection", who), grpc.StatusCode.OK)
     assert bool(replies) is (code is grpc.StatusCode.OK)
 

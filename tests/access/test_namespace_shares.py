@@ -11,7 +11,7 @@ from fleets import checked_nodes
 from people import PAGE_NBYTES, People, client, namespace
 
 from kvstore import Client, Exhausted, PutOutcome
-from kvstore.client import Keep
+from kvstore.results import Keep
 from node.memory.page import NamespaceIndex
 from node.server import Node
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_nodes import StartNode
 from people import People, client, taken_up
 
 from kvstore import Exhausted, KVStoreError, Namespace, Unauthenticated, opaque_layout
@@ -102,7 +103,7 @@ class Storm:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_quotas_over_many_connections_hold_at_every_moment(start_node: Any, tmp_path: Path, seed: int) -> None:
+def test_quotas_over_many_connections_hold_at_every_moment(start_node: StartNode, tmp_path: Path, seed: int) -> None:
     people = People(tmp_path / "identities")
     for tenant in ("loud", "quiet"):
         people.join(tenant, tenant, "write")

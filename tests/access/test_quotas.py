@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_nodes import StartNode
 from people import People, client, soon_touched, taken_up
 from waiting import wait_until
 
@@ -20,7 +21,6 @@ from kvstore.layout import ByteRange
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.tools.trace import page_content
 from kvstore.transports.bulk import BulkWire
-from node.server import Node
 
 MB = 1 << 20
 PAGE_NBYTES = 16 << 10
@@ -53,7 +53,7 @@ def get(who: Client, space: Namespace, some: Sequence[bytes]) -> list[bool]:
 class Town:
     """A node with two tenants, and their clients."""
 
-    def __init__(self, start_node: Callable[..., Node], folder: Path, **loud: str) -> None:
+    def __init__(self, start_node: StartNode, folder: Path, **loud: str) -> None:
         self.people = People(folder / "identities")
         for tenant in ("quiet", "loud"):
             self.people.join(tenant, tenant, "write")
@@ -74,7 +74,7 @@ class Town:
 
 
 @pytest.fixture
-def town(start_node: Any, tmp_path: Path) -> Iterator[Callable[..., Town]]:
+def town(start_node: StartNode, tmp_path: Path) -> Iterator[Callable[..., Town]]:
     towns: list[Town] = []
 
     def found(**loud: str) -> Town:

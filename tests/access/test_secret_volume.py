@@ -86,7 +86,11 @@ class Deployment:
         return {**named, "token_file": self.volume["token"], "tls_name": NAME, "replicas": 2}
 
     def client(self, node: Node) -> Client:
-        known = {"tls_ca": str(self.authority.path), "tls_name": NAME, "token": self.people.tokens["engine"]}
+        known: dict[str, Any] = {
+            "tls_ca": str(self.authority.path),
+            "tls_name": NAME,
+            "token": self.people.tokens["engine"],
+        }
         config = ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0, **known)
         return Client(config)
 

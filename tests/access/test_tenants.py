@@ -3,7 +3,6 @@
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
 
 import grpc
 import pytest
@@ -63,7 +62,7 @@ def metrics(node: Node, authorization: str = "") -> str:
         return str(reply.read().decode())
 
 
-def test_metrics_are_told_to_who_is_known_and_of_his_own(node: Node, both: Any, people: People) -> None:
+def test_metrics_are_told_to_who_is_known_and_of_his_own(node: Node, both: dict[str, Client], people: People) -> None:
     their, all_of_it = (metrics(node, f"Bearer {people.tokens[name]}") for name in ("other", "operator"))
     assert 'model="their-model"' in their
     assert 'model="llama"' not in their
@@ -77,7 +76,7 @@ def test_metrics_are_told_to_who_is_known_and_of_his_own(node: Node, both: Any, 
         caught.value.close()
 
 
-def test_what_one_was_told_is_not_told_to_another(node: Node, both: Any, people: People) -> None:
+def test_what_one_was_told_is_not_told_to_another(node: Node, both: dict[str, Client], people: People) -> None:
     """Scrapes are answered from one text for a while."""
     for name in ("operator", "other", "operator"):
         assert ("kvstore_ram_pages" in metrics(node, f"Bearer {people.tokens[name]}")) is (name == "operator")

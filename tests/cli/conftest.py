@@ -1,50 +1,17 @@
 """Running `kvstore` commands in this process, against the shared node."""
 
 import gc
-import json
 import uuid
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-from cli_runner import CliRunner
+from cli_runner import Kvstore, run_kvstore
 
 from kvstore import Client, ClientConfig, Namespace, opaque_layout, prefix_hashes
-from kvstore.cli.commands import app
 from kvstore.tools.node_process import NodeProcess
 
 PAGE_NBYTES = 512
 PAGE_TOKENS = 4
-
-
-class Ran:
-    """A finished command."""
-
-    def __init__(self, result: Any) -> None:
-        self.code: int = result.exit_code
-        self.stdout: str = result.stdout
-        self.data: bytes = result.stdout_bytes
-        self.stderr: str = result.stderr
-
-    @property
-    def json(self) -> Any:
-        assert self.stdout.count("\n") == 1, self.stdout
-        return json.loads(self.stdout)
-
-    @property
-    def error(self) -> dict[str, str]:
-        """The last line of stderr, of a command with --json."""
-        return json.loads(self.stderr.strip().splitlines()[-1])
-
-
-Kvstore = Callable[..., Ran]
-
-
-def run_kvstore(*args: str, stdin: bytes = b"") -> Ran:
-    ran = CliRunner().invoke(app, list(args), input=stdin, prog_name="kvstore")
-    # Whatever happens, a command ends by itself: an exception here would be a traceback for its user.
-    assert ran.exception is None or isinstance(ran.exception, SystemExit), ran.exception
-    return Ran(ran)
 
 
 @pytest.fixture

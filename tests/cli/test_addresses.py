@@ -1,9 +1,9 @@
 """Commands at every form of address."""
 
 import json
-from typing import Any
 
 import pytest
+from cli_runner import Kvstore
 
 from kvstore import Client, ClientConfig
 from kvstore.config import light_wire
@@ -22,7 +22,7 @@ def addresses(shared_node: NodeProcess) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("form", ["grpc", "bulk", "unix"])
-def test_status_and_measurements(kvstore: Any, addresses: dict[str, str], form: str) -> None:
+def test_status_and_measurements(kvstore: Kvstore, addresses: dict[str, str], form: str) -> None:
     told = kvstore("status", "--address", addresses[form], "--json")
     assert (told.code, told.json["address"]) == (0, addresses[form])
     measured = kvstore("bench", "--address", addresses[form], "--seconds", "0.2", "--page-nbytes", "4KiB", "--json")
@@ -30,14 +30,16 @@ def test_status_and_measurements(kvstore: Any, addresses: dict[str, str], form: 
 
 
 @pytest.mark.parametrize("form", ["bulk", "unix"])
-def test_the_doctor_cleans_up_behind_itself(kvstore: Any, addresses: dict[str, str], form: str) -> None:
+def test_the_doctor_cleans_up_behind_itself(kvstore: Kvstore, addresses: dict[str, str], form: str) -> None:
     found = kvstore("doctor", "--address", addresses[form], "--json")
     findings = json.loads(found.stdout)
     assert found.code == 0, findings
     assert "not all could be" not in found.stdout
 
 
-def test_the_environment_names_one(kvstore: Any, addresses: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_names_one(
+    kvstore: Kvstore, addresses: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVSTORE_ADDRESS", addresses["bulk"])
     assert kvstore("status", "--json").json["address"] == addresses["bulk"]
     monkeypatch.setenv("KVSTORE_WIRE", "grpc")
@@ -50,7 +52,7 @@ def test_the_environment_names_one(kvstore: Any, addresses: dict[str, str], monk
     ("address", "said"),
     [("bulk://host", "names no port"), ("unix:sock", "no absolute path"), ("http://host", "is a URL, not host:port")],
 )
-def test_a_bad_address_is_told_with_what_to_write(kvstore: Any, address: str, said: str) -> None:
+def test_a_bad_address_is_told_with_what_to_write(kvstore: Kvstore, address: str, said: str) -> None:
     refused = kvstore("status", "--address", address)
     assert refused.code == 2
     assert said in refused.stderr

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.tools.node_process import NodeProcess
+
 Kvstore = Callable[..., Any]
 NOBODY = "127.0.0.1:1"
 
@@ -27,7 +29,7 @@ def test_what_failed_is_shown_with_its_remedy_and_in_the_last_line(kvstore: Kvst
     assert ran.stdout.splitlines()[-1].endswith(": failed TCP")
 
 
-def test_json(kvstore: Kvstore, shared_node: Any) -> None:
+def test_json(kvstore: Kvstore, shared_node: NodeProcess) -> None:
     ran = kvstore("doctor", "--json", "--timeout", "20")
     assert ran.code == 0
     found = ran.json

@@ -1,9 +1,9 @@
 """Commands on pages of a keyed namespace, with its key and without."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+from cli_runner import Kvstore
 
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.tools.node_process import NodeProcess
@@ -13,7 +13,7 @@ TOKENS = ("--tokens", "7,8,9")
 
 
 @pytest.fixture
-def stored(kvstore: Any, tmp_path: Path, space: Namespace, monkeypatch: pytest.MonkeyPatch) -> bytes:
+def stored(kvstore: Kvstore, tmp_path: Path, space: Namespace, monkeypatch: pytest.MonkeyPatch) -> bytes:
     """A page of a namespace that is keyed because there was a key when it was made."""
     path = tmp_path / "pages.key"
     path.write_text(SECRET)
@@ -25,7 +25,9 @@ def stored(kvstore: Any, tmp_path: Path, space: Namespace, monkeypatch: pytest.M
     return data
 
 
-def test_with_the_key_pages_are_read_whole_by_layer_and_decoded(kvstore: Any, space: Namespace, stored: bytes) -> None:
+def test_with_the_key_pages_are_read_whole_by_layer_and_decoded(
+    kvstore: Kvstore, space: Namespace, stored: bytes
+) -> None:
     assert kvstore("get", "-m", space.model, *TOKENS).data == stored
     assert kvstore("get", "-m", space.model, *TOKENS, "--layer", "0").data == stored
     (page,) = kvstore("get", "-m", space.model, *TOKENS, "--decode", "--json").json["pages"]
@@ -37,7 +39,7 @@ def test_with_the_key_pages_are_read_whole_by_layer_and_decoded(kvstore: Any, sp
 
 
 def test_without_the_key_it_is_said_that_there_is_one(
-    kvstore: Any, space: Namespace, stored: bytes, monkeypatch: pytest.MonkeyPatch
+    kvstore: Kvstore, space: Namespace, stored: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVSTORE_PAGE_KEY_FILE")
     for command in (("get", *TOKENS), ("get", *TOKENS, "--decode"), ("put", "-", *TOKENS)):
@@ -45,12 +47,12 @@ def test_without_the_key_it_is_said_that_there_is_one(
         assert ran.code != 0
         assert "is keyed: its pages are sealed with the key" in ran.stderr
         assert ran.data == b""
-    for command in (("lookup", *TOKENS), ("stat", *TOKENS), ("verify", *TOKENS[:0], "--all")):
-        assert kvstore(command[0], *command[1:], "-m", space.model).code == 0
+    for asked in (("lookup", *TOKENS), ("stat", *TOKENS), ("verify", "--all")):
+        assert kvstore(asked[0], *asked[1:], "-m", space.model).code == 0
 
 
 def test_a_forged_page_is_named(
-    kvstore: Any, space: Namespace, stored: bytes, shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+    kvstore: Kvstore, space: Namespace, stored: bytes, shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Client(ClientConfig(address=shared_node.address, connect_timeout_s=5.0, page_key="4d" * 32)) as stranger:
         ((named, _),) = [some for some in stranger.namespaces() if some[0].model == space.model]

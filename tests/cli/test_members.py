@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from cli_runner import Kvstore
 
 from kvstore import Client, Namespace, opaque_layout
 from kvstore.cli.members import COLUMNS, NOT_TOLD, rows, sums, sweep_line, troubles
@@ -24,7 +25,7 @@ def serving(**peers: Any) -> pb.NodeStatusReply:
 
 
 @pytest.mark.parametrize("count", [3, 12, 40])
-def test_status_is_one_screen(kvstore: Any, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_status_is_one_screen(kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     view = View("fleet", 7, MANY.members[:count], 2)
     statuses: dict[str, Any] = {member.address: serving() for member in view.members}
     statuses[view.members[-1].address] = Unavailable("it is away")
@@ -77,7 +78,7 @@ def test_while_some_members_tell_less_the_sums_are_of_the_others() -> None:
 
 
 def test_how_far_sweeps_are() -> None:
-    found = {"sweep_pages_missing": 8, "sweep_pages_fetched": 2}
+    found: dict[str, Any] = {"sweep_pages_missing": 8, "sweep_pages_fetched": 2}
     runs, looks = pb.PeersStatus(sweeping=True, **found), pb.PeersStatus(sweeping=True)
     over = pb.PeersStatus(sweep_age_ms=90_000, sweep_pages_full=5, sweep_pages_failed=1, **found)
     assert sweep_line(runs) == "sweep runs  2 of 8 pages fetched"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runner import Kvstore
 
 from kvstore.cli import plan as module
 from kvstore.cli.plan import recommendation
@@ -32,7 +33,7 @@ def trace(tmp_path: Path) -> Path:
     return written(tmp_path / "trace.jsonl", 400)
 
 
-def test_the_table_has_a_line_for_each_pair_of_sizes_and_words_below(kvstore: Any, trace: Path) -> None:
+def test_the_table_has_a_line_for_each_pair_of_sizes_and_words_below(kvstore: Kvstore, trace: Path) -> None:
     ran = kvstore("plan", str(trace), "--ram", "1GiB,4GiB", "--ram", "8GiB", "--disk", "64GiB", "--page-bytes", "1MiB")
     assert ran.code == 0, ran.stderr
     lines = ran.stdout.splitlines()
@@ -45,7 +46,7 @@ def test_the_table_has_a_line_for_each_pair_of_sizes_and_words_below(kvstore: An
     assert [line for line in lines if line.startswith("* A disk of 64.0 GiB beside RAM of 8.0 GiB ")]
 
 
-def test_json_has_all_figures_and_the_words(kvstore: Any, trace: Path) -> None:
+def test_json_has_all_figures_and_the_words(kvstore: Kvstore, trace: Path) -> None:
     found = kvstore("plan", str(trace), "--ram", "1GiB", "--prefill-tokens-per-s", "5000", "--json").json
     row = found["rows"][0]
     assert row["ram_nbytes"] == 1 << 30
@@ -57,11 +58,11 @@ def test_json_has_all_figures_and_the_words(kvstore: Any, trace: Path) -> None:
     assert found["recommendation"][0].startswith("A store that never forgets")
 
 
-def test_one_run_gives_what_the_next_gives(kvstore: Any, trace: Path) -> None:
+def test_one_run_gives_what_the_next_gives(kvstore: Kvstore, trace: Path) -> None:
     assert kvstore("plan", str(trace), "--json").stdout == kvstore("plan", str(trace), "--json").stdout
 
 
-def test_a_sample_says_its_error(kvstore: Any, trace: Path) -> None:
+def test_a_sample_says_its_error(kvstore: Kvstore, trace: Path) -> None:
     ran = kvstore("plan", str(trace), "--sample", "2", "--ram", "64GiB")
     assert ran.code == 0, ran.stderr
     assert "from 50.0 % of the pages; ± is one standard error" in ran.stdout
@@ -74,7 +75,7 @@ def test_a_trace_with_too_many_pages_is_sampled_by_itself() -> None:
     assert module._sample(1.0, 4 * module.EXACT_PAGES_MAX).rate == 1, "as the user wants it"
 
 
-def test_pictures_are_drawn_and_need_nothing_else(kvstore: Any, trace: Path, tmp_path: Path) -> None:
+def test_pictures_are_drawn_and_need_nothing_else(kvstore: Kvstore, trace: Path, tmp_path: Path) -> None:
     png, page = tmp_path / "plan.png", tmp_path / "plan.html"
     ran = kvstore("plan", str(trace), "--picture", str(png), "--picture", str(page), "--json")
     assert ran.code == 0, ran.stderr
@@ -88,7 +89,7 @@ def test_pictures_are_drawn_and_need_nothing_else(kvstore: Any, trace: Path, tmp
 
 
 def test_without_matplotlib_it_says_what_to_install_before_it_reads(
-    kvstore: Any, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kvstore: Kvstore, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
@@ -127,13 +128,15 @@ def test_without_matplotlib_it_says_what_to_install_before_it_reads(
         (("--ram", "1e300"), "at most 1 EiB"),
     ],
 )
-def test_what_can_not_be_is_refused_by_name(kvstore: Any, trace: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_what_can_not_be_is_refused_by_name(
+    kvstore: Kvstore, trace: Path, arguments: tuple[str, ...], said: str
+) -> None:
     ran = kvstore("plan", str(trace), *arguments)
     assert ran.code == 2
     assert said in ran.stderr
 
 
-def test_a_trace_that_is_none_is_refused(kvstore: Any, tmp_path: Path) -> None:
+def test_a_trace_that_is_none_is_refused(kvstore: Kvstore, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     assert kvstore("plan", str(path)).code == 2
     path.write_text("{}\n")
@@ -144,7 +147,7 @@ def test_a_trace_that_is_none_is_refused(kvstore: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["timestamp", "input_length", "page_nbytes", "page_tokens"])
 @pytest.mark.parametrize("number", ["1" + "0" * 400, "1e308"])
 def test_numbers_without_measure_are_refused_with_their_line(
-    kvstore: Any, tmp_path: Path, name: str, number: str
+    kvstore: Kvstore, tmp_path: Path, name: str, number: str
 ) -> None:
     path = tmp_path / "trace.jsonl"
     numbers = {"timestamp": "0", "input_length": "1", "output_length": "1", name: number}
@@ -153,7 +156,7 @@ def test_numbers_without_measure_are_refused_with_their_line(
     assert (ran.code, f"line 1: {name} is " in ran.stderr) == (2, True)
 
 
-def test_a_pipe_is_refused_for_it_can_be_read_once_only(kvstore: Any, tmp_path: Path) -> None:
+def test_a_pipe_is_refused_for_it_can_be_read_once_only(kvstore: Kvstore, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     ran = kvstore("plan", str(tmp_path / "pipe"))
     assert (ran.code, "is a pipe" in ran.stderr) == (2, True)
@@ -162,22 +165,22 @@ def test_a_pipe_is_refused_for_it_can_be_read_once_only(kvstore: Any, tmp_path: 
 # ---- words -----------------------------------------------------------------------------------
 
 
-def words(kvstore: Any, trace: Path, *arguments: str) -> str:
+def words(kvstore: Kvstore, trace: Path, *arguments: str) -> str:
     ran = kvstore("plan", str(trace), "--page-bytes", "1MiB", "--json", *arguments)
     assert ran.code == 0, ran.stderr
     return " ".join(ran.json["recommendation"])
 
 
-def test_it_says_when_more_ram_is_of_no_use(kvstore: Any, trace: Path) -> None:
+def test_it_says_when_more_ram_is_of_no_use(kvstore: Kvstore, trace: Path) -> None:
     assert "RAM of 1.0 TiB has all that is ever asked for again" in words(kvstore, trace, "--ram", "1TiB")
 
 
-def test_it_says_when_a_disk_is_needed_and_which(kvstore: Any, trace: Path) -> None:
+def test_it_says_when_a_disk_is_needed_and_which(kvstore: Kvstore, trace: Path) -> None:
     said = words(kvstore, trace, "--ram", "64MiB")
     assert "A disk is needed for the rest: one of " in said
 
 
-def test_it_says_when_a_disk_is_hardly_worth_it_and_when_it_is_too_slow(kvstore: Any, trace: Path) -> None:
+def test_it_says_when_a_disk_is_hardly_worth_it_and_when_it_is_too_slow(kvstore: Kvstore, trace: Path) -> None:
     assert "for hits it is hardly worth it" in words(kvstore, trace, "--ram", "4GiB", "--disk", "8GiB")
     slow = words(kvstore, trace, "--ram", "64MiB", "--disk", "8GiB", "--disk-gb-per-s", "0.000001")
     assert "more than the 1e-06 that disks are believed to do" in slow
@@ -206,14 +209,14 @@ def planned_of(ram: int) -> Plan:
     return planned(surveyed(chatting(100), wishes), wishes)
 
 
-def test_it_says_that_a_trace_without_repetition_saves_nothing(kvstore: Any, tmp_path: Path) -> None:
+def test_it_says_that_a_trace_without_repetition_saves_nothing(kvstore: Kvstore, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 1024, "output_length": 1}
     path.write_text("".join(json.dumps({**line, "hash_ids": [2 * i, 2 * i + 1]}) + "\n" for i in range(20)))
     assert "no store would save anything" in words(kvstore, path)
 
 
-def test_it_does_not_speak_of_rates_without_times(kvstore: Any, tmp_path: Path) -> None:
+def test_it_does_not_speak_of_rates_without_times(kvstore: Kvstore, tmp_path: Path) -> None:
     said = words(kvstore, written(tmp_path / "still.jsonl", 200, timestamp=0), "--ram", "64MiB", "--disk", "1GiB")
     assert "The trace has no times" in said
     assert "GB/s" not in said

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runner import Kvstore
 
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.cli import load as module
@@ -34,7 +35,7 @@ def small_node() -> Iterator[NodeProcess]:
 
 
 def recorded(
-    kvstore: Any,
+    kvstore: Kvstore,
     node: NodeProcess,
     does: Callable[[Client], object],
     monkeypatch: pytest.MonkeyPatch,
@@ -69,7 +70,7 @@ def recorded(
 
 
 def test_what_was_recorded_plans_as_the_node_behaved(
-    kvstore: Any, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = list(chatting(300, at_a_time=16))
     reports: list[ReplayReport] = []
@@ -92,7 +93,7 @@ def test_what_was_recorded_plans_as_the_node_behaved(
 
 
 def test_neither_keys_nor_names_are_in_the_file(
-    kvstore: Any,
+    kvstore: Kvstore,
     shared_node: NodeProcess,
     space: Namespace,
     hashes: list[bytes],
@@ -112,7 +113,7 @@ def test_neither_keys_nor_names_are_in_the_file(
     assert space.model not in text
 
 
-def test_a_file_that_is_there_is_left_alone(kvstore: Any, tmp_path: Path) -> None:
+def test_a_file_that_is_there_is_left_alone(kvstore: Kvstore, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("mine")
     ran = kvstore("record", "-o", str(path))
@@ -121,7 +122,7 @@ def test_a_file_that_is_there_is_left_alone(kvstore: Any, tmp_path: Path) -> Non
 
 
 def test_a_full_disk_is_told_as_such(
-    kvstore: Any, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(recording: Recording) -> Iterator[str]:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -133,14 +134,16 @@ def test_a_full_disk_is_told_as_such(
     assert not (tmp_path / "trace.jsonl").exists(), "with nothing in it"
 
 
-def test_when_nobody_asks_there_is_no_file(kvstore: Any, small_node: NodeProcess, tmp_path: Path) -> None:
+def test_when_nobody_asks_there_is_no_file(kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     ran = kvstore("record", "-a", small_node.address, "-o", str(path), "--seconds", "0.05")
     assert (ran.code, path.exists()) == (1, False)
     assert "nobody asked" in ran.stderr
 
 
-def test_a_second_recording_is_refused_until_the_first_is_over(kvstore: Any, client: Client, tmp_path: Path) -> None:
+def test_a_second_recording_is_refused_until_the_first_is_over(
+    kvstore: Kvstore, client: Client, tmp_path: Path
+) -> None:
     path = tmp_path / "trace.jsonl"
     first = client.record(60.0).recording
     ran = kvstore("record", "-o", str(path), "--seconds", "0.05")
@@ -151,7 +154,7 @@ def test_a_second_recording_is_refused_until_the_first_is_over(kvstore: Any, cli
 
 
 def test_it_ends_when_the_file_is_as_large_as_it_may_be(
-    kvstore: Any, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def does(client: Client) -> None:
         replay(client, list(chatting(30)), replay_namespace(4096))
@@ -163,7 +166,7 @@ def test_it_ends_when_the_file_is_as_large_as_it_may_be(
 
 
 def test_an_interrupt_keeps_what_there_is_and_says_what_is_missing(
-    kvstore: Any, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def record(client: Client, seconds: float = 0.0, recording: bytes = b"", end: bool = False) -> pb.RecordReply:
         if recording and not end:
@@ -178,7 +181,7 @@ def test_an_interrupt_keeps_what_there_is_and_says_what_is_missing(
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1"])
-def test_no_time_at_all_is_refused(kvstore: Any, tmp_path: Path, seconds: str) -> None:
+def test_no_time_at_all_is_refused(kvstore: Kvstore, tmp_path: Path, seconds: str) -> None:
     ran = kvstore("record", "-o", str(tmp_path / "trace.jsonl"), "--seconds", seconds)
     assert ran.code == 2
     assert "--seconds" in ran.stderr

@@ -3,7 +3,7 @@
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -114,7 +114,7 @@ def test_the_capacities_of_that_test_tell_touching_orders_apart() -> None:
 
 def test_what_a_recording_has_as_stored_is_put_and_not_asked_for() -> None:
     trace = [TraceRequest(0, 0, 0, (1, 2), stored=True), TraceRequest(0, 0, 0, (1, 2, 3))]
-    report = replay(FakeStore(), trace, replay_namespace(PAGE_NBYTES))
+    report = replay(cast(Client, FakeStore()), trace, replay_namespace(PAGE_NBYTES))
     assert (report.requests, report.pages_asked, report.pages_hit, report.pages_stored) == (1, 3, 2, 3)
 
 
@@ -123,7 +123,7 @@ def test_one_wrong_byte_is_a_mismatch_and_is_not_put_back(position: int) -> None
     store = FakeStore()
     store.flip = (trace_prefix_hash(2), position)
     trace = [TraceRequest(0, 0, 0, (1, 2, 3))] * 2
-    report = replay(store, trace, replay_namespace(PAGE_NBYTES))
+    report = replay(cast(Client, store), trace, replay_namespace(PAGE_NBYTES))
     assert (report.pages_hit, report.mismatches, report.bytes_verified) == (3, 1, 2 * PAGE_NBYTES)
 
 
@@ -135,25 +135,25 @@ def test_a_read_that_writes_nothing_is_a_mismatch_even_with_the_right_bytes_left
     def stop_reading(report: ReplayReport) -> None:
         store.untouched = trace_prefix_hash(1) if report.requests == 2 else None
 
-    assert replay(store, [*trace, trace[0]], namespace, on_progress=stop_reading).mismatches == 1
+    assert replay(cast(Client, store), [*trace, trace[0]], namespace, on_progress=stop_reading).mismatches == 1
 
 
 def test_a_page_that_goes_between_lookup_and_get_is_lost_and_not_hit() -> None:
     store = FakeStore()
     store.vanished = trace_prefix_hash(2)
-    report = replay(store, [TraceRequest(0, 0, 0, (1, 2, 3))] * 2, replay_namespace(PAGE_NBYTES))
+    report = replay(cast(Client, store), [TraceRequest(0, 0, 0, (1, 2, 3))] * 2, replay_namespace(PAGE_NBYTES))
     assert (report.pages_hit, report.pages_lost, report.mismatches) == (1, 2, 0)
 
 
 def test_a_node_without_space_is_counted_and_not_an_error() -> None:
     store = FakeStore()
     store.full = True
-    report = replay(store, [TraceRequest(0, 0, 0, (1, 2, 3))], replay_namespace(PAGE_NBYTES))
+    report = replay(cast(Client, store), [TraceRequest(0, 0, 0, (1, 2, 3))], replay_namespace(PAGE_NBYTES))
     assert (report.pages_full, report.pages_stored) == (3, 0)
 
 
 def test_a_request_without_pages_is_a_request() -> None:
-    report = replay(FakeStore(), [TraceRequest(0, 0, 0, ())], replay_namespace(PAGE_NBYTES))
+    report = replay(cast(Client, FakeStore()), [TraceRequest(0, 0, 0, ())], replay_namespace(PAGE_NBYTES))
     assert (report.requests, report.pages_asked, report.prefix_hit_rate) == (1, 0, 0.0)
 
 
@@ -168,7 +168,7 @@ def test_speed_keeps_the_trace_s_own_distances(monkeypatch: pytest.MonkeyPatch) 
     seen: dict[int, float] = {}
     trace = [TraceRequest(timestamp_ms, 0, 0, (1,)) for timestamp_ms in (0, 1000, 1000, 5000)]
     replay(
-        FakeStore(),
+        cast(Client, FakeStore()),
         trace,
         replay_namespace(PAGE_NBYTES),
         speed=2.0,

@@ -95,7 +95,7 @@ class Listing:
     """As far as a client is asked for a namespace: 'a' has pages on disk only, 'b' none, 'c' some in RAM."""
 
     def __init__(self, models: str) -> None:
-        counts = {"a": {"disk_page_count": 3}, "b": {}, "c": {"page_count": 2}}
+        counts: dict[str, dict[str, Any]] = {"a": {"disk_page_count": 3}, "b": {}, "c": {"page_count": 2}}
         self._known = [(Namespace(m, opaque_layout(512)), pb.NamespaceInfo(**counts[m])) for m in models]
 
     def namespaces(self) -> list[tuple[Namespace, pb.NamespaceInfo]]:

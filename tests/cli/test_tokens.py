@@ -1,14 +1,16 @@
 """`kvstore tokens`: a user's way to a node that asks who he is, and what goes wrong on it."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+from cli_runner import Kvstore
 
 from kvstore.tools.node_process import NodeProcess
 
 
-def test_from_an_empty_file_to_pages_of_a_tenant(kvstore: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_an_empty_file_to_pages_of_a_tenant(
+    kvstore: Kvstore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, page = tmp_path / "identities", tmp_path / "page"
     page.write_bytes(b"x" * 4096)
     token = kvstore("tokens", "add", "engines", "--tenant", "team-a", "-f", str(file)).stdout.strip()
@@ -31,7 +33,7 @@ def test_from_an_empty_file_to_pages_of_a_tenant(kvstore: Any, tmp_path: Path, m
         assert status["namespaces"] == []
 
 
-def test_what_is_listed_and_revoked(kvstore: Any, tmp_path: Path) -> None:
+def test_what_is_listed_and_revoked(kvstore: Kvstore, tmp_path: Path) -> None:
     file = tmp_path / "identities"
     token = kvstore("tokens", "add", "a", "--tenant", "*", "--role", "admin", "--days", "1", "-f", str(file)).stdout
     kvstore("tokens", "add", "gpu-7", "--certificate", "--tenant", "t", "--models", "m-*", "-f", str(file))
@@ -49,7 +51,7 @@ def test_what_is_listed_and_revoked(kvstore: Any, tmp_path: Path) -> None:
     assert kvstore("tokens", "revoke", "a", "-f", str(file)).code == 1
 
 
-def test_a_name_that_is_there_already_is_refused_and_no_token_told(kvstore: Any, tmp_path: Path) -> None:
+def test_a_name_that_is_there_already_is_refused_and_no_token_told(kvstore: Kvstore, tmp_path: Path) -> None:
     add = ("tokens", "add", "a", "--tenant", "t", "-f", str(tmp_path / "identities"))
     assert kvstore(*add).code == 0
     before = (tmp_path / "identities").read_bytes()
@@ -68,7 +70,7 @@ def test_a_name_that_is_there_already_is_refused_and_no_token_told(kvstore: Any,
         (("-f", "/nowhere/identities"), "/nowhere can not be opened"),
     ],
 )
-def test_wrong_flags(kvstore: Any, tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
+def test_wrong_flags(kvstore: Kvstore, tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
     ran = kvstore("tokens", "add", "a", "--tenant", "t", "-f", str(tmp_path / "identities"), *flags)
     assert (ran.code, said in ran.stderr) == (2, True), ran.stderr
     assert not (tmp_path / "identities").exists()

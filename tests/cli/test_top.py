@@ -46,7 +46,7 @@ def cluster(count: int) -> View:
 
 
 def node(instance: bytes = b"i", uptime_ms: int = 1000, **counters: int) -> pb.NodeStatusReply:
-    known = {"instance_id": instance, "state": "SERVING", "uptime_ms": uptime_ms, "ram": pb.RamStatus()}
+    known: dict[str, Any] = {"instance_id": instance, "state": "SERVING", "uptime_ms": uptime_ms, "ram": pb.RamStatus()}
     return pb.NodeStatusReply(**known, totals=pb.Counters(**counters))
 
 

@@ -1,6 +1,7 @@
 """A view: what can not be a cluster is refused with the remedy; owners and holders while members come and go."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_there_and_back_over_the_wire() -> None:
         ({"members": tuple(Member(f"n{i}", f"h{i}:1") for i in range(1025))}, "1025 members are too many"),
     ],
 )
-def test_what_can_not_be_a_cluster(wrong: dict[str, object], said: str) -> None:
+def test_what_can_not_be_a_cluster(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         replace(VIEW, **wrong)
 
@@ -58,7 +59,7 @@ def test_what_can_not_be_a_cluster(wrong: dict[str, object], said: str) -> None:
         ({"weight": float("inf")}, "weight of n0 is inf"),
     ],
 )
-def test_what_can_not_be_a_member(wrong: dict[str, object], said: str) -> None:
+def test_what_can_not_be_a_member(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         replace(MEMBERS[0], **wrong)
 

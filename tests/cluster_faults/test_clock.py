@@ -3,6 +3,7 @@
 No clock of this machine is touched: the member's Python reads its wall clock through a file that says how wrong it is.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,13 @@ KEYS = [trace_prefix_hash(number) for number in range(48)]
 
 @pytest.mark.parametrize("jump_s", [2 * DAY_S, -2 * DAY_S])
 def test_a_clock_jumps(
-    hosts: Hosts, flags: tuple[str, ...], load: Any, settled: Any, namespace: Namespace, tmp_path: Path, jump_s: int
+    hosts: Hosts,
+    flags: tuple[str, ...],
+    load: Any,
+    settled: Callable[[Fleet], None],
+    namespace: Namespace,
+    tmp_path: Path,
+    jump_s: int,
 ) -> None:
     clock = tmp_path / "clock"
     clock.write_text("0")

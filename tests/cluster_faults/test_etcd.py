@@ -1,7 +1,7 @@
 """Members on etcd: it is lost and comes back, members come and go every second, two have one id."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ def etcd(hosts: Hosts) -> Iterator[EtcdProcess]:
 
 
 @pytest.fixture(params=[1, 2])
-def fleet(request: Any, etcd: EtcdProcess, hosts: Hosts, flags: tuple[str, ...]) -> Iterator[Fleet]:
+def fleet(request: pytest.FixtureRequest, etcd: EtcdProcess, hosts: Hosts, flags: tuple[str, ...]) -> Iterator[Fleet]:
     lease = ("--lease-s", str(LEASE_S))
     with Fleet(hosts.places[:3], *flags, *lease, replicas=request.param, etcd=etcd) as started:
         yield started
@@ -48,7 +48,9 @@ def await_members(fleet: Fleet, *wanted: str, at: str = "n1") -> None:
     assert found == set(wanted)
 
 
-def test_etcd_is_lost_and_comes_back(fleet: Fleet, etcd: EtcdProcess, load: Any, settled: Any) -> None:
+def test_etcd_is_lost_and_comes_back(
+    fleet: Fleet, etcd: EtcdProcess, load: Any, settled: Callable[[Fleet], None]
+) -> None:
     with load(fleet) as engines:
         engines.run(CALM_S)
         etcd.kill()
@@ -61,7 +63,7 @@ def test_etcd_is_lost_and_comes_back(fleet: Fleet, etcd: EtcdProcess, load: Any,
     settled(fleet)
 
 
-def test_a_member_is_killed_and_leaves_the_view(fleet: Fleet, load: Any, settled: Any) -> None:
+def test_a_member_is_killed_and_leaves_the_view(fleet: Fleet, load: Any, settled: Callable[[Fleet], None]) -> None:
     with load(fleet) as engines:
         engines.run(CALM_S)
         fleet.nodes["n3"].kill()
@@ -74,7 +76,9 @@ def test_a_member_is_killed_and_leaves_the_view(fleet: Fleet, load: Any, settled
     settled(fleet)
 
 
-def test_a_member_is_stopped_for_longer_than_its_lease(fleet: Fleet, load: Any, settled: Any) -> None:
+def test_a_member_is_stopped_for_longer_than_its_lease(
+    fleet: Fleet, load: Any, settled: Callable[[Fleet], None]
+) -> None:
     with load(fleet) as engines:
         engines.run(CALM_S)
         fleet.nodes["n2"].pause()
@@ -86,7 +90,9 @@ def test_a_member_is_stopped_for_longer_than_its_lease(fleet: Fleet, load: Any, 
     settled(fleet)
 
 
-def test_a_member_can_not_reach_etcd(fleet: Fleet, etcd: EtcdProcess, hosts: Hosts, load: Any, settled: Any) -> None:
+def test_a_member_can_not_reach_etcd(
+    fleet: Fleet, etcd: EtcdProcess, hosts: Hosts, load: Any, settled: Callable[[Fleet], None]
+) -> None:
     with load(fleet) as engines:
         engines.run(CALM_S)
         hosts.cut(hosts.places[1], etcd.address.partition(":")[0])
@@ -99,7 +105,7 @@ def test_a_member_can_not_reach_etcd(fleet: Fleet, etcd: EtcdProcess, hosts: Hos
     settled(fleet)
 
 
-def test_the_view_changes_every_second(fleet: Fleet, hosts: Hosts, load: Any, settled: Any) -> None:
+def test_the_view_changes_every_second(fleet: Fleet, hosts: Hosts, load: Any, settled: Callable[[Fleet], None]) -> None:
     with load(fleet) as engines:
         engines.run(CALM_S)
         comes = fleet.join(hosts.places[3])
@@ -113,7 +119,7 @@ def test_the_view_changes_every_second(fleet: Fleet, hosts: Hosts, load: Any, se
     settled(fleet)
 
 
-def test_a_rolling_restart(fleet: Fleet, load: Any, settled: Any) -> None:
+def test_a_rolling_restart(fleet: Fleet, load: Any, settled: Callable[[Fleet], None]) -> None:
     with load(fleet) as engines:
         for member in list(fleet.nodes):
             engines.run(CALM_S)
@@ -124,7 +130,7 @@ def test_a_rolling_restart(fleet: Fleet, load: Any, settled: Any) -> None:
     settled(fleet)
 
 
-def test_two_nodes_with_one_id(fleet: Fleet, etcd: EtcdProcess, hosts: Hosts, settled: Any) -> None:
+def test_two_nodes_with_one_id(fleet: Fleet, etcd: EtcdProcess, hosts: Hosts, settled: Callable[[Fleet], None]) -> None:
     other: Place = hosts.places[3]
     words = ("--member", "n1", "--cluster", f"etcd://{etcd.address}/fleet", "--cluster-wait-s", "5", "--insecure")
     with pytest.raises(Unavailable, match="n1"):

@@ -20,7 +20,7 @@ KEYS = [trace_prefix_hash(number) for number in range(96)]
 
 
 @pytest.fixture(params=[1, 2])
-def fleet(request: Any, hosts: Hosts, flags: tuple[str, ...], tmp_path: Path) -> Any:
+def fleet(request: pytest.FixtureRequest, hosts: Hosts, flags: tuple[str, ...], tmp_path: Path) -> Any:
     with Fleet(hosts.places[:3], *flags, replicas=request.param, data=tmp_path) as started:
         yield started
 
@@ -49,7 +49,9 @@ def without_one(fleet: Fleet) -> range:
     return range(len(KEYS), len(KEYS) + 1) if fleet.replicas > 1 else range(1, len(KEYS))
 
 
-def test_a_member_is_killed_and_comes_back(fleet: Fleet, load: Any, settled: Any, namespace: Namespace) -> None:
+def test_a_member_is_killed_and_comes_back(
+    fleet: Fleet, load: Any, settled: Callable[[Fleet], None], namespace: Namespace
+) -> None:
     fill(fleet, namespace)
     with load(fleet) as engines:
         engines.run(CALM_S)
@@ -63,7 +65,9 @@ def test_a_member_is_killed_and_comes_back(fleet: Fleet, load: Any, settled: Any
     settled(fleet)
 
 
-def test_a_member_is_stopped_for_a_while(fleet: Fleet, load: Any, settled: Any, namespace: Namespace) -> None:
+def test_a_member_is_stopped_for_a_while(
+    fleet: Fleet, load: Any, settled: Callable[[Fleet], None], namespace: Namespace
+) -> None:
     fill(fleet, namespace)
     with load(fleet) as engines:
         engines.run(CALM_S)
@@ -78,7 +82,13 @@ def test_a_member_is_stopped_for_a_while(fleet: Fleet, load: Any, settled: Any, 
 
 @pytest.mark.parametrize(("hears", "speaks"), [(False, False), (True, False), (False, True)])
 def test_a_member_is_cut_off(
-    fleet: Fleet, hosts: Hosts, load: Any, settled: Any, namespace: Namespace, hears: bool, speaks: bool
+    fleet: Fleet,
+    hosts: Hosts,
+    load: Any,
+    settled: Callable[[Fleet], None],
+    namespace: Namespace,
+    hears: bool,
+    speaks: bool,
 ) -> None:
     fill(fleet, namespace)
     with load(fleet) as engines:
@@ -94,7 +104,7 @@ def test_a_member_is_cut_off(
 
 
 def test_members_lose_each_other_and_clients_see_them_all(
-    fleet: Fleet, hosts: Hosts, load: Any, settled: Any, namespace: Namespace
+    fleet: Fleet, hosts: Hosts, load: Any, settled: Callable[[Fleet], None], namespace: Namespace
 ) -> None:
     fill(fleet, namespace)
     alone, *others = hosts.places[:3]
@@ -109,7 +119,7 @@ def test_members_lose_each_other_and_clients_see_them_all(
     settled(fleet)
 
 
-def test_a_disk_is_slow(fleet: Fleet, load: Any, settled: Any, namespace: Namespace) -> None:
+def test_a_disk_is_slow(fleet: Fleet, load: Any, settled: Callable[[Fleet], None], namespace: Namespace) -> None:
     """Its keeper, the process that makes the calls of the disk, gets a tenth of the time."""
     fill(fleet, namespace)
     keeper = subprocess.run(
@@ -127,7 +137,9 @@ def test_a_disk_is_slow(fleet: Fleet, load: Any, settled: Any, namespace: Namesp
     settled(fleet)
 
 
-def test_a_disk_is_full(hosts: Hosts, flags: tuple[str, ...], load: Any, settled: Any, tmp_path: Path) -> None:
+def test_a_disk_is_full(
+    hosts: Hosts, flags: tuple[str, ...], load: Any, settled: Callable[[Fleet], None], tmp_path: Path
+) -> None:
     """n1 writes to a file system of 24 MiB that says nothing of its end before it comes."""
     small = tmp_path / "n1"
     small.mkdir()
@@ -145,7 +157,7 @@ def test_a_disk_is_full(hosts: Hosts, flags: tuple[str, ...], load: Any, settled
         subprocess.run(["umount", small], check=True)
 
 
-def test_a_rolling_restart(fleet: Fleet, load: Any, settled: Any, namespace: Namespace) -> None:
+def test_a_rolling_restart(fleet: Fleet, load: Any, settled: Callable[[Fleet], None], namespace: Namespace) -> None:
     fill(fleet, namespace)
     with load(fleet) as engines:
         for member in list(fleet.nodes):

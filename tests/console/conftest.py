@@ -76,5 +76,5 @@ def busy(load: Load) -> Node:
 
 
 def history_of(node: Node) -> History:
-    (history,) = [look.__self__ for look in node._watch._looks if isinstance(getattr(look, "__self__", None), History)]
+    (history,) = [one for look in node._watch._looks if isinstance(one := getattr(look, "__self__", None), History)]
     return history

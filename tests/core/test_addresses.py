@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from fake_node import FakeNode
 
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
@@ -64,7 +65,9 @@ def eventually(ask: Callable[[], Any], wanted: Any) -> bool:
     return True
 
 
-def test_a_resolver_that_hangs_costs_the_deadline_and_one_thread(resolver: Resolver, by_deadline: Any) -> None:
+def test_a_resolver_that_hangs_costs_the_deadline_and_one_thread(
+    resolver: Resolver, by_deadline: Callable[..., None]
+) -> None:
     resolver.go_on.clear()
     addresses = Addresses("node.example")
     by_deadline(map(str, range(8)), 0.2, lambda _: lambda: addresses.resolve(Deadline(0.2)))
@@ -114,7 +117,7 @@ def test_grpc_is_given_addresses_as_it_writes_them(found: list[str], target: str
     assert grpc_target(found, 7440) == target
 
 
-def test_a_name_of_both_families_is_reached(fake_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_both_families_is_reached(fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """`localhost` often is one; the node listens on one of them."""
     wire = GrpcWire(grpc_target(["::1", "127.0.0.1"], fake_node.port), "localhost")
     assert (

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from fake_node import FakeNode
 
 from kvstore import ClientConfig, DeadlineExceeded, Unavailable
 from kvstore.deadline import Deadline
@@ -115,7 +116,7 @@ def test_a_failure_that_took_long_is_followed_by_a_pause_that_takes_longer(
     assert pause_s(breaker, clock) == pytest.approx(0.4, abs=PAUSE_S_MIN / 2)
 
 
-def test_a_node_that_hangs_is_left_alone_for_longer_than_it_cost(fake_node: Any, clock: Clock) -> None:
+def test_a_node_that_hangs_is_left_alone_for_longer_than_it_cost(fake_node: FakeNode, clock: Clock) -> None:
     link = NodeChannel(fake_node.address, ClientConfig(address=fake_node.address, wire="grpc"), clock)
 
     link.run(lambda link, deadline: None, None, Deadline(5))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import OthersRun
 
 from kvstore import InvalidRequest
 from kvstore.buffers import HELD_NBYTES_MAX, advise, byte_view, copy, copying
@@ -127,12 +128,12 @@ def test_a_copy_into_read_only_memory_is_refused(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [READ_ONLY, WRITABLE])
-def test_other_threads_run_during_a_large_copy(kind: Callable[[int], Any], others_run: Any) -> None:
+def test_other_threads_run_during_a_large_copy(kind: Callable[[int], Any], others_run: OthersRun) -> None:
     source, target = memoryview(kind(LARGE)), memoryview(bytearray(LARGE))
     assert others_run(lambda: copy(target, source))
 
 
-def test_other_threads_run_while_page_tables_are_filled(others_run: Any) -> None:
+def test_other_threads_run_while_page_tables_are_filled(others_run: OthersRun) -> None:
     with mmap.mmap(-1, LARGE) as memory:
 
         def populate() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from fake_node import ServeBulk, scripted
 
 from kvstore import ClientConfig, DeadlineExceeded, Exhausted, InvalidRequest, ProtocolError, Unavailable
 from kvstore.checksum import checksum, leaves
@@ -71,7 +72,7 @@ WRONG: dict[str, tuple[str, bytes, type[Exception]]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_answer_ends_the_connection(bulk_port: Any, scripted: Any, what: str) -> None:
+def test_a_wrong_answer_ends_the_connection(bulk_port: ServeBulk, what: str) -> None:
     op, answer, expected = WRONG[what]
     port = bulk_port(scripted(answer))
     wire = BulkWire("127.0.0.1", port.port, ClientConfig(timeout_s=2.0))
@@ -85,7 +86,7 @@ def test_a_wrong_answer_ends_the_connection(bulk_port: Any, scripted: Any, what:
 
 @pytest.mark.parametrize("cut", [1, 16, 20, -1])
 @pytest.mark.parametrize("op", ["lookup", "get"])
-def test_an_answer_that_is_cut_off_is_an_unavailable_node(bulk_port: Any, scripted: Any, op: str, cut: int) -> None:
+def test_an_answer_that_is_cut_off_is_an_unavailable_node(bulk_port: ServeBulk, op: str, cut: int) -> None:
     whole = (
         GOOD_LOOKUP if op == "lookup" else frame(get=pb.GetReply(hits=[True, True], checksums=BOTH), payload=PAGE * 2)
     )
@@ -100,14 +101,14 @@ def test_an_answer_that_is_cut_off_is_an_unavailable_node(bulk_port: Any, script
     wire.close()
 
 
-def test_pages_that_do_not_match_their_checksum_are_misses(bulk_port: Any, scripted: Any) -> None:
+def test_pages_that_do_not_match_their_checksum_are_misses(bulk_port: ServeBulk) -> None:
     answer = frame(get=pb.GetReply(hits=[True, True], checksums=[BOTH[0], BOTH[0]]), payload=PAGE * 2)
     wire = BulkWire("127.0.0.1", bulk_port(scripted(answer)).port, ClientConfig())
     assert call(wire, "get") == ([True, False], [1])
     wire.close()
 
 
-def test_a_refusal_keeps_the_connection(bulk_port: Any, scripted: Any) -> None:
+def test_a_refusal_keeps_the_connection(bulk_port: ServeBulk) -> None:
     port = bulk_port(scripted(error(grpc.StatusCode.INVALID_ARGUMENT), GOOD_LOOKUP))
     wire = BulkWire("127.0.0.1", port.port, ClientConfig())
     with pytest.raises(InvalidRequest, match="refused by the test"):
@@ -117,7 +118,7 @@ def test_a_refusal_keeps_the_connection(bulk_port: Any, scripted: Any) -> None:
     wire.close()
 
 
-def test_a_refused_commit_is_an_error_of_the_put(bulk_port: Any, scripted: Any) -> None:
+def test_a_refused_commit_is_an_error_of_the_put(bulk_port: ServeBulk) -> None:
     def talk(connection: FrameSocket) -> None:
         scripted(frame(put=pb.PutReply(verdicts=[pb.WRITE, pb.EXISTS])))(connection)
         assert connection.recv_frame(0) == (b"", 8)
@@ -137,7 +138,7 @@ def test_a_refused_commit_is_an_error_of_the_put(bulk_port: Any, scripted: Any) 
     [(grpc.StatusCode.RESOURCE_EXHAUSTED, Exhausted), (grpc.StatusCode.UNIMPLEMENTED, ProtocolError)],
 )
 def test_a_node_that_refuses_the_connection_itself_is_heard(
-    bulk_port: Any, code: grpc.StatusCode, expected: type[Exception]
+    bulk_port: ServeBulk, code: grpc.StatusCode, expected: type[Exception]
 ) -> None:
     """As a node does whose sessions are all taken."""
 
@@ -153,7 +154,7 @@ def test_a_node_that_refuses_the_connection_itself_is_heard(
 
 
 @pytest.mark.parametrize("op", ["lookup", "put", "get"])
-def test_an_answer_that_does_not_come_is_a_deadline(bulk_port: Any, scripted: Any, op: str) -> None:
+def test_an_answer_that_does_not_come_is_a_deadline(bulk_port: ServeBulk, op: str) -> None:
     def silent(connection: FrameSocket) -> None:
         scripted()(connection)
         connection.recv_frame(1 << 20)
@@ -166,7 +167,7 @@ def test_an_answer_that_does_not_come_is_a_deadline(bulk_port: Any, scripted: An
     wire.close()
 
 
-def test_more_threads_than_connections_take_turns_and_give_up_in_time(bulk_port: Any, scripted: Any) -> None:
+def test_more_threads_than_connections_take_turns_and_give_up_in_time(bulk_port: ServeBulk) -> None:
     port = bulk_port(scripted(GOOD_LOOKUP, GOOD_LOOKUP))
     wire = BulkWire("127.0.0.1", port.port, ClientConfig(connections_max=1))
     busy = pytest.raises(Exhausted, match=r"all 1 connections \(connections_max\) stayed busy")
@@ -184,7 +185,7 @@ def hello(instance_id: bytes = b"") -> bytes:
     return frame(hello=pb.HelloReply(protocol_version=PROTOCOL_VERSION, instance_id=instance_id))
 
 
-def test_a_connection_to_another_run_of_the_node_is_not_used(bulk_port: Any) -> None:
+def test_a_connection_to_another_run_of_the_node_is_not_used(bulk_port: ServeBulk) -> None:
     """The port is another node's by now, or the node's after a restart that gRPC has not noticed."""
 
     def talk(connection: FrameSocket) -> None:
@@ -213,7 +214,7 @@ def ending_after(answer: bytes) -> Callable[[FrameSocket], None]:
     return talk
 
 
-def test_a_request_that_was_half_answered_is_not_said_again(bulk_port: Any) -> None:
+def test_a_request_that_was_half_answered_is_not_said_again(bulk_port: ServeBulk) -> None:
     """The node heard it, and may have done it."""
     port = bulk_port(ending_after(GOOD_LOOKUP[:7]))
     wire = BulkWire("127.0.0.1", port.port, ClientConfig())
@@ -224,7 +225,7 @@ def test_a_request_that_was_half_answered_is_not_said_again(bulk_port: Any) -> N
     wire.close()
 
 
-def test_a_connection_that_ends_while_a_request_is_said_is_no_failure(bulk_port: Any) -> None:
+def test_a_connection_that_ends_while_a_request_is_said_is_no_failure(bulk_port: ServeBulk) -> None:
     """The node lets an idle one go between the look at it and the request."""
     port = bulk_port(ending_after(b""))
     wire = BulkWire("127.0.0.1", port.port, ClientConfig())
@@ -234,7 +235,7 @@ def test_a_connection_that_ends_while_a_request_is_said_is_no_failure(bulk_port:
     wire.close()
 
 
-def test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again(bulk_port: Any) -> None:
+def test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again(bulk_port: ServeBulk) -> None:
     """Two answers to one request that came together: the second one passed for that to the next request."""
 
     def talk(connection: FrameSocket) -> None:

@@ -7,6 +7,7 @@ import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from authorities import HERE, pair
@@ -186,7 +187,7 @@ def test_the_systems_authorities(ours: Authority, monkeypatch: pytest.MonkeyPatc
 
 def test_a_client_with_files_that_can_not_work_does_not_start(placed: Placed, strangers: Authority) -> None:
     swap_key(placed, strangers)
-    settings = {"tls_ca": str(placed.ca), "tls_cert": str(placed.cert), "tls_key": str(placed.key)}
+    settings: dict[str, Any] = {"tls_ca": str(placed.ca), "tls_cert": str(placed.cert), "tls_key": str(placed.key)}
     with pytest.raises(ConfigError, match="made together"):
         Client(ClientConfig(**settings))
 
@@ -203,6 +204,6 @@ def test_an_expired_client_certificate_is_no_end_of_an_engine(placed: Placed, ou
     "settings",
     [{"tls_cert": "a"}, {"tls_key": "a", "tls_ca": "b"}, {"tls_name": "n"}, {"tls_cert": "a", "tls_key": "b"}],
 )
-def test_settings_that_do_not_go_together(settings: dict[str, str]) -> None:
+def test_settings_that_do_not_go_together(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="tls_cert and tls_key are given together; they and tls_name need tls_ca"):
         ClientConfig(**settings)

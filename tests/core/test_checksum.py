@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import xxhash
+from waiting import OthersRun
 
 from kvstore.buffers import HELD_NBYTES_MAX
 from kvstore.checksum import (
@@ -86,7 +87,7 @@ def test_parts_that_changed_places_are_noticed() -> None:
 def test_a_range_is_checked_by_the_parts_that_it_lies_in_alone(nbytes: int) -> None:
     """A flipped byte is noticed by each range that shares a part with it, and by no other."""
     draw = random.Random(nbytes)
-    page = bytearray(nbytes)
+    page = memoryview(bytearray(nbytes))
     made, parts = leaves(page), cuts(nbytes)
     for _ in range(20):
         bad = draw.randrange(nbytes)
@@ -94,19 +95,19 @@ def test_a_range_is_checked_by_the_parts_that_it_lies_in_alone(nbytes: int) -> N
         ranges = [(offset, draw.randrange(1, min(nbytes - offset, LEAF_NBYTES) + 1))]
         touched = [(a, b) for a, b in parts if any(a < o + n and o < b for o, n in ranges)]
         page[bad] ^= 1
-        assert parts_match(memoryview(page), made, ranges) == (not any(a <= bad < b for a, b in touched))
+        assert parts_match(page, made, ranges) == (not any(a <= bad < b for a, b in touched))
         page[bad] ^= 1
-        assert parts_match(memoryview(page), made, ranges)
+        assert parts_match(page, made, ranges)
 
 
 def test_a_range_in_what_the_last_part_has_more_than_the_others_is_checked() -> None:
-    page = bytearray(2 * LEAF_NBYTES + 5000)
+    page = memoryview(bytearray(2 * LEAF_NBYTES + 5000))
     made = leaves(page)
     page[-1] ^= 1
-    assert not parts_match(memoryview(page), made, [(2 * LEAF_NBYTES + 100, 4900)])
+    assert not parts_match(page, made, [(2 * LEAF_NBYTES + 100, 4900)])
 
 
-def test_other_threads_run_during_a_large_checksum(others_run: Any) -> None:
+def test_other_threads_run_during_a_large_checksum(others_run: OthersRun) -> None:
     page = memoryview(bytes(16 << 20))
     assert others_run(lambda: checksum(page, SEED))
 

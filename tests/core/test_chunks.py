@@ -1,9 +1,9 @@
 """Pages in gRPC messages: cut and put together again, and nothing else is accepted."""
 
 import random
-from typing import Any
 
 import pytest
+from waiting import OthersRun
 
 from kvstore.checksum import leaves
 from kvstore.config import GRPC_CHUNK_NBYTES
@@ -36,8 +36,8 @@ def test_what_is_hashed_is_what_lies_in_the_callers_memory(monkeypatch: pytest.M
         target[0] ^= 1
 
     monkeypatch.setattr("kvstore.transports.frames.copy", wrong)
-    buffer = bytearray(4)
-    assert fill([[memoryview(buffer)]], iter([memoryview(b"abcd")])) == [leaves(buffer)] != [leaves(b"abcd")]
+    buffer = memoryview(bytearray(4))
+    assert fill([[buffer]], iter([memoryview(b"abcd")])) == [leaves(buffer)] != [leaves(b"abcd")]
 
 
 def test_chunks_may_be_cut_anywhere() -> None:
@@ -47,7 +47,7 @@ def test_chunks_may_be_cut_anywhere() -> None:
 
 
 def test_no_chunk_is_taken_that_is_not_needed() -> None:
-    chunks = map(memoryview, [b"abcd", b"next"])
+    chunks = iter([memoryview(b"abcd"), memoryview(b"next")])
     fill([[memoryview(bytearray(4))]], chunks)
     assert next(chunks) == b"next"
 
@@ -71,6 +71,6 @@ def test_nothing_is_cut_into_nothing() -> None:
     assert fill([], iter([])) == []
 
 
-def test_other_threads_run_while_chunks_are_copied(others_run: Any) -> None:
+def test_other_threads_run_while_chunks_are_copied(others_run: OthersRun) -> None:
     chunk, buffer = bytes(8 << 20), memoryview(bytearray(8 << 20))
     assert others_run(lambda: fill([[buffer]], iter([memoryview(chunk)])))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from fake_node import FakeNode, ServeBulk
 
 from kvstore import Client, ClientConfig, DeadlineExceeded, KVStoreError, Namespace, Unavailable, opaque_layout
 from kvstore.checksum import CHUNK_NBYTES
@@ -55,14 +56,14 @@ def unix_path() -> Iterator[str]:
         yield f"{directory}/node.sock"
 
 
-def test_connecting_over_bulk(swallowing_port: int, silent_port: int, by_deadline: Any) -> None:
+def test_connecting_over_bulk(swallowing_port: int, silent_port: int, by_deadline: Callable[..., None]) -> None:
     ports = {"swallows": swallowing_port, "silent": silent_port}
     wires = {name: BulkWire("127.0.0.1", port, CONFIG) for name, port in ports.items()}
     wires["many addresses"] = BulkWire("node", swallowing_port, CONFIG, ["127.0.0.1"] * 5)
     by_deadline(wires, DEADLINE_S, lambda name: calling(wires[name], "lookup"))
 
 
-def test_connecting_over_grpc(swallowing_port: int, silent_port: int, by_deadline: Any) -> None:
+def test_connecting_over_grpc(swallowing_port: int, silent_port: int, by_deadline: Callable[..., None]) -> None:
     wires = {str(port): GrpcWire(f"127.0.0.1:{port}") for port in (swallowing_port, silent_port)}
     names = [f"{port} {op}" for port in wires for op in OPS]
     by_deadline(names, DEADLINE_S, lambda name: calling(wires[name.split()[0]], name.split()[1]))
@@ -71,7 +72,7 @@ def test_connecting_over_grpc(swallowing_port: int, silent_port: int, by_deadlin
 
 
 @pytest.mark.parametrize("backlog", ["full", "silent"])
-def test_connecting_over_shared_memory(unix_path: str, by_deadline: Any, backlog: str) -> None:
+def test_connecting_over_shared_memory(unix_path: str, by_deadline: Callable[..., None], backlog: str) -> None:
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
         listener.bind(unix_path)
         listener.listen(64 if backlog == "silent" else 0)
@@ -99,7 +100,7 @@ def test_a_full_unix_backlog_is_waited_for(unix_path: str) -> None:
 
 
 def test_connecting_and_greeting_share_one_limit(
-    silent_port: int, by_deadline: Any, monkeypatch: pytest.MonkeyPatch
+    silent_port: int, by_deadline: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that takes most of the time leaves the greeting the rest, not as much again."""
 
@@ -158,7 +159,7 @@ HALTS: dict[str, tuple[str, Callable[[FrameSocket], object]]] = {
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bulk_node_that_halts_anywhere(bulk_port: Any, by_deadline: Any) -> None:
+def test_a_bulk_node_that_halts_anywhere(bulk_port: ServeBulk, by_deadline: Callable[..., None]) -> None:
     over = threading.Event()
 
     def prepare(name: str) -> Callable[[], object]:
@@ -186,7 +187,7 @@ def small_buffers(connection: FrameSocket) -> None:
         connection._sock.setsockopt(socket.SOL_SOCKET, option, 64 << 10)
 
 
-def test_a_request_too_large_for_a_node_that_does_not_read(unix_path: str, by_deadline: Any) -> None:
+def test_a_request_too_large_for_a_node_that_does_not_read(unix_path: str, by_deadline: Callable[..., None]) -> None:
     """It is left in the middle; the release that ends other calls would be taken for its rest, and waited for."""
     large = pb.GetRequest(namespace=b"n" * 16, prefix_hashes=[i.to_bytes(32, "big") for i in range(50_000)])
     buffers = [(memoryview(bytearray(1)),)] * 50_000
@@ -224,7 +225,7 @@ def test_a_request_too_large_for_a_node_that_does_not_read(unix_path: str, by_de
 
 
 def test_a_better_wire_that_hangs_leaves_a_call_the_time_to_go_over_grpc(
-    fake_node: Any, monkeypatch: pytest.MonkeyPatch
+    fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hang(_: Negotiation, hello: pb.HelloReply, found: tuple[str, ...], deadline: Deadline) -> BulkWire:
         time.sleep(deadline.remaining())
@@ -237,7 +238,7 @@ def test_a_better_wire_that_hangs_leaves_a_call_the_time_to_go_over_grpc(
 
 
 def test_a_call_in_a_great_hurry_is_no_evidence_against_its_node(
-    fake_node: Any, monkeypatch: pytest.MonkeyPatch
+    fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or whoever gives a call less than a node needs has it left alone by all others of its client."""
     monkeypatch.setattr(NodeChannel, "_check_liveness", lambda link: None)
@@ -252,7 +253,7 @@ def test_a_call_in_a_great_hurry_is_no_evidence_against_its_node(
 
 @pytest.mark.parametrize("stage", ["resolver", "grpc", "bulk"])
 def test_closing_a_client_whose_call_hangs_does_not_wait(
-    stage: str, fake_node: Any, silent_port: int, monkeypatch: pytest.MonkeyPatch
+    stage: str, fake_node: FakeNode, silent_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_node.bulk_port = silent_port
     hold = fake_node.hold = threading.Event()

@@ -45,7 +45,7 @@ def test_namespace_digest() -> None:
     values["layout"] = bytes.fromhex(example["layout_fingerprint"])
     assert namespace_digest(values).hex() == example["digest"]
 
-    fields = {k: int(v) if v.isdigit() else v for k, v in example["fields"].items()}
+    fields: dict[str, Any] = {k: int(v) if v.isdigit() else v for k, v in example["fields"].items()}
     assert Namespace(layout=layout_of(GOLDEN["layouts"][0]), **fields).digest.hex() == example["digest"]
 
 
@@ -94,7 +94,7 @@ def test_seal() -> None:
     values = {name: text.encode() for name, text in GOLDEN["namespace"]["fields"].items()}
     values |= {"layout": bytes.fromhex(GOLDEN["namespace"]["layout_fingerprint"]), "key_id": key_id.encode()}
     digest = namespace_digest(values)
-    fields = {k: int(v) if v.isdigit() else v for k, v in GOLDEN["namespace"]["fields"].items()}
+    fields: dict[str, Any] = {k: int(v) if v.isdigit() else v for k, v in GOLDEN["namespace"]["fields"].items()}
     namespace = Namespace(layout=layout_of(GOLDEN["layouts"][0]), **fields, key_id=key_id)
     assert digest.hex() == example["digest"] == namespace.digest.hex()
 

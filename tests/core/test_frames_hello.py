@@ -2,9 +2,9 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+from fake_node import ServeBulk
 
 from kvstore import Client, ClientConfig, Namespace, ProtocolError, opaque_layout
 from kvstore.config import PROTOCOL_VERSION
@@ -58,7 +58,7 @@ def client(port: int) -> Client:
     return Client(ClientConfig(f"bulk://127.0.0.1:{port}", timeout_s=20.0, connect_timeout_s=10.0))
 
 
-def test_an_older_node_is_spoken_to_in_its_own_version(bulk_port: Any) -> None:
+def test_an_older_node_is_spoken_to_in_its_own_version(bulk_port: ServeBulk) -> None:
     seen: list[int] = []
     port = bulk_port(node_of(PROTOCOL_VERSION - 1, seen)).port
     with client(port) as older:
@@ -66,20 +66,20 @@ def test_an_older_node_is_spoken_to_in_its_own_version(bulk_port: Any) -> None:
     assert seen == [PROTOCOL_VERSION, *[PROTOCOL_VERSION - 1] * 3]
 
 
-def test_a_node_two_versions_away_is_no_node_of_ours(bulk_port: Any) -> None:
+def test_a_node_two_versions_away_is_no_node_of_ours(bulk_port: ServeBulk) -> None:
     port = bulk_port(unless_it_speaks_tls(node_of(PROTOCOL_VERSION - 2, []))).port
     with client(port) as far, pytest.raises(ProtocolError, match="the peer speaks protocol 2"):
         far.lookup(SPACE, [KEY])
 
 
-def test_a_node_that_takes_no_keys_is_not_used(bulk_port: Any) -> None:
+def test_a_node_that_takes_no_keys_is_not_used(bulk_port: ServeBulk) -> None:
     port = bulk_port(node_of(PROTOCOL_VERSION, [], pb.Limits()))
     with client(port.port) as odd, pytest.raises(ProtocolError, match="takes no keys at all"):
         odd.lookup(SPACE, [KEY])
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x03\x00\x02\x02\x50" * 4])
-def test_what_is_no_node_is_an_error_of_ours(bulk_port: Any, answer: bytes) -> None:
+def test_what_is_no_node_is_an_error_of_ours(bulk_port: ServeBulk, answer: bytes) -> None:
     def talk(connection: FrameSocket) -> None:
         connection.recv_frame(1 << 20)
         connection.send(answer)
@@ -91,7 +91,7 @@ def test_what_is_no_node_is_an_error_of_ours(bulk_port: Any, answer: bytes) -> N
         lost.lookup(SPACE, [KEY])
 
 
-def test_a_node_that_does_not_wait_is_not_asked_all_the_time(bulk_port: Any) -> None:
+def test_a_node_that_does_not_wait_is_not_asked_all_the_time(bulk_port: ServeBulk) -> None:
     """It says at once that there is no view: the next member is asked, after a pause."""
     asked: list[int] = []
 

@@ -63,7 +63,9 @@ BEGIN = pb.GetFrame(begin=pb.GetReply(hits=[True], checksums=[bytes(16)])).Seria
 
 
 @pytest.mark.parametrize("frames", [[b"\xff\xff"], [BEGIN, b"\xff\xff"], [BEGIN, BEGIN], [BEGIN], []])
-def test_a_get_that_is_answered_with_nonsense_is_refused(wire_to: Any, frames: list[bytes]) -> None:
+def test_a_get_that_is_answered_with_nonsense_is_refused(
+    wire_to: Callable[[Replies], GrpcWire], frames: list[bytes]
+) -> None:
     with pytest.raises(ProtocolError, match="the node's answer to a get is incomplete"):
         get(wire_to(lambda messages: iter(frames)))
 
@@ -82,19 +84,21 @@ UNFIT = "the reply to a get does not fit its request"
         (pb.GetReply(hits=[True], checksums=[bytes(16)]), "more page bytes than it announced"),
     ],
 )
-def test_a_get_that_is_answered_for_another_one_is_refused(wire_to: Any, begin: pb.GetReply, said: str) -> None:
+def test_a_get_that_is_answered_for_another_one_is_refused(
+    wire_to: Callable[[Replies], GrpcWire], begin: pb.GetReply, said: str
+) -> None:
     frames = [pb.GetFrame(begin=begin).SerializeToString(), CHUNK, CHUNK]
     with pytest.raises(ProtocolError, match=said):
         get(wire_to(lambda messages: iter(frames)))
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_put_that_is_answered_for_other_pages_is_refused(wire_to: Any, count: int) -> None:
+def test_a_put_that_is_answered_for_other_pages_is_refused(wire_to: Callable[[Replies], GrpcWire], count: int) -> None:
     with pytest.raises(ProtocolError, match=f"{count} verdicts for 2 pages"):
         put(wire_to(lambda messages: iter([writes(count)])))
 
 
-def test_a_put_whose_commit_is_not_answered_is_not_stored(wire_to: Any) -> None:
+def test_a_put_whose_commit_is_not_answered_is_not_stored(wire_to: Callable[[Replies], GrpcWire]) -> None:
     def replies(messages: Iterator[bytes]) -> Iterator[bytes]:
         next(messages)
         yield writes(2)
@@ -107,7 +111,7 @@ def test_a_put_whose_commit_is_not_answered_is_not_stored(wire_to: Any) -> None:
 
 @pytest.mark.parametrize("writing", [False, True])
 def test_a_put_that_the_node_ends_early_waits_for_nothing(
-    wire_to: Any, monkeypatch: pytest.MonkeyPatch, writing: bool
+    wire_to: Callable[[Replies], GrpcWire], monkeypatch: pytest.MonkeyPatch, writing: bool
 ) -> None:
     """Neither the calling thread, which has more to send, nor gRPC's, which would send more."""
     over, said = threading.Event(), list[str]()

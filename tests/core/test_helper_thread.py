@@ -2,6 +2,7 @@
 
 import threading
 import time
+from _thread import start_new_thread
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 
 import kvstore.sync
+import kvstore.threads
 import kvstore.transports.parallel
 from kvstore.sync import NoThread, run_in_helper_thread
 from kvstore.transports.parallel import ParallelTransfer
 
-start = kvstore.sync.start_new_thread
+start = start_new_thread
 
 
 class Work:
@@ -141,7 +143,7 @@ def test_without_any_thread_the_work_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_second_interrupt_before_the_wait_for_abreast_calls_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    work, ended, calls = Work(0.2), kvstore.transports.parallel.end, list[int]()
+    work, ended, calls = Work(0.2), kvstore.threads.end, list[int]()
 
     def end(futures: list[object]) -> None:
         calls.append(len(futures))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fake_node import FakeNode, ServeBulk, scripted
 
 from kvstore import ClientConfig, DeadlineExceeded, Namespace, Unavailable, opaque_layout
 from kvstore.deadline import Deadline
@@ -32,7 +33,7 @@ def eventually(true: Callable[[], bool], seconds: float = 10.0) -> None:
         threading.Event().wait(0.005)
 
 
-def test_a_call_in_a_great_hurry_leaves_the_link_to_the_others(fake_node: Any, bulk_port: Any, scripted: Any) -> None:
+def test_a_call_in_a_great_hurry_leaves_the_link_to_the_others(fake_node: FakeNode, bulk_port: ServeBulk) -> None:
     """It has no time for one more connection. The link was dropped for that, and where there was no time for another
     link the breaker shut all others out."""
     present = pb.BulkReply(lookup=pb.LookupReply(present=[True], prefix_pages=1)).SerializeToString()
@@ -58,7 +59,9 @@ def test_a_call_in_a_great_hurry_leaves_the_link_to_the_others(fake_node: Any, b
     link.close()
 
 
-def test_who_is_always_in_a_hurry_does_not_keep_the_others_out(fake_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_always_in_a_hurry_does_not_keep_the_others_out(
+    fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a restart of the node, say: whenever the breaker let one try, it was one without the time to connect."""
     link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
     negotiate = link._negotiation.open
@@ -77,7 +80,9 @@ def test_who_is_always_in_a_hurry_does_not_keep_the_others_out(fake_node: Any, m
     link.close()
 
 
-def test_a_node_that_hangs_is_left_alone_by_who_is_in_a_hurry(fake_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_hangs_is_left_alone_by_who_is_in_a_hurry(
+    fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of their calls took all of its time, for ever."""
     monkeypatch.setattr("kvstore.transports.channel.LIVES_S", 0.3)
     link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))

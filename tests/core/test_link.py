@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from fake_node import FakeNode, ServeBulk, scripted
 
 from kvstore import (
     Client,
@@ -41,7 +42,7 @@ def refusing(fake: Any, code: grpc.StatusCode) -> None:
 
 @pytest.mark.parametrize("trouble", ["unserved", "silent", "none"])
 def test_without_a_bulk_wire_grpc_is_used_and_a_warning_says_so(
-    fake_node: Any, unserved_port: int, silent_port: int, caplog: pytest.LogCaptureFixture, trouble: str
+    fake_node: FakeNode, unserved_port: int, silent_port: int, caplog: pytest.LogCaptureFixture, trouble: str
 ) -> None:
     fake_node.bulk_port = {"unserved": unserved_port, "silent": silent_port, "none": 0}[trouble]
     with Client(config(fake_node)) as client, caplog.at_level(logging.WARNING):
@@ -54,7 +55,7 @@ def test_without_a_bulk_wire_grpc_is_used_and_a_warning_says_so(
 
 @pytest.mark.parametrize("trouble", ["unserved", "silent", "none"])
 def test_a_client_that_wants_bulk_gets_no_other_wire(
-    fake_node: Any, unserved_port: int, silent_port: int, trouble: str
+    fake_node: FakeNode, unserved_port: int, silent_port: int, trouble: str
 ) -> None:
     fake_node.bulk_port = {"unserved": unserved_port, "silent": silent_port, "none": 0}[trouble]
     with Client(config(fake_node, wire="bulk")) as client, pytest.raises(Unavailable):
@@ -62,7 +63,7 @@ def test_a_client_that_wants_bulk_gets_no_other_wire(
     assert "lookup" not in fake_node.calls
 
 
-def test_a_client_that_wants_grpc_does_not_try_bulk(fake_node: Any, bulk_port: Any, scripted: Any) -> None:
+def test_a_client_that_wants_grpc_does_not_try_bulk(fake_node: FakeNode, bulk_port: ServeBulk) -> None:
     bulk = bulk_port(scripted())
     fake_node.bulk_port = bulk.port
     with Client(config(fake_node, wire="grpc")) as client:
@@ -94,7 +95,7 @@ def fallen_back(fake: Any, unserved_port: int) -> tuple[NodeChannel, Clock]:
     return link, clock
 
 
-def test_after_a_while_bulk_is_tried_again(fake_node: Any, unserved_port: int, bulk_port: Any, scripted: Any) -> None:
+def test_after_a_while_bulk_is_tried_again(fake_node: FakeNode, unserved_port: int, bulk_port: ServeBulk) -> None:
     link, clock = fallen_back(fake_node, unserved_port)
     fake_node.bulk_port = bulk_port(scripted()).port
     clock.now += BETTER_RETRY_S - 1
@@ -112,7 +113,7 @@ def looked_up(link: Any, deadline: Deadline) -> int:
 
 
 def test_a_better_wire_is_tried_beside_the_one_that_works(
-    fake_node: Any, unserved_port: int, silent_port: int, monkeypatch: pytest.MonkeyPatch
+    fake_node: FakeNode, unserved_port: int, silent_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that hangs: calls neither wait for it nor lose their channel, and nobody starts a second try."""
     link, clock = fallen_back(fake_node, unserved_port)
@@ -143,7 +144,7 @@ def test_a_better_wire_is_tried_beside_the_one_that_works(
 
 
 def test_a_call_that_is_under_way_ends_on_the_wire_it_began_on(
-    fake_node: Any, unserved_port: int, bulk_port: Any, scripted: Any
+    fake_node: FakeNode, unserved_port: int, bulk_port: ServeBulk
 ) -> None:
     link, clock = fallen_back(fake_node, unserved_port)
     fake_node.hold = threading.Event()
@@ -167,7 +168,7 @@ def test_a_call_that_is_under_way_ends_on_the_wire_it_began_on(
 
 
 @pytest.mark.parametrize("how", ["dropped", "closed"])
-def test_a_link_that_goes_lets_its_calls_end(fake_node: Any, how: str) -> None:
+def test_a_link_that_goes_lets_its_calls_end(fake_node: FakeNode, how: str) -> None:
     """One call that fails, or the client's end, is no reason to cut off another that is about to be answered."""
     link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
     fake_node.hold = threading.Event()
@@ -195,7 +196,7 @@ def test_a_link_that_goes_lets_its_calls_end(fake_node: Any, how: str) -> None:
 
 
 def test_a_call_that_loses_its_link_does_not_wait_for_another_that_connects(
-    fake_node: Any, monkeypatch: pytest.MonkeyPatch
+    fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
     link.run(lambda link, deadline: None, None, Deadline(5))
@@ -232,7 +233,7 @@ def test_a_call_that_loses_its_link_does_not_wait_for_another_that_connects(
     first.join()
 
 
-def test_a_namespace_the_node_forgot_is_opened_again(fake_node: Any) -> None:
+def test_a_namespace_the_node_forgot_is_opened_again(fake_node: FakeNode) -> None:
     with Client(config(fake_node, wire="grpc")) as client:
         client.lookup(NAMESPACE, KEYS)
         fake_node.opened.clear()
@@ -240,14 +241,14 @@ def test_a_namespace_the_node_forgot_is_opened_again(fake_node: Any) -> None:
     assert fake_node.calls == ["hello", "open_namespace", "lookup", "lookup", "open_namespace", "lookup"]
 
 
-def test_a_namespace_that_stays_unknown_is_an_error_and_no_loop(fake_node: Any) -> None:
+def test_a_namespace_that_stays_unknown_is_an_error_and_no_loop(fake_node: FakeNode) -> None:
     refusing(fake_node, grpc.StatusCode.NOT_FOUND)
     with Client(config(fake_node, wire="grpc")) as client, pytest.raises(UnknownNamespace):
         client.lookup(NAMESPACE, KEYS)
     assert fake_node.calls.count("lookup") == 2
 
 
-def test_another_protocol_version_is_said_at_connect(fake_node: Any) -> None:
+def test_another_protocol_version_is_said_at_connect(fake_node: FakeNode) -> None:
     fake_node.version = PROTOCOL_VERSION + 1
     with Client(config(fake_node)) as client, pytest.raises(ProtocolError, match=f"this node {PROTOCOL_VERSION + 1}"):
         client.lookup(NAMESPACE, KEYS)
@@ -262,7 +263,7 @@ def test_another_protocol_version_is_said_at_connect(fake_node: Any) -> None:
     ],
 )
 def test_a_refusal_is_an_answer_and_closes_the_breaker(
-    fake_node: Any, code: grpc.StatusCode, error: type[KVStoreError]
+    fake_node: FakeNode, code: grpc.StatusCode, error: type[KVStoreError]
 ) -> None:
     clock = Clock()
     link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"), clock)
@@ -285,7 +286,7 @@ def test_a_refusal_is_an_answer_and_closes_the_breaker(
     link.close()
 
 
-def test_a_full_pool_of_our_own_does_not_close_the_breaker(fake_node: Any, bulk_port: Any, scripted: Any) -> None:
+def test_a_full_pool_of_our_own_does_not_close_the_breaker(fake_node: FakeNode, bulk_port: ServeBulk) -> None:
     """It says nothing about the node: the call whose turn it was to try never reached it."""
     clock = Clock()
     fake_node.bulk_port = bulk_port(scripted()).port
@@ -308,7 +309,7 @@ def test_a_full_pool_of_our_own_does_not_close_the_breaker(fake_node: Any, bulk_
     link.close()
 
 
-def test_a_caller_who_comes_too_late_does_not_open_the_breaker(fake_node: Any) -> None:
+def test_a_caller_who_comes_too_late_does_not_open_the_breaker(fake_node: FakeNode) -> None:
     with Client(config(fake_node, wire="grpc")) as client:
         for _ in range(3):
             with pytest.raises(DeadlineExceeded):
@@ -317,7 +318,7 @@ def test_a_caller_who_comes_too_late_does_not_open_the_breaker(fake_node: Any) -
         assert client.stats.failures == 0
 
 
-def test_a_closed_client_says_so(fake_node: Any) -> None:
+def test_a_closed_client_says_so(fake_node: FakeNode) -> None:
     client = Client(config(fake_node, wire="grpc"))
     client.lookup(NAMESPACE, KEYS)
     client.close()
@@ -325,7 +326,7 @@ def test_a_closed_client_says_so(fake_node: Any) -> None:
         client.lookup(NAMESPACE, KEYS)
 
 
-def test_a_channel_that_another_thread_closed_is_an_unavailable_node(fake_node: Any) -> None:
+def test_a_channel_that_another_thread_closed_is_an_unavailable_node(fake_node: FakeNode) -> None:
     """So that the call is tried again on the new link, like any other lost connection."""
     wire = GrpcWire(fake_node.address)
     wire.close()
@@ -339,7 +340,7 @@ def test_a_channel_that_another_thread_closed_is_an_unavailable_node(fake_node: 
         wire.get(get, [(memoryview(bytearray(4096)),)], [0], Deadline(5))
 
 
-def test_threads_that_lose_one_link_make_one_new_link(fake_node: Any) -> None:
+def test_threads_that_lose_one_link_make_one_new_link(fake_node: FakeNode) -> None:
     with Client(config(fake_node, wire="grpc")) as client:
         client.lookup(NAMESPACE, KEYS)
         old = client._fan_out.nodes.only._link
@@ -371,7 +372,7 @@ def test_a_node_that_refuses_connections_costs_nothing_while_the_breaker_is_open
         assert client.wire_name == "none"
 
 
-def test_a_refused_put_over_grpc_leaves_no_thread_behind(fake_node: Any) -> None:
+def test_a_refused_put_over_grpc_leaves_no_thread_behind(fake_node: FakeNode) -> None:
     """gRPC's sending thread must not wait for verdicts that never come, for as long as the deadline."""
     wire = GrpcWire(fake_node.address)
     request = pb.PutRequest(namespace=NAMESPACE.digest, prefix_hashes=KEYS, page_nbytes=4096)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_node import FakeNode
 
 from kvstore import Client, ClientConfig, Namespace, ProtocolError, opaque_layout
 from kvstore.cluster.calls import look_up, put_outcomes
@@ -36,7 +37,7 @@ def test_a_verdict_that_nobody_knows_is_an_error_of_ours() -> None:
         put_outcomes([77])
 
 
-def test_a_node_that_takes_no_keys_is_not_used(fake_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_takes_no_keys_is_not_used(fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(type(fake_node).Hello.__globals__, "LIMITS", pb.Limits())
     with (
         Client(ClientConfig(address=fake_node.address, wire="grpc")) as client,
@@ -54,7 +55,7 @@ ANSWERS: dict[str, Any] = {
 
 
 @pytest.fixture
-def answered(fake_node: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def answered(fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A client whose node answers what the test likes."""
     with Client(ClientConfig(address=fake_node.address, wire="grpc")) as client:
         client.lookup(NAMESPACE, KEYS)

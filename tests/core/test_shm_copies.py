@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_page_that_its_writer_changes_meanwhile_is_refused(monkeypatch: pytest
     """The slot has neither the old page nor the new one: who hashed the slot would vouch for that."""
     page, slot = bytearray(os.urandom(NBYTES)), memoryview(bytearray(NBYTES))
     monkeypatch.setattr(shm, "copying", changing_the_source(page))
-    assert _write_page(slot, [memoryview(page)]) != leaves(slot)
+    assert _write_page(slot, (memoryview(page),)) != leaves(slot)
 
 
 def test_the_checksum_of_what_is_read_is_that_of_the_callers_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +44,7 @@ def test_the_checksum_of_what_is_read_is_that_of_the_callers_bytes(monkeypatch: 
     slot, buffer = bytearray(os.urandom(NBYTES)), memoryview(bytearray(NBYTES))
     stored = bytes(slot)
     monkeypatch.setattr(shm, "copying", changing_the_source(slot))
-    assert _read_page([buffer], [memoryview(slot).toreadonly()]) == leaves(buffer) == leaves(stored)
+    assert _read_page((buffer,), [memoryview(slot).toreadonly()]) == leaves(buffer) == leaves(stored)
     assert buffer == stored != slot
 
 
@@ -75,10 +76,10 @@ def test_beside_a_thread_that_computes_the_gil_is_asked_for_less(monkeypatch: py
     clock = iter(range(1000))
     monkeypatch.setattr(shm, "copying", recorded)
     monkeypatch.setattr(shm, "_pace", _Pace())
-    monkeypatch.setattr(shm.time, "perf_counter", lambda: next(clock) * 0.005)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) * 0.005)
     page = memoryview(bytearray(NBYTES))
-    _write_page(page, [page])
+    _write_page(page, (page,))
     assert pieces == [(0, STEP_NBYTES), (STEP_NBYTES, NBYTES)]
     pieces.clear()
-    _write_page(page, [page])
+    _write_page(page, (page,))
     assert pieces == [(0, NBYTES)]

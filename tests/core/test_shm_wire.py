@@ -11,9 +11,10 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
+from fake_node import FakeNode
+from waiting import OthersRun
 
 from kvstore import Client, ClientConfig, Namespace, ProtocolError, PutOutcome, Unavailable, opaque_layout
 from kvstore.buffers import HELD_NBYTES_MAX
@@ -21,6 +22,7 @@ from kvstore.checksum import checksum, root
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.sync import Event
 from kvstore.tools.node_process import NodeProcess
 from kvstore.transports.mapped_memory import ArenaMap
 from kvstore.transports.shm import STEP_NBYTES, ShmWire, _read_page, _write_page
@@ -95,8 +97,11 @@ HELLO = pb.HelloReply(protocol_version=PROTOCOL_VERSION, instance_id=b"fakenode"
 NO_FD = -1
 
 
+ServeShm = Callable[..., tuple[UnixNode, ShmWire]]
+
+
 @pytest.fixture
-def unix_node() -> Iterator[Callable[..., tuple[UnixNode, ShmWire]]]:
+def unix_node() -> Iterator[ServeShm]:
     """A fake node on a Unix socket, and a wire to it."""
     made: list[tuple[UnixNode, ShmWire]] = []
     with tempfile.TemporaryDirectory() as directory:
@@ -124,7 +129,7 @@ def unix_node() -> Iterator[Callable[..., tuple[UnixNode, ShmWire]]]:
     ],
 )
 def test_an_arena_that_is_not_what_was_said_is_not_mapped(
-    unix_node: Any, make_fd: Callable[[], int], said: str
+    unix_node: ServeShm, make_fd: Callable[[], int], said: str
 ) -> None:
     _, wire = unix_node(fd=make_fd())
     with pytest.raises(ProtocolError, match=said):
@@ -158,7 +163,7 @@ WRONG: dict[str, tuple[str, pb.BulkReply]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_answer_touches_nothing_and_lets_go(unix_node: Any, what: str) -> None:
+def test_a_wrong_answer_touches_nothing_and_lets_go(unix_node: ServeShm, what: str) -> None:
     op, answer = WRONG[what]
     node, wire = unix_node(answer)
     pages = [(memoryview(bytearray(b"1" * PAGE)),) for _ in KEYS]
@@ -169,7 +174,7 @@ def test_a_wrong_answer_touches_nothing_and_lets_go(unix_node: Any, what: str) -
     assert wire.arena.memory == bytes(ARENA)
 
 
-def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: Any) -> None:
+def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: ServeShm) -> None:
     page, other = os.urandom(PAGE), os.urandom(PAGE)
     good = [checksum(page, 0), checksum(other, 1)]
     node, wire = unix_node(
@@ -190,16 +195,18 @@ def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: Any) -> N
 def test_pages_of_many_steps_and_parts_are_copied_and_hashed_exactly(nbytes: int) -> None:
     page = memoryview(os.urandom(nbytes))
     slot, buffer = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
-    assert root(_write_page(slot, [page]), 5) == checksum(page, 5)
-    assert root(_read_page([buffer], [slot.toreadonly()]), 5) == checksum(page, 5)
+    assert root(_write_page(slot, (page,)), 5) == checksum(page, 5)
+    assert root(_read_page((buffer,), [slot.toreadonly()]), 5) == checksum(page, 5)
     assert slot == page == buffer
     third = nbytes // 3
-    parted = root(_read_page([buffer], [slot[third:], slot[:third]]), 5)
+    parted = root(_read_page((buffer,), [slot[third:], slot[:third]]), 5)
     assert parted == checksum(bytes(page[third:]) + bytes(page[:third]), 5)
     assert bytes(buffer) == bytes(page[third:]) + bytes(page[:third])
 
 
-def test_other_threads_run_while_pages_are_copied_either_way(others_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_run_while_pages_are_copied_either_way(
+    others_run: OthersRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The copies alone: a checksum gives up the GIL anyway. What is read lies in read-only views, and so may what is
     written."""
 
@@ -213,21 +220,23 @@ def test_other_threads_run_while_pages_are_copied_either_way(others_run: Any, mo
 
     monkeypatch.setattr("kvstore.transports.shm.Leaves", NoChecksum)
     page, buffer = memoryview(bytearray(8 << 20)), memoryview(bytearray(8 << 20))
-    assert others_run(lambda: _read_page([buffer], [page.toreadonly()]))
-    assert others_run(lambda: _write_page(buffer, [page.toreadonly()]))
+    assert others_run(lambda: _read_page((buffer,), [page.toreadonly()]))
+    assert others_run(lambda: _write_page(buffer, (page.toreadonly(),)))
 
 
-def test_other_threads_run_while_an_arena_is_entered(others_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_run_while_an_arena_is_entered(others_run: OthersRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one step here: between two of them others run in any case."""
     monkeypatch.setattr("kvstore.transports.mapped_memory._POPULATE_STEP_NBYTES", 1 << 30)
-    fd, stop = arena_fd(64 << 20), threading.Event()
+    fd, stop = arena_fd(64 << 20), Event()
     stop.set()
     maps = iter([ArenaMap(fd, 64 << 20) for _ in range(50)])  # which keeps them: others run while one is unmapped
     assert others_run(lambda: next(maps).populate(stop))
     os.close(fd)
 
 
-def test_another_nodes_socket_is_left_alone(fake_node: Any, unix_node: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_nodes_socket_is_left_alone(
+    fake_node: FakeNode, unix_node: ServeShm, caplog: pytest.LogCaptureFixture
+) -> None:
     """As on every host of a cluster that has a node of its own at the default path. Nothing is wrong, so
     nothing is said, and nothing is tried again and again."""
     other, wire = unix_node(
@@ -246,7 +255,7 @@ def test_another_nodes_socket_is_left_alone(fake_node: Any, unix_node: Any, capl
 
 
 def test_a_socket_that_is_here_and_fails_is_warned_of(
-    fake_node: Any, unix_node: Any, caplog: pytest.LogCaptureFixture
+    fake_node: FakeNode, unix_node: ServeShm, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, wire = unix_node(fd=arena_fd(ARENA // 2))
     fake_node.shm_socket = wire._path
@@ -381,7 +390,7 @@ def test_a_closed_clients_map_is_emptied_before_it_is_unmapped(start: Callable[.
 
 
 def test_a_socket_of_another_user_is_trusted_only_where_its_place_was_named(
-    unix_node: Any, monkeypatch: pytest.MonkeyPatch
+    unix_node: ServeShm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who could put one where the node's should be would be handed our pages."""
     monkeypatch.setattr("kvstore.transports.unix_sockets.peer_of", lambda sock: Peer(1, 10001))

@@ -4,9 +4,9 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
+from disk_nodes import FaultyLayer, Nodes, Pages
 from waiting import wait_until
 
 from kvstore.errors import Exhausted
@@ -17,7 +17,9 @@ WAITS_S = 20.0  # of a durable put, if its caller stays
 SOON_S = 8.0
 
 
-def test_who_waits_for_room_in_the_queue_and_leaves_does_not_wait_on(nodes: Any, layer: Any, pages: Any) -> None:
+def test_who_waits_for_room_in_the_queue_and_leaves_does_not_wait_on(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     """A durable put, or a flush, of more than the queue takes."""
     node = nodes.start(disk_queue_nbytes=64 << 10, flush_s=WAITS_S)
     client, keys = nodes.connect(node), pages.keys(*range(40))
@@ -36,7 +38,7 @@ def test_who_waits_for_room_in_the_queue_and_leaves_does_not_wait_on(nodes: Any,
     layer.writing.set()
 
 
-def test_who_waits_over_a_connection_that_ends_does_not_wait_on(nodes: Any, layer: Any, pages: Any) -> None:
+def test_who_waits_over_a_connection_that_ends_does_not_wait_on(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     node = nodes.start(flush_s=WAITS_S)
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)

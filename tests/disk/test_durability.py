@@ -4,9 +4,10 @@ import errno
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
 
 import pytest
+from disk_nodes import FaultyLayer, Nodes, Pages
 
 from kvstore import PutOutcome
 from kvstore.errors import ConfigError, Exhausted, KVStoreError
@@ -17,7 +18,7 @@ STORED = PutOutcome.STORED
 
 
 def test_a_tier_that_works_again_at_once_does_not_acknowledge_what_it_lost(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if an operator's recover came between the failed write and the look at the tier's state."""
     node = nodes.start()
@@ -28,7 +29,9 @@ def test_a_tier_that_works_again_at_once_does_not_acknowledge_what_it_lost(
         pages.put(client, pages.keys(1), durable=True)
 
 
-def test_pages_of_a_failed_sync_count_as_stored_only_after_another(nodes: Any, layer: Any, pages: Any) -> None:
+def test_pages_of_a_failed_sync_count_as_stored_only_after_another(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     """A second fsync may succeed although the first one lost the bytes."""
     node = nodes.start()
     client = nodes.connect(node)
@@ -46,7 +49,9 @@ def test_pages_of_a_failed_sync_count_as_stored_only_after_another(nodes: Any, l
     assert pages.get(nodes.connect(node), safe + unsafe) == [True] * 8
 
 
-def test_pages_removed_since_the_last_sync_are_no_trouble_to_recover(nodes: Any, pages: Any, layer: Any) -> None:
+def test_pages_removed_since_the_last_sync_are_no_trouble_to_recover(
+    nodes: Nodes, pages: Pages, layer: FaultyLayer
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(*range(6)), durable=True)
@@ -60,7 +65,7 @@ def test_pages_removed_since_the_last_sync_are_no_trouble_to_recover(nodes: Any,
     assert pages.on_disk(node, pages.keys(*range(10))) == [True] * 5 + [False] * 3 + [True] * 2
 
 
-def test_an_idle_writer_syncs_what_it_wrote(nodes: Any, layer: Any, pages: Any) -> None:
+def test_an_idle_writer_syncs_what_it_wrote(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1, 2))
@@ -71,7 +76,9 @@ def test_an_idle_writer_syncs_what_it_wrote(nodes: Any, layer: Any, pages: Any) 
     assert layer.calls["sync"] >= 1
 
 
-def test_a_failed_durable_put_leaves_the_clients_link_and_its_hits_alone(nodes: Any, layer: Any, pages: Any) -> None:
+def test_a_failed_durable_put_leaves_the_clients_link_and_its_hits_alone(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(*range(4)))
@@ -83,7 +90,7 @@ def test_a_failed_durable_put_leaves_the_clients_link_and_its_hits_alone(nodes: 
     assert node.sessions.count <= 2
 
 
-def test_every_part_of_a_large_durable_put_must_be_safe(nodes: Any, layer: Any, pages: Any) -> None:
+def test_every_part_of_a_large_durable_put_must_be_safe(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     """A put that the client sends in parts fails if a later part does."""
     node = nodes.start(batch_keys_max=4)
     client = nodes.connect(node)
@@ -101,7 +108,7 @@ def test_every_part_of_a_large_durable_put_must_be_safe(nodes: Any, layer: Any, 
 
 
 def test_a_read_that_breaks_in_an_unforeseen_way_makes_nobody_wait(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
@@ -122,7 +129,7 @@ def test_a_read_that_breaks_in_an_unforeseen_way_makes_nobody_wait(
 
 
 def test_other_namespaces_are_served_while_a_large_one_is_removed(
-    nodes: Any, pages: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes in pieces; what is stored in it meanwhile may stay."""
     monkeypatch.setattr("node.disk.index.FORGOTTEN", 3)
@@ -137,7 +144,7 @@ def test_other_namespaces_are_served_while_a_large_one_is_removed(
 
     monkeypatch.setattr(node.disk._index, "forget_some", forget_counted)
     client = nodes.connect(node)
-    other = make_pages("another model")
+    other = Pages("another model")
     pages.put(client, pages.keys(*range(20)), durable=True)
     other.put(client, other.keys(*range(20)), durable=True)
     pages.drop_from_ram(node)
@@ -152,7 +159,7 @@ def test_other_namespaces_are_served_while_a_large_one_is_removed(
 
 
 def test_a_page_removed_while_it_is_written_is_gone_when_flush_returns(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
@@ -181,7 +188,7 @@ def test_a_page_removed_while_it_is_written_is_gone_when_flush_returns(
 
 
 def test_a_disk_that_is_full_and_hangs_does_not_make_the_list_of_waiting_pages_grow(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.writer.LATER_PAGES", 16)
     node = nodes.start()
@@ -197,6 +204,6 @@ def test_a_disk_that_is_full_and_hangs_does_not_make_the_list_of_waiting_pages_g
     client.flush()
 
 
-def test_a_queue_larger_than_ram_is_refused(tmp_path: Any) -> None:
+def test_a_queue_larger_than_ram_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="disk_queue_nbytes"):
         NodeConfig(ram_nbytes=1 << 20, extent_nbytes=1 << 16, disk_queue_nbytes=2 << 20, data_dir=str(tmp_path))

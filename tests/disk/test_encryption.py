@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disk_nodes import Nodes, Pages
 from locked import KEY, flip, key_file, pieces
 from memory_search import files, found_in
-from planted import PORTS, SMALL, keeper_of
+from planted import PORTS, SMALL, Fault, keeper_of
 from ranged import ask
 from waiting import wait_until
 
@@ -34,10 +35,10 @@ def key(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_pages_come_back_after_a_restart_and_are_nowhere_in_the_directory(
-    nodes: Any, make_pages: Any, key: dict[str, str], nbytes: int
+    nodes: Nodes, key: dict[str, str], nbytes: int
 ) -> None:
     node = nodes.start(**LARGE, **key)
-    pages = make_pages("a secret model", nbytes, salt="a secret salt")
+    pages = Pages("a secret model", nbytes, salt="a secret salt")
     keys = pages.keys(1, 2, 3)
     client = nodes.connect(node)
     pages.put(client, keys, durable=True)
@@ -50,13 +51,14 @@ def test_pages_come_back_after_a_restart_and_are_nowhere_in_the_directory(
     client = nodes.connect(node)
     assert pages.get(client, keys) == [True] * 3
     assert client.verify(pages.namespace, keys).intact == 3
+    assert node.disk is not None
     assert scrub(node.disk, b"", 1 << 30).intact == 3
 
 
-def test_a_plain_directory_has_what_these_tests_look_for(nodes: Any, make_pages: Any) -> None:
+def test_a_plain_directory_has_what_these_tests_look_for(nodes: Nodes) -> None:
     """Or they would find nothing in an encrypted one because they look in vain."""
     node = nodes.start(**LARGE)
-    pages = make_pages("a secret model", MIB + 5000, salt="a secret salt")
+    pages = Pages("a secret model", MIB + 5000, salt="a secret salt")
     keys = pages.keys(1, 2, 3)
     pages.put(nodes.connect(node), keys, durable=True)
     nodes.stop(node)
@@ -64,11 +66,9 @@ def test_a_plain_directory_has_what_these_tests_look_for(nodes: Any, make_pages:
     assert there == {*pieces(pages, keys), b"a secret model"}
 
 
-def test_parts_of_a_page_are_read_and_deciphered_without_the_rest(
-    nodes: Any, make_pages: Any, key: dict[str, str]
-) -> None:
+def test_parts_of_a_page_are_read_and_deciphered_without_the_rest(nodes: Nodes, key: dict[str, str]) -> None:
     node = nodes.start(**LARGE, **key)
-    pages = make_pages("ranges", 9 * MIB + 77)
+    pages = Pages("ranges", 9 * MIB + 77)
     keys = pages.keys(1, 2)
     client = nodes.connect(node)
     pages.put(client, keys, durable=True)
@@ -78,12 +78,10 @@ def test_parts_of_a_page_are_read_and_deciphered_without_the_rest(
     assert node.disk.counters.pages_read_in_part == 10
 
 
-def test_a_slot_that_is_written_again_tells_nothing_of_what_was_there(
-    nodes: Any, make_pages: Any, key: dict[str, str]
-) -> None:
+def test_a_slot_that_is_written_again_tells_nothing_of_what_was_there(nodes: Nodes, key: dict[str, str]) -> None:
     """The same bytes at the same place under the same key, but of another page: no unit is as it was."""
     node = nodes.start(**{**LARGE, "disk_nbytes": 16 * MIB}, **key)
-    pages = make_pages("again", MIB)
+    pages = Pages("again", MIB)
     client, zeros = nodes.connect(node), bytes(MIB)
     first, second = pages.keys(1, 2)
     client.put(pages.namespace, [first], [zeros])
@@ -101,9 +99,9 @@ def test_a_slot_that_is_written_again_tells_nothing_of_what_was_there(
     assert len({after[at : at + 16] for at in range(offset, offset + MIB, 16)}) == MIB // 16
 
 
-def test_a_changed_byte_on_disk_is_a_miss(nodes: Any, make_pages: Any, key: dict[str, str]) -> None:
+def test_a_changed_byte_on_disk_is_a_miss(nodes: Nodes, key: dict[str, str]) -> None:
     node = nodes.start(**LARGE, **key)
-    pages = make_pages("damaged", 2 * MIB)
+    pages = Pages("damaged", 2 * MIB)
     one, other = pages.keys(1, 2)
     client = nodes.connect(node)
     pages.put(client, [one, other], durable=True)
@@ -116,10 +114,10 @@ def test_a_changed_byte_on_disk_is_a_miss(nodes: Any, make_pages: Any, key: dict
 
 
 def test_a_namespace_whose_key_is_damaged_is_lost_and_no_other(
-    nodes: Any, make_pages: Any, key: dict[str, str], caplog: pytest.LogCaptureFixture
+    nodes: Nodes, key: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     node = nodes.start(**key)
-    lost, kept = make_pages("lost"), make_pages("kept")
+    lost, kept = Pages("lost"), Pages("kept")
     client = nodes.connect(node)
     for pages in (lost, kept):
         pages.put(client, pages.keys(1, 2), durable=True)
@@ -140,13 +138,13 @@ def test_a_namespace_whose_key_is_damaged_is_lost_and_no_other(
     assert lost.get(nodes.connect(node), lost.keys(1, 2)) == [True, True]
 
 
-def test_a_node_killed_with_its_keeper_has_its_durable_pages(tmp_path: Path, make_pages: Any, fault: Any) -> None:
+def test_a_node_killed_with_its_keeper_has_its_durable_pages(tmp_path: Path, fault: Fault) -> None:
     """`kill -9` of the keeper, which has the page keys with each order; the next one needs none from it."""
     config = NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data"), encrypt_key_file=key_file(tmp_path / "key"))
     node = Node(config)
     node.start()
     try:
-        pages = make_pages("killed", 8192)
+        pages = Pages("killed", 8192)
         keys = pages.keys(1, 2, 3)
         with Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", timeout_s=20.0)) as client:
             pages.put(client, keys[:2], durable=True)

@@ -3,9 +3,9 @@
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
+from disk_nodes import Nodes, Pages
 from locked import KEY, OTHER_KEY, key_file
 
 from kvstore.errors import ConfigError, InvalidRequest
@@ -119,7 +119,7 @@ def test_one_key_and_a_directory_for_it() -> None:
     ],
 )
 def test_a_directory_opens_with_its_own_key_only_and_loses_nothing(
-    nodes: Any, pages: Any, tmp_path: Path, first: bytes | None, then: bytes | None, why: str
+    nodes: Nodes, pages: Pages, tmp_path: Path, first: bytes | None, then: bytes | None, why: str
 ) -> None:
     def settings(key: bytes | None) -> dict[str, str]:
         return {"encrypt_key_file": key_file(tmp_path / "key", key)} if key else {}

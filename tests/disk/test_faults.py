@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from disk_nodes import FaultyLayer, Nodes, Pages
 
 from kvstore import Client, PutOutcome
 from kvstore.errors import Exhausted
@@ -31,7 +32,7 @@ def assert_serving(client: Client) -> None:
 # ---- transfers that do less than they should -----------------------------------------------
 
 
-def test_short_writes_and_reads_are_continued(nodes: Any, layer: Any, pages: Any) -> None:
+def test_short_writes_and_reads_are_continued(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(4))
@@ -43,7 +44,7 @@ def test_short_writes_and_reads_are_continued(nodes: Any, layer: Any, pages: Any
 
 
 def test_a_write_that_moves_nothing_is_an_error_and_no_endless_loop(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
@@ -53,7 +54,7 @@ def test_a_write_that_moves_nothing_is_an_error_and_no_endless_loop(
     assert_degraded(client, "nothing was written")
 
 
-def test_an_extent_that_lost_its_end_yields_misses(nodes: Any, pages: Any) -> None:
+def test_an_extent_that_lost_its_end_yields_misses(nodes: Nodes, pages: Pages) -> None:
     """As after a crash that lost the file's allocation, or the whole file."""
     node = nodes.start()
     keys = pages.keys(*range(12))
@@ -79,7 +80,7 @@ def test_an_extent_that_lost_its_end_yields_misses(nodes: Any, pages: Any) -> No
 
 @pytest.mark.parametrize(("operation", "code"), [("write", errno.EIO), ("sync", errno.EIO), ("allocate", errno.ENOSPC)])
 def test_a_failing_disk_keeps_durable_pages_in_ram_and_recovers(
-    nodes: Any, layer: Any, pages: Any, operation: str, code: int
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, operation: str, code: int
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
@@ -99,7 +100,7 @@ def test_a_failing_disk_keeps_durable_pages_in_ram_and_recovers(
 
 
 @pytest.mark.parametrize("operation", ["write", "sync", "read"])
-def test_recover_fails_while_the_disk_does(nodes: Any, layer: Any, pages: Any, operation: str) -> None:
+def test_recover_fails_while_the_disk_does(nodes: Nodes, layer: FaultyLayer, pages: Pages, operation: str) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     node.disk.poison("broken by the test")
@@ -114,7 +115,7 @@ def test_recover_fails_while_the_disk_does(nodes: Any, layer: Any, pages: Any, o
 
 
 def test_an_error_while_reading_is_a_miss_and_the_page_is_back_after_recover(
-    nodes: Any, layer: Any, pages: Any
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
@@ -132,7 +133,7 @@ def test_an_error_while_reading_is_a_miss_and_the_page_is_back_after_recover(
     assert pages.get(client, keys) == [True] * 4
 
 
-def test_a_page_that_was_removed_while_the_disk_was_down_stays_removed(nodes: Any, pages: Any) -> None:
+def test_a_page_that_was_removed_while_the_disk_was_down_stays_removed(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(4))
@@ -146,7 +147,7 @@ def test_a_page_that_was_removed_while_the_disk_was_down_stays_removed(nodes: An
 
 
 def test_rows_that_can_not_be_written_poison_the_tier_and_leave_no_slot(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
@@ -167,7 +168,7 @@ def test_rows_that_can_not_be_written_poison_the_tier_and_leave_no_slot(
 
 
 def test_rows_that_reached_the_log_although_writing_them_failed_do_not_outlive_their_slots(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or, after a restart, they would claim the slot of the page that was put there instead."""
     node = nodes.start(disk_nbytes=1 << 20)
@@ -192,7 +193,7 @@ def test_rows_that_reached_the_log_although_writing_them_failed_do_not_outlive_t
 
 
 def test_rows_that_can_not_be_read_at_the_start_leave_a_ram_node_until_a_restart(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
     pages.put(nodes.connect(node), pages.keys(1), durable=True)
@@ -216,18 +217,18 @@ def fail_to_iterate(*_: object) -> Any:
 # ---- wrong bytes ---------------------------------------------------------------------------
 
 
-def tear(layer: Any) -> None:
+def tear(layer: FaultyLayer) -> None:
     layer.torn = True
 
 
-def flip(layer: Any) -> None:
+def flip(layer: FaultyLayer) -> None:
     layer.flip = True
 
 
 @pytest.mark.parametrize("damage", [tear, flip])
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_a_damaged_page_is_dropped_by_the_read_that_meets_it(
-    nodes: Any, layer: Any, pages: Any, damage: Callable[[Any], None], wire: str
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, damage: Callable[[Any], None], wire: str
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node, wire)
@@ -250,7 +251,7 @@ def test_a_damaged_page_is_dropped_by_the_read_that_meets_it(
     assert pages.get(client, keys) == [True] * 3
 
 
-def test_a_ranged_read_of_a_damaged_page_is_a_miss(nodes: Any, layer: Any, pages: Any) -> None:
+def test_a_ranged_read_of_a_damaged_page_is_a_miss(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     """The damage is in the first sector, the range in the second."""
     node = nodes.start()
     client = nodes.connect(node)
@@ -264,7 +265,7 @@ def test_a_ranged_read_of_a_damaged_page_is_a_miss(nodes: Any, layer: Any, pages
 
 
 def test_verify_of_a_page_that_is_damaged_on_disk_drops_it_and_the_status_survives(
-    nodes: Any, layer: Any, pages: Any
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
@@ -278,7 +279,7 @@ def test_verify_of_a_page_that_is_damaged_on_disk_drops_it_and_the_status_surviv
     assert (status.totals.pages_got, status.disk.pages_corrupt) == (0, 2)
 
 
-def test_a_scrub_finds_damage_and_goes_on_from_its_cursor(nodes: Any, pages: Any) -> None:
+def test_a_scrub_finds_damage_and_goes_on_from_its_cursor(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(8))
@@ -301,7 +302,9 @@ def test_a_scrub_finds_damage_and_goes_on_from_its_cursor(nodes: Any, pages: Any
     assert client.scrub().damaged == 0
 
 
-def test_a_scrub_of_a_failing_disk_does_not_say_that_all_is_well(nodes: Any, layer: Any, pages: Any) -> None:
+def test_a_scrub_of_a_failing_disk_does_not_say_that_all_is_well(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1, 2), durable=True)
@@ -318,7 +321,9 @@ def test_a_scrub_of_a_failing_disk_does_not_say_that_all_is_well(nodes: Any, lay
 # ---- slow ----------------------------------------------------------------------------------
 
 
-def test_what_a_slow_disk_can_not_take_stays_in_ram_and_is_counted(nodes: Any, layer: Any, pages: Any) -> None:
+def test_what_a_slow_disk_can_not_take_stays_in_ram_and_is_counted(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start(disk_queue_nbytes=64 << 10)
     client = nodes.connect(node)
     layer.writing.clear()
@@ -334,7 +339,9 @@ def test_what_a_slow_disk_can_not_take_stays_in_ram_and_is_counted(nodes: Any, l
     assert client.flush() == 40, "flush offers again what was refused"
 
 
-def test_a_durable_put_to_a_disk_that_hangs_ends_by_the_flush_deadline(nodes: Any, layer: Any, pages: Any) -> None:
+def test_a_durable_put_to_a_disk_that_hangs_ends_by_the_flush_deadline(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start(flush_s=0.3)
     client = nodes.connect(node)
     layer.writing.clear()
@@ -346,7 +353,7 @@ def test_a_durable_put_to_a_disk_that_hangs_ends_by_the_flush_deadline(nodes: An
     assert pages.on_disk(node, pages.keys(1)) == [True]
 
 
-def test_ram_serves_while_a_read_from_disk_hangs(nodes: Any, layer: Any, pages: Any) -> None:
+def test_ram_serves_while_a_read_from_disk_hangs(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)
@@ -377,7 +384,7 @@ def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def test_a_writer_that_meets_an_unforeseen_error_leaks_nothing(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node: Node = nodes.start()
     client = nodes.connect(node)

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from counted_lock import CountedLock
+from disk_nodes import FaultyLayer, Nodes, Pages
+from waiting import OthersRun
 
 from node.disk.rows import PageRow
 
@@ -24,7 +26,7 @@ def expire(node: Any, count: int) -> list[bytes]:
 
 
 def test_millions_that_are_gone_at_once_are_deleted_without_holding_the_lock(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The RAM tier waits for that lock: gets from RAM stood still for as long as all of them took."""
     node = nodes.start()
@@ -49,7 +51,7 @@ def test_millions_that_are_gone_at_once_are_deleted_without_holding_the_lock(
 
 
 def test_a_page_that_is_stored_anew_outlives_the_deletion_of_its_old_row(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New rows come with the last of what is gone: keys and slots are those of pages that went."""
     monkeypatch.setattr("node.disk.index.BLOCK_KEYS", 4)
@@ -77,7 +79,9 @@ def test_a_page_that_is_stored_anew_outlives_the_deletion_of_its_old_row(
     assert pages.get(nodes.connect(node), keys) == [True] * 40
 
 
-def test_what_could_not_be_deleted_is_deleted_later(nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_deleted_is_deleted_later(
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second of ten batches fails, and none is forgotten."""
     monkeypatch.setattr("node.disk.index.BLOCK_KEYS", 4)
     node = nodes.start()
@@ -109,18 +113,18 @@ def test_what_could_not_be_deleted_is_deleted_later(nodes: Any, pages: Any, monk
 
 
 def test_removing_a_namespace_without_pages_looks_at_no_records(
-    nodes: Any, pages: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It went through those of all the others, for as long as their number took."""
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)
-    empty, looked_at = make_pages("empty"), []
+    empty, looked_at = Pages("empty"), []
     empty.put(client, empty.keys(1), durable=True)
     client.remove(empty.namespace, empty.keys(1))
     is_published = node.disk.records.is_published
     monkeypatch.setattr(node.disk.records, "is_published", lambda *key: (looked_at.append(key), is_published(*key))[1])
-    for digest in (empty.digest, make_pages("unknown").digest):
+    for digest in (empty.digest, Pages("unknown").digest):
         assert node.disk.remove_namespace(digest) == 0
     assert looked_at == []
     assert node.disk.remove_namespace(pages.digest) == 1
@@ -128,7 +132,7 @@ def test_removing_a_namespace_without_pages_looks_at_no_records(
 
 
 def test_others_have_their_turn_while_a_namespace_goes(
-    nodes: Any, pages: Any, others_run: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, others_run: OthersRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who lets go of a lock and takes it again at once has it again: nobody else is awake by then."""
     node = nodes.start()

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
+from disk_nodes import FaultyLayer, Nodes, Pages
 from planted import PORTS, SMALL, Fault, children, flags, keeper_of
 from waiting import wait_until
 
@@ -40,7 +40,7 @@ def kill_keeper(node: Node) -> None:
 
 @pytest.mark.parametrize("phase", ["begin", "sync pages", "sync rows"])
 def test_a_recover_on_a_disk_that_still_hangs_fails_and_may_be_tried_again(
-    kept: Node, client: Client, fault: Fault, pages: Any, monkeypatch: pytest.MonkeyPatch, phase: str
+    kept: Node, client: Client, fault: Fault, pages: Pages, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     """In the start of the new keeper, its trial, and the sync behind that. It waited for ever, and no other could be
     tried."""
@@ -67,7 +67,7 @@ def test_a_recover_on_a_disk_that_still_hangs_fails_and_may_be_tried_again(
 
 @pytest.mark.parametrize("phase", ["begin", "sync pages"])
 def test_a_node_stops_while_a_recover_waits_for_a_disk_that_hangs(
-    fault: Fault, pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+    fault: Fault, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     """A signal did not end it: the stop waited for the recover, and that for the new keeper."""
     monkeypatch.setattr("node.disk.io_process.END_S", 0.5)
@@ -107,7 +107,7 @@ def test_a_start_on_a_disk_that_hangs_ends_after_a_time_and_says_why(
 
 
 def test_rows_that_do_not_come_at_the_start_leave_a_ram_node(
-    fault: Fault, pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Fault, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.io_process.START_S", 4.0)  # on a busy machine a keeper needs two to begin
     fault.plant("scan", "hang")
@@ -140,7 +140,7 @@ def test_a_signal_ends_a_start_that_waits_for_a_disk_that_hangs(
 
 
 def test_a_scrub_that_hangs_in_a_read_does_not_hold_up_a_stop(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.scrub.STOP_S", 0.2)
     monkeypatch.setattr("node.disk.scrub.ROUND_PAUSE_S", 0.05)  # the first round may come before the page
@@ -153,7 +153,7 @@ def test_a_scrub_that_hangs_in_a_read_does_not_hold_up_a_stop(
     assert time.monotonic() - begun < 20.0
 
 
-def test_a_writer_that_hangs_is_waited_for_once(nodes: Any, layer: Any, pages: Any) -> None:
+def test_a_writer_that_hangs_is_waited_for_once(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     """For its flush and for its thread, each as long as for both."""
     node = nodes.start(flush_s=1.0)
     client = nodes.connect(node)
@@ -166,7 +166,7 @@ def test_a_writer_that_hangs_is_waited_for_once(nodes: Any, layer: Any, pages: A
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
-def test_a_signal_ends_a_node_in_which_a_read_hangs(fault: Fault, pages: Any, tmp_path: Path, wire: str) -> None:
+def test_a_signal_ends_a_node_in_which_a_read_hangs(fault: Fault, pages: Pages, tmp_path: Path, wire: str) -> None:
     """Python waits at its end for the threads of pools, which gRPC's calls are in."""
     arguments = [*flags(SMALL), "--data-dir", str(tmp_path / "data")]
     process = NodeProcess(*arguments)
@@ -186,7 +186,7 @@ def test_a_signal_ends_a_node_in_which_a_read_hangs(fault: Fault, pages: Any, tm
 
 
 def test_flushes_that_gave_up_leave_nothing_behind_and_cost_no_sync(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each left a barrier in the queue for as long as the disk hung, and then had its own sync. Also with pages in
     between."""
@@ -209,7 +209,7 @@ def test_flushes_that_gave_up_leave_nothing_behind_and_cost_no_sync(
 
 
 @pytest.fixture
-def hung(nodes: Any, layer: Any, pages: Any) -> Node:
+def hung(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> Node:
     """A node with page 1 on a disk that hangs now, and of four threads for gRPC."""
     node: Node = nodes.start(flush_s=20.0, grpc_threads=4)
     client = nodes.connect(node)
@@ -226,13 +226,13 @@ def stub(hung: Node) -> Iterator[KVStoreStub]:
         yield KVStoreStub(channel)
 
 
-def durable_put(pages: Any) -> Iterator[pb.PutFrame]:
+def durable_put(pages: Pages) -> Iterator[pb.PutFrame]:
     """Of what is stored already: it has no more to do than to wait."""
     begin = pb.PutRequest(namespace=pages.digest, prefix_hashes=pages.keys(1), page_nbytes=pages.nbytes, durable=True)
     return iter([pb.PutFrame(begin=begin)])
 
 
-def test_nobody_waits_for_the_disk_for_a_caller_who_has_left(hung: Node, stub: KVStoreStub, pages: Any) -> None:
+def test_nobody_waits_for_the_disk_for_a_caller_who_has_left(hung: Node, stub: KVStoreStub, pages: Pages) -> None:
     """They held the places of gRPC's transfers, and of flushes, for flush_s."""
     transfers, flushes = hung.grpc.calls.transfers, hung.service._long_calls["flush"]
     calls = [stub.Put(durable_put(pages), timeout=30.0), stub.Flush.future(pb.FlushRequest(), timeout=30.0)]
@@ -243,7 +243,7 @@ def test_nobody_waits_for_the_disk_for_a_caller_who_has_left(hung: Node, stub: K
 
 
 def test_durable_puts_leave_transfers_to_others_while_the_disk_hangs(
-    hung: Node, stub: KVStoreStub, pages: Any, nodes: Any
+    hung: Node, stub: KVStoreStub, pages: Pages, nodes: Nodes
 ) -> None:
     waiting = stub.Put(durable_put(pages), timeout=30.0)
     wait_until(lambda: hung.grpc.calls.durable.used == 1)

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+from disk_nodes import FaultyLayer, Nodes, Pages
 
 from kvstore import PutOutcome
 from node.disk.page_table import PLACE_MASK, PLACE_SHIFT, PageTable
@@ -20,14 +21,14 @@ ALIKE = {
 }
 
 
-@pytest.fixture(params=ALIKE.values(), ids=ALIKE.keys())
+@pytest.fixture(params=list(ALIKE.values()), ids=list(ALIKE))
 def alike(request: pytest.FixtureRequest) -> list[bytes]:
     found: list[bytes] = request.param
     return found
 
 
 def test_a_hash_that_was_never_stored_is_not_found_because_another_starts_like_it(
-    nodes: Any, pages: Any, alike: list[bytes]
+    nodes: Nodes, pages: Pages, alike: list[bytes]
 ) -> None:
     """And reading it neither drops the other's page nor says that the medium is damaged."""
     node = nodes.start()
@@ -44,7 +45,9 @@ def test_a_hash_that_was_never_stored_is_not_found_because_another_starts_like_i
     assert (disk.page_count, disk.pages_corrupt) == (1, 0)
 
 
-def test_a_put_of_a_hash_that_starts_like_a_page_on_disk_is_stored(nodes: Any, pages: Any, alike: list[bytes]) -> None:
+def test_a_put_of_a_hash_that_starts_like_a_page_on_disk_is_stored(
+    nodes: Nodes, pages: Pages, alike: list[bytes]
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, alike[:1], durable=True)
@@ -56,7 +59,7 @@ def test_a_put_of_a_hash_that_starts_like_a_page_on_disk_is_stored(nodes: Any, p
 
 
 def test_hashes_of_one_batch_that_start_alike_are_all_on_disk_listed_scrubbed_and_there_after_a_restart(
-    nodes: Any, pages: Any, alike: list[bytes]
+    nodes: Nodes, pages: Pages, alike: list[bytes]
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
@@ -107,7 +110,7 @@ def test_hashes_that_are_counters_do_not_crowd_the_table() -> None:
 
 
 def test_a_page_that_is_verified_while_its_namespaces_number_goes_to_another_is_not_called_damaged(
-    nodes: Any, layer: Any, pages: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.index.KEPT", 1)
     node = nodes.start()
@@ -117,7 +120,7 @@ def test_a_page_that_is_verified_while_its_namespaces_number_goes_to_another_is_
 
     def read_late(*args: Any) -> Any:
         client.remove_namespace(pages.namespace)
-        other = make_pages("another model")
+        other = Pages("another model")
         other.put(nodes.connect(node), other.keys(1), durable=True)
         assert node.disk._index.spaces.known(other.digest) == 1, "the number is used again"
         return read(*args)
@@ -127,10 +130,10 @@ def test_a_page_that_is_verified_while_its_namespaces_number_goes_to_another_is_
     assert client.node_status().disk.pages_corrupt == 0
 
 
-def test_many_counters_are_stored_and_found_in_reasonable_time(nodes: Any, make_pages: Any) -> None:
+def test_many_counters_are_stored_and_found_in_reasonable_time(nodes: Nodes) -> None:
     node = nodes.start(disk_nbytes=8 << 20)
     client = nodes.connect(node)
-    pages = make_pages("counters", 4096)
+    pages = Pages("counters", 4096)
     keys = [number.to_bytes(16, "big") for number in range(1500)]
     began = time.monotonic()
     for start in range(0, 1500, 100):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disk_nodes import Pages
 from planted import PORTS, SMALL, Fault, children, flags, is_running, keeper_of
 from waiting import wait_until
 
@@ -66,7 +67,7 @@ def connect(process: NodeProcess) -> Client:
     return Client(ClientConfig(address=process.address, wire="bulk", timeout_s=20.0))
 
 
-def longest_in_ram(client: Client, pages: Any) -> float:
+def longest_in_ram(client: Client, pages: Pages) -> float:
     """Of so many gets and puts that the pages that wait to be written are more than may."""
     longest = 0.0
     for number in range(10_000, 10_060):
@@ -82,7 +83,9 @@ def longest_in_ram(client: Client, pages: Any) -> float:
 # ---- a disk that hangs ---------------------------------------------------------------------
 
 
-def test_a_stalled_write_of_rows_is_not_seen_by_gets_and_puts_in_ram(client: Client, fault: Fault, pages: Any) -> None:
+def test_a_stalled_write_of_rows_is_not_seen_by_gets_and_puts_in_ram(
+    client: Client, fault: Fault, pages: Pages
+) -> None:
     assert pages.put(client, pages.keys(1), durable=True) == [STORED]
     fault.plant("rows", "hang")
     pages.put(client, pages.keys(2))
@@ -93,7 +96,7 @@ def test_a_stalled_write_of_rows_is_not_seen_by_gets_and_puts_in_ram(client: Cli
 
 
 def test_a_keeper_that_stands_still_is_not_seen_by_gets_and_puts_in_ram(
-    kept: Node, client: Client, pages: Any, monkeypatch: pytest.MonkeyPatch
+    kept: Node, client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who needs it, to list or to scrub, is told so before long. Slow is not broken."""
     assert pages.put(client, pages.keys(1), durable=True) == [STORED]
@@ -115,7 +118,7 @@ def test_a_keeper_that_stands_still_is_not_seen_by_gets_and_puts_in_ram(
 
 
 def test_calls_that_wait_for_a_disk_that_hangs_do_not_stop_the_client_from_reading_ram(
-    kept: Node, client: Client, pages: Any
+    kept: Node, client: Client, pages: Pages
 ) -> None:
     """A durable put that took too long opened the breaker: no page in RAM could be had for four times as long. The node
     knows how long its caller waits, and answers before."""
@@ -130,7 +133,9 @@ def test_calls_that_wait_for_a_disk_that_hangs_do_not_stop_the_client_from_readi
     os.kill(keeper_of(kept), signal.SIGCONT)
 
 
-def test_a_node_without_descriptors_goes_on_writing_and_reading_its_disk(start: Any, pages: Any) -> None:
+def test_a_node_without_descriptors_goes_on_writing_and_reading_its_disk(
+    start: Callable[[], NodeProcess], pages: Pages
+) -> None:
     """All extents are open from the start."""
     process = start()
     with connect(process) as client:
@@ -148,7 +153,9 @@ def test_a_node_without_descriptors_goes_on_writing_and_reading_its_disk(start: 
 # ---- a keeper that is killed ---------------------------------------------------------------
 
 
-def test_a_killed_keeper_costs_no_page_that_was_promised(kept: Node, client: Client, fault: Fault, pages: Any) -> None:
+def test_a_killed_keeper_costs_no_page_that_was_promised(
+    kept: Node, client: Client, fault: Fault, pages: Pages
+) -> None:
     """In each of its phases: while it writes pages, before and after their rows, in a sync."""
     assert pages.put(client, pages.keys(0), durable=True) == [STORED]
     phases = ("pages", "rows", "after rows", "sync pages", "after sync rows")
@@ -169,7 +176,7 @@ def test_a_killed_keeper_costs_no_page_that_was_promised(kept: Node, client: Cli
 
 
 def test_an_idle_keeper_that_is_killed_is_missed_soon_and_no_other_directory_takes_its_place(
-    kept: Node, client: Client, pages: Any, tmp_path: Path
+    kept: Node, client: Client, pages: Pages, tmp_path: Path
 ) -> None:
     """The node knows what lies in the old one: pages of a new one would be overwritten."""
     pages.put(client, pages.keys(1), durable=True)
@@ -191,7 +198,9 @@ def test_an_idle_keeper_that_is_killed_is_missed_soon_and_no_other_directory_tak
 # ---- a node that ends ----------------------------------------------------------------------
 
 
-def test_a_keeper_ends_with_its_node_and_the_next_one_waits_for_it(start: Any, pages: Any) -> None:
+def test_a_keeper_ends_with_its_node_and_the_next_one_waits_for_it(
+    start: Callable[[], NodeProcess], pages: Pages
+) -> None:
     process = start()
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(process.pid)}
     (keeper,) = (pid for pid, command in commands.items() if b"node.disk.io_worker" in command)
@@ -210,7 +219,7 @@ def test_a_keeper_ends_with_its_node_and_the_next_one_waits_for_it(start: Any, p
 
 
 def test_a_node_that_stops_while_its_disk_hangs_does_so_in_time_and_kills_its_keeper(
-    fault: Fault, pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Fault, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for wait in ("io_process.QUESTION_S", "tier.RECOVER_WAIT_S"):
         monkeypatch.setattr(f"node.disk.{wait}", 60.0)
@@ -220,7 +229,7 @@ def test_a_node_that_stops_while_its_disk_hangs_does_so_in_time_and_kills_its_ke
     keeper = keeper_of(node)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(6))
-        patience = {"timeout_s": 60.0, "connect_timeout_s": 20.0}
+        patience: dict[str, Any] = {"timeout_s": 60.0, "connect_timeout_s": 20.0}
         configs = [
             ClientConfig(f"127.0.0.1:{node.grpc.port}", wire=wire, **patience) for wire in ("shm", "bulk", "grpc")
         ]
@@ -255,7 +264,7 @@ def test_the_lock_of_a_keeper_that_does_not_end_is_waited_for_so_long_and_named(
 
 
 def test_a_signal_to_the_whole_group_ends_the_node_when_all_is_written(
-    fault: Fault, pages: Any, tmp_path: Path
+    fault: Fault, pages: Pages, tmp_path: Path
 ) -> None:
     """As Ctrl-C in a terminal does, and some supervisors."""
     command = [sys.executable, "-m", "node.main", *flags(PORTS | SMALL), "--data-dir", str(tmp_path / "data")]

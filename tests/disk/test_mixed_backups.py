@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disk_nodes import Nodes, Pages
 
 from node.server import Node
 
@@ -29,7 +30,9 @@ def operator_key(path: Path) -> str:
 class Storm:
     """Several lives of nodes on one directory, each of which leaves a backup."""
 
-    def __init__(self, nodes: Any, make_pages: Any, folder: Path, randomly: random.Random, **settings: Any) -> None:
+    def __init__(
+        self, nodes: Nodes, make_pages: type[Pages], folder: Path, randomly: random.Random, **settings: Any
+    ) -> None:
         self.nodes, self.folder, self.randomly, self.settings = nodes, folder, randomly, settings
         self.spaces = [make_pages("a"), make_pages("b", tenant="b"), make_pages("c", 5000), make_pages("a", salt="s")]
         self.backups: list[Path] = []
@@ -77,11 +80,11 @@ class Storm:
 @pytest.mark.parametrize("key", ["plain", "encrypted"])
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_directories_of_pieces_of_several_backups_give_right_bytes_or_misses(
-    nodes: Any, make_pages: Any, tmp_path: Path, seed: int, key: str
+    nodes: Nodes, tmp_path: Path, seed: int, key: str
 ) -> None:
     randomly = random.Random(seed)
     settings = {"encrypt_key_file": operator_key(tmp_path / "key")} if key == "encrypted" else {}
-    storm = Storm(nodes, make_pages, tmp_path, randomly, **settings)
+    storm = Storm(nodes, Pages, tmp_path, randomly, **settings)
     for life in range(2):
         storm.live(f"own-{life}")
     shutil.rmtree(nodes.data_dir)

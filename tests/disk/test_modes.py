@@ -5,9 +5,9 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from disk_nodes import Pages
 
 from kvstore import Client, ClientConfig
 from kvstore.tools.node_process import NodeProcess
@@ -21,9 +21,9 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_all_that_a_node_writes_is_for_its_user_only(make_pages: Any, tmp_path: Path) -> None:
+def test_all_that_a_node_writes_is_for_its_user_only(tmp_path: Path) -> None:
     """The least careful umask, files of RocksDB among them; the audit log lies beside."""
-    pages, data, audit = make_pages("modes", 4096), tmp_path / "above" / "data", tmp_path / "audit.log"
+    pages, data, audit = Pages("modes", 4096), tmp_path / "above" / "data", tmp_path / "audit.log"
     identities = tmp_path / "identities"
     identities.write_text("")
     identities.chmod(0o600)
@@ -42,8 +42,8 @@ def test_all_that_a_node_writes_is_for_its_user_only(make_pages: Any, tmp_path: 
     assert all(mode(path) == (0o700 if path.is_dir() else 0o600) for path in there if path.parent != data / "rows")
 
 
-def test_an_older_directory_is_named_with_the_remedy_and_left_as_it_is(make_pages: Any, tmp_path: Path) -> None:
-    pages, data = make_pages("modes", 4096), tmp_path / "data of mine"
+def test_an_older_directory_is_named_with_the_remedy_and_left_as_it_is(tmp_path: Path) -> None:
+    pages, data = Pages("modes", 4096), tmp_path / "data of mine"
     flags = (*FLAGS, "--data-dir", str(data))
     with (
         NodeProcess(*flags) as process,

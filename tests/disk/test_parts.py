@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import pytest
+from disk_nodes import Nodes, Pages
 from ranged import LEAF, PAGE, ask
 
 from kvstore import PutOutcome, checksum
@@ -26,12 +27,12 @@ def read_log(node: Node, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int
     return log
 
 
-def place_of(node: Node, pages: Any, key: bytes) -> int:
+def place_of(node: Node, pages: Pages, key: bytes) -> int:
     assert node.disk is not None
     return node.disk.records.offset(node.disk._find(pages.digest, key))
 
 
-def damage(nodes: Any, place: int) -> None:
+def damage(nodes: Nodes, place: int) -> None:
     with (nodes.data_dir / "extents" / f"{place // (64 << 10):06d}").open("r+b") as file:
         file.seek(place % (64 << 10))
         (byte,) = file.read(1)
@@ -55,8 +56,8 @@ RANGES = {
 @pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
 def test_only_the_leaves_of_a_range_are_read_and_its_bytes_are_right(
     node: Node,
-    nodes: Any,
-    large: Any,
+    nodes: Nodes,
+    large: Pages,
     stored: list[bytes],
     ranges: Any,
     wire: str,
@@ -88,7 +89,7 @@ def test_only_the_leaves_of_a_range_are_read_and_its_bytes_are_right(
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_what_is_asked_for_more_than_once_is_read_once(
-    node: Node, nodes: Any, large: Any, stored: list[bytes], wire: str, monkeypatch: pytest.MonkeyPatch
+    node: Node, nodes: Nodes, large: Pages, stored: list[bytes], wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, log = nodes.connect(node, wire), read_log(node, monkeypatch)
     assert ask(client, large, [*stored, *stored, stored[0]], (LEAF, 10)) == [True] * 5
@@ -97,7 +98,7 @@ def test_what_is_asked_for_more_than_once_is_read_once(
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_nearly_all_of_a_page_is_read_whole_and_is_then_in_ram(
-    node: Node, nodes: Any, large: Any, stored: list[bytes], wire: str
+    node: Node, nodes: Nodes, large: Pages, stored: list[bytes], wire: str
 ) -> None:
     client = nodes.connect(node, wire)
     assert ask(client, large, stored, (0, PAGE - LEAF)) == [True, True]
@@ -108,7 +109,7 @@ def test_nearly_all_of_a_page_is_read_whole_and_is_then_in_ram(
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_damaged_leaf_is_a_miss_for_those_who_touch_it(
-    node: Node, nodes: Any, large: Any, stored: list[bytes], wire: str
+    node: Node, nodes: Nodes, large: Pages, stored: list[bytes], wire: str
 ) -> None:
     client = nodes.connect(node, wire)
     damage(nodes, place_of(node, large, stored[0]) + 5 * LEAF + 77)
@@ -123,14 +124,14 @@ def test_a_damaged_leaf_is_a_miss_for_those_who_touch_it(
     assert ask(client, large, stored, (6 * LEAF - 1, 1)) == [True, True]
 
 
-def test_leaves_are_there_after_a_restart(nodes: Any, node: Node, large: Any, stored: list[bytes]) -> None:
+def test_leaves_are_there_after_a_restart(nodes: Nodes, node: Node, large: Pages, stored: list[bytes]) -> None:
     client = nodes.connect(nodes.restart(node))
     assert ask(client, large, stored, (LEAF - 1, 2)) == [True, True]
     assert client.node_status().disk.pages_read_in_part == 2
 
 
 def test_a_page_that_was_loaded_and_written_anew_has_its_leaves(
-    nodes: Any, node: Node, large: Any, stored: list[bytes]
+    nodes: Nodes, node: Node, large: Pages, stored: list[bytes]
 ) -> None:
     client = nodes.connect(node)
     assert large.get(client, stored) == [True, True]

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from planted import keeper_of
+from disk_nodes import FaultyLayer, Nodes, Pages, settle
+from planted import Fault, keeper_of
 from ranged import LEAF, PAGE, ask
 from waiting import wait_until
 
@@ -27,7 +28,7 @@ WIRES = ["shm", "bulk", "grpc"]
 
 
 def test_a_place_on_disk_is_not_used_again_while_a_part_of_it_is_read(
-    nodes: Any, node: Node, layer: Any, large: Any, stored: list[bytes]
+    nodes: Nodes, node: Node, layer: FaultyLayer, large: Pages, stored: list[bytes]
 ) -> None:
     client, other = nodes.connect(node), nodes.connect(node)
     hits: list[bool] = []
@@ -46,7 +47,7 @@ def test_a_place_on_disk_is_not_used_again_while_a_part_of_it_is_read(
 
 
 def test_a_page_that_is_replaced_while_its_row_is_asked_for_is_a_miss(
-    nodes: Any, node: Node, large: Any, stored: list[bytes], monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, node: Node, large: Pages, stored: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By one with other bytes: what is read is of the one, and the row of the other."""
     assert node.disk is not None
@@ -70,7 +71,7 @@ def test_a_page_that_is_replaced_while_its_row_is_asked_for_is_a_miss(
 
 
 def test_a_page_that_is_removed_while_its_row_is_asked_for_is_a_miss(
-    nodes: Any, node: Node, large: Any, stored: list[bytes], monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, node: Node, large: Pages, stored: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert node.disk is not None
     client, other, rows = nodes.connect(node), nodes.connect(node), node.disk.rows
@@ -86,7 +87,7 @@ def test_a_page_that_is_removed_while_its_row_is_asked_for_is_a_miss(
     assert client.node_status().disk.pages_corrupt == 0
 
 
-def test_bytes_are_right_beside_puts_and_removals(nodes: Any, node: Node, large: Any, seed: int) -> None:
+def test_bytes_are_right_beside_puts_and_removals(nodes: Nodes, node: Node, large: Pages, seed: int) -> None:
     """RAM has room for 16 pages, the disk for 32, and there are 40."""
     keys, stop, status = large.keys(*range(40)), threading.Event(), nodes.connect(node).node_status
 
@@ -135,7 +136,7 @@ def wait_for_hang(node: Node) -> None:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_parts_have_room_where_whole_pages_have_none(nodes: Any, large: Any, wire: str) -> None:
+def test_parts_have_room_where_whole_pages_have_none(nodes: Nodes, large: Pages, wire: str) -> None:
     """Twice as many pages as the RAM holds, in one get; the pages in it stay but for one or two."""
     node = nodes.start(batch_nbytes_max=1 << 20)
     client, keys = nodes.connect(node), large.keys(*range(32))
@@ -151,7 +152,7 @@ def test_parts_have_room_where_whole_pages_have_none(nodes: Any, large: Any, wir
 
 
 def test_the_slots_of_parts_are_free_after_the_read_and_do_not_turn_ram_over(
-    node: Node, nodes: Any, large: Any, stored: list[bytes], settle: Any
+    node: Node, nodes: Nodes, large: Pages, stored: list[bytes]
 ) -> None:
     client = nodes.connect(node)
     placed, used = node.tier.eviction.placed_nbytes, node.tier.slots.used_nbytes
@@ -162,7 +163,7 @@ def test_the_slots_of_parts_are_free_after_the_read_and_do_not_turn_ram_over(
 
 
 def test_a_process_keeps_the_parts_that_it_holds_and_no_longer(
-    node: Node, nodes: Any, large: Any, stored: list[bytes], settle: Any
+    node: Node, nodes: Nodes, large: Pages, stored: list[bytes]
 ) -> None:
     client = nodes.connect(node, "shm")
     used = node.tier.slots.used_nbytes
@@ -181,15 +182,15 @@ def test_a_process_keeps_the_parts_that_it_holds_and_no_longer(
     assert node.tier.slots.used_nbytes == used
 
 
-def large_request(pages: Any, keys: list[bytes]) -> Any:
+def large_request(pages: Pages, keys: list[bytes]) -> Any:
     ranges = [pb.ByteRange(offset=9 * LEAF, nbytes=5), pb.ByteRange(offset=LEAF, nbytes=7)]
     return pb.GetRequest(namespace=pages.digest, prefix_hashes=keys, ranges=ranges)
 
 
 def test_without_room_for_its_parts_a_page_is_a_miss_and_stays_on_disk(
-    node: Node, nodes: Any, large: Any, stored: list[bytes], make_pages: Any
+    node: Node, nodes: Nodes, large: Pages, stored: list[bytes]
 ) -> None:
-    others = make_pages("others", 64 << 10)
+    others = Pages("others", 64 << 10)
     client, keys = nodes.connect(node), others.keys(*range(16))
     others.put(client, keys, durable=True)
     held = [page for page in node.tier.acquire(others.digest, keys, False, 0).pages if page]
@@ -201,7 +202,13 @@ def test_without_room_for_its_parts_a_page_is_a_miss_and_stays_on_disk(
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_while_a_read_of_a_part_hangs_others_do_not_wait_for_the_disk(
-    node: Node, nodes: Any, layer: Any, large: Any, stored: list[bytes], wire: str, monkeypatch: pytest.MonkeyPatch
+    node: Node,
+    nodes: Nodes,
+    layer: FaultyLayer,
+    large: Pages,
+    stored: list[bytes],
+    wire: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("node.disk.reads.HANGS_S", 0.2)
     client = nodes.connect(node, wire)
@@ -217,7 +224,7 @@ def test_while_a_read_of_a_part_hangs_others_do_not_wait_for_the_disk(
 
 
 def test_nobody_goes_on_reading_parts_for_a_caller_who_has_left(
-    node: Node, layer: Any, large: Any, stored: list[bytes]
+    node: Node, layer: FaultyLayer, large: Pages, stored: list[bytes]
 ) -> None:
     before = layer.calls["read"]
     with node.sessions.open(Caller("test", lambda: layer.calls["read"] > before)) as session:
@@ -230,7 +237,7 @@ def test_nobody_goes_on_reading_parts_for_a_caller_who_has_left(
 
 
 def test_rows_that_do_not_come_make_a_miss_and_hang_nobody_else(
-    node: Node, nodes: Any, large: Any, stored: list[bytes], monkeypatch: pytest.MonkeyPatch
+    node: Node, nodes: Nodes, large: Pages, stored: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.reads.HANGS_S", 0.2)
     assert node.disk is not None
@@ -254,7 +261,7 @@ def test_rows_that_do_not_come_make_a_miss_and_hang_nobody_else(
 
 
 def test_a_failing_read_of_a_part_stops_the_disk_tier(
-    node: Node, nodes: Any, layer: Any, large: Any, stored: list[bytes]
+    node: Node, nodes: Nodes, layer: FaultyLayer, large: Pages, stored: list[bytes]
 ) -> None:
     client = nodes.connect(node)
     layer.fail["read"] = 5
@@ -265,14 +272,14 @@ def test_a_failing_read_of_a_part_stops_the_disk_tier(
 # ---- with a keeper -----------------------------------------------------------------------
 
 
-def kept_pages(kept: Node, nodes: Any, pages: Any) -> tuple[Client, list[bytes]]:
+def kept_pages(kept: Node, nodes: Nodes, pages: Pages) -> tuple[Client, list[bytes]]:
     client, keys = nodes.connect(kept), pages.keys(1, 2, 3)
     pages.put(client, keys, durable=True)
     pages.drop_from_ram(kept)
     return client, keys
 
 
-def test_the_keeper_tells_the_leaves(kept: Node, nodes: Any, large: Any) -> None:
+def test_the_keeper_tells_the_leaves(kept: Node, nodes: Nodes, large: Pages) -> None:
     client, keys = kept_pages(kept, nodes, large)
     assert ask(client, large, [*keys, *large.keys(4)], (3 * LEAF - 1, 2)) == [True, True, True, False]
     assert client.node_status().disk.pages_read_in_part == 3
@@ -281,7 +288,7 @@ def test_the_keeper_tells_the_leaves(kept: Node, nodes: Any, large: Any) -> None
     client.close()
 
 
-def test_without_its_keeper_a_range_on_disk_is_a_miss(kept: Node, nodes: Any, large: Any) -> None:
+def test_without_its_keeper_a_range_on_disk_is_a_miss(kept: Node, nodes: Nodes, large: Pages) -> None:
     client, keys = kept_pages(kept, nodes, large)
     os.kill(keeper_of(kept), signal.SIGKILL)
     assert ask(client, large, keys, (LEAF, 1)) == [False] * 3
@@ -292,7 +299,7 @@ def test_without_its_keeper_a_range_on_disk_is_a_miss(kept: Node, nodes: Any, la
 
 
 def test_a_keeper_that_hangs_in_its_rows_costs_a_range_no_longer_than_the_call(
-    kept: Node, nodes: Any, fault: Any, large: Any, monkeypatch: pytest.MonkeyPatch
+    kept: Node, nodes: Nodes, fault: Fault, large: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.io_process.QUESTION_S", 0.3)
     client, keys = kept_pages(kept, nodes, large)

@@ -1,8 +1,7 @@
 """What is asked of a keeper beside its orders, while its disk hangs."""
 
-from typing import Any
-
 import pytest
+from disk_nodes import Pages
 from planted import Fault
 from waiting import wait_until
 
@@ -13,7 +12,7 @@ from node.server import Node
 
 
 def test_a_list_on_a_disk_that_hangs_ends_before_its_client_leaves_the_node_alone(
-    kept: Node, fault: Fault, pages: Any, monkeypatch: pytest.MonkeyPatch
+    kept: Node, fault: Fault, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends by the node's answer, and not by the client's deadline, which says that the node hangs."""
     assert ClientConfig().timeout_s >= QUESTION_S + 1.0

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+from disk_nodes import FaultyLayer, Nodes, Pages
 
 from kvstore.errors import Exhausted
 from node.auth.quotas import Quota
@@ -158,14 +159,14 @@ def test_a_random_life_takes_nothing_from_who_is_within_his_quota(seed: int) -> 
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_flood_of_a_node_leaves_what_another_has_on_disk(nodes: Any, make_pages: Any, restarted: bool) -> None:
+def test_a_flood_of_a_node_leaves_what_another_has_on_disk(nodes: Nodes, restarted: bool) -> None:
     quotas = {name: Quota(ram_nbytes=1 << 20, disk_nbytes=2 << 20) for name in ("quiet", "loud")}
     sizes = {"ram_nbytes": 2 << 20, "disk_nbytes": 4 << 20}
     node = nodes.start(**sizes)
     node.quotas.set(quotas)
     client = nodes.connect(node)
-    quiet = make_pages("m", 16 << 10, tenant="quiet")
-    loud = make_pages("m", 16 << 10, tenant="loud")
+    quiet = Pages("m", 16 << 10, tenant="quiet")
+    loud = Pages("m", 16 << 10, tenant="loud")
     kept = quiet.keys(*range(120))
     for start in range(0, 120, 20):
         quiet.put(client, kept[start : start + 20])
@@ -187,12 +188,12 @@ def test_a_flood_of_a_node_leaves_what_another_has_on_disk(nodes: Any, make_page
 
 
 def test_who_waits_for_his_share_of_the_queue_does_not_ask_all_the_time(
-    nodes: Any, make_pages: Any, layer: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the queue is left for others, so it has room, but not for him."""
     node = nodes.start(ram_nbytes=2 << 20, disk_queue_nbytes=256 << 10)
     node.quotas.set({"loud": Quota(ram_nbytes=1 << 20)})
-    client, loud = nodes.connect(node), make_pages("m", 16 << 10, tenant="loud")
+    client, loud = nodes.connect(node), Pages("m", 16 << 10, tenant="loud")
     asked: list[bytes] = []
     offer, write = node.tier.offer, layer.write
 

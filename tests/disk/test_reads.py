@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from disk_nodes import FaultyLayer, Nodes, Pages
 
 from kvstore import DeadlineExceeded, Exhausted, Unavailable
 from kvstore.checksum import leaves
@@ -43,7 +44,7 @@ def test_the_oldest_read_tells() -> None:
 
 
 def test_while_one_hangs_pages_on_disk_are_misses_and_those_in_ram_are_there(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.reads.HANGS_S", 0.2)
     node = nodes.start()
@@ -68,7 +69,7 @@ def test_while_one_hangs_pages_on_disk_are_misses_and_those_in_ram_are_there(
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_who_gave_up_on_it_is_served_again_at_once(nodes: Any, layer: Any, pages: Any, wire: str) -> None:
+def test_who_gave_up_on_it_is_served_again_at_once(nodes: Nodes, layer: FaultyLayer, pages: Pages, wire: str) -> None:
     """The node says that it lives: the client does not leave it alone for four times what the disk cost."""
     node = nodes.start()
     client = nodes.connect(node, timeout_s=1.0, connect_timeout_s=1.0, wire=wire)
@@ -141,13 +142,13 @@ def test_a_piece_of_a_large_page_that_hangs_is_told() -> None:
 
 @pytest.mark.usefixtures("small_leaves")
 def test_a_page_of_many_pieces_is_verified_and_its_last_byte_matters(
-    nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.reads.VERIFIED_NBYTES", 8192)
     monkeypatch.setattr("node.disk.reads.PIECE_NBYTES", 8192)
     node = nodes.start()
     client = nodes.connect(node)
-    pages = make_pages("large", 50_001)
+    pages = Pages("large", 50_001)
     keys = pages.keys(1, 2)
     pages.put(client, keys, durable=True)
     assert client.verify(pages.namespace, keys) == (2, 0, 0)
@@ -167,7 +168,7 @@ def test_a_page_of_many_pieces_is_verified_and_its_last_byte_matters(
 
 
 @pytest.fixture
-def hanging(nodes: Any, layer: Any, pages: Any) -> Iterator[tuple[Any, Any]]:
+def hanging(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> Iterator[tuple[Any, Any]]:
     """A node in which one read hangs, of page 1; page 3 is in RAM, page 2 on disk."""
     node = nodes.start(grpc_threads=8)  # six transfers, four from disk, of which one peer has two
     client = nodes.connect(node, timeout_s=60.0)
@@ -191,7 +192,7 @@ def wait_for(node: Any, digest: bytes, keys: list[bytes], gone: Any = lambda: Fa
 
 
 def test_one_deadline_for_all_pages_that_another_loads(
-    hanging: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    hanging: tuple[Any, Any], pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was 10 s for each, also of a key that stood there a thousand times."""
     monkeypatch.setattr("node.disk.reads.HANGS_S", 3600.0)
@@ -202,7 +203,7 @@ def test_one_deadline_for_all_pages_that_another_loads(
 
 
 def test_nobody_waits_for_anothers_load_for_a_caller_who_has_left_or_while_the_disk_hangs(
-    hanging: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    hanging: tuple[Any, Any], pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.memory.promotion.LOAD_S_MAX", 30.0)
     with monkeypatch.context() as patch:
@@ -217,7 +218,7 @@ def test_nobody_waits_for_anothers_load_for_a_caller_who_has_left_or_while_the_d
 
 
 def test_gets_from_a_disk_that_hangs_leave_transfers_to_others(
-    hanging: Any, nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    hanging: tuple[Any, Any], nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They had all of their peer's for as long as it hung, though their callers had left."""
     monkeypatch.setattr("node.disk.reads.HANGS_S", 3600.0)

@@ -2,14 +2,15 @@
 evicted, and its slot never free."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from disk_nodes import FaultyLayer, Nodes, Pages
 
 
-def test_a_verify_and_a_scrub_give_their_records_back(nodes: Any, pages: Any) -> None:
+def test_a_verify_and_a_scrub_give_their_records_back(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1, 2), durable=True)
@@ -18,7 +19,9 @@ def test_a_verify_and_a_scrub_give_their_records_back(nodes: Any, pages: Any) ->
     assert not node.disk.records._busy
 
 
-def test_a_scrub_that_hangs_is_told(nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scrub_that_hangs_is_told(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a read does for a get: others do not wait behind it."""
     node = nodes.start()
     client = nodes.connect(node)
@@ -36,14 +39,14 @@ def test_a_scrub_that_hangs_is_told(nodes: Any, layer: Any, pages: Any, monkeypa
 
 
 def test_a_read_for_which_ram_has_no_room_gives_its_record_back(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
     client, keys = nodes.connect(node), pages.keys(1)
     pages.put(client, keys, durable=True)
     pages.drop_from_ram(node)
 
-    def makes_none(*_: Any) -> Iterator[None]:
+    def makes_none(*_: Any) -> Generator[None, None, bool]:
         yield from ()
         return False
 

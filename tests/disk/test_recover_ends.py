@@ -5,9 +5,9 @@ import signal
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from disk_nodes import Pages
 from planted import Fault, keeper_of
 from waiting import wait_until
 
@@ -23,7 +23,7 @@ def client(kept: Node) -> Iterator[Client]:
 
 
 def test_the_limit_of_a_recover_ends_with_it(
-    kept: Node, client: Client, fault: Fault, pages: Any, monkeypatch: pytest.MonkeyPatch
+    kept: Node, client: Client, fault: Fault, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a minute later every write that waited for its disk was taken for one that hangs, and the tier stopped."""
     assert kept.disk is not None
@@ -39,7 +39,7 @@ def test_the_limit_of_a_recover_ends_with_it(
 
 
 def test_what_no_sync_had_covered_when_the_keeper_ended_is_forgotten(
-    kept: Node, client: Client, pages: Any, monkeypatch: pytest.MonkeyPatch
+    kept: Node, client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The keeper's successor can not sync what it has not written itself: such pages passed for safe."""
     disk = kept.disk

@@ -4,9 +4,9 @@ import errno
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
+from disk_nodes import FaultyLayer, Nodes, Pages
 
 from kvstore import PutOutcome
 from kvstore.errors import ConfigError, Exhausted, InvalidRequest
@@ -36,7 +36,7 @@ def test_a_new_directory_outlives_power_loss(tmp_path: Path) -> None:
     assert synced == ["new", ".", "new/data/extents", "new/data"]
 
 
-def test_a_graceful_stop_writes_what_is_in_ram_only(nodes: Any, layer: Any, pages: Any) -> None:
+def test_a_graceful_stop_writes_what_is_in_ram_only(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     node = nodes.start(disk_queue_nbytes=64 << 10)
     client = nodes.connect(node)
     layer.writing.clear()
@@ -49,7 +49,7 @@ def test_a_graceful_stop_writes_what_is_in_ram_only(nodes: Any, layer: Any, page
 
 @pytest.mark.parametrize("count", [3, 4])
 def test_a_stop_checks_tiers_of_few_pages_only(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int
 ) -> None:
     """A check looks at every page: that of two million took ten seconds, with nothing to write."""
     monkeypatch.setattr("node.server.CHECKED_MAX", 3, raising=False)
@@ -73,7 +73,7 @@ def test_a_stop_checks_tiers_of_few_pages_only(
     ] == [count == 4] * 2
 
 
-def test_a_write_that_was_interrupted_leaves_free_space(nodes: Any, layer: Any, pages: Any) -> None:
+def test_a_write_that_was_interrupted_leaves_free_space(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     """The bytes are in the file, the row is not: as if the process had been killed in between."""
     node = nodes.start()
     client = nodes.connect(node)
@@ -89,7 +89,7 @@ def test_a_write_that_was_interrupted_leaves_free_space(nodes: Any, layer: Any, 
 
 
 def test_a_start_tells_how_many_rows_it_dropped_and_why(
-    nodes: Any, pages: Any, caplog: pytest.LogCaptureFixture
+    nodes: Nodes, pages: Pages, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Most pages of a directory went once, and nobody was told. A time to live that is over is no loss."""
     node = nodes.start()
@@ -118,7 +118,7 @@ def test_a_start_tells_how_many_rows_it_dropped_and_why(
     assert "dropped" not in caplog.text
 
 
-def test_a_smaller_disk_forgets_what_lies_beyond_and_gives_the_files_back(nodes: Any, pages: Any) -> None:
+def test_a_smaller_disk_forgets_what_lies_beyond_and_gives_the_files_back(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start(disk_nbytes=2 << 20)
     client = nodes.connect(node)
     keys = pages.keys(*range(200))
@@ -132,11 +132,9 @@ def test_a_smaller_disk_forgets_what_lies_beyond_and_gives_the_files_back(nodes:
     assert sum(path.stat().st_size for path in (nodes.data_dir / "extents").iterdir()) <= 1 << 20
 
 
-def test_a_node_whose_extents_became_too_small_for_a_namespace_starts_without_it(
-    nodes: Any, pages: Any, make_pages: Any
-) -> None:
+def test_a_node_whose_extents_became_too_small_for_a_namespace_starts_without_it(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
-    large = make_pages("large", 65_536)
+    large = Pages("large", 65_536)
     client = nodes.connect(node)
     large.put(client, large.keys(1), durable=True)
     pages.put(client, pages.keys(1), durable=True)
@@ -150,25 +148,25 @@ def test_a_node_whose_extents_became_too_small_for_a_namespace_starts_without_it
 
 
 def test_namespaces_of_an_earlier_run_are_known_and_numbers_are_used_again(
-    nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.index.KEPT", 4)
     node = nodes.start()
     client = nodes.connect(node)
     for number in range(12):
-        pages = make_pages("salted", salt=str(number))
+        pages = Pages("salted", salt=str(number))
         pages.put(client, pages.keys(1), durable=True)
         if number > 1:
             client.remove_namespace(pages.namespace)
     node = nodes.restart(node)
     client = nodes.connect(node)
     for number in range(12):
-        pages = make_pages("salted", salt=str(number))
+        pages = Pages("salted", salt=str(number))
         assert pages.get(client, pages.keys(1)) == [number <= 1], number
     assert max(number for number, _ in node.disk.rows.namespaces()) <= 5
 
 
-def test_a_node_with_more_ram_keeps_the_extents_of_its_directory(nodes: Any, pages: Any) -> None:
+def test_a_node_with_more_ram_keeps_the_extents_of_its_directory(nodes: Nodes, pages: Pages) -> None:
     """By default extents on disk follow those of RAM, but a directory that has some keeps their size."""
     sizes = {"disk_extent_nbytes": 0, "disk_nbytes": 128 << 20}
     node = nodes.start(**sizes)
@@ -181,7 +179,7 @@ def test_a_node_with_more_ram_keeps_the_extents_of_its_directory(nodes: Any, pag
     assert pages.get(nodes.connect(node), keys) == [True] * 8
 
 
-def test_a_disk_smaller_than_an_extent_is_refused(nodes: Any, pages: Any) -> None:
+def test_a_disk_smaller_than_an_extent_is_refused(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start(disk_extent_nbytes=0, disk_nbytes=64 << 20)
     pages.put(nodes.connect(node), pages.keys(1), durable=True)
     nodes.stop(node)
@@ -192,7 +190,7 @@ def test_a_disk_smaller_than_an_extent_is_refused(nodes: Any, pages: Any) -> Non
 
 
 def test_more_extents_than_the_process_may_open_are_refused(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.data_dir.resource.getrlimit", lambda which: (256, 512))
     with pytest.raises(ConfigError, match=r"32 extents on disk need 544 open files, 512 are allowed"):
@@ -205,7 +203,7 @@ def test_more_extents_than_the_process_may_open_are_refused(
 
 
 def test_an_extent_that_found_too_little_space_gives_it_back(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_out(fd: int, nbytes: int) -> None:
         os.posix_fallocate(fd, 0, nbytes // 2)

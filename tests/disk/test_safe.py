@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from disk_nodes import FaultyLayer, Nodes, Pages
 
 from kvstore import PutOutcome
 from kvstore.errors import Exhausted
@@ -21,7 +22,7 @@ from node.memory.page import Page
 class Trail:
     """The order in which a layer wrote and synced: what the rule of an acknowledgement is about."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: FaultyLayer) -> None:
         self.calls: list[str] = []
         for name in ("write", "sync"):
             call = getattr(layer, name)
@@ -59,7 +60,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.005)
 
 
-def put_in_ram_only(node: Any, pages: Any, client: Any, keys: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def put_in_ram_only(node: Any, pages: Pages, client: Any, keys: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(node.disk.writer, "offer", lambda pages, urgent: 0)
         pages.put(client, keys)
@@ -68,7 +69,7 @@ def put_in_ram_only(node: Any, pages: Any, client: Any, keys: list[bytes], monke
 
 @pytest.mark.usefixtures("without_idle_syncs")
 def test_a_durable_put_is_not_acknowledged_for_a_page_that_another_wrote_behind_its_barrier(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
@@ -83,7 +84,7 @@ def test_a_durable_put_is_not_acknowledged_for_a_page_that_another_wrote_behind_
 @pytest.mark.usefixtures("without_idle_syncs")
 @pytest.mark.parametrize("still_in_ram", [True, False])
 def test_a_flush_does_not_return_for_a_page_that_another_wrote_behind_its_barrier(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, still_in_ram: bool
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch, still_in_ram: bool
 ) -> None:
     """Also if RAM has evicted the page by the time the flush looks for what is left."""
     node = nodes.start()
@@ -106,7 +107,7 @@ def test_a_flush_does_not_return_for_a_page_that_another_wrote_behind_its_barrie
 
 
 def test_a_durable_put_of_a_page_that_ram_lost_before_it_was_on_disk_is_not_acknowledged(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The queue was full, and RAM needed the slot."""
     node = nodes.start()
@@ -125,7 +126,9 @@ def test_a_durable_put_of_a_page_that_ram_lost_before_it_was_on_disk_is_not_ackn
 
 
 @pytest.mark.usefixtures("without_idle_syncs")
-def test_what_an_earlier_run_left_is_synced_before_it_is_acknowledged(nodes: Any, layer: Any, pages: Any) -> None:
+def test_what_an_earlier_run_left_is_synced_before_it_is_acknowledged(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     """That run may have been killed before it synced; nobody can tell from its rows."""
     node = nodes.start()
     pages.put(nodes.connect(node), pages.keys(1, 2), durable=True)
@@ -142,7 +145,7 @@ def test_what_an_earlier_run_left_is_synced_before_it_is_acknowledged(nodes: Any
 
 @pytest.mark.usefixtures("without_idle_syncs")
 def test_a_writer_that_is_never_idle_syncs_all_the_same(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.tier.SYNC_PAGES", 4)
     node = nodes.start()
@@ -153,7 +156,7 @@ def test_a_writer_that_is_never_idle_syncs_all_the_same(
 
 @pytest.mark.usefixtures("without_idle_syncs")
 def test_a_sync_does_not_return_before_another_that_took_its_work_has_ended(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A recover and the writer, say: the first takes the list of what is to be synced."""
     node = nodes.start()
@@ -180,7 +183,7 @@ def test_a_sync_does_not_return_before_another_that_took_its_work_has_ended(
 
 
 def test_a_sync_that_works_after_one_that_failed_makes_nothing_safe_until_a_recover(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if nobody has noticed yet that the tier is to be stopped."""
     node = nodes.start()
@@ -202,7 +205,7 @@ def test_a_sync_that_works_after_one_that_failed_makes_nothing_safe_until_a_reco
 
 
 def test_recover_waits_for_the_store_that_is_under_way(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a failed sync of one would be what the other believes in. A disk that hangs is told, not waited for."""
     node = nodes.start()
@@ -219,7 +222,7 @@ def test_recover_waits_for_the_store_that_is_under_way(
 
 
 @pytest.mark.usefixtures("without_idle_syncs")
-def test_a_removal_is_synced_by_the_flush_behind_it(nodes: Any, pages: Any) -> None:
+def test_a_removal_is_synced_by_the_flush_behind_it(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)
@@ -230,7 +233,7 @@ def test_a_removal_is_synced_by_the_flush_behind_it(nodes: Any, pages: Any) -> N
     assert list(node.disk.rows.pages()) == []
 
 
-def test_an_idle_writer_syncs_a_removal(nodes: Any, pages: Any) -> None:
+def test_an_idle_writer_syncs_a_removal(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)
@@ -242,7 +245,7 @@ def test_an_idle_writer_syncs_a_removal(nodes: Any, pages: Any) -> None:
 
 
 def test_a_page_whose_removal_was_not_synced_is_removed_once_more_after_recover(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sync that failed may have lost the deletion of its row, and one that works afterwards does not bring it
     back: after a power loss the page would be there."""
@@ -279,12 +282,12 @@ def test_a_page_whose_removal_was_not_synced_is_removed_once_more_after_recover(
 
 @pytest.mark.usefixtures("without_idle_syncs")
 def test_a_namespace_whose_number_was_anothers_when_a_sync_failed_is_there_after_a_restart(
-    nodes: Any, layer: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other's row may not be deleted once more: it is in its place."""
     node = nodes.start()
     client = nodes.connect(node)
-    first, second = make_pages("first"), make_pages("second")
+    first, second = Pages("first"), Pages("second")
     first.put(client, first.keys(1), durable=True)
     client.remove_namespace(first.namespace)
     layer.fail["sync"] = errno.EIO
@@ -302,7 +305,7 @@ def test_a_namespace_whose_number_was_anothers_when_a_sync_failed_is_there_after
 
 @pytest.mark.usefixtures("without_idle_syncs")
 def test_nobody_joins_a_barrier_whose_sync_has_begun(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those who wait at the end of the queue share one barrier, as long as it is there."""
     node = nodes.start()

@@ -5,9 +5,11 @@ import errno
 import os
 import resource
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
+from disk_nodes import FaultyLayer, Nodes, Pages
 
 from kvstore import Client, ClientConfig, PutOutcome
 from kvstore.errors import Exhausted
@@ -26,7 +28,7 @@ def assert_disk_serves(client: Client) -> None:
 
 @pytest.mark.parametrize("code", SHORT, ids=map(os.strerror, SHORT))
 def test_a_write_that_lacks_descriptors_or_memory_leaves_the_page_in_ram_and_the_disk_alone(
-    nodes: Any, layer: Any, pages: Any, code: int
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, code: int
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
@@ -44,7 +46,7 @@ def test_a_write_that_lacks_descriptors_or_memory_leaves_the_page_in_ram_and_the
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")], ids=repr)
 def test_a_writer_that_lacks_memory_or_threads_leaves_the_disk_alone(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
@@ -62,7 +64,7 @@ def test_a_writer_that_lacks_memory_or_threads_leaves_the_disk_alone(
 
 
 def test_memory_that_ran_out_within_a_sync_leaves_everything_to_be_synced(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
@@ -83,7 +85,7 @@ def test_memory_that_ran_out_within_a_sync_leaves_everything_to_be_synced(
 
 @pytest.mark.parametrize("code", SHORT, ids=map(os.strerror, SHORT))
 def test_a_read_that_lacks_descriptors_or_memory_is_a_miss_and_the_page_stays(
-    nodes: Any, layer: Any, pages: Any, code: int
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, code: int
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
@@ -101,7 +103,7 @@ def test_a_read_that_lacks_descriptors_or_memory_is_a_miss_and_the_page_stays(
 
 
 def test_a_list_that_can_not_be_read_to_its_end_for_want_of_descriptors_is_no_shorter_list(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
@@ -122,7 +124,7 @@ def test_a_list_that_can_not_be_read_to_its_end_for_want_of_descriptors_is_no_sh
 
 
 def test_a_background_scrub_that_lacks_memory_goes_on_later(
-    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.scrub.ROUND_PAUSE_S", 0.01)
     monkeypatch.setattr("node.disk.scrub.STEP_S", 0.01)
@@ -139,7 +141,9 @@ def test_a_background_scrub_that_lacks_memory_goes_on_later(
         pass
 
 
-def test_a_sync_that_ran_out_of_memory_has_lost_writes_as_any_other(nodes: Any, layer: Any, pages: Any) -> None:
+def test_a_sync_that_ran_out_of_memory_has_lost_writes_as_any_other(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     layer.fail["sync"] = errno.ENOMEM
@@ -162,9 +166,9 @@ def test_what_rocksdb_says_about_a_shortage_is_understood(code: int) -> None:
     assert not is_shortage(other.value)
 
 
-def test_idle_connections_that_take_all_descriptors_do_not_stop_the_disk(tmp_path: Any, make_pages: Any) -> None:
+def test_idle_connections_that_take_all_descriptors_do_not_stop_the_disk(tmp_path: Path) -> None:
     """The node may open only a few more files; each page here needs an extent of its own."""
-    pages = make_pages("large", 64 << 10)
+    pages = Pages("large", 64 << 10)
     sizes = ("--ram-bytes", "8MiB", "--extent-bytes", "64KiB", "--disk-bytes", "4MiB", "--disk-extent-bytes", "64KiB")
     idle: list[socket.socket] = []
     with (

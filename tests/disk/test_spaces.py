@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from disk_nodes import Nodes, Pages
 
 from kvstore.errors import Exhausted
 from kvstore.messages import namespace_message
@@ -11,14 +12,14 @@ from node.disk.page_table import PageTable
 
 
 def test_durable_pages_stay_when_their_namespace_was_forgotten_empty_and_came_back(
-    nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes back under another number, and its first row must not win: that of number 4, say, when
     it has number 2 now."""
     monkeypatch.setattr("node.disk.index.KEPT", 4)
     node = nodes.start()
     client = nodes.connect(node)
-    spaces = [make_pages("salted", salt=str(number)) for number in range(5)]
+    spaces = [Pages("salted", salt=str(number)) for number in range(5)]
     for pages in spaces[:4]:
         pages.put(client, pages.keys(1), durable=True)
         client.remove_namespace(pages.namespace)
@@ -35,13 +36,13 @@ def test_durable_pages_stay_when_their_namespace_was_forgotten_empty_and_came_ba
 
 
 def test_a_namespace_that_was_forgotten_while_its_rows_could_not_be_written_is_there_after_a_restart(
-    nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The batch that was to give it a number failed, or reached the log all the same."""
     monkeypatch.setattr("node.disk.index.KEPT", 2)
     node = nodes.start()
     client = nodes.connect(node)
-    first, second, third = (make_pages("salted", salt=str(number)) for number in range(3))
+    first, second, third = (Pages("salted", salt=str(number)) for number in range(3))
     write = node.disk.rows.write
 
     def fail_late(*args: Any) -> None:
@@ -65,7 +66,7 @@ def test_a_namespace_that_was_forgotten_while_its_rows_could_not_be_written_is_t
         assert pages.get(client, pages.keys(1)) == [True]
 
 
-def test_a_second_row_of_a_namespace_does_not_change_its_number(pages: Any) -> None:
+def test_a_second_row_of_a_namespace_does_not_change_its_number(pages: Pages) -> None:
     spaces = NamespaceIds(PageTable(4096, 4096).accounts.of)
     row = namespace_message(pages.namespace).SerializeToString()
     assert spaces.restore(1, row) == ""
@@ -77,16 +78,14 @@ def listed(client: Any) -> set[bytes]:
     return {namespace.digest for namespace, _ in client.namespaces()}
 
 
-def test_namespaces_with_pages_are_listed_after_a_restart_however_many_empty_ones_there_were(
-    nodes: Any, make_pages: Any
-) -> None:
+def test_namespaces_with_pages_are_listed_after_a_restart_however_many_empty_ones_there_were(nodes: Nodes) -> None:
     node = nodes.start(namespaces_max=8)
     client = nodes.connect(node)
-    kept = [make_pages("kept", salt=str(number)) for number in range(2)]
+    kept = [Pages("kept", salt=str(number)) for number in range(2)]
     for pages in kept:
         pages.put(client, pages.keys(1), durable=True)
     for number in range(20):
-        gone = make_pages("gone", salt=str(number))
+        gone = Pages("gone", salt=str(number))
         gone.put(client, gone.keys(1), durable=True)
         client.remove_namespace(gone.namespace)
     client.flush()
@@ -100,10 +99,10 @@ def test_namespaces_with_pages_are_listed_after_a_restart_however_many_empty_one
     assert len(list(node.disk.rows.namespaces())) == 2, "what is empty leaves no row behind"
 
 
-def test_namespaces_with_pages_are_listed_and_found_by_a_node_that_may_open_fewer(nodes: Any, make_pages: Any) -> None:
+def test_namespaces_with_pages_are_listed_and_found_by_a_node_that_may_open_fewer(nodes: Nodes) -> None:
     node = nodes.start(namespaces_max=16)  # half for one peer
     client = nodes.connect(node)
-    spaces = [make_pages("salted", salt=str(number)) for number in range(8)]
+    spaces = [Pages("salted", salt=str(number)) for number in range(8)]
     for pages in spaces:
         pages.put(client, pages.keys(1), durable=True)
     node = nodes.restart(node, namespaces_max=3)
@@ -111,19 +110,19 @@ def test_namespaces_with_pages_are_listed_and_found_by_a_node_that_may_open_fewe
     assert listed(client) == {pages.digest for pages in spaces}
     for pages in spaces:
         assert pages.get(client, pages.keys(1)) == [True]
-    another = make_pages("one more")
+    another = Pages("one more")
     with pytest.raises(Exhausted, match=r"8 namespaces of 127\.0\.0\.1 with pages are open, .* allowed are 2 "):
         another.put(client, another.keys(1))
 
 
-def test_namespaces_with_long_descriptions_are_all_listed_after_a_restart(nodes: Any, make_pages: Any) -> None:
+def test_namespaces_with_long_descriptions_are_all_listed_after_a_restart(nodes: Nodes) -> None:
     """Their rows are more than what may be described at a time; those with pages are not."""
     node = nodes.start()
     client = nodes.connect(node)
-    kept = make_pages("kept", tenant="k" * 1000)
+    kept = Pages("kept", tenant="k" * 1000)
     kept.put(client, kept.keys(1), durable=True)
     for number in range(30):
-        gone = make_pages("gone", tenant=f"{number:01000d}", revision="r" * 1000, salt="s" * 1000)
+        gone = Pages("gone", tenant=f"{number:01000d}", revision="r" * 1000, salt="s" * 1000)
         gone.put(client, gone.keys(1), durable=True)
         client.remove_namespace(gone.namespace)
     with pytest.MonkeyPatch.context() as patch:
@@ -135,7 +134,7 @@ def test_namespaces_with_long_descriptions_are_all_listed_after_a_restart(nodes:
 
 
 def test_a_page_that_is_read_from_disk_while_its_namespace_is_removed_does_not_stay(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes to RAM behind those who look there, and before they look on disk."""
     node = nodes.start()

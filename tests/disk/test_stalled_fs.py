@@ -13,9 +13,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from disk_nodes import Pages
 from planted import SMALL, flags
 from waiting import wait_until
 
@@ -121,7 +121,7 @@ def health(process: NodeProcess) -> int:
     ],
 )
 def test_node_on_a_file_system_that_stalls_serves_from_ram_and_ends(
-    process: NodeProcess, mount: Mount, client: Client, pages: Any, operations: str
+    process: NodeProcess, mount: Mount, client: Client, pages: Pages, operations: str
 ) -> None:
     pages.put(client, pages.keys(*range(4)), durable=True)
     mount.stall(operations)
@@ -142,7 +142,7 @@ def test_node_on_a_file_system_that_stalls_serves_from_ram_and_ends(
 
 
 def test_reads_of_a_file_system_that_stalls_are_misses_and_come_back(
-    process: NodeProcess, mount: Mount, client: Client, pages: Any
+    process: NodeProcess, mount: Mount, client: Client, pages: Pages
 ) -> None:
     on_disk, in_ram = pages.keys(*range(4)), pages.keys(*range(200, 204))
     pages.put(client, on_disk, durable=True)

@@ -5,9 +5,9 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from disk_nodes import FaultyLayer
 
 from node.disk.encryption import DiskLocation
 from node.disk.extents import ExtentFiles, FileLayer, Slot
@@ -30,7 +30,7 @@ def test_a_new_directory_is_synced_by_the_node_that_makes_it(tmp_path: Path, mon
     assert synced == ["new", "."]
 
 
-def test_what_a_failed_sync_took_is_synced_by_the_next(tmp_path: Path, layer: Any) -> None:
+def test_what_a_failed_sync_took_is_synced_by_the_next(tmp_path: Path, layer: FaultyLayer) -> None:
     """It covered nothing, and said that all was safe."""
     memory = memoryview(mmap.mmap(-1, 8192))
     view: Callable[[int, int], memoryview] = lambda offset, nbytes: memory[offset : offset + nbytes]  # noqa: E731

@@ -5,9 +5,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
+from disk_nodes import Clock, FaultyLayer, Nodes, Pages
 
 from kvstore import PutOutcome
 from kvstore.errors import Exhausted, InvalidRequest
@@ -19,7 +19,7 @@ STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
 # ---- promotion and reads -------------------------------------------------------------------
 
 
-def test_several_readers_of_one_page_on_disk_load_it_once(nodes: Any, layer: Any, pages: Any) -> None:
+def test_several_readers_of_one_page_on_disk_load_it_once(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(3))
@@ -45,7 +45,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     raise AssertionError("waited in vain")
 
 
-def test_a_page_that_occurs_twice_in_a_get_is_loaded_once(nodes: Any, layer: Any, pages: Any) -> None:
+def test_a_page_that_occurs_twice_in_a_get_is_loaded_once(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(1, 2)
@@ -55,7 +55,7 @@ def test_a_page_that_occurs_twice_in_a_get_is_loaded_once(nodes: Any, layer: Any
     assert layer.calls["read"] == 2
 
 
-def test_a_page_on_disk_is_a_miss_while_ram_is_full_of_pins(nodes: Any, pages: Any) -> None:
+def test_a_page_on_disk_is_a_miss_while_ram_is_full_of_pins(nodes: Nodes, pages: Pages) -> None:
     """And so it is an error of nobody; when the pins are gone it is a hit."""
     node = nodes.start()
     client = nodes.connect(node)
@@ -74,7 +74,7 @@ def test_a_page_on_disk_is_a_miss_while_ram_is_full_of_pins(nodes: Any, pages: A
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_a_ranged_read_of_a_page_on_disk_sends_the_ranges(nodes: Any, pages: Any, wire: str) -> None:
+def test_a_ranged_read_of_a_page_on_disk_sends_the_ranges(nodes: Nodes, pages: Pages, wire: str) -> None:
     node = nodes.start()
     client = nodes.connect(node, wire)
     keys = pages.keys(1, 2)
@@ -88,7 +88,7 @@ def test_a_ranged_read_of_a_page_on_disk_sends_the_ranges(nodes: Any, pages: Any
         assert buffer == content[10:20] + content[8000:8020]
 
 
-def test_a_get_larger_than_what_is_free_in_ram_still_reads_every_page(nodes: Any, pages: Any) -> None:
+def test_a_get_larger_than_what_is_free_in_ram_still_reads_every_page(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start(disk_nbytes=4 << 20)
     client = nodes.connect(node)
     keys = pages.keys(*range(256))  # twice the RAM
@@ -99,10 +99,10 @@ def test_a_get_larger_than_what_is_free_in_ram_still_reads_every_page(nodes: Any
     assert client.node_status().disk.pages_evicted == 0
 
 
-def test_pages_on_disk_only_are_looked_up_told_and_listed_like_others(nodes: Any, pages: Any, make_pages: Any) -> None:
+def test_pages_on_disk_only_are_looked_up_told_and_listed_like_others(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
-    keys, others = pages.keys(*range(40)), make_pages("other")
+    keys, others = pages.keys(*range(40)), Pages("other")
     pages.put(client, keys[:30], durable=True)
     others.put(client, keys, durable=True)
     pages.drop_from_ram(node)
@@ -128,7 +128,7 @@ def test_pages_on_disk_only_are_looked_up_told_and_listed_like_others(nodes: Any
     assert paged == wanted
 
 
-def test_a_put_of_pages_on_disk_only_says_that_they_exist(nodes: Any, pages: Any) -> None:
+def test_a_put_of_pages_on_disk_only_says_that_they_exist(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(4))
@@ -142,7 +142,9 @@ def test_a_put_of_pages_on_disk_only_says_that_they_exist(nodes: Any, pages: Any
 # ---- removal -------------------------------------------------------------------------------
 
 
-def test_a_page_removed_while_it_waits_or_is_written_does_not_come_back(nodes: Any, layer: Any, pages: Any) -> None:
+def test_a_page_removed_while_it_waits_or_is_written_does_not_come_back(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(6))
@@ -161,7 +163,9 @@ def test_a_page_removed_while_it_waits_or_is_written_does_not_come_back(nodes: A
     assert pages.get(nodes.connect(node), keys) == wanted
 
 
-def test_a_page_stored_again_after_its_removal_is_there_after_a_restart(nodes: Any, layer: Any, pages: Any) -> None:
+def test_a_page_stored_again_after_its_removal_is_there_after_a_restart(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     """Once with the removed one waiting in the same batch, once with it being written."""
     node = nodes.start()
     client = nodes.connect(node)
@@ -179,7 +183,9 @@ def test_a_page_stored_again_after_its_removal_is_there_after_a_restart(nodes: A
     assert pages.get(nodes.connect(node), keys) == [True, True]
 
 
-def test_a_page_removed_while_it_is_loaded_is_gone_for_later_readers(nodes: Any, layer: Any, pages: Any) -> None:
+def test_a_page_removed_while_it_is_loaded_is_gone_for_later_readers(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(1)
@@ -199,10 +205,10 @@ def test_a_page_removed_while_it_is_loaded_is_gone_for_later_readers(nodes: Any,
     assert pages.get(nodes.connect(node), keys) == [False]
 
 
-def test_removing_a_namespace_frees_its_space_in_both_tiers(nodes: Any, pages: Any, make_pages: Any) -> None:
+def test_removing_a_namespace_frees_its_space_in_both_tiers(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
-    other = make_pages("other", 20_000)
+    other = Pages("other", 20_000)
     keys = pages.keys(*range(20))
     pages.put(client, keys, durable=True)
     other.put(client, keys, durable=True)
@@ -223,7 +229,7 @@ def test_removing_a_namespace_frees_its_space_in_both_tiers(nodes: Any, pages: A
 # ---- eviction and pins ---------------------------------------------------------------------
 
 
-def test_the_disk_evicts_by_use_and_its_rows_agree_after_a_restart(nodes: Any, pages: Any) -> None:
+def test_the_disk_evicts_by_use_and_its_rows_agree_after_a_restart(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start(disk_nbytes=1 << 20)  # 128 pages
     client = nodes.connect(node)
     keys = pages.keys(*range(160))
@@ -242,13 +248,13 @@ def test_the_disk_evicts_by_use_and_its_rows_agree_after_a_restart(nodes: Any, p
     assert pages.get(client, keys) == wanted
 
 
-def test_capacity_follows_a_change_of_page_size(nodes: Any, pages: Any, make_pages: Any, clock: Any) -> None:
+def test_capacity_follows_a_change_of_page_size(nodes: Nodes, pages: Pages, clock: Clock) -> None:
     node = nodes.start(disk_nbytes=1 << 20)
     clock.govern(node)
     client = nodes.connect(node)
     for start in range(0, 128, 32):
         pages.put(client, pages.keys(*range(start, start + 32)), durable=True)
-    large = make_pages("large", 65_536)
+    large = Pages("large", 65_536)
     clock.now_s += 1  # use is told apart by seconds
     for number in range(16):
         assert large.put(client, large.keys(number), durable=True) == [STORED]
@@ -258,7 +264,7 @@ def test_capacity_follows_a_change_of_page_size(nodes: Any, pages: Any, make_pag
 
 
 def test_pinned_pages_stay_on_disk_and_a_durable_put_without_space_says_so(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.disk_lru.PINNED_SHARE", 1)
     node = nodes.start(disk_nbytes=1 << 20, ram_nbytes=2 << 20)
@@ -278,7 +284,7 @@ def test_pinned_pages_stay_on_disk_and_a_durable_put_without_space_says_so(
     assert pages.on_disk(node, more) == [True] * 8
 
 
-def test_pins_may_keep_half_of_the_disk_and_no_more(nodes: Any, pages: Any) -> None:
+def test_pins_may_keep_half_of_the_disk_and_no_more(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start(disk_nbytes=1 << 20, ram_nbytes=4 << 20)
     client = nodes.connect(node)
     keys = pages.keys(*range(128))
@@ -296,7 +302,7 @@ def test_pins_may_keep_half_of_the_disk_and_no_more(nodes: Any, pages: Any) -> N
     assert node.disk.records._order.pinned_nbytes == 0, "their pins are over"
 
 
-def test_a_pin_of_a_page_on_disk_only_is_told_and_ended(nodes: Any, pages: Any) -> None:
+def test_a_pin_of_a_page_on_disk_only_is_told_and_ended(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(1, 2)
@@ -311,7 +317,7 @@ def test_a_pin_of_a_page_on_disk_only_is_told_and_ended(nodes: Any, pages: Any) 
 # ---- time to live --------------------------------------------------------------------------
 
 
-def test_a_time_to_live_holds_in_ram_on_disk_and_after_promotion(nodes: Any, pages: Any, clock: Any) -> None:
+def test_a_time_to_live_holds_in_ram_on_disk_and_after_promotion(nodes: Nodes, pages: Pages, clock: Clock) -> None:
     node = nodes.start()
     clock.govern(node)
     client = nodes.connect(node)
@@ -332,7 +338,7 @@ def test_a_time_to_live_holds_in_ram_on_disk_and_after_promotion(nodes: Any, pag
 
 
 def test_a_time_to_live_goes_on_over_a_restart(
-    nodes: Any, pages: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, pages: Pages, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
@@ -352,7 +358,7 @@ def test_a_time_to_live_goes_on_over_a_restart(
     assert client.node_status().disk.page_count == 0
 
 
-def test_a_node_without_a_disk_refuses_durable_puts_and_flush(nodes: Any, pages: Any) -> None:
+def test_a_node_without_a_disk_refuses_durable_puts_and_flush(nodes: Nodes, pages: Pages) -> None:
     client = nodes.connect(nodes.start(data_dir=""))
     with pytest.raises(InvalidRequest, match="--data-dir"):
         pages.put(client, pages.keys(1), durable=True)

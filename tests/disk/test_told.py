@@ -3,10 +3,10 @@
 import re
 import threading
 import urllib.request
-from typing import Any
 
 import grpc
 import pytest
+from disk_nodes import FaultyLayer, Nodes, Pages
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore import ClientConfig, PutOutcome
@@ -34,7 +34,9 @@ def health(node: Node) -> tuple[int, int]:
         return tuple(check(health_pb2.HealthCheckRequest(service=name), timeout=5.0).status for name in names)
 
 
-def test_metrics_and_health_tell_of_a_disk_that_stopped_and_works_again(nodes: Any, layer: Any, pages: Any) -> None:
+def test_metrics_and_health_tell_of_a_disk_that_stopped_and_works_again(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1, 2), durable=True)
@@ -53,14 +55,14 @@ def test_metrics_and_health_tell_of_a_disk_that_stopped_and_works_again(nodes: A
 
 
 def test_pages_larger_than_the_extents_of_the_directory_stay_in_ram_and_cost_the_disk_nothing(
-    nodes: Any, pages: Any, make_pages: Any
+    nodes: Nodes, pages: Pages
 ) -> None:
     """For one that fits nowhere all others went, durable ones too."""
     node = nodes.start()
     keys = pages.keys(*range(50))
     pages.put(nodes.connect(node), keys, durable=True)
     node = nodes.restart(node, disk_extent_nbytes=0, extent_nbytes=256 << 10, batch_nbytes_max=256 << 10)
-    client, large = nodes.connect(node), make_pages("large", 128 << 10)
+    client, large = nodes.connect(node), Pages("large", 128 << 10)
     assert large.put(client, large.keys(1)) == [PutOutcome.STORED]
     with pytest.raises(Exhausted, match="than the extents of data_dir"):
         large.put(client, large.keys(1), durable=True)
@@ -80,7 +82,7 @@ def test_a_list_that_waits_for_a_disk_that_hangs_is_answered_before_its_caller_g
     assert ClientConfig().timeout_s >= QUESTION_S + 0.5
 
 
-def test_an_extent_takes_all_of_its_place_when_its_first_page_comes(nodes: Any, pages: Any) -> None:
+def test_an_extent_takes_all_of_its_place_when_its_first_page_comes(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     extents = sorted((nodes.data_dir / "extents").iterdir())
     assert [path.stat().st_blocks for path in extents] == [0] * 32
@@ -90,7 +92,7 @@ def test_an_extent_takes_all_of_its_place_when_its_first_page_comes(nodes: Any, 
     assert taken[-1] >= 64 << 10
 
 
-def test_gets_that_wait_for_the_disk_are_told_and_timed_apart(nodes: Any, layer: Any, pages: Any) -> None:
+def test_gets_that_wait_for_the_disk_are_told_and_timed_apart(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     node = nodes.start()
     client, keys = nodes.connect(node), pages.keys(1, 2)
     pages.put(client, keys, durable=True)

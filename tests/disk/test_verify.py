@@ -1,14 +1,13 @@
 """Verifying pages: on disk beside the arena, so that it needs no room there and nobody goes for it."""
 
-from typing import Any
-
 import pytest
+from disk_nodes import FaultyLayer, Nodes, Pages
 
 from kvstore import ByteRange, Exhausted
 from node.memory.inventory import Inventory
 
 
-def test_verify_of_more_pages_than_ram_has_room_for_reads_each_and_evicts_nobody(nodes: Any, pages: Any) -> None:
+def test_verify_of_more_pages_than_ram_has_room_for_reads_each_and_evicts_nobody(nodes: Nodes, pages: Pages) -> None:
     """Pages of the disk took slots of RAM to be verified; those for which there was no room counted as absent."""
     node = nodes.start(disk_nbytes=4 << 20)
     client = nodes.connect(node)
@@ -29,7 +28,7 @@ def test_verify_of_more_pages_than_ram_has_room_for_reads_each_and_evicts_nobody
 
 
 @pytest.mark.usefixtures("small_leaves")
-def test_a_page_from_disk_is_verified_by_the_parts_that_are_read(nodes: Any, pages: Any) -> None:
+def test_a_page_from_disk_is_verified_by_the_parts_that_are_read(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     (key,) = pages.keys(1)
@@ -43,7 +42,7 @@ def test_a_page_from_disk_is_verified_by_the_parts_that_are_read(nodes: Any, pag
     assert buffer == pages.content(key)[:100]
 
 
-def test_verify_drops_a_page_whose_copy_on_disk_is_damaged(nodes: Any, layer: Any, pages: Any) -> None:
+def test_verify_drops_a_page_whose_copy_on_disk_is_damaged(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(1, 2)
@@ -55,7 +54,7 @@ def test_verify_drops_a_page_whose_copy_on_disk_is_damaged(nodes: Any, layer: An
     assert not any(page.on_disk for page in client.stat(pages.namespace, keys))
 
 
-def test_what_can_not_be_read_is_not_said_to_be_absent(nodes: Any, layer: Any, pages: Any) -> None:
+def test_what_can_not_be_read_is_not_said_to_be_absent(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)

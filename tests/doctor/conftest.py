@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 from examined import Examined, examined
 from fleets import checked_nodes
+from local_nodes import StartNode
 
 from kvstore import ClientConfig
 from node.server import Node
-
-StartNode = Callable[..., Node]
 
 
 @pytest.fixture(scope="module")

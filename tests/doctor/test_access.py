@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from authorities import HERE, of_client, of_node, pair
 from examined import Examined
+from local_nodes import StartNode
 
 from kvstore.cli.authority import Authority
 from kvstore.doctor.checks import State
@@ -34,7 +34,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def node(start_node: Any, tokens: dict[str, str], ours: Authority) -> Node:
+def node(start_node: StartNode, tokens: dict[str, str], ours: Authority) -> Node:
     """Over TLS, and it asks who is there."""
     return start_node(identities=tokens["path"], shm_trust="team-a", **pair(ours, "node"))
 
@@ -115,7 +115,7 @@ def test_a_plain_client_is_told_that_the_node_speaks_tls(node: Node, doctor: Doc
     assert found.of("gRPC").state is State.SKIPPED
 
 
-def test_a_node_that_speaks_no_tls(start_node: Any, doctor: Doctor, ours: Authority) -> None:
+def test_a_node_that_speaks_no_tls(start_node: StartNode, doctor: Doctor, ours: Authority) -> None:
     found = doctor(start_node(), tls_ca=str(ours.path))
     assert found.failed == {"TLS"}
     assert "speaks no TLS" in found.of("TLS").found
@@ -136,7 +136,7 @@ def test_a_name_that_is_not_in_the_certificate(node: Node, doctor: Doctor, ours:
 
 
 def test_a_node_whose_certificate_has_expired(
-    start_node: Any, doctor: Doctor, ours: Authority, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, doctor: Doctor, ours: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours.node("old", HERE, -0.5, force=True, since_days=1.0)
     monkeypatch.setattr("node.tls.check_dates", lambda *_: None)
@@ -145,7 +145,7 @@ def test_a_node_whose_certificate_has_expired(
     assert "has expired" in found.of("certificate").found
 
 
-def test_certificates_that_end_soon(start_node: Any, doctor: Doctor, ours: Authority) -> None:
+def test_certificates_that_end_soon(start_node: StartNode, doctor: Doctor, ours: Authority) -> None:
     ours.node("ending", HERE, 3.0, force=True)
     ours.client("ending-client", "team-a", 2.0, force=True)
     node = start_node(**pair(ours, "ending"), tls_client_ca=str(ours.path))
@@ -154,7 +154,9 @@ def test_certificates_that_end_soon(start_node: Any, doctor: Doctor, ours: Autho
     assert {"certificate", "own certificate", "tls_cert"} <= found.names(State.WARN)
 
 
-def test_a_client_without_the_certificate_that_is_asked_for(start_node: Any, doctor: Doctor, ours: Authority) -> None:
+def test_a_client_without_the_certificate_that_is_asked_for(
+    start_node: StartNode, doctor: Doctor, ours: Authority
+) -> None:
     node = start_node(**of_node(ours))
     found = doctor(node, tls_ca=str(ours.path))
     assert found.failed == {"TLS"}
@@ -162,7 +164,7 @@ def test_a_client_without_the_certificate_that_is_asked_for(start_node: Any, doc
     assert doctor(node, **of_client(ours)).failed == set()
 
 
-def test_an_own_certificate_that_has_expired(start_node: Any, doctor: Doctor, ours: Authority) -> None:
+def test_an_own_certificate_that_has_expired(start_node: StartNode, doctor: Doctor, ours: Authority) -> None:
     ours.node("late", HERE, -0.5, force=True, since_days=1.0)
     found = doctor(start_node(**of_node(ours)), tls_ca=str(ours.path), **pair(ours, "late"))
     assert {"own certificate", "TLS"} <= found.failed

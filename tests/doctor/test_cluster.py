@@ -1,11 +1,12 @@
 """Several members: one is dead, one has another view or list, one is near."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from examined import Examined
+from local_nodes import StartNode
 
 from kvstore.cluster.view import Member, View
 from kvstore.doctor import members as cluster
@@ -19,7 +20,7 @@ Doctor = Callable[..., Examined]
 
 
 @pytest.fixture
-def nodes(start_node: Any) -> list[Node]:
+def nodes(start_node: StartNode) -> list[Node]:
     return [start_node() for _ in range(3)]
 
 
@@ -124,7 +125,7 @@ def test_who_has_just_heard_of_it_is_asked_again(
 ) -> None:
     newer = replace(view_of(fleet), number=2)
     fleet[0].membership.become(newer, "n0")
-    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: become(fleet[1:], newer))
+    monkeypatch.setattr(time, "sleep", lambda seconds: become(fleet[1:], newer))
     assert doctor(fleet[0]).of("view").state is State.OK
 
 

@@ -1,8 +1,10 @@
 """The doctor at addresses of frames: which steps there are, and what is wrong with them."""
 
-from typing import Any
+from collections.abc import Callable
 
 from authorities import of_client, of_node, pair
+from examined import Examined
+from local_nodes import StartNode
 
 from kvstore.cli.authority import Authority
 from kvstore.doctor.checks import State
@@ -13,7 +15,7 @@ def at_bulk(node: Node) -> dict[str, str]:
     return {"address": f"bulk://127.0.0.1:{node.bulk.port}"}
 
 
-def test_the_way_by_frames(node: Node, doctor: Any) -> None:
+def test_the_way_by_frames(node: Node, doctor: Callable[..., Examined]) -> None:
     found = doctor(**at_bulk(node))
     assert not found.failed
     assert "answers in" in found.of("frames").found
@@ -22,7 +24,7 @@ def test_the_way_by_frames(node: Node, doctor: Any) -> None:
     assert {found.of(name, group="wires").state for name in ("shm", "bulk")} == {State.OK}
 
 
-def test_the_way_through_a_socket(node: Node, doctor: Any) -> None:
+def test_the_way_through_a_socket(node: Node, doctor: Callable[..., Examined]) -> None:
     assert node.shm is not None
     found = doctor(address=f"unix:{node.shm.path}")
     assert not found.failed
@@ -31,13 +33,13 @@ def test_the_way_through_a_socket(node: Node, doctor: Any) -> None:
     assert not {"name", "TCP", "TLS"} & {finding.name for _, finding in found.found}
 
 
-def test_a_socket_that_is_not_there(doctor: Any) -> None:
+def test_a_socket_that_is_not_there(doctor: Callable[..., Examined]) -> None:
     found = doctor(address="unix:/tmp/no-kvstore-is-here.sock")
     assert "frames" in found.failed
     assert "does not exist here" in found.of("frames").found
 
 
-def test_tls_by_frames(start_node: Any, doctor: Any, ours: Authority) -> None:
+def test_tls_by_frames(start_node: StartNode, doctor: Callable[..., Examined], ours: Authority) -> None:
     secured = start_node(**of_node(ours))
     found = doctor(**at_bulk(secured), **of_client(ours))
     assert not found.failed

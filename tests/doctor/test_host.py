@@ -1,5 +1,6 @@
 """What is said of a host, from files as a kernel has them."""
 
+import ctypes
 import resource
 import struct
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_a_clock_that_nobody_sets_is_what_the_kernel_says(
         struct.pack_into("@Iqqqqi", state, 0, 0, -1, -1, -1, -1, status)
         return 5
 
-    monkeypatch.setattr(host.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(adjtimex=adjtimex))
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(adjtimex=adjtimex))
     assert unsynchronised() is nobody
 
 

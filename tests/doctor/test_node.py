@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from examined import Examined, examined
+from local_nodes import StartNode
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Namespace, opaque_layout
@@ -91,7 +92,7 @@ def test_a_page_that_comes_back_with_other_bytes(node: Node, doctor: Doctor, mon
     assert "take this node out of service" in found.of("bulk", group="pages").remedy
 
 
-def test_a_node_without_room(start_node: Any, doctor: Doctor) -> None:
+def test_a_node_without_room(start_node: StartNode, doctor: Doctor) -> None:
     node = start_node(ram_nbytes=1 << 20, extent_nbytes=1 << 20)
     space = Namespace("pinned", opaque_layout(1 << 20))
     with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)) as client:
@@ -152,7 +153,7 @@ def test_one_of_two_addresses_is_dead(node: Node, doctor: Doctor) -> None:
 # ---- wires -----------------------------------------------------------------------------------
 
 
-def test_no_shared_memory_because_there_is_none(start_node: Any, doctor: Doctor) -> None:
+def test_no_shared_memory_because_there_is_none(start_node: StartNode, doctor: Doctor) -> None:
     node = start_node(shm_socket="none")
     assert doctor(node).of("shm", group="wires").state is State.SKIPPED
     assert doctor(node, wire="shm").of("shm", group="wires").state is State.FAIL

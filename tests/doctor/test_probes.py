@@ -1,6 +1,9 @@
 """Checks in a process of their own: of a data directory and of a GPU; one that hangs, dies or talks."""
 
+import errno
+import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,7 @@ def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
 
 
 def test_one_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_dir.os, "access", lambda path, mode: not mode & data_dir.os.W_OK)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     found = data_dir.permission(tmp_path, tmp_path)
     assert (found.state, "chown" in found.remedy) == (State.FAIL, True)
 
@@ -75,14 +78,14 @@ def test_file_systems(path: str, state: State, said: str) -> None:
 
 
 def test_a_file_system_without_o_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = data_dir.os.open
+    opened = os.open
 
     def without(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & data_dir.os.O_DIRECT:
-            raise OSError(data_dir.errno.EINVAL, "Invalid argument")
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
         return opened(path, flags, *rest, **more)
 
-    monkeypatch.setattr(data_dir.os, "open", without)
+    monkeypatch.setattr(os, "open", without)
     found = {finding.name: finding for finding in findings(tmp_path)}
     assert found["O_DIRECT"].state is State.WARN
     assert "MB/s written" in found["speed"].found
@@ -92,7 +95,7 @@ def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         f_bavail, f_blocks, f_frsize, f_files, f_favail = 1000, 1 << 30, 4096, 1 << 20, 1 << 20
 
-    monkeypatch.setattr(data_dir.os, "statvfs", lambda path: Full)
+    monkeypatch.setattr(os, "statvfs", lambda path: Full)
     assert data_dir.room(tmp_path).state is State.FAIL
     Full.f_bavail, Full.f_favail = 1 << 29, 10
     assert data_dir.room(tmp_path).state is State.WARN
@@ -107,7 +110,7 @@ def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slow_disk_by_a_clock_that_is_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync_s: float, write_s: float, state: State
 ) -> None:
-    now, pwrite, preadv = [0.0], data_dir.os.pwrite, data_dir.os.preadv
+    now, pwrite, preadv = [0.0], os.pwrite, os.preadv
 
     def written(*given: Any) -> int:
         now[0] += write_s
@@ -120,10 +123,10 @@ def test_a_slow_disk_by_a_clock_that_is_ours(
         now[0] += 0.001
         return preadv(*given)
 
-    monkeypatch.setattr(data_dir.os, "preadv", read)
-    monkeypatch.setattr(data_dir.os, "pwrite", written)
-    monkeypatch.setattr(data_dir.os, "fdatasync", synced)
-    monkeypatch.setattr(data_dir.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(os, "preadv", read)
+    monkeypatch.setattr(os, "pwrite", written)
+    monkeypatch.setattr(os, "fdatasync", synced)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(data_dir, "WRITTEN_NBYTES", 4 << 20)
     with open(tmp_path / "file", "w+b") as file:
         found = data_dir.speed(file.fileno())
@@ -134,7 +137,7 @@ def test_nothing_is_written_where_there_is_little_room(tmp_path: Path, monkeypat
     """A node on that disk would find it full, and stop its disk tier."""
     written: list[int] = []
     monkeypatch.setattr(data_dir, "_free_nbytes", lambda where: data_dir.ROOM_NBYTES - 1)
-    monkeypatch.setattr(data_dir.os, "pwrite", lambda fd, page, at: written.append(len(page)))
+    monkeypatch.setattr(os, "pwrite", lambda fd, page, at: written.append(len(page)))
     found = {finding.name: finding for finding in findings(tmp_path)}
     assert (found["room"].state, found["speed"].state, written) == (State.FAIL, State.SKIPPED, [])
 
@@ -160,7 +163,7 @@ def test_one_that_can_not_even_be_killed_is_left_and_counts_as_far_as_it_came(
 
     said = '{"name": "first", "state": "ok", "found": "there", "remedy": ""}'
     name = module(tmp_path, monkeypatch, f"import time\nprint({said!r}, flush=True)\ntime.sleep(600)\n")
-    monkeypatch.setattr(checks.subprocess, "Popen", Stuck)
+    monkeypatch.setattr(subprocess, "Popen", Stuck)
     try:
         for limit_s in (0.5, 4.0, 32.0):  # until a busy machine has begun it
             *before, last = probed("disk", name, [], limit_s, "mend the disk")

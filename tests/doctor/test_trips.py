@@ -31,7 +31,7 @@ class Client:
     def stats(self) -> Any:
         return SimpleNamespace(corrupt_pages=self.corrupt)
 
-    def put(self, namespace: Any, keys: Any, pages: Any, keep: Any) -> list[PutOutcome]:
+    def put(self, namespace: Any, keys: Any, pages: Pages, keep: Any) -> list[PutOutcome]:
         self.content = bytes(pages[0])
         self.durable = keep.durable
         return [self.outcome]

@@ -6,14 +6,12 @@ import json
 import os
 import random
 import shutil
-import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fleets import members, small_nodes
+from fleets import members
+from local_nodes import StartNode
 from real_etcd import RealEtcd
 from waiting import wait_until
 
@@ -30,21 +28,6 @@ KEYS = [bytes([number]) * 32 for number in range(40)]
 SPACE = Namespace("forged", opaque_layout(4096))
 PREFIX = "/kvstore/fleet"
 NONSENSE: list[Any] = ["", "[]", "{", "null", '"x"', "1" * 400, "[" * 400, '{"address": []}']
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[RealEtcd]:
-    etcd = RealEtcd(tmp_path / "etcd")
-    yield etcd
-    etcd.process.send_signal(signal.SIGCONT)
-    etcd.kill()
-
-
-@pytest.fixture
-def fleet(etcd: RealEtcd) -> Iterator[Callable[..., Node]]:
-    known = {"cluster": f"etcd://{etcd.endpoint}/fleet", "lease_s": 2}
-    with small_nodes() as start:
-        yield lambda member, **settings: start(**{**known, "member": member, **settings})
 
 
 def member(randomly: random.Random, addresses: list[str]) -> str:
@@ -124,9 +107,7 @@ def ask(client: Client, randomly: random.Random) -> int:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_forged_views_give_right_bytes_or_misses_and_pass(
-    fleet: Callable[..., Node], etcd: RealEtcd, seed: int
-) -> None:
+def test_forged_views_give_right_bytes_or_misses_and_pass(fleet: StartNode, etcd: RealEtcd, seed: int) -> None:
     randomly = random.Random(seed)
     nodes = [fleet(name, replicas=2) for name in NODES]
     wait_until(lambda: all(members(node) == list(NODES) for node in nodes))

@@ -3,12 +3,11 @@
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from fleets import members, small_nodes, stop
-from real_etcd import RealEtcd
+from fleets import members, stop
+from local_nodes import StartNode
+from real_etcd import LEASE_S, RealEtcd
 from stopping import stop as pause
 from waiting import wait_until
 
@@ -18,22 +17,6 @@ from kvstore.errors import ConfigError
 from node.server import Node
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
-LEASE_S = 2
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[RealEtcd]:
-    etcd = RealEtcd(tmp_path / "etcd")
-    yield etcd
-    etcd.process.send_signal(signal.SIGCONT)
-    etcd.kill()
-
-
-@pytest.fixture
-def fleet(etcd: RealEtcd) -> Iterator[Callable[..., Node]]:
-    known = {"cluster": f"etcd://{etcd.endpoint}/fleet", "lease_s": LEASE_S}
-    with small_nodes() as start:
-        yield lambda member, **settings: start(**{**known, "member": member, **settings})
 
 
 def registry(node: Node) -> str:
@@ -41,7 +24,7 @@ def registry(node: Node) -> str:
     return status.registry if status else ""
 
 
-def test_nodes_come_go_and_are_refused(fleet: Callable[..., Node], etcd: RealEtcd) -> None:
+def test_nodes_come_go_and_are_refused(fleet: StartNode, etcd: RealEtcd) -> None:
     one, two = fleet("n1", replicas=2), fleet("n2")
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
     assert one.membership.view == two.membership.view
@@ -56,7 +39,7 @@ def test_nodes_come_go_and_are_refused(fleet: Callable[..., Node], etcd: RealEtc
     wait_until(lambda: members(one) == ["n1"])
 
 
-def test_a_lease_that_was_taken_away_is_had_again(fleet: Callable[..., Node], etcd: RealEtcd) -> None:
+def test_a_lease_that_was_taken_away_is_had_again(fleet: StartNode, etcd: RealEtcd) -> None:
     one, two = fleet("n1"), fleet("n2")
     wait_until(lambda: len(members(one)) == 2)
     lease, number = two.registry._lease, one.membership.view.number  # type: ignore[union-attr]
@@ -67,7 +50,7 @@ def test_a_lease_that_was_taken_away_is_had_again(fleet: Callable[..., Node], et
 
 
 @pytest.mark.parametrize("how", ["killed", "paused", "wiped"])
-def test_etcd_lost_and_back(fleet: Callable[..., Node], etcd: RealEtcd, how: str) -> None:
+def test_etcd_lost_and_back(fleet: StartNode, etcd: RealEtcd, how: str) -> None:
     one, two = fleet("n1", replicas=2), fleet("n2")
     wait_until(lambda: len(members(one)) == len(members(two)) == 2)
     number, seen = one.membership.view.number, []  # type: ignore[union-attr]
@@ -98,7 +81,7 @@ def test_etcd_lost_and_back(fleet: Callable[..., Node], etcd: RealEtcd, how: str
         assert set(seen) == {2}
 
 
-def test_who_may_not_is_told(etcd: RealEtcd, fleet: Callable[..., Node]) -> None:
+def test_who_may_not_is_told(etcd: RealEtcd, fleet: StartNode) -> None:
     etcd.ctl("user", "add", "root:pass")
     etcd.ctl("user", "grant-role", "root", "root")
     etcd.ctl("auth", "enable")

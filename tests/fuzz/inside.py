@@ -110,7 +110,7 @@ def opening(model: str) -> pb.OpenNamespaceRequest:
 
 def unary() -> dict[str, Any]:
     """A request of each kind that is answered at once, as BulkRequest names them."""
-    some = {"namespace": SPACE.digest, "prefix_hashes": KEYS}
+    some: dict[str, Any] = {"namespace": SPACE.digest, "prefix_hashes": KEYS}
     return {
         "hello": pb.HelloRequest(protocol_version=4),
         "open_namespace": opening("other"),

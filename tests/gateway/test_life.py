@@ -7,8 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
@@ -152,7 +151,7 @@ def test_signals_to_a_gateway_alone_change_nothing(process: NodeProcess) -> None
 
 
 @pytest.fixture(scope="module")
-def store(start_store: Any) -> Store:
+def store(start_store: Callable[..., Store]) -> Store:
     made: Store = start_store()
     made.watch()
     return made

@@ -26,7 +26,7 @@ from node.config import NodeConfig
 from node.gateway import supervisor
 from node.gateway.supervisor import Port
 from node.server import Node
-from node.serving.gateway import connections_max
+from node.serving.gateway import GatewayDoor, connections_max
 
 BEGIN = """
 import json, os, signal, socket, sys, time
@@ -304,7 +304,7 @@ def test_what_can_not_be_started_leaves_no_descriptors(fake: Fake, monkeypatch: 
         then=OBEY,
     )
     monkeypatch.setattr(supervisor, "PAUSE_S_MAX", 0.01)
-    before, start = len(os.listdir("/proc/self/fd")), supervisor.GatewayDoor.start
+    before, start = len(os.listdir("/proc/self/fd")), GatewayDoor.start
     fails = [RuntimeError("can't start new thread")] * 60
 
     def fail(self: Any) -> None:
@@ -312,7 +312,7 @@ def test_what_can_not_be_started_leaves_no_descriptors(fake: Fake, monkeypatch: 
             raise fails.pop()
         start(self)
 
-    monkeypatch.setattr(supervisor.GatewayDoor, "start", fail)
+    monkeypatch.setattr(GatewayDoor, "start", fail)
     Path(f"{fake.seen}.go").touch()
     wait_until(lambda: len(fake.pids) == 2 and status(node).gateways[0].ready)
     assert len(os.listdir("/proc/self/fd")) <= before + 10

@@ -24,7 +24,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def is_refused(host: str, port: int) -> bool:
-    with contextlib.suppress(OSError), contextlib.closing(Port(host, port)):
+    with contextlib.suppress(OSError), contextlib.closing(Port(host, port, wait_s=0.1)):
         return False
     return True
 

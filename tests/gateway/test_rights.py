@@ -50,7 +50,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Crew:
 
 
 @pytest.fixture(scope="module")
-def node(start: Any, crew: Crew) -> Node:
+def node(start: Callable[..., Node], crew: Crew) -> Node:
     made: Node = start(identities=str(crew.path), shm_trust="team-a,team-b")
     return made
 
@@ -136,7 +136,7 @@ class Stranger:
         self._space = Namespace(MODEL, opaque_layout(PAGE_NBYTES), "team-a").digest
 
     def round(self, number: int) -> None:
-        asked = {"namespace": self._space, "prefix_hashes": [number.to_bytes(4, "big") * 8]}
+        asked: dict[str, Any] = {"namespace": self._space, "prefix_hashes": [number.to_bytes(4, "big") * 8]}
         with pytest.raises(Unauthenticated):
             self._wire.call("lookup", pb.LookupRequest(**asked), Deadline(30.0))
         with pytest.raises(Unauthenticated):
@@ -176,7 +176,7 @@ def test_callers_on_pooled_connections_never_have_each_others_rights(
 
 
 def test_certificates_and_tokens_on_pooled_connections_are_told_apart(
-    start: Any, crew: Crew, ours: Authority, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Node], crew: Crew, ours: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token goes before a certificate; who shows the certificate alone has its rights, and no more."""
     node = start(identities=str(crew.path), **of_node(ours))

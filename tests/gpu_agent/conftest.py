@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_store import Store
+from block_store import MakeStore, Store
 
 from gpu_agent import KVPool
 from kvstore import Client, ClientConfig, LayerGroup, PageLayout, Plane
@@ -65,7 +65,7 @@ def shm_client(shared_node: NodeProcess) -> Iterator[Client]:
 
 
 @pytest.fixture
-def stores(shared_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
+def stores(shared_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[MakeStore]:
     """Makes `Store`s of one namespace, a test's own."""
     made: list[Store] = []
     with Client(ClientConfig(address=shared_node.address, connect_timeout_s=5.0)) as client:

@@ -16,6 +16,7 @@ from gpu_agent.blocks.lookups import LookupBackend, Lookups, ThreadLookups
 from gpu_agent.worker import frames, lookup_client, worker_process
 from gpu_agent.worker.lookup_client import ProcessLookups
 from gpu_agent.worker.process_backend import ProcessBackend
+from gpu_agent.worker.worker_process import WorkerTimeouts
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.layout import opaque_layout
@@ -34,6 +35,7 @@ from gpu_agent.worker.__main__ import main
 main(int(sys.argv[1]))
 """
 COMMAND = [sys.executable, "-c", LIGHT]
+SOON = WorkerTimeouts(restart_s=0.05)
 
 
 def namespace(epoch: int = 0) -> Namespace:
@@ -107,9 +109,8 @@ def test_the_usual_command_is_that_of_the_agents_process() -> None:
 
 def test_the_namespaces_of_many_epochs_do_not_keep_it_from_starting_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine whose weights change every minute. What does not fit into the setup was raised into its scheduler."""
-    monkeypatch.setattr(worker_process, "RESTART_S", 0.05)
     monkeypatch.setattr(frames, "BODY_NBYTES_MAX", 1 << 20)
-    asker = ProcessLookups(ClientConfig(address="127.0.0.1:1"), COMMAND)
+    asker = ProcessLookups(ClientConfig(address="127.0.0.1:1"), COMMAND, SOON)
     until(asker, lambda: asker._child.ready)
     for epoch in range(1000):
         asker.open([dataclasses.replace(namespace(epoch), salt="s" * 1000)], 5.0)
@@ -123,12 +124,11 @@ def test_the_namespaces_of_many_epochs_do_not_keep_it_from_starting_again(monkey
 def test_namespaces_that_another_process_was_told_of_are_known_by_the_next(
     shared_node: NodeProcess, store: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_process, "RESTART_S", 0.05)
     monkeypatch.setattr(lookup_client, "NAMED", 2)
     names = [namespace(epoch) for epoch in range(5)]
     for count, name in enumerate(names[1:], 1):
         store.put(name, KEYS[:count], [bytes(4096)] * count)
-    asker = ProcessLookups(ClientConfig(address=shared_node.address), COMMAND)
+    asker = ProcessLookups(ClientConfig(address=shared_node.address), COMMAND, SOON)
     asker.open(names, 5.0)
     until(asker, lambda: asker._child.ready)
     pid = asker._child.pid
@@ -140,13 +140,10 @@ def test_namespaces_that_another_process_was_told_of_are_known_by_the_next(
     asker.close()
 
 
-def test_its_death_is_a_miss_and_then_there_is_another(
-    shared_node: NodeProcess, store: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_process, "RESTART_S", 0.05)
+def test_its_death_is_a_miss_and_then_there_is_another(shared_node: NodeProcess, store: Client) -> None:
     name = namespace()
     store.put(name, KEYS[:2], [bytes(4096)] * 2)
-    asker = ProcessLookups(ClientConfig(address=shared_node.address), COMMAND)
+    asker = ProcessLookups(ClientConfig(address=shared_node.address), COMMAND, SOON)
     lookups = Lookups(asker, 5.0)
     lookups.open([name])
     lookups.ask("early", [([name], KEYS)])  # it is only just starting
@@ -171,11 +168,11 @@ def test_its_death_is_a_miss_and_then_there_is_another(
     assert asker._child.pid is None
 
 
-def test_a_process_that_dies_again_and_again_is_only_ever_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_again_and_again_is_only_ever_a_miss() -> None:
     """After 1,024 deaths in a row, which takes a day, the pause was too large a number, and each step of the engine
     ended with that."""
-    monkeypatch.setattr(worker_process, "RESTART_S_MAX", 0.0)
-    asker = ProcessLookups(ClientConfig(address="127.0.0.1:1"), ["/bin/false"])
+    never_later = WorkerTimeouts(restart_s_max=0.0)
+    asker = ProcessLookups(ClientConfig(address="127.0.0.1:1"), ["/bin/false"], never_later)
     asker._child._deaths = 1023
     until(asker, lambda: asker._child._deaths > 1026)
     asker.close()
@@ -185,12 +182,11 @@ def test_a_process_that_was_named_too_many_namespaces_is_replaced(
     shared_node: NodeProcess, store: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After thousands of weight updates: it answered nothing any more, until the engine was restarted."""
-    monkeypatch.setattr(worker_process, "RESTART_S", 0.05)
     monkeypatch.setattr(lookup_client, "NAMESPACES_MAX", 4)
     monkeypatch.setattr(lookup_client, "NAMED", 2)
     names = [namespace(epoch) for epoch in range(6)]
     store.put(names[-1], KEYS[:2], [bytes(4096)] * 2)
-    asker = ProcessLookups(ClientConfig(address=shared_node.address), COMMAND)
+    asker = ProcessLookups(ClientConfig(address=shared_node.address), COMMAND, SOON)
     until(asker, lambda: asker._child.ready)
     pid = asker._child.pid
     answers = []

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from block_store import TOKENS, FakeRequest
+from block_store import TOKENS, FakeRequest, MakeStore
 
 from gpu_agent.blocks.cost_model import PAUSE_S_MAX, HitPolicy
 from gpu_agent.blocks.save_plan import Report
@@ -24,7 +24,7 @@ def hangs(store: Any, name: str) -> list[int]:
     return offered
 
 
-def test_where_loads_hang_few_requests_wait_for_one(stores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_loads_hang_few_requests_wait_for_one(stores: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path that lets lookups pass and no page: each request with a hit waited until its load's deadline."""
     now = [1000.0]
     store = stores()
@@ -86,7 +86,7 @@ def test_a_load_that_failed_sooner_than_after_a_second_met_a_page_that_is_gone(s
     assert hits.taken_after(0.0) == taken
 
 
-def test_a_load_that_fails_on_several_ranks_hung_once(stores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_fails_on_several_ranks_hung_once(stores: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports name a request again while its other ranks end: each of them doubled the pause."""
     store, failed = stores(), list[float]()
     request = FakeRequest("one", TOKENS)

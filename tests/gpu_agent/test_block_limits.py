@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from block_store import BLOCK, TOKENS, FakeRequest
+from block_store import BLOCK, TOKENS, FakeRequest, MakeStore
 
 from gpu_agent.blocks import groups as request_module
 
 
 def test_blocks_that_find_no_room_before_their_request_ends_are_counted(
-    stores: Any, caplog: pytest.LogCaptureFixture
+    stores: MakeStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = stores(blocks_max=1)
     request, table = FakeRequest("r", TOKENS), [[1, 2, 3, 4, 5]]
@@ -25,7 +25,7 @@ def test_blocks_that_find_no_room_before_their_request_ends_are_counted(
     assert store.pins == []
 
 
-def test_a_table_is_read_only_when_there_are_blocks_to_save(stores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_read_only_when_there_are_blocks_to_save(stores: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a hundred running requests most end no block in a step, and each look costs the engine."""
     monkeypatch.setattr(request_module, "STAGED_BLOCKS", 4)
     store = stores()
@@ -42,7 +42,7 @@ def test_a_table_is_read_only_when_there_are_blocks_to_save(stores: Any, monkeyp
     assert len(store.pins) == 4
 
 
-def test_a_load_larger_than_the_limit_on_pending_bytes_is_carried_out(stores: Any) -> None:
+def test_a_load_larger_than_the_limit_on_pending_bytes_is_carried_out(stores: MakeStore) -> None:
     """Its blocks are allocated: they are the limit. It used to fail at once, and always would have."""
     store = stores(pending_nbytes_max=4096, staging_nbytes=4096, blocks_max=20)
     tokens = list(range(BLOCK * 20))
@@ -60,7 +60,7 @@ def test_a_load_larger_than_the_limit_on_pending_bytes_is_carried_out(stores: An
     assert store.loaded().failed == set()
 
 
-def test_blocks_that_wait_for_room_cost_a_step_nothing(stores: Any) -> None:
+def test_blocks_that_wait_for_room_cost_a_step_nothing(stores: MakeStore) -> None:
     """With a store that is slow there is no room most of the time, and thousands of blocks wait."""
     store = stores(blocks_max=4, ranks=2)  # the other rank never acknowledges
     table = Watched(range(1, 31))

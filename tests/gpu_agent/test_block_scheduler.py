@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_store import TOKENS, FakeRequest
+from block_store import TOKENS, FakeRequest, MakeStore
 
 from gpu_agent import TorchTransfer
 from gpu_agent.blocks import groups as request_module
@@ -18,7 +18,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import prefix_hashes
 
 
-def test_computed_blocks_come_back_in_other_blocks(stores: Any) -> None:
+def test_computed_blocks_come_back_in_other_blocks(stores: MakeStore) -> None:
     first, second = stores(), stores()
     request = FakeRequest("r", TOKENS)
     first.scheduler.ask(request)
@@ -44,7 +44,7 @@ def test_computed_blocks_come_back_in_other_blocks(stores: Any) -> None:
     assert (counts.loads, counts.pages_loaded, counts.loaded_nbytes) == (1, 3, 3 * second.pool.layout.page_nbytes)
 
 
-def test_nothing_is_saved_of_a_step_that_was_not_seen(stores: Any) -> None:
+def test_nothing_is_saved_of_a_step_that_was_not_seen(stores: MakeStore) -> None:
     store = stores()
     request = FakeRequest("r", TOKENS)
     store.scheduler.ask(request)
@@ -60,7 +60,7 @@ def test_nothing_is_saved_of_a_step_that_was_not_seen(stores: Any) -> None:
 
 
 def test_blocks_are_pinned_until_they_have_been_read_and_a_drain_waits_for_that(
-    stores: Any, monkeypatch: pytest.MonkeyPatch
+    stores: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gather, gate = TorchTransfer.gather, threading.Event()
 
@@ -84,7 +84,7 @@ def test_blocks_are_pinned_until_they_have_been_read_and_a_drain_waits_for_that(
     assert store.pins == []
 
 
-def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(stores: Any) -> None:
+def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(stores: MakeStore) -> None:
     store = stores()
     request = FakeRequest("r", TOKENS)
     store.save(request, [1, 2, 3, 4, 5])
@@ -104,7 +104,9 @@ def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(store
     assert store.rank.take_counts().loads_failed == 1
 
 
-def test_nothing_is_stored_of_what_another_connector_still_loads_for_a_request_whose_load_failed(stores: Any) -> None:
+def test_nothing_is_stored_of_what_another_connector_still_loads_for_a_request_whose_load_failed(
+    stores: MakeStore,
+) -> None:
     """It is never asked about again, so what it computed before it was preempted says nothing of its new blocks. vLLM
     counts the tokens of a load as computed when it is ordered."""
     store = stores()
@@ -127,7 +129,7 @@ def test_nothing_is_stored_of_what_another_connector_still_loads_for_a_request_w
     assert client.lookup(store.namespace, again.block_hashes[1:]).prefix_pages == 0
 
 
-def test_what_a_load_left_behind_is_not_stored_while_a_rank_is_still_loading(stores: Any) -> None:
+def test_what_a_load_left_behind_is_not_stored_while_a_rank_is_still_loading(stores: MakeStore) -> None:
     """An engine hears of a load's failure when all ranks have ended it. A request that is aborted before that counts
     its tokens as computed, and its blocks hold anything."""
     store, table = stores(), [1, 2, 3, 4, 5]
@@ -146,7 +148,7 @@ def test_what_a_load_left_behind_is_not_stored_while_a_rank_is_still_loading(sto
     assert two_ranks.scheduler.step({}, dict).saves == []
 
 
-def test_room_for_pins_is_shared_out_from_the_head(stores: Any) -> None:
+def test_room_for_pins_is_shared_out_from_the_head(stores: MakeStore) -> None:
     store = stores(blocks_max=3)
     request = FakeRequest("r", TOKENS)
     store.scheduler.ask(request)
@@ -161,14 +163,14 @@ def test_room_for_pins_is_shared_out_from_the_head(stores: Any) -> None:
     assert store.lookups._backend._client.lookup(store.namespace, request.block_hashes).prefix_pages == 4
 
 
-def test_a_rank_that_does_not_write_acknowledges_at_once(stores: Any) -> None:
+def test_a_rank_that_does_not_write_acknowledges_at_once(stores: MakeStore) -> None:
     store = stores(writes=False)
     request = FakeRequest("r", TOKENS)
     store.save(request, [1, 2, 3, 4, 5])
     assert store.lookups._backend._client.lookup(store.namespace, request.block_hashes).prefix_pages == 0
 
 
-def test_the_null_block_is_neither_saved_nor_loaded(stores: Any) -> None:
+def test_the_null_block_is_neither_saved_nor_loaded(stores: MakeStore) -> None:
     store = stores()
     request = FakeRequest("r", TOKENS)
     store.scheduler.ask(request)
@@ -179,7 +181,7 @@ def test_the_null_block_is_neither_saved_nor_loaded(stores: Any) -> None:
     store.settle()
 
 
-def test_a_hit_shorter_than_asked_for_is_none(stores: Any) -> None:
+def test_a_hit_shorter_than_asked_for_is_none(stores: MakeStore) -> None:
     store = stores()
     request = FakeRequest("r", TOKENS)
     store.save(request, [1, 2, 3, 4, 5])
@@ -208,7 +210,7 @@ class Told(LoadCostModel):
         return self.verdict
 
 
-def test_a_hit_that_is_slower_than_computing_is_none_and_nothing_is_saved_again(stores: Any) -> None:
+def test_a_hit_that_is_slower_than_computing_is_none_and_nothing_is_saved_again(stores: MakeStore) -> None:
     worth = Told()
     store, table = stores(worth=worth), [1, 2, 3, 4, 5]
     request = FakeRequest("r", TOKENS)
@@ -234,7 +236,7 @@ def test_a_hit_that_is_slower_than_computing_is_none_and_nothing_is_saved_again(
     assert (counts.hits, counts.hits_declined, counts.hit_tokens) == (1, 1, 64)
 
 
-def test_an_engine_that_computes_for_others_does_not_wait_for_an_answer(stores: Any) -> None:
+def test_an_engine_that_computes_for_others_does_not_wait_for_an_answer(stores: MakeStore) -> None:
     """Requests that stay out of the store are decoded all the same."""
     store = stores()
     store.scheduler.step({"a stranger": 1}, dict)
@@ -245,7 +247,7 @@ def test_an_engine_that_computes_for_others_does_not_wait_for_an_answer(stores: 
     assert store.scheduler._alone(store.scheduler._requests["r"])
 
 
-def test_a_reset_renews_the_epoch_of_both_sides(stores: Any) -> None:
+def test_a_reset_renews_the_epoch_of_both_sides(stores: MakeStore) -> None:
     """R2: the ranks learn of it with their next orders, and a load ordered before brings nothing."""
     store = stores()
     request = FakeRequest("r", TOKENS)
@@ -272,7 +274,7 @@ def test_a_reset_renews_the_epoch_of_both_sides(stores: Any) -> None:
 
 
 def test_an_answers_blocks_wait_for_more_but_not_while_blocks_are_scarce(
-    stores: Any, monkeypatch: pytest.MonkeyPatch
+    stores: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that is thrown out for want of blocks comes back with what is stored."""
     monkeypatch.setattr(request_module, "STAGED_BLOCKS", 4)
@@ -293,7 +295,7 @@ def test_an_answers_blocks_wait_for_more_but_not_while_blocks_are_scarce(
 
 
 def test_a_preempted_request_asks_again_and_an_old_answer_is_renewed(
-    stores: Any, monkeypatch: pytest.MonkeyPatch
+    stores: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = stores()
     request = FakeRequest("r", TOKENS)

@@ -125,7 +125,7 @@ def test_load_goes_on_along_another_path_after_the_last_page_in_place(in_paralle
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_a_load_without_threads_for_its_parts_ends_well_and_writes_nothing_later(
-    gpu: bool, shm_client: Client, token_pool: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+    gpu: bool, shm_client: Client, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """It failed, and a part of it was moved into the slots when they were another request's."""
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 2 * token_pool.layout.page_nbytes)

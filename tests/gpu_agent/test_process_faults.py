@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,11 +21,10 @@ from gpu_agent import AgentConfig
 from gpu_agent.blocks.backends import GroupPool
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.worker import frames
-from gpu_agent.worker import process_backend as home_module
-from gpu_agent.worker import worker_process as child_module
 from gpu_agent.worker.frames import Loaded
 from gpu_agent.worker.lookup_client import ProcessLookups
 from gpu_agent.worker.process_backend import InflightOrders, ProcessBackend
+from gpu_agent.worker.worker_process import WorkerTimeouts
 from kvstore import Client, ClientConfig, ConfigError, Namespace
 from kvstore.errors import ProtocolError
 from kvstore.keys import prefix_hashes
@@ -86,21 +86,22 @@ def content(place: GroupPool, blocks: list[int]) -> list[torch.Tensor]:
     return [plane.bits[blocks].clone() for plane in place.pool.planes]
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(home_module, "GRACE_S", 0.2)
-    monkeypatch.setattr(child_module, "RESTART_S", 0.05)
-    monkeypatch.setattr(child_module, "CLOSE_S", 2.0)
+IMPATIENT = WorkerTimeouts(grace_s=0.2, restart_s=0.05, close_s=2.0)
+# The next process does not start while a test runs.
+ALONE = replace(IMPATIENT, restart_s=60.0)
+MakeHome = Callable[..., tuple[ProcessBackend, GroupPool]]
 
 
 @pytest.fixture
-def homes() -> Iterator[Any]:
+def homes() -> Iterator[MakeHome]:
     made: list[ProcessBackend] = []
 
-    def make(address: str, command: list[str], **config: Any) -> tuple[ProcessBackend, GroupPool]:
+    def make(
+        address: str, command: list[str], timeouts: WorkerTimeouts = IMPATIENT, **config: Any
+    ) -> tuple[ProcessBackend, GroupPool]:
         where = place()
         limits = AgentConfig(staging_nbytes=1 << 16, pending_nbytes_max=1 << 22, **config)
-        made.append(ProcessBackend([where], ClientConfig(address=address), limits, command))
+        made.append(ProcessBackend([where], ClientConfig(address=address), limits, command, timeouts))
         return made[-1], where
 
     yield make
@@ -111,7 +112,7 @@ def homes() -> Iterator[Any]:
 
 
 def test_killed_while_it_reads_and_stopped_while_it_writes(
-    homes: Any, shared_node: NodeProcess, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    homes: MakeHome, shared_node: NodeProcess, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = tmp_path / "gate"
     gate.touch()
@@ -136,7 +137,7 @@ def test_killed_while_it_reads_and_stopped_while_it_writes(
         until(save.done.done, home)
         assert save.done.result().stored == 3
 
-        monkeypatch.setattr(child_module, "RESTART_S", 60.0)  # nobody waits for a third one
+        home._child.timeouts = ALONE  # nobody waits for a third one
         gate.touch()
         before = content(where, [11, 12, 13])
         load = agent.load(chain, [11, 12, 13])
@@ -160,10 +161,9 @@ def test_killed_while_it_reads_and_stopped_while_it_writes(
     ],
 )
 def test_nonsense_ends_the_process_and_its_orders(
-    homes: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    homes: MakeHome, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(child_module, "RESTART_S", 60.0)
-    home, _ = homes("127.0.0.1:9", [sys.executable, "-c", TALKER, READY, said])
+    home, _ = homes("127.0.0.1:9", [sys.executable, "-c", TALKER, READY, said], ALONE)
     (agent,) = home.agents(None)
     save = agent.save(keys(2), [1, 2])
     until(lambda: home._child.ready, home)
@@ -184,7 +184,7 @@ def test_a_load_that_brought_more_than_was_ordered_is_none(pages: int, loaded: i
     assert not job.done.done()
 
 
-def test_one_that_says_nothing_is_ended_by_the_deadline_of_its_orders(homes: Any) -> None:
+def test_one_that_says_nothing_is_ended_by_the_deadline_of_its_orders(homes: MakeHome) -> None:
     home, _ = homes("127.0.0.1:9", [sys.executable, "-c", TALKER, READY], save_timeout_s=0.3, load_timeout_s=0.2)
     (agent,) = home.agents(None)
     until(lambda: home._child.ready, home)
@@ -209,13 +209,13 @@ main(int(sys.argv[2]))
 
 
 def test_one_that_starts_slowly_is_not_ended_by_what_it_was_given_meanwhile(
-    homes: Any, shared_node: NodeProcess, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    homes: MakeHome, shared_node: NodeProcess, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be started again, be given more, and be ended again."""
-    monkeypatch.setattr(child_module, "GRACE_S", WAIT_S)
+    patient = replace(IMPATIENT, overdue_s=WAIT_S)
     gate = tmp_path / "gate"
     gate.touch()
-    home, _ = homes(shared_node.address, [sys.executable, "-c", SLOW, str(gate)], save_timeout_s=0.1)
+    home, _ = homes(shared_node.address, [sys.executable, "-c", SLOW, str(gate)], patient, save_timeout_s=0.1)
     (agent,) = home.agents(None)
     first = home._child.pid
     save = agent.save(keys(2), [1, 2])
@@ -229,13 +229,13 @@ def test_one_that_starts_slowly_is_not_ended_by_what_it_was_given_meanwhile(
 
 
 def test_an_engine_that_stood_still_does_not_end_a_process_that_answers(
-    homes: Any, shared_node: NodeProcess, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    homes: MakeHome, shared_node: NodeProcess, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that took long, a container that was paused: what is overdue then is answered a moment later."""
-    monkeypatch.setattr(child_module, "GRACE_S", WAIT_S)
+    patient = replace(IMPATIENT, overdue_s=WAIT_S)
     gate = tmp_path / "gate"
     gate.touch()
-    home, _ = homes(shared_node.address, [sys.executable, "-c", GATED, str(gate)], save_timeout_s=0.1)
+    home, _ = homes(shared_node.address, [sys.executable, "-c", GATED, str(gate)], patient, save_timeout_s=0.1)
     (agent,) = home.agents(None)
     until(lambda: home._child.ready, home)
     first, save = home._child.pid, agent.save(keys(2), [1, 2])
@@ -247,7 +247,7 @@ def test_an_engine_that_stood_still_does_not_end_a_process_that_answers(
     assert home._child.pid == first
 
 
-def test_orders_that_nobody_takes_never_hold_the_engine_up(homes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_that_nobody_takes_never_hold_the_engine_up(homes: MakeHome, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a socket holds, to a process that reads nothing: kept up to a limit, then dropped."""
     monkeypatch.setattr(frames, "UNSENT_NBYTES_MAX", 1 << 20)
     home, _ = homes("127.0.0.1:9", [sys.executable, "-c", TALKER])
@@ -269,7 +269,7 @@ def test_a_process_that_can_not_be_started_ends_the_start() -> None:
         ProcessBackend([place()], ClientConfig(), AgentConfig(), ["/nowhere/python"])
 
 
-def test_one_that_ends_again_and_again_is_started_less_and_less_often(homes: Any) -> None:
+def test_one_that_ends_again_and_again_is_started_less_and_less_often(homes: MakeHome) -> None:
     home, _ = homes("127.0.0.1:9", [sys.executable, "-c", "pass"])
     pauses = []
     for death in range(1, 4):
@@ -280,14 +280,14 @@ def test_one_that_ends_again_and_again_is_started_less_and_less_often(homes: Any
 
 @pytest.mark.parametrize("error", [MemoryError("fork"), RuntimeError("can't fork at interpreter shutdown")])
 def test_a_start_that_fails_in_an_unknown_way_does_not_end_the_engines_step(
-    homes: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+    homes: MakeHome, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     home, _ = homes("127.0.0.1:9", [sys.executable, "-c", "pass"])
 
     def failing(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(child_module.subprocess, "Popen", failing)
+    monkeypatch.setattr(subprocess, "Popen", failing)
     until(lambda: home._child._deaths == 3, home)
 
 

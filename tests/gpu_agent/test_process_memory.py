@@ -6,6 +6,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ import torch
 from gpu_agent import AgentConfig
 from gpu_agent.blocks.backends import GroupPool
 from gpu_agent.layouts.vllm import table_pool
-from gpu_agent.worker import worker_process as child_module
 from gpu_agent.worker.process_backend import ProcessBackend
+from gpu_agent.worker.worker_process import WorkerTimeouts
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.keys import prefix_hashes
 from kvstore.tools.node_process import NodeProcess
 
 BLOCK, BLOCKS, WAIT_S = 16, 64, 120.0
+SOON = WorkerTimeouts(restart_s=0.05)
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 # Agents whose copies find no memory while the file is there: as torch says it of a GPU, and as Python does.
 WITHOUT = """
@@ -65,8 +67,7 @@ def content(where: GroupPool, blocks: list[int]) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def homes(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(child_module, "RESTART_S", 0.05)
+def homes(shared_node: NodeProcess) -> Iterator[Any]:
     made: list[ProcessBackend] = []
 
     def make(command: list[str]) -> tuple[ProcessBackend, GroupPool]:
@@ -74,7 +75,7 @@ def homes(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator
         pool = table_pool(views, BLOCKS, BLOCK)
         where = GroupPool(Namespace(f"memory {secrets.token_hex(8)}", pool.layout), pool)
         config = AgentConfig(staging_nbytes=1 << 16, pending_nbytes_max=1 << 22, save_timeout_s=8.0, load_timeout_s=8.0)
-        made.append(ProcessBackend([where], ClientConfig(address=shared_node.address), config, command))
+        made.append(ProcessBackend([where], ClientConfig(address=shared_node.address), config, command, SOON))
         return made[-1], where
 
     yield make
@@ -83,7 +84,7 @@ def homes(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator
         assert home.check() == []
 
 
-def test_copies_that_find_no_memory(homes: Any, shared_node: NodeProcess, tmp_path: Any) -> None:
+def test_copies_that_find_no_memory(homes: Any, shared_node: NodeProcess, tmp_path: Path) -> None:
     none_left = tmp_path / "none left"
     home, where = homes([sys.executable, "-c", WITHOUT, str(none_left)])
     (agent,) = home.agents(None)

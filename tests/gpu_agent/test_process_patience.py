@@ -16,8 +16,8 @@ from gpu_agent.options import AgentConfig
 from gpu_agent.worker import frames, lookup_client
 from gpu_agent.worker.frames import Answer, EngineEnd, Kind
 from gpu_agent.worker.lookup_client import ProcessLookups
-from gpu_agent.worker.process_backend import SAVING_S, ProcessBackend
-from gpu_agent.worker.worker_process import IDLE_S, WorkerProcess
+from gpu_agent.worker.process_backend import ProcessBackend
+from gpu_agent.worker.worker_process import WorkerProcess, WorkerTimeouts
 from kvstore import Namespace
 from kvstore.config import ClientConfig
 from kvstore.layout import opaque_layout
@@ -25,8 +25,11 @@ from kvstore.layout import opaque_layout
 NAMESPACE = Namespace("patience", opaque_layout(4096))
 
 
+Played = tuple[ProcessLookups, socket.socket]
+
+
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ProcessLookups, socket.socket]]:
+def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     """A process that asks, played by the test: the other end of its socket."""
     ours, theirs = socket.socketpair()
 
@@ -68,7 +71,7 @@ def keys(count: int) -> Sequence[bytes]:
     return [secrets.token_bytes(32) for _ in range(count)]
 
 
-def test_of_many_questions_at_once_the_first_goes_and_the_others_go_together(played: Any) -> None:
+def test_of_many_questions_at_once_the_first_goes_and_the_others_go_together(played: Played) -> None:
     asker, sock = played
     asker.open([NAMESPACE], 5.0)
     heard(sock)
@@ -88,7 +91,7 @@ def test_of_many_questions_at_once_the_first_goes_and_the_others_go_together(pla
     assert len(heard(sock)) == 1  # alone again
 
 
-def test_what_a_process_that_died_owed_nobody_waits_for(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_process_that_died_owed_nobody_waits_for(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     asker, sock = played
     asker.open([NAMESPACE], 5.0)
     asked = asker.look_up([([NAMESPACE], keys(1))], 5.0)
@@ -98,13 +101,13 @@ def test_what_a_process_that_died_owed_nobody_waits_for(played: Any, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(WorkerProcess, "poll", lambda self, patience_s=0.0: patience.append(patience_s))
         asker.poll()
-    assert patience == [IDLE_S]
+    assert patience == [WorkerTimeouts().idle_s]
     heard(sock)
     asker.look_up([([NAMESPACE], keys(1))], 5.0)
     assert len(heard(sock)) == 1  # alone: at once
 
 
-def test_a_process_that_owes_nothing_is_not_asked_what_it_said(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_owes_nothing_is_not_asked_what_it_said(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     asker, sock = played
     asker.open([NAMESPACE], 5.0)
     listens = 0
@@ -127,19 +130,19 @@ def test_a_process_that_owes_nothing_is_not_asked_what_it_said(played: Any, monk
     assert listens <= 2
     _, (_, body) = heard(sock)
     sock.send(frames.answer_frame(Answer(frames.parse_question(body).number, 0, None, ())))
-    monkeypatch.setattr("gpu_agent.worker.lookup_client.IDLE_S", 0.0)
+    asker._child.timeouts = WorkerTimeouts(idle_s=0.0)
     asker.poll()
     assert done.result() is None
     done = asker.look_up([([NAMESPACE], keys(1))], 5.0)
     listens = 0
-    monkeypatch.setattr("gpu_agent.worker.lookup_client.IDLE_S", 60.0)
+    asker._child.timeouts = WorkerTimeouts(idle_s=60.0)
     for _ in range(5):
         asker.poll()
     assert listens == 5
 
 
 @pytest.mark.parametrize("there", [b"\2", b"\1\0x", b"x\1\0"])
-def test_an_answer_that_says_neither_yes_nor_no_ends_the_process(played: Any, there: bytes) -> None:
+def test_an_answer_that_says_neither_yes_nor_no_ends_the_process(played: Played, there: bytes) -> None:
     asker, sock = played
     asker.open([NAMESPACE], 5.0)
     heard(sock)
@@ -150,7 +153,7 @@ def test_an_answer_that_says_neither_yes_nor_no_ends_the_process(played: Any, th
         asker.on_message(Kind.ANSWER, body)
 
 
-def test_requests_that_end_in_one_step_are_told_of_together(played: Any) -> None:
+def test_requests_that_end_in_one_step_are_told_of_together(played: Played) -> None:
     asker, sock = played
     lookups = Lookups(asker, 5.0)
     lookups.open([NAMESPACE])
@@ -169,7 +172,7 @@ def test_requests_that_end_in_one_step_are_told_of_together(played: Any) -> None
     assert heard(sock) == []
 
 
-def test_what_is_told_together_fits_a_frame(played: Any) -> None:
+def test_what_is_told_together_fits_a_frame(played: Played) -> None:
     """Sixteen requests of a million tokens each."""
     asker, sock = played
     lookups = Lookups(asker, 5.0)
@@ -186,7 +189,7 @@ def test_what_is_told_together_fits_a_frame(played: Any) -> None:
 
 
 def test_of_very_many_requests_that_end_in_one_step_some_are_not_told_of(
-    played: Any, monkeypatch: pytest.MonkeyPatch
+    played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpu_agent.blocks.lookups.PENDING_MAX", 80)
     asker, sock = played
@@ -200,11 +203,11 @@ def test_of_very_many_requests_that_end_in_one_step_some_are_not_told_of(
 
 
 def test_touches_under_way_have_a_limit_and_make_room_when_they_end(
-    played: Any, monkeypatch: pytest.MonkeyPatch
+    played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpu_agent.blocks.lookups.PENDING_MAX", 8)
-    monkeypatch.setattr("gpu_agent.worker.lookup_client.IDLE_S", 0.0)
     asker, sock = played
+    asker._child.timeouts = WorkerTimeouts(idle_s=0.0)
     lookups = Lookups(asker, 5.0)
     for _ in range(2):
         for number in range(6):
@@ -216,7 +219,7 @@ def test_touches_under_way_have_a_limit_and_make_room_when_they_end(
         lookups.poll()
 
 
-def test_an_engine_that_loads_listens_in_every_step(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_loads_listens_in_every_step(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     patience: list[float] = []
     monkeypatch.setattr(WorkerProcess, "poll", lambda self, patience_s=0.0: patience.append(patience_s))
     layers = {"layers.0": torch.zeros((8, 2, BLOCK, 8), dtype=torch.uint8)}
@@ -229,4 +232,4 @@ def test_an_engine_that_loads_listens_in_every_step(played: Any, monkeypatch: py
     home.poll()
     agent.load(keys(2), [3, 4])
     home.poll()
-    assert patience == [IDLE_S, SAVING_S, 0.0]
+    assert patience == [WorkerTimeouts().idle_s, WorkerTimeouts().saving_s, 0.0]

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,10 +19,9 @@ from gpu_agent.blocks.save_plan import Part, SaveOrder, SavePlan, StepOrders
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.worker import frames
 from gpu_agent.worker import frames as channel
-from gpu_agent.worker import worker_process as child_module
 from gpu_agent.worker.frames import EngineEnd, Kind, Order, Saved
 from gpu_agent.worker.process_backend import ProcessBackend
-from gpu_agent.worker.worker_process import WorkerProcess
+from gpu_agent.worker.worker_process import WorkerProcess, WorkerTimeouts
 from kvstore import ClientConfig, Namespace
 from kvstore.keys import prefix_hashes
 
@@ -79,8 +77,11 @@ def until(reached: Callable[[], bool], home: ProcessBackend) -> None:
         time.sleep(0.01)
 
 
+Starting = tuple[ProcessBackend, Played]
+
+
 @pytest.fixture
-def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ProcessBackend, Played]]:
+def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting]:
     """A process that has been started and is not ready yet. All that it says is heard at once."""
     ours, theirs = socket.socketpair()
 
@@ -89,14 +90,13 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ProcessBackend, 
         self._process = SimpleNamespace(pid=1, kill=lambda: None, poll=lambda: 0)  # type: ignore[assignment]
 
     monkeypatch.setattr(WorkerProcess, "start", start)
-    monkeypatch.setattr("gpu_agent.worker.process_backend.SAVING_S", 0.0)
-    monkeypatch.setattr("gpu_agent.worker.process_backend.IDLE_S", 0.0)
+    at_once = WorkerTimeouts(restart_s=0.01, saving_s=0.0, idle_s=0.0)
     config = AgentConfig(staging_nbytes=1 << 16, save_timeout_s=SAVE_S)
     with ours, theirs:
-        yield ProcessBackend([place()], ClientConfig(), config), Played(theirs)
+        yield ProcessBackend([place()], ClientConfig(), config, timeouts=at_once), Played(theirs)
 
 
-def test_a_save_ordered_before_the_process_is_ready_has_its_whole_deadline(starting: Any) -> None:
+def test_a_save_ordered_before_the_process_is_ready_has_its_whole_deadline(starting: Starting) -> None:
     """An H100 with engines of four files that start beside each other: the process took longer than a save may."""
     home, played = starting
     (agent,) = home.agents(None)
@@ -118,7 +118,7 @@ def test_a_save_ordered_before_the_process_is_ready_has_its_whole_deadline(start
     assert home.check() == []
 
 
-def test_staged_saves_are_given_in_order_and_a_few_in_a_step(starting: Any) -> None:
+def test_staged_saves_are_given_in_order_and_a_few_in_a_step(starting: Starting) -> None:
     """However many there are, no step of the engine pays for all of them."""
     home, played = starting
     (agent,) = home.agents(None)
@@ -142,7 +142,7 @@ def test_staged_saves_are_given_in_order_and_a_few_in_a_step(starting: Any) -> N
     assert all(job.done.result(0).stored == 1 for job in jobs)
 
 
-def test_orders_that_wait_for_a_process_have_a_limit(starting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_that_wait_for_a_process_have_a_limit(starting: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "UNSENT_NBYTES_MAX", 10_000)
     home, _ = starting
     (agent,) = home.agents(None)
@@ -154,7 +154,7 @@ def test_orders_that_wait_for_a_process_have_a_limit(starting: Any, monkeypatch:
     assert all(job.gathered.done() and job.done.result(0).dropped == 30 for job in jobs)
 
 
-def test_a_save_for_a_namespace_that_nobody_reads_any_more_is_not_kept(starting: Any) -> None:
+def test_a_save_for_a_namespace_that_nobody_reads_any_more_is_not_kept(starting: Starting) -> None:
     home, played = starting
     old = home.agents(None)
     job = old[0].save(keys(2), [1, 2])
@@ -171,7 +171,7 @@ def test_a_save_for_a_namespace_that_nobody_reads_any_more_is_not_kept(starting:
     assert kept.done.result(0).stored == 1
 
 
-def test_an_engine_that_waits_for_its_blocks_does_not_wait_for_a_process(starting: Any) -> None:
+def test_an_engine_that_waits_for_its_blocks_does_not_wait_for_a_process(starting: Starting) -> None:
     """Sleep mode: the memory goes away now."""
     home, _ = starting
     (agent,) = home.agents(None)
@@ -182,7 +182,7 @@ def test_an_engine_that_waits_for_its_blocks_does_not_wait_for_a_process(startin
     assert job.done.result(0).dropped == 2
 
 
-def test_an_engine_that_lacks_blocks_gets_those_of_staged_saves_back(starting: Any) -> None:
+def test_an_engine_that_lacks_blocks_gets_those_of_staged_saves_back(starting: Starting) -> None:
     """And those of saves that were given to a process that is ready when they have been read."""
     home, played = starting
     rank = BlockRank(home, writes=True)
@@ -201,12 +201,10 @@ def test_an_engine_that_lacks_blocks_gets_those_of_staged_saves_back(starting: A
     assert [len(order.keys) for order in played.orders()] == [1]
 
 
-def test_a_process_that_never_becomes_ready_keeps_no_block_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_never_becomes_ready_keeps_no_block_pinned() -> None:
     """Pins end with the first start, what is dropped is counted, and the next starts hold nothing at all."""
-    monkeypatch.setattr(child_module, "START_S", 0.3)
-    monkeypatch.setattr(child_module, "RESTART_S", 0.05)
-    monkeypatch.setattr(child_module, "CLOSE_S", 2.0)
-    home = ProcessBackend([place()], ClientConfig(), AgentConfig(), [sys.executable, "-c", NEVER_READY])
+    timeouts = WorkerTimeouts(start_s=0.3, restart_s=0.05, close_s=2.0)
+    home = ProcessBackend([place()], ClientConfig(), AgentConfig(), [sys.executable, "-c", NEVER_READY], timeouts)
     rank = BlockRank(home, writes=True)
     pinned: set[int] = set()
     plan = SavePlan(1, 8, 4, pinned.update, pinned.difference_update)
@@ -241,7 +239,7 @@ def test_a_process_that_never_becomes_ready_keeps_no_block_pinned(monkeypatch: p
         rank.close()
 
 
-def test_how_long_a_process_took_to_be_ready_is_counted_when_it_was_not_when_it_is_heard(starting: Any) -> None:
+def test_how_long_a_process_took_to_be_ready_is_counted_when_it_was_not_when_it_is_heard(starting: Starting) -> None:
     home, played = starting
     rank = BlockRank(home, writes=True)
     home._child._started_at -= 30.0  # an idle engine does not listen
@@ -257,10 +255,9 @@ def test_how_long_a_process_took_to_be_ready_is_counted_when_it_was_not_when_it_
 
 
 def test_between_two_processes_saves_wait_for_the_next(
-    starting: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    starting: Starting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that was ready has died: the next one starts at once."""
-    monkeypatch.setattr(child_module, "RESTART_S", 0.01)
     home, played = starting
     (agent,) = home.agents(None)
     played.is_ready(time.monotonic())

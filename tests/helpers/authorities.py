@@ -33,18 +33,18 @@ def found(folder: Path, name: str) -> "Authority":
     return made
 
 
-def pair(authority: "Authority", name: str) -> dict[str, str]:
+def pair(authority: "Authority", name: str) -> dict[str, Any]:
     """Settings `tls_cert` and `tls_key`."""
     folder = authority.path.parent
     return {"tls_cert": str(folder / f"{name}.pem"), "tls_key": str(folder / f"{name}.key")}
 
 
-def of_node(authority: "Authority") -> dict[str, str]:
+def of_node(authority: "Authority") -> dict[str, Any]:
     """Settings of a node that asks for client certificates."""
     return {**pair(authority, "node"), "tls_client_ca": str(authority.path)}
 
 
-def of_client(authority: "Authority") -> dict[str, str]:
+def of_client(authority: "Authority") -> dict[str, Any]:
     return {**pair(authority, "client"), "tls_ca": str(authority.path)}
 
 

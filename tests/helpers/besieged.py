@@ -34,7 +34,7 @@ class Mode:
 
     name: str
     node: tuple[str, ...] = ()
-    client: dict[str, str] = field(default_factory=dict)
+    client: dict[str, Any] = field(default_factory=dict)
     sink: tuple[str, ...] = ()
 
     @property
@@ -50,7 +50,7 @@ def mode_of(name: str, folder: Path) -> Mode:
 
     authority = Authority.found(folder, "besieged", 10)
     cert, key = (str(path) for path in authority.node("node", ("localhost", "127.0.0.1"), 10))
-    node = ("--tls-cert", cert, "--tls-key", key)
+    node: tuple[str, ...] = ("--tls-cert", cert, "--tls-key", key)
     sink = ("--cert", cert, "--key", key)
     client = {"tls_ca": str(authority.path)}
     if name == "token":
@@ -191,7 +191,7 @@ class Attackers:
             self._processes.append(_spawn(self._command))
         for process in self._processes:
             if _stdout(process).readline() != "begun\n":
-                raise RuntimeError(f"{process.args} did not begin")
+                raise RuntimeError(f"{process.args!r} did not begin")
         return self
 
     @property
@@ -235,6 +235,6 @@ def _counts(process: "subprocess.Popen[str]") -> dict[str, float]:
     with _stdout(process) as said:
         line = said.readline()
     if process.wait(60.0) or not line:
-        raise RuntimeError(f"{process.args} ended with {process.returncode}")
+        raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
     found: dict[str, float] = json.loads(line)
     return found

@@ -3,6 +3,7 @@ dataclasses, KV is random bytes in a pool on the CPU."""
 
 import concurrent.futures
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,3 +123,6 @@ class Store:
 
 
 TOKENS = list(range(70))  # 4 blocks and 6 tokens
+
+
+MakeStore = Callable[..., Store]

@@ -50,7 +50,7 @@ class Exchange(NamedTuple):
 
 def requests() -> Iterator[tuple[str, bytes, bool]]:
     """Name, frames, whether pages follow. In the order in which a node must be asked."""
-    page = {"namespace": SPACE.digest, "prefix_hashes": KEYS}
+    page: dict[str, Any] = {"namespace": SPACE.digest, "prefix_hashes": KEYS}
     named: dict[str, Any] = {
         "hello": {"hello": pb.HelloRequest(protocol_version=PROTOCOL_VERSION)},
         "unknown": {"lookup": pb.LookupRequest(namespace=b"\xff" * 16, prefix_hashes=KEYS)},

@@ -34,8 +34,8 @@ from pathlib import Path
 from locked import key_file
 
 from kvstore import Client, ClientConfig, Exhausted, Namespace, PutOutcome, opaque_layout
-from kvstore.client import Keep
 from kvstore.errors import KVStoreError
+from kvstore.results import Keep
 from kvstore.tools.node_process import NodeProcess
 from kvstore.tools.trace import page_content
 from node.config import NodeConfig

@@ -57,7 +57,7 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
             rpc.add_WatchServicer_to_server,
             rpc.add_AuthServicer_to_server,
         ):
-            add(self, self._server)
+            add(self, self._server)  # type: ignore[no-untyped-call]
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         self._server.start()
         self._ticker = threading.Thread(target=self._tick, args=(self._down,))

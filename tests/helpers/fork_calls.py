@@ -24,7 +24,7 @@ PAGES = [key * 128 for key in KEYS]
 
 
 def connect(address: str, wire: str) -> Client:
-    return Client(ClientConfig(address, wire=wire, timeout_s=CALL_S, connect_timeout_s=CALL_S))  # type: ignore[arg-type]
+    return Client(ClientConfig(address, wire=wire, timeout_s=CALL_S, connect_timeout_s=CALL_S))
 
 
 def checked(client: Client) -> None:

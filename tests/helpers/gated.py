@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fleets import SMALL
-from waiting import wait_until
+from people import taken_up
 
 from kvstore.identities import add, new_token, token_line
 from node.config import NodeConfig
@@ -27,7 +27,7 @@ class Gated:
             self.knocks += 1
             refused(*about)
 
-        self.node.audit.refused = counted  # type: ignore[method-assign]
+        self.node.audit.refused = counted  # type: ignore[assignment, method-assign]
         self.node.start()
 
     def token(self, name: str, role: str = "write", tenant: str = TENANT) -> str:
@@ -37,7 +37,7 @@ class Gated:
         return token
 
     def taken_up(self, holds: Callable[[], bool]) -> None:
-        wait_until(lambda: (self.node.access.look(), holds())[1])
+        taken_up(self.node, holds)
 
     def file(self, token: str) -> Path:
         path = self.folder / "token"

@@ -23,7 +23,7 @@ from node.server import Node
 
 PAGE_NBYTES = 1 << 20
 SPACE = Namespace("gateway", opaque_layout(PAGE_NBYTES))
-PATIENT = {"timeout_s": 30.0, "connect_timeout_s": 20.0}
+PATIENT: dict[str, Any] = {"timeout_s": 30.0, "connect_timeout_s": 20.0}
 
 
 def content(key: bytes) -> bytes:
@@ -85,8 +85,9 @@ class Store:
         self._sessions = self.node.sessions.count
 
     def close(self) -> None:
-        for one in (*self.onlookers, self._bulk):
-            one.close()
+        for onlooker in self.onlookers:
+            onlooker.close()
+        self._bulk.close()
         self.node.stop()
 
     # ---- the gateway ---------------------------------------------------------------------
@@ -124,7 +125,7 @@ class Store:
         """The call, which has said what it will bring."""
         request = pb.PutRequest(namespace=SPACE.digest, prefix_hashes=[key], page_nbytes=PAGE_NBYTES)
         frames.say(pb.PutFrame(begin=request))
-        return KVStoreStub(channel).Put(iter(frames), timeout=60.0)
+        return KVStoreStub(channel).Put(iter(frames), timeout=60.0)  # type: ignore[no-untyped-call]
 
     def stored(self, count: int) -> list[bytes]:
         keys = [self.key() for _ in range(count)]

@@ -69,6 +69,23 @@ def options(address: str, **more: Any) -> dict[str, Any]:
     }
 
 
+def server_arguments(revision: str) -> types.SimpleNamespace:
+    """Return arguments of SGLang's server, as far as they are read."""
+    return types.SimpleNamespace(
+        model_path="a-model",
+        revision=revision,
+        dtype="auto",
+        quantization=None,
+        quantization_param_path=None,
+        kv_cache_dtype="auto",
+        json_model_override_args="{}",
+        load_format="auto",
+        weight_version="default",
+        speculative_draft_model_path=None,
+        speculative_draft_model_revision=None,
+    )
+
+
 def hashes(tokens: Sequence[int], page: int) -> list[str]:
     """SGLang's keys of the pages of a prompt."""
     return list(get_storage_hash_str(RadixKey(list(tokens)), None, page_size=page))

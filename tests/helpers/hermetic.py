@@ -101,7 +101,12 @@ def _home() -> str:
     home = tempfile.mkdtemp(prefix="kvstore-home-")
     Path(home, ".gitconfig").write_text(GIT_CONFIG)
     owner = os.getpid()
-    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(home, ignore_errors=True))
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(home, ignore_errors=True)
+
+    atexit.register(remove)
     return home
 
 

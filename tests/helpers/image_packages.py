@@ -8,7 +8,8 @@ from packaging.utils import canonicalize_name
 
 def packages_of_the_image() -> set[str]:
     """Return the names of all packages that the node's image gets, those that packages bring along among them."""
-    wanted, found = [("kvstore-llm", ("node", "cli"))], set()
+    wanted: list[tuple[str, tuple[str, ...]]] = [("kvstore-llm", ("node", "cli"))]
+    found: set[tuple[str, ...]] = set()
     while wanted:
         name, extras = wanted.pop()
         for text in importlib.metadata.requires(name) or ():

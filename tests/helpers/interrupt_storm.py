@@ -178,7 +178,7 @@ def afterwards(client: Client, namespace: Namespace) -> None:
     if wire.name != "grpc":
         with contextlib.ExitStack() as stack:
             for _ in range(CONNECTIONS):
-                stack.enter_context(wire._pool.connection(Deadline(CALL_S)))  # type: ignore[attr-defined]
+                stack.enter_context(wire._pool.connection(Deadline(CALL_S)))  # type: ignore[union-attr]
     ended: list[int] = []
 
     def another(number: int) -> None:

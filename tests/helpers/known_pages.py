@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore import Client, Namespace, PutOutcome, opaque_layout
+from kvstore.results import Keep
 from kvstore.tools.trace import page_content
 from node.memory.inventory import Inventory
 from node.server import Node
@@ -25,13 +26,13 @@ class Pages:
     def content(self, key: bytes) -> bytes:
         return page_content(self.namespace.digest, key, self.nbytes)
 
-    def put(self, client: Client, keys: Sequence[bytes]) -> list[PutOutcome]:
-        return client.put(self.namespace, keys, [self.content(key) for key in keys])
+    def put(self, client: Client, keys: Sequence[bytes], **keep: Any) -> list[PutOutcome]:
+        return client.put(self.namespace, keys, [self.content(key) for key in keys], Keep(**keep))
 
-    def get(self, client: Client, keys: Sequence[bytes]) -> list[bool]:
+    def get(self, client: Client, keys: Sequence[bytes], prefix: bool = False) -> list[bool]:
         """Reads and compares every byte of every hit."""
         buffers = [bytearray(self.nbytes) for _ in keys]
-        hits = client.get(self.namespace, keys, buffers)
+        hits = client.get(self.namespace, keys, buffers, prefix)
         for key, hit, buffer in zip(keys, hits, buffers, strict=True):
             assert not hit or buffer == self.content(key), f"wrong bytes under {key.hex()}"
         return hits

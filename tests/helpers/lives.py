@@ -110,9 +110,9 @@ class Life:
         page.offset = 0
         if not self.disk.reading.read(found[history.key], page):
             return 0
-        found = bytes(self.arena.view(0, PAGE_NBYTES))
+        content = bytes(self.arena.view(0, PAGE_NBYTES))
         for version in {stored.version for stored in history.done if stored.version}:
-            if found == history.content(version):
+            if content == history.content(version):
                 return version
         raise Failure(f"wrong bytes under {history.key.hex()}")
 

@@ -131,7 +131,7 @@ def _composed(folder: Path) -> tuple[list[Manifest], dict[str, str], dict[str, s
 
 
 def _is(manifest: Manifest, patch: Manifest) -> bool:
-    return manifest["kind"] == patch["kind"] and manifest["metadata"]["name"] == patch["metadata"]["name"]
+    return bool(manifest["kind"] == patch["kind"] and manifest["metadata"]["name"] == patch["metadata"]["name"])
 
 
 def merged(below: Any, patch: Any, field: str = "") -> Any:
@@ -151,4 +151,4 @@ def secrets_told(namespace: str) -> Iterator[tuple[str, str, str]]:
     for line in DOCUMENT.splitlines():
         found = re.match(rf"    kubectl -n {namespace} create secret generic (\S+)", line)
         if found and "--dry-run" not in line:
-            yield from ((found[1], *pair.split("=", 1)) for pair in re.findall(r"--from-file=(\S+)", line))  # type: ignore[misc]
+            yield from ((found[1], *pair.split("=", 1)) for pair in re.findall(r"--from-file=(\S+)", line))

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deployed import program
@@ -93,12 +94,12 @@ class Monitored:
             *SIZES, *flags, "--replicas", "2", "--data-dir", str(folder / member), "--log-level", "ERROR"
         )
 
-    def _client(self, **settings: str) -> Client:
+    def _client(self, **settings: Any) -> Client:
         token = {} if "token" in settings else {"token_file": str(self.known / "engine.token")}
         address = ",".join(f"127.0.0.1:{port}" for port in self.ports.values())
         files = {"tls_ca": "ca.pem", "tls_cert": "client.pem", "tls_key": "client.key"}
         shown = {name: str(self.known / file) for name, file in files.items()}
-        known = {"timeout_s": 30.0, "connect_timeout_s": 20.0, **shown, **token}
+        known: dict[str, Any] = {"timeout_s": 30.0, "connect_timeout_s": 20.0, **shown, **token}
         return Client(ClientConfig(address, **known, **settings))
 
     def _put(self, client: Client, space: Namespace, numbers: range) -> None:

@@ -51,7 +51,12 @@ def client(node: Node, token: str, **settings: Any) -> Client:
 
 def taken_up(node: Node, holds: Callable[[], bool]) -> None:
     """Waits until the node has read a file again."""
-    wait_until(lambda: (node.access.look(), holds())[1])
+
+    def look() -> bool:
+        node.access.look()
+        return holds()
+
+    wait_until(look)
 
 
 def soon_touched(path: Path) -> None:

@@ -15,7 +15,7 @@ SMALL: dict[str, Any] = {
     **{"ram_nbytes": 1 << 20, "extent_nbytes": 64 << 10, "disk_nbytes": 2 << 20, "disk_extent_nbytes": 64 << 10},
     **{"scrub_nbytes_per_s": 0, "flush_s": 10.0, "drain_s": 0.3, "log_level": "ERROR"},
 }
-PORTS = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
+PORTS: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
 
 PLANT = """
 import ctypes, os, signal, sys, time, rocksdict

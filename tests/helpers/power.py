@@ -124,7 +124,7 @@ class Run:
             sync()
             record.end(began)
 
-        rows.write, rows.sync = recorded_write, recorded_sync  # type: ignore[method-assign]
+        rows.write, rows.sync = recorded_write, recorded_sync  # type: ignore[assignment, method-assign]
 
     def lose_power(self, count: int) -> None:
         """At so many moments, spread over both lives."""

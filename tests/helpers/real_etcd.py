@@ -12,6 +12,8 @@ from waiting import wait_until
 from kvstore.errors import Unavailable
 from node.cluster.etcd import Access, Etcd
 
+LEASE_S = 2
+
 
 class RealEtcd:
     """`access`: how the tests themselves reach it. `flags`: of the etcd command."""

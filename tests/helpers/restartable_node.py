@@ -77,7 +77,7 @@ class RestartableNode:
 
     def pages(self) -> dict[Page, bytes]:
         """Bytes of every page that is stored."""
-        found = {}
+        found: dict[tuple[bytes, bytes], bytes] = {}
         with self.client() as client:
             for namespace, _ in client.namespaces():
                 hashes = [page.prefix_hash for page in client.list_pages(namespace)]

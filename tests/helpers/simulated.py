@@ -141,7 +141,7 @@ class SimNode:
     def get(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes] | None]:
         """(bytes, checksum) of each that is here."""
         acquired = self.tier.acquire(SPACE.digest, keys, False, PAGE_NBYTES)
-        found = [p and (bytes(self.memory(p.offset, PAGE_NBYTES)), p.checksum) for p in acquired.pages]
+        found = [(bytes(self.memory(p.offset, PAGE_NBYTES)), p.checksum) if p else None for p in acquired.pages]
         self.tier.release([page for page in acquired.pages if page is not None])
         return found
 

@@ -7,6 +7,7 @@ import pytest
 from fleet import tell as tell_all
 from fleet import view_of
 from known_pages import Pages
+from local_nodes import StartNode
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig
@@ -17,7 +18,7 @@ NUMBERS = range(60)
 
 
 @pytest.fixture
-def fleet(start_node: Any) -> list[Node]:
+def fleet(start_node: StartNode) -> list[Node]:
     return [start_node() for _ in range(3)]
 
 
@@ -27,7 +28,7 @@ def tell(fleet: list[Node]) -> Callable[..., View]:
     numbers = iter(range(1, 100))
 
     def tell(replicas: int = 1, **states: State | None) -> View:
-        view = view_of(fleet, replicas, next(numbers), **states)
+        view = view_of(fleet, replicas, next(numbers), None, **states)
         tell_all(fleet, view)
         return view
 

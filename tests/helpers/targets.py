@@ -48,7 +48,7 @@ def commands_of(name: str, monkeypatch: pytest.MonkeyPatch, root: Path) -> list[
     monkeypatch.setattr(module, "is_older", lambda *_: False)
     monkeypatch.setattr(module, "run", lambda *words, cwd=None, **variables: found.append(Command(words, variables)))
     monkeypatch.setattr(shutil, "which", lambda program: f"/bin/{program}")
-    done = subprocess.CompletedProcess((), 0)
+    done: subprocess.CompletedProcess[str] = subprocess.CompletedProcess((), 0)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     module.main([name])
     monkeypatch.undo()

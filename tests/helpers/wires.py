@@ -51,7 +51,7 @@ def talk(client: Any) -> None:
     assert client.lookup(SPACE, KEYS).prefix_pages == 1
 
 
-class GrpcProxy(grpc.GenericRpcHandler):
+class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Hand calls on to the node, and keep what was said: [method, requests, replies], in hex."""
 
     def __init__(self, node: str) -> None:

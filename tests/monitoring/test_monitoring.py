@@ -57,7 +57,12 @@ def text(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     node = Node(NodeConfig(**{**SMALL, **settings}))
     node.start()
     try:
-        known = {"tls_ca": str(ours.path), "token": engine, "timeout_s": 30.0, "connect_timeout_s": 20.0}
+        known: dict[str, Any] = {
+            "tls_ca": str(ours.path),
+            "token": engine,
+            "timeout_s": 30.0,
+            "connect_timeout_s": 20.0,
+        }
         with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", direct=True, **known)) as client:
             client.put(Namespace("llama", opaque_layout(4096), "team-a"), [b"k" * 32], [bytes(4096)])
             with pytest.raises(Forbidden):

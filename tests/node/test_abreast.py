@@ -5,15 +5,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 from kvstore import ByteRange, Client, DeadlineExceeded, Exhausted, InvalidRequest, PutOutcome, Unavailable
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.transports import bulk, parallel
+from kvstore.transports import bulk
 from kvstore.transports.bulk import BulkWire
 from kvstore.transports.parallel import STREAMS_MAX, THREADS_MAX, ParallelTransfer, split, stream_count
 from node.server import Node
@@ -22,12 +23,12 @@ LANES = 3
 
 
 @pytest.fixture
-def node(start_node: Callable[..., Node]) -> Node:
+def node(start_node: StartNode) -> Node:
     return start_node()
 
 
 @pytest.fixture
-def client(node: Node, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> Client:
+def client(node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> Client:
     monkeypatch.setattr("kvstore.transports.bulk.stream_count", lambda pages, _: min(LANES, pages))
     return connect(node, "bulk")
 
@@ -38,7 +39,7 @@ def link_of(client: Client) -> BulkWire:
     return wire
 
 
-def test_pages_cross_and_answers_are_in_order(client: Client, pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_cross_and_answers_are_in_order(client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, met, put = pages.keys(*range(11)), threading.Barrier(LANES), BulkWire._put
 
     def together(*arguments: Any) -> list[int]:
@@ -53,7 +54,7 @@ def test_pages_cross_and_answers_are_in_order(client: Client, pages: Any, monkey
     assert pages.get(client, keys) == [i not in (0, 7) for i in range(11)]
 
 
-def test_a_prefix_ends_at_the_first_miss_in_whichever_share(client: Client, pages: Any) -> None:
+def test_a_prefix_ends_at_the_first_miss_in_whichever_share(client: Client, pages: Pages) -> None:
     keys = pages.keys(*range(9))
     pages.put(client, keys)
     client.remove(pages.namespace, keys[4:5])
@@ -61,7 +62,7 @@ def test_a_prefix_ends_at_the_first_miss_in_whichever_share(client: Client, page
     assert client.get(pages.namespace, keys, buffers, prefix=True) == [True] * 4 + [False] * 5
 
 
-def test_ranges_and_damaged_pages_are_those_of_their_share(client: Client, pages: Any, node: Node) -> None:
+def test_ranges_and_damaged_pages_are_those_of_their_share(client: Client, pages: Pages, node: Node) -> None:
     keys = pages.keys(*range(9))
     pages.put(client, keys)
     buffers = [bytearray(7) for _ in keys]
@@ -75,7 +76,7 @@ def test_ranges_and_damaged_pages_are_those_of_their_share(client: Client, pages
 
 @pytest.mark.parametrize("error", [Unavailable("gone"), DeadlineExceeded("late")])
 def test_a_share_that_fails_fails_the_call_when_all_have_ended(
-    client: Client, pages: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+    client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     keys, ended, wire = pages.keys(*range(6)), [], link_of_opened(client, pages)
     put = BulkWire._put
@@ -95,13 +96,13 @@ def test_a_share_that_fails_fails_the_call_when_all_have_ended(
     assert ended == [2, 2]
 
 
-def link_of_opened(client: Client, pages: Any) -> BulkWire:
+def link_of_opened(client: Client, pages: Pages) -> BulkWire:
     client.open(pages.namespace)
     return link_of(client)
 
 
 def test_shares_for_which_there_is_no_room_are_full_and_no_error(
-    client: Client, pages: Any, monkeypatch: pytest.MonkeyPatch
+    client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, wire = pages.keys(*range(6)), link_of_opened(client, pages)
     put, refused = BulkWire._put, {keys[2]}
@@ -125,7 +126,7 @@ def test_shares_for_which_there_is_no_room_are_full_and_no_error(
 
 
 def test_without_threads_one_connection_does_it_all(
-    client: Client, pages: Any, monkeypatch: pytest.MonkeyPatch
+    client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(*_: Any) -> Any:
         raise RuntimeError("can't start new thread")
@@ -138,7 +139,7 @@ def test_without_threads_one_connection_does_it_all(
 
 
 def test_a_share_without_a_thread_is_not_made_once_more_by_a_later_one(
-    client: Client, pages: Any, connect: Callable[..., Client], node: Node, monkeypatch: pytest.MonkeyPatch
+    client: Client, pages: Pages, connect: Connect, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool keeps what it can start no thread for: the next call's thread stored it, with other bytes by then."""
     keys, others = pages.keys(*range(6)), pages.keys(*range(10, 16))
@@ -164,7 +165,7 @@ def refused(thread: threading.Thread) -> None:
 
 
 def test_an_interrupt_while_a_thread_starts_ends_its_share_too(
-    client: Client, pages: Any, connect: Callable[..., Client], node: Node, monkeypatch: pytest.MonkeyPatch
+    client: Client, pages: Pages, connect: Connect, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The share went on in a thread that nobody waited for, out of buffers that were the caller's again."""
     keys, reused, send, start = pages.keys(*range(6)), threading.Event(), bulk._send_page, threading.Thread.start
@@ -197,7 +198,7 @@ def test_an_interrupt_while_a_thread_starts_ends_its_share_too(
 
 
 def test_a_process_that_was_forked_off_is_told_and_does_not_wait(
-    client: Client, pages: Any, monkeypatch: pytest.MonkeyPatch
+    client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its copies of the threads do not run."""
     keys = pages.keys(*range(6))
@@ -288,15 +289,14 @@ def test_a_call_does_not_wait_for_the_threads_of_others() -> None:
 
 @pytest.mark.parametrize("op", ["_put", "_get"])
 def test_a_chain_loses_its_end_first_whichever_share_was_the_last(
-    start_node: Callable[..., Node],
-    connect: Callable[..., Client],
-    make_pages: Any,
+    start_node: StartNode,
+    connect: Connect,
     monkeypatch: pytest.MonkeyPatch,
     op: str,
 ) -> None:
     monkeypatch.setattr("kvstore.transports.bulk.stream_count", lambda pages, _: min(LANES, pages))
     client = connect(start_node(ram_nbytes=16 << 20, extent_nbytes=4 << 20), "bulk")
-    pages = make_pages(f"order {op}", 1 << 20)
+    pages = Pages(f"order {op}", 1 << 20)
     keys, share = pages.keys(*range(6)), getattr(BulkWire, op)
     if op == "_get":
         pages.put(client, keys)
@@ -314,7 +314,7 @@ def test_a_chain_loses_its_end_first_whichever_share_was_the_last(
     assert client.lookup(pages.namespace, keys).present == (True, True, True, False, False, False)
 
 
-def test_idle_connections_that_had_to_leave_are_no_failure(client: Client, pages: Any, node: Node) -> None:
+def test_idle_connections_that_had_to_leave_are_no_failure(client: Client, pages: Pages, node: Node) -> None:
     keys = pages.keys(*range(9))
     pages.put(client, keys)
     connects, known = client._fan_out.nodes.only.connect_count, link_of(client)
@@ -336,7 +336,7 @@ def test_idle_connections_that_had_to_leave_are_no_failure(client: Client, pages
     [(2, 1024, 64, 1), (16, 8, 8, 1), (16, 64, 64, 4), (16, 48, 64, 3), (6, 1024, 64, 2), (16, 1024, 1, 1)],
 )
 def test_how_many(cores: int, mib: int, pages: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     assert stream_count(pages, (mib << 20) // pages) == lanes
 
 

@@ -11,6 +11,8 @@ import pytest
 from fake_etcd import FakeEtcd
 from fleet import calm, present
 from fleets import Start, members, stop
+from known_pages import Pages
+from local_nodes import Connect
 from waiting import wait_until
 
 from kvstore.errors import ConfigError, KVStoreError
@@ -21,7 +23,7 @@ DISK: dict[str, Any] = {"disk_nbytes": 16 << 20, "disk_extent_nbytes": 1 << 20, 
 NUMBERS = range(20)
 
 
-def there(node: Node, pages: Any) -> int:
+def there(node: Node, pages: Pages) -> int:
     return present(node, pages.namespace, pages.keys(*NUMBERS)).count(True)
 
 
@@ -47,11 +49,11 @@ def test_a_directory_from_an_old_backup_is_as_old_as_its_file_says(
 
 
 def test_a_removal_in_a_new_etcd_reaches_members_of_the_old_one(
-    fleet: Start, etcd: FakeEtcd, connect: Any, pages: Any, make_pages: Any, tmp_path: Path
+    fleet: Start, etcd: FakeEtcd, connect: Connect, pages: Pages, tmp_path: Path
 ) -> None:
     """Its numbers begin anew, so that those of removals are below what a directory has seen."""
     two = fleet("n2", data_dir=str(tmp_path), **DISK)
-    kept, other = make_pages("kept"), make_pages("other")
+    kept, other = Pages("kept"), Pages("other")
     alone = connect(two, direct=True)
     for some in (pages, kept):
         some.put(alone, some.keys(*NUMBERS))
@@ -71,7 +73,7 @@ def test_a_removal_in_a_new_etcd_reaches_members_of_the_old_one(
     two = fleet("n2", data_dir=str(tmp_path), **DISK)
     assert there(two, pages) == 0
     assert there(two, kept) == len(NUMBERS)
-    third = make_pages("third")
+    third = Pages("third")
     third.put(connect(two, direct=True), third.keys(*NUMBERS))
     direct = connect(one, direct=True)
     direct.open(third.namespace)
@@ -80,13 +82,13 @@ def test_a_removal_in_a_new_etcd_reaches_members_of_the_old_one(
 
 
 def test_a_backup_from_before_a_forget_brings_nothing_back(
-    fleet: Start, etcd: FakeEtcd, connect: Any, make_pages: Any, tmp_path: Path
+    fleet: Start, etcd: FakeEtcd, connect: Connect, tmp_path: Path
 ) -> None:
     data, backup = tmp_path / "data", tmp_path / "backup"
     one = fleet("n1", replicas=2)
     two = fleet("n2", data_dir=str(data), **DISK)
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
-    gone, kept = make_pages("gone", tenant="gone"), make_pages("kept", tenant="kept")
+    gone, kept = Pages("gone", tenant="gone"), Pages("kept", tenant="kept")
     client = connect(one, timeout_s=20.0)
     for pages in (gone, kept):
         pages.put(client, pages.keys(*NUMBERS))
@@ -111,13 +113,13 @@ def test_a_backup_from_before_a_forget_brings_nothing_back(
 
 
 def test_a_backup_from_before_a_removal_of_another_members_directory_brings_nothing_back(
-    fleet: Start, connect: Any, make_pages: Any, tmp_path: Path
+    fleet: Start, connect: Connect, tmp_path: Path
 ) -> None:
     """Under its own name it is refused; as a new member's, whose file of identity was removed, it is cleared."""
     data, copy = tmp_path / "data", tmp_path / "copy"
     one, two = fleet("n1"), fleet("n2", data_dir=str(data), **DISK)
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
-    gone, kept = make_pages("gone", tenant="gone"), make_pages("kept", tenant="kept")
+    gone, kept = Pages("gone", tenant="gone"), Pages("kept", tenant="kept")
     at_two = connect(two, direct=True, timeout_s=20.0)
     for pages in (gone, kept):
         pages.put(at_two, pages.keys(*NUMBERS))
@@ -175,14 +177,14 @@ def test_a_member_whose_id_a_copy_has_taken_says_so_until_it_is_gone(
 
 @pytest.mark.parametrize("what", ["all", "extents", "rows", "member.json"])
 def test_a_directory_that_is_wiped_under_a_member_costs_pages_and_no_bytes(
-    fleet: Start, connect: Any, make_pages: Any, tmp_path: Path, what: str
+    fleet: Start, connect: Connect, tmp_path: Path, what: str
 ) -> None:
     data = tmp_path / "data"
     one = fleet("n1", replicas=2)
     settings = {**DISK, "data_dir": str(data), "ram_nbytes": 4 << 20}
     two = fleet("n2", **settings)
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
-    client, pages = connect(one, timeout_s=20.0), make_pages("wiped")
+    client, pages = connect(one, timeout_s=20.0), Pages("wiped")
     some, more = pages.keys(*range(30)), pages.keys(*range(100, 130))
     pages.put(client, some)
     calm([one, two])

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Bystander, Connect, StartNode, settle
 
 from kvstore import ClientConfig, PutOutcome, opaque_layout
 from kvstore.config import MESSAGE_NBYTES_MAX
@@ -33,7 +35,7 @@ HUGE = 1 << 63
 
 
 @pytest.fixture(scope="module")
-def node(start_node: Callable[..., Node]) -> Node:
+def node(start_node: StartNode) -> Node:
     return start_node(batch_keys_max=8, batch_nbytes_max=1 << 20)
 
 
@@ -203,7 +205,6 @@ CASES = [
 def test_a_wrong_request_gets_one_clear_error(
     node: Node,
     wire: Wire,
-    settle: Callable[..., None],
     op: str,
     build: Builder,
     error: type[KVStoreError],
@@ -219,18 +220,16 @@ def test_a_wrong_request_gets_one_clear_error(
     settle(node, sessions=0 if wire.name == "grpc" else 1)
 
 
-def test_a_message_over_the_limit_is_refused_and_others_go_on(
-    node: Node, wire: Wire, bystander: Any, settle: Callable[..., None]
-) -> None:
+def test_a_message_over_the_limit_is_refused_and_others_go_on(node: Node, wire: Wire) -> None:
     too_large = pb.ListRequest(key_prefix=bytes(MESSAGE_NBYTES_MAX + 1))
     # Without gRPC the node hangs up while the rest is still being sent, so its error may get lost.
     expected: Any = Exhausted if wire.name == "grpc" else (ProtocolError, Unavailable)
-    with bystander(node), pytest.raises(expected, match=r"at most 2097152|failed|larger than max"):
+    with Bystander(node), pytest.raises(expected, match=r"at most 2097152|failed|larger than max"):
         wire.call("list", too_large, Deadline(5))
     settle(node)
 
 
-def test_namespaces_are_bounded_and_empty_ones_make_room(start_node: Callable[..., Node], connect: Any) -> None:
+def test_namespaces_are_bounded_and_empty_ones_make_room(start_node: StartNode, connect: Connect) -> None:
     client = connect(start_node(namespaces_max=8))  # four for one peer
     namespaces = [Namespace(f"model-{n}", opaque_layout(4096)) for n in range(6)]
     for namespace in namespaces[:5]:
@@ -244,7 +243,7 @@ def test_namespaces_are_bounded_and_empty_ones_make_room(start_node: Callable[..
     client.open(namespaces[5])
 
 
-def test_descriptions_are_bounded_in_bytes_too(start_node: Callable[..., Node], connect: Any) -> None:
+def test_descriptions_are_bounded_in_bytes_too(start_node: StartNode, connect: Connect) -> None:
     """Half a MiB of them for one peer, or one message could not list all."""
     client = connect(start_node())
     opened = 0
@@ -264,13 +263,11 @@ def test_descriptions_are_bounded_in_bytes_too(start_node: Callable[..., Node], 
 
 
 @pytest.mark.parametrize("name", ["shm", "bulk", "grpc"])
-def test_an_arena_of_pinned_pages_is_exhausted_at_once(
-    start_node: Callable[..., Node], make_pages: Any, connect: Any, name: str
-) -> None:
+def test_an_arena_of_pinned_pages_is_exhausted_at_once(start_node: StartNode, connect: Connect, name: str) -> None:
     """At once: long before the deadline, and with the numbers that explain it."""
     node = start_node(ram_nbytes=1 << 20, extent_nbytes=1 << 20)
     client = connect(node, wire=name, timeout_s=600.0)
-    pages = make_pages("pinned")
+    pages = Pages("pinned")
     keys = pages.keys(*range(256))
     pages.put(client, keys)
     assert all(client.pin(pages.namespace, keys[:128], 60.0))

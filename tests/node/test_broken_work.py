@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from sandbox import Sandbox
 
 from node.memory.lower_tier import LocalTier, Query, Source
 
@@ -44,8 +45,8 @@ class Below(LocalTier):
 
 
 @pytest.fixture
-def box(sandbox: Any) -> Any:
-    made = sandbox(COUNT * PAGE, COUNT * PAGE)
+def box() -> Any:
+    made = Sandbox(COUNT * PAGE, COUNT * PAGE)
     made.tier.below = Below()
     return made
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
+from known_pages import Pages
+from local_nodes import Bystander, Connect, ConnectRaw, StartNode, settle
 
 from kvstore.checksum import leaves
 from kvstore.pb import kvstore_pb2 as pb
@@ -25,19 +27,19 @@ PAGE = 64 << 10
 
 
 @pytest.fixture
-def space(request: pytest.FixtureRequest, make_pages: Any, node: Node, connect: Any) -> Any:
+def space(request: pytest.FixtureRequest, node: Node, connect: Connect) -> Pages:
     """Pages 0 to 15 of a namespace of 64 KiB pages are stored."""
-    pages = make_pages(request.node.name, PAGE)
+    pages = Pages(request.node.name, PAGE)
     pages.put(connect(node), pages.keys(*range(16)))
     return pages
 
 
-def put_of(space: Any, *numbers: int) -> pb.PutRequest:
+def put_of(space: Pages, *numbers: int) -> pb.PutRequest:
     keys = space.keys(*numbers)
     return pb.PutRequest(namespace=space.namespace.digest, prefix_hashes=keys, page_nbytes=PAGE)
 
 
-def get_of(space: Any, *numbers: int) -> pb.GetRequest:
+def get_of(space: Pages, *numbers: int) -> pb.GetRequest:
     return pb.GetRequest(namespace=space.namespace.digest, prefix_hashes=space.keys(*numbers))
 
 
@@ -64,10 +66,8 @@ NO_FRAMES = {
 
 
 @pytest.mark.parametrize("what", NO_FRAMES)
-def test_what_is_no_request_is_answered_with_one_error_and_the_end(
-    node: Node, raw: Any, bystander: Any, settle: Callable[..., None], what: str
-) -> None:
-    with bystander(node):
+def test_what_is_no_request_is_answered_with_one_error_and_the_end(node: Node, raw: ConnectRaw, what: str) -> None:
+    with Bystander(node):
         connection = raw(node)
         connection.send(NO_FRAMES[what])
         error = connection.ending()
@@ -77,7 +77,7 @@ def test_what_is_no_request_is_answered_with_one_error_and_the_end(
     settle(node)
 
 
-def test_a_frame_that_never_ends_is_given_up(node: Node, raw: Any, settle: Callable[..., None], space: Any) -> None:
+def test_a_frame_that_never_ends_is_given_up(node: Node, raw: ConnectRaw, space: Pages) -> None:
     """test_limits_connections has the first frame."""
     whole = frame(lookup=pb.LookupRequest(namespace=b"n" * 16, prefix_hashes=[b"k" * 32]))
     idle, *endless = [raw(node) for _ in range(4)]
@@ -107,10 +107,8 @@ BREAKING_A_PUT: dict[str, Callable[[Any], bytes]] = {
 
 
 @pytest.mark.parametrize("what", BREAKING_A_PUT)
-def test_a_put_out_of_order_ends_and_stores_nothing(
-    node: Node, raw: Any, bystander: Any, settle: Callable[..., None], space: Any, what: str
-) -> None:
-    with bystander(node):
+def test_a_put_out_of_order_ends_and_stores_nothing(node: Node, raw: ConnectRaw, space: Pages, what: str) -> None:
+    with Bystander(node):
         connection = raw(node)
         assert list(connection.ask(put=put_of(space, 100, 101)).put.verdicts) == [pb.WRITE, pb.WRITE]
         try:
@@ -123,7 +121,7 @@ def test_a_put_out_of_order_ends_and_stores_nothing(
     settle(node, sessions=1)
 
 
-def stored(node: Node, space: Any) -> set[bytes]:
+def stored(node: Node, space: Pages) -> set[bytes]:
     infos, rest_after = Inventory(node.tier).list_pages(space.namespace.digest, b"", b"", 1000)
     assert not rest_after
     return {info.prefix_hash for info in infos}
@@ -135,7 +133,7 @@ def stored(node: Node, space: Any) -> set[bytes]:
     ids=lambda c: f"{len(c)}",
 )
 def test_a_commit_with_wrong_leaves_is_refused_and_the_connection_stays(
-    node: Node, raw: Any, settle: Callable[..., None], space: Any, sent: list[bytes]
+    node: Node, raw: ConnectRaw, space: Pages, sent: list[bytes]
 ) -> None:
     connection = raw(node)
     connection.request(put=put_of(space, 100, 101))
@@ -157,7 +155,7 @@ def test_a_commit_with_wrong_leaves_is_refused_and_the_connection_stays(
 PUT_STAGES = ["after the request", "after the verdicts", "within the data", "after the data", "within the commit"]
 
 
-def begin_put(connection: Any, space: Any, stage: str, *numbers: int) -> None:
+def begin_put(connection: Any, space: Pages, stage: str, *numbers: int) -> None:
     """As far as `stage`."""
     connection.request(put=put_of(space, *numbers))
     if stage != "after the request":
@@ -171,9 +169,9 @@ def begin_put(connection: Any, space: Any, stage: str, *numbers: int) -> None:
 @pytest.mark.parametrize("how", ["closes", "resets"])
 @pytest.mark.parametrize("stage", PUT_STAGES)
 def test_a_client_that_is_gone_in_the_middle_of_a_put_leaves_nothing(
-    node: Node, raw: Any, bystander: Any, settle: Callable[..., None], space: Any, stage: str, how: str
+    node: Node, raw: ConnectRaw, space: Pages, stage: str, how: str
 ) -> None:
-    with bystander(node):
+    with Bystander(node):
         connection = raw(node)
         begin_put(connection, space, stage, 100, 101)
         if how == "resets":
@@ -184,10 +182,8 @@ def test_a_client_that_is_gone_in_the_middle_of_a_put_leaves_nothing(
     settle(node, sessions=1)
 
 
-def test_clients_that_stall_in_the_middle_of_a_put_leave_nothing(
-    node: Node, raw: Any, bystander: Any, settle: Callable[..., None], space: Any
-) -> None:
-    with bystander(node):
+def test_clients_that_stall_in_the_middle_of_a_put_leave_nothing(node: Node, raw: ConnectRaw, space: Pages) -> None:
+    with Bystander(node):
         for number, stage in enumerate(PUT_STAGES):
             begin_put(raw(node), space, stage, 100 + 2 * number, 101 + 2 * number)
         settle(node, sessions=None)
@@ -196,7 +192,7 @@ def test_clients_that_stall_in_the_middle_of_a_put_leave_nothing(
 
 
 def test_another_client_can_write_the_page_that_a_dead_one_had_reserved(
-    node: Node, raw: Any, connect: Any, settle: Callable[..., None], space: Any
+    node: Node, raw: ConnectRaw, connect: Connect, space: Pages
 ) -> None:
     connection = raw(node)
     connection.ask(put=put_of(space, 100))
@@ -210,19 +206,16 @@ def test_another_client_can_write_the_page_that_a_dead_one_had_reserved(
 
 @pytest.mark.parametrize("how", ["closes", "resets", "never reads"])
 def test_a_client_that_is_gone_in_the_middle_of_a_get_leaves_nothing(
-    start_node: Callable[..., Node],
-    raw: Any,
-    bystander: Any,
-    connect: Any,
-    make_pages: Any,
-    settle: Callable[..., None],
+    start_node: StartNode,
+    raw: ConnectRaw,
+    connect: Connect,
     how: str,
 ) -> None:
     """16 MiB: more than the socket buffers take, so the node is in the middle of sending."""
     node = start_node(ram_nbytes=32 << 20, batch_nbytes_max=16 << 20, stall_s=0.8)
-    space = make_pages(how, 1 << 20)
+    space = Pages(how, 1 << 20)
     space.put(connect(node), space.keys(*range(16)))
-    with bystander(node):
+    with Bystander(node):
         connection = raw(node)
         connection.request(get=get_of(space, *range(16)))
         reply, payload_nbytes = connection.reply()
@@ -271,11 +264,9 @@ def test_after_a_slow_reply_an_idle_connection_waits_without_spinning(node: Node
     assert quiet.waits == [REQUEST_S_MAX, 5.0, 5.0, 5.0]
 
 
-def test_random_bytes_on_many_connections(
-    node: Node, raw: Any, bystander: Any, settle: Callable[..., None], seed: int
-) -> None:
+def test_random_bytes_on_many_connections(node: Node, raw: ConnectRaw, seed: int) -> None:
     rng = random.Random(seed)
-    with bystander(node):
+    with Bystander(node):
         for _ in range(100):
             connection = raw(node)
             noise = rng.randbytes(rng.randint(1, 4000))

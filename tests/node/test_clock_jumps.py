@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fleets import SMALL
+from local_nodes import Connect, StartNode
 
 from kvstore import Client, Namespace, PutOutcome, opaque_layout
-from kvstore.client import Keep
+from kvstore.results import Keep
 from kvstore.tools.trace import page_content
 from node.config import NodeConfig
 from node.server import Node
@@ -62,7 +62,7 @@ def space(request: pytest.FixtureRequest) -> Namespace:
 
 
 @pytest.fixture
-def node(start_node: Any, tmp_path: Path, wall: WallClock) -> Iterator[Node]:
+def node(start_node: StartNode, tmp_path: Path, wall: WallClock) -> Iterator[Node]:
     node = start_node(**DISK, data_dir=str(tmp_path / "data"))
     yield node
     wall.ahead_s = 0.0
@@ -84,7 +84,7 @@ def get(client: Client, space: Namespace, keys: list[bytes]) -> list[bool]:
 @pytest.mark.parametrize("jump_s", [3 * DAY_S, -3 * DAY_S])
 @pytest.mark.parametrize("durable", [False, True])
 def test_time_to_live_is_counted_without_the_wall_clock(
-    node: Node, space: Namespace, connect: Any, wall: WallClock, jump_s: float, durable: bool
+    node: Node, space: Namespace, connect: Connect, wall: WallClock, jump_s: float, durable: bool
 ) -> None:
     client = connect(node)
     long, short = KEYS[:2], KEYS[2:4]
@@ -100,7 +100,9 @@ def test_time_to_live_is_counted_without_the_wall_clock(
     assert get(client, space, long + short) == [True, True, False, False]
 
 
-def test_pin_holds_and_ends_without_the_wall_clock(node: Node, space: Namespace, connect: Any, wall: WallClock) -> None:
+def test_pin_holds_and_ends_without_the_wall_clock(
+    node: Node, space: Namespace, connect: Connect, wall: WallClock
+) -> None:
     client = connect(node)
     put(client, space, KEYS[:2], Keep(durable=True))
     wall.ahead_s = -3 * DAY_S
@@ -112,7 +114,7 @@ def test_pin_holds_and_ends_without_the_wall_clock(node: Node, space: Namespace,
 
 
 def test_page_that_was_written_by_a_wrong_clock_does_not_outlive_its_time(
-    tmp_path: Path, space: Namespace, connect: Any, wall: WallClock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, space: Namespace, connect: Connect, wall: WallClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its expiry lies days ahead after a restart with the right clock: how old it is, nobody knows."""
     wall.ahead_s, keys = 3 * DAY_S, KEYS[:2]
@@ -138,7 +140,7 @@ def test_page_that_was_written_by_a_wrong_clock_does_not_outlive_its_time(
 
 @pytest.mark.parametrize("number", range(SEEDS))
 def test_storm_of_calls_under_a_clock_that_jumps(
-    node: Node, space: Namespace, connect: Any, wall: WallClock, seed: int, number: int
+    node: Node, space: Namespace, connect: Connect, wall: WallClock, seed: int, number: int
 ) -> None:
     """Pages with a long time to live and pages without one stay, those of a short one are never found after it, no
     call ends by another error or takes longer than its deadline."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from fleet import tell, view_of
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 from log_windows import one_window
 
 from kvstore import InvalidRequest, ProtocolError, PutOutcome, Unavailable, admin
@@ -21,20 +23,20 @@ NUMBERS = range(48)
 
 
 @pytest.fixture
-def cluster(start_node: Any) -> list[Node]:
+def cluster(start_node: StartNode) -> list[Node]:
     nodes = [start_node() for _ in range(3)]
     tell(nodes, view_of(nodes))
     return nodes
 
 
-def owned(view: View, pages: Any, numbers: Sequence[int], member: str) -> list[int]:
+def owned(view: View, pages: Pages, numbers: Sequence[int], member: str) -> list[int]:
     owners = view.owners.owners(pages.namespace.digest, pages.keys(*numbers))
     return [number for number, some in zip(numbers, owners, strict=True) if some[0] == member]
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_pages_lie_at_their_owners_and_come_back_in_order(
-    cluster: list[Node], connect: Any, pages: Any, wire: str
+    cluster: list[Node], connect: Connect, pages: Pages, wire: str
 ) -> None:
     client, keys = connect(cluster[0], wire, near="none"), pages.keys(*NUMBERS)
     assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
@@ -57,7 +59,7 @@ def test_pages_lie_at_their_owners_and_come_back_in_order(
     assert [node.tier.visible_count for node in cluster] == [0, 0, 0]
 
 
-def test_a_prefix_ends_at_the_first_page_that_is_missing(cluster: list[Node], connect: Any, pages: Any) -> None:
+def test_a_prefix_ends_at_the_first_page_that_is_missing(cluster: list[Node], connect: Connect, pages: Pages) -> None:
     client, keys = connect(cluster[1]), pages.keys(*NUMBERS)
     pages.put(client, keys[:20] + keys[21:])
     buffers = [bytearray(pages.nbytes) for _ in keys]
@@ -67,7 +69,7 @@ def test_a_prefix_ends_at_the_first_page_that_is_missing(cluster: list[Node], co
 
 
 def test_any_member_tells_of_all_and_one_that_is_gone_costs_its_pages(
-    cluster: list[Node], start_node: Any, connect: Any, pages: Any
+    cluster: list[Node], start_node: StartNode, connect: Connect, pages: Pages
 ) -> None:
     client, keys = connect(cluster[2]), pages.keys(*NUMBERS)
     pages.put(client, keys)
@@ -87,7 +89,7 @@ def test_any_member_tells_of_all_and_one_that_is_gone_costs_its_pages(
     assert [isinstance(answer, Unavailable) for answer in answers.values()] == [True, False, False]
 
 
-def test_a_call_for_pages_of_a_dead_member_alone_is_a_miss(cluster: list[Node], connect: Any, pages: Any) -> None:
+def test_a_call_for_pages_of_a_dead_member_alone_is_a_miss(cluster: list[Node], connect: Connect, pages: Pages) -> None:
     mine = pages.keys(*owned(view_of(cluster), pages, NUMBERS, "n0"))
     dead = replace(view_of(cluster).members[0], address="127.0.0.1:9")
     tell(cluster, replace(view_of(cluster), number=2, members=(dead, *view_of(cluster).members[1:])))
@@ -97,7 +99,7 @@ def test_a_call_for_pages_of_a_dead_member_alone_is_a_miss(cluster: list[Node], 
     assert client.lookup(pages.namespace, mine).prefix_pages == 0
 
 
-def test_nobody_answers(connect: Any, cluster: list[Node], pages: Any) -> None:
+def test_nobody_answers(connect: Connect, cluster: list[Node], pages: Pages) -> None:
     members = tuple(replace(member, address=f"127.0.0.1:{9 + i}") for i, member in enumerate(view_of(cluster).members))
     tell(cluster, View("fleet", 3, members))
     client = connect(cluster[0])
@@ -106,7 +108,7 @@ def test_nobody_answers(connect: Any, cluster: list[Node], pages: Any) -> None:
 
 
 def test_while_a_member_joins_its_pages_are_found_where_they_were(
-    cluster: list[Node], connect: Any, pages: Any
+    cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
     view, keys = view_of(cluster), pages.keys(*NUMBERS)
     tell(cluster, replace(view, members=view.members[:2]))
@@ -121,7 +123,7 @@ def test_while_a_member_joins_its_pages_are_found_where_they_were(
     assert cluster[2].tier.visible_count == len(owned(view, pages, more, "n2")) > 0
 
 
-def test_who_is_drained_is_given_nothing_and_asked(cluster: list[Node], connect: Any, pages: Any) -> None:
+def test_who_is_drained_is_given_nothing_and_asked(cluster: list[Node], connect: Connect, pages: Pages) -> None:
     keys = pages.keys(*NUMBERS)
     pages.put(connect(cluster[0]), keys)
     before = cluster[1].tier.visible_count
@@ -134,14 +136,14 @@ def test_who_is_drained_is_given_nothing_and_asked(cluster: list[Node], connect:
     assert cluster[1].tier.visible_count == 0
 
 
-def test_one_nodes_affairs(cluster: list[Node], connect: Any) -> None:
+def test_one_nodes_affairs(cluster: list[Node], connect: Connect) -> None:
     client = connect(cluster[0])
     for call in (client.node_status, client.scrub, client.recover):
         with pytest.raises(InvalidRequest, match="asked of one node"):
             call()
 
 
-def test_nodes_of_two_clusters(cluster: list[Node], connect: Any, pages: Any) -> None:
+def test_nodes_of_two_clusters(cluster: list[Node], connect: Connect, pages: Pages) -> None:
     other = replace(view_of(cluster), cluster="other", number=9)
     cluster[1].membership.become(other)
     client = connect(cluster[0])
@@ -149,7 +151,7 @@ def test_nodes_of_two_clusters(cluster: list[Node], connect: Any, pages: Any) ->
         client.remove(pages.namespace, pages.keys(*NUMBERS))
 
 
-def test_several_addresses_of_nodes_that_are_alone(start_node: Any, connect: Any) -> None:
+def test_several_addresses_of_nodes_that_are_alone(start_node: StartNode, connect: Connect) -> None:
     one, two = start_node(), start_node()
     client = connect(one, address=f"127.0.0.1:{one.grpc.port},127.0.0.1:{two.grpc.port}")
     for _ in range(2):  # no call is served by the first of them alone
@@ -157,7 +159,7 @@ def test_several_addresses_of_nodes_that_are_alone(start_node: Any, connect: Any
             client.node_status()
 
 
-def test_a_page_that_two_members_have_is_listed_once(cluster: list[Node], connect: Any, pages: Any) -> None:
+def test_a_page_that_two_members_have_is_listed_once(cluster: list[Node], connect: Connect, pages: Pages) -> None:
     """As while members come and go."""
     keys = pages.keys(*range(6))
     pages.put(connect(cluster[0], direct=True), keys[:4])
@@ -168,19 +170,21 @@ def test_a_page_that_two_members_have_is_listed_once(cluster: list[Node], connec
     assert [page.prefix_hash for page in client.list_pages(pages.namespace, after=keys[2])] == keys[3:]
 
 
-def test_an_address_that_hangs_leaves_time_to_ask_the_next(cluster: list[Node], connect: Any, pages: Any) -> None:
+def test_an_address_that_hangs_leaves_time_to_ask_the_next(cluster: list[Node], connect: Connect, pages: Pages) -> None:
     with socket.create_server(("127.0.0.1", 0)) as hung:
         address = f"127.0.0.1:{hung.getsockname()[1]},127.0.0.1:{cluster[1].grpc.port}"
         client = connect(cluster[1], address=address, timeout_s=4.0, connect_timeout_s=4.0)
         assert pages.put(client, pages.keys(1)) == [PutOutcome.STORED]
 
 
-def test_the_first_address_does_not_answer(cluster: list[Node], connect: Any, pages: Any) -> None:
+def test_the_first_address_does_not_answer(cluster: list[Node], connect: Connect, pages: Pages) -> None:
     client = connect(cluster[1], address=f"127.0.0.1:9, 127.0.0.1:{cluster[1].grpc.port}")
     assert pages.put(client, pages.keys(1, 2, 3)) == [PutOutcome.STORED] * 3
 
 
-def test_clients_follow_a_longer_list_when_they_connect_again(cluster: list[Node], connect: Any, pages: Any) -> None:
+def test_clients_follow_a_longer_list_when_they_connect_again(
+    cluster: list[Node], connect: Connect, pages: Pages
+) -> None:
     named = [f"n{number}=127.0.0.1:{node.grpc.port}" for number, node in enumerate(cluster)]
     tell(cluster, static_view(f"static:fleet/{','.join(named[:2])}"))
     client, keys = connect(cluster[0], "grpc"), pages.keys(*NUMBERS)
@@ -195,7 +199,7 @@ def test_clients_follow_a_longer_list_when_they_connect_again(cluster: list[Node
 
 
 def test_a_member_leaves_while_it_is_asked(
-    cluster: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, keys = connect(cluster[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
@@ -210,7 +214,7 @@ def test_a_member_leaves_while_it_is_asked(
     assert pages.get(client, keys) == [True] * len(keys)
 
 
-def test_what_is_listed_when_a_member_has_died(start_node: Any, connect: Any, pages: Any) -> None:
+def test_what_is_listed_when_a_member_has_died(start_node: StartNode, connect: Connect, pages: Pages) -> None:
     settings: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
     dies = Node(NodeConfig(**settings, ram_nbytes=16 << 20, drain_s=0.1))
     dies.start()
@@ -223,10 +227,10 @@ def test_what_is_listed_when_a_member_has_died(start_node: Any, connect: Any, pa
     assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == sorted(pages.keys(*mine))
 
 
-def test_a_member_that_is_full_is_not_away(start_node: Any, connect: Any, pages: Any, make_pages: Any) -> None:
+def test_a_member_that_is_full_is_not_away(start_node: StartNode, connect: Connect, pages: Pages) -> None:
     nodes = [start_node(copies_share=1.0) for _ in range(2)]
     tell(nodes, view_of(nodes))
-    client, other, large = connect(nodes[0]), connect(nodes[1], "shm", direct=True), make_pages("large", 1 << 18)
+    client, other, large = connect(nodes[0]), connect(nodes[1], "shm", direct=True), Pages("large", 1 << 18)
     with contextlib.ExitStack() as held:
         for start in range(0, 64, 16):  # all of its RAM
             held.enter_context(other.open_put(large.namespace, large.keys(*range(start, start + 16))))
@@ -237,7 +241,7 @@ def test_a_member_that_is_full_is_not_away(start_node: Any, connect: Any, pages:
 
 
 def test_a_member_that_is_away_does_not_fill_an_engines_log(
-    cluster: list[Node], connect: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    cluster: list[Node], connect: Connect, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_window(admin.log, monkeypatch)
     view = view_of(cluster)

@@ -3,11 +3,14 @@
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_runner import CliRunner
 from fleet import calm, tell, view_of
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 from waiting import wait_until
 
 from kvstore.cli.commands import app
@@ -17,7 +20,7 @@ from node.server import Node
 
 
 @pytest.fixture
-def fleet(start_node: Any) -> list[Node]:
+def fleet(start_node: StartNode) -> list[Node]:
     nodes = [start_node() for _ in range(2)]
     members = tuple(Member(f"n{i}", f"127.0.0.1:{node.grpc.port}", 1.0 + i) for i, node in enumerate(nodes))
     for number, node in enumerate(nodes):
@@ -36,11 +39,11 @@ def kvstore_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Node], Callable[...
 
 
 @pytest.fixture
-def kvstore(fleet: list[Node], kvstore_at: Any) -> Callable[..., Any]:
+def kvstore(fleet: list[Node], kvstore_at: Callable[[Node], Callable[..., Any]]) -> Callable[..., Any]:
     return kvstore_at(fleet[0])
 
 
-def test_members_and_shares(fleet: list[Node], kvstore: Any) -> None:
+def test_members_and_shares(fleet: list[Node], kvstore: Callable[..., Any]) -> None:
     shown = kvstore("cluster")
     assert shown.exit_code == 0
     assert "cluster fleet  view 1  members 2, 2 answer" in shown.stdout
@@ -50,7 +53,7 @@ def test_members_and_shares(fleet: list[Node], kvstore: Any) -> None:
     assert [member["weight"] for member in found["members"]] == [1.0, 2.0]
 
 
-def test_a_member_that_is_away(fleet: list[Node], kvstore: Any, connect: Any, pages: Any) -> None:
+def test_a_member_that_is_away(fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages) -> None:
     pages.put(connect(fleet[0]), pages.keys(*range(20)))
     view = View("fleet", 2, (*fleet[0].membership.view.members, Member("gone", "127.0.0.1:9")))
     fleet[0].membership.become(view)
@@ -66,7 +69,7 @@ def test_a_member_that_is_away(fleet: list[Node], kvstore: Any, connect: Any, pa
 
 
 def test_what_is_done_at_all_members_tells_of_those_that_are_away(
-    fleet: list[Node], kvstore: Any, connect: Any, pages: Any
+    fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
 ) -> None:
     """What the others found and did is told too, not lost behind an error."""
     keys = pages.keys(*range(20))
@@ -91,7 +94,7 @@ def test_what_is_done_at_all_members_tells_of_those_that_are_away(
 
 
 def test_a_damaged_page_is_told_of_though_a_member_is_away(
-    fleet: list[Node], kvstore: Any, connect: Any, pages: Any
+    fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
 ) -> None:
     pages.put(connect(fleet[0]), pages.keys(*range(20)))
     gone = View("fleet", 2, (*fleet[0].membership.view.members, Member("gone", "127.0.0.1:9")))
@@ -106,7 +109,7 @@ def test_a_damaged_page_is_told_of_though_a_member_is_away(
 
 
 def test_pages_with_replicas_are_counted_as_what_they_are(
-    fleet: list[Node], kvstore: Any, connect: Any, pages: Any
+    fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
 ) -> None:
     members = fleet[0].membership.view.members
     for number, node in enumerate(fleet):
@@ -120,7 +123,9 @@ def test_pages_with_replicas_are_counted_as_what_they_are(
     assert removed.stdout == "removed 20 of 20 pages\n"
 
 
-def test_commands_work_as_with_one_node(fleet: list[Node], kvstore: Any, connect: Any, pages: Any) -> None:
+def test_commands_work_as_with_one_node(
+    fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
+) -> None:
     keys = pages.keys(*range(20))
     pages.put(connect(fleet[1]), keys)
     known = [key.hex() for key in keys]
@@ -137,7 +142,7 @@ def test_commands_work_as_with_one_node(fleet: list[Node], kvstore: Any, connect
     assert [node.tier.visible_count for node in fleet] == [0, 0]
 
 
-def test_one_member_alone(fleet: list[Node], kvstore: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_member_alone(fleet: list[Node], kvstore: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     one = os.environ["KVSTORE_ADDRESS"]
     monkeypatch.setenv("KVSTORE_DIRECT", "1")
     assert json.loads(kvstore("status", "--json").stdout)["state"] == "SERVING"
@@ -153,7 +158,13 @@ def test_one_member_alone(fleet: list[Node], kvstore: Any, monkeypatch: pytest.M
     assert "KVSTORE_DIRECT='maybe' must be one of" in kvstore("status").stderr
 
 
-def test_disks_of_all_members(start_node: Any, kvstore_at: Any, tmp_path: Any, connect: Any, pages: Any) -> None:
+def test_disks_of_all_members(
+    start_node: StartNode,
+    kvstore_at: Callable[[Node], Callable[..., Any]],
+    tmp_path: Path,
+    connect: Connect,
+    pages: Pages,
+) -> None:
     """Scrubbed one after the other; only one that is stopped is recovered."""
     nodes = [start_node(data_dir=str(tmp_path / f"n{i}"), disk_nbytes=16 << 20) for i in range(2)]
     tell(nodes, view_of(nodes, replicas=2))
@@ -173,7 +184,7 @@ def test_disks_of_all_members(start_node: Any, kvstore_at: Any, tmp_path: Any, c
 
 
 def test_what_waits_for_a_member_is_shown(
-    fleet: list[Node], kvstore: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    fleet: list[Node], kvstore: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "page.bin"
     file.write_bytes(bytes(4096))
@@ -195,7 +206,7 @@ def test_what_waits_for_a_member_is_shown(
     assert ["dropped 1" in text for text in shown].count(True) == 1
 
 
-def test_top_of_a_cluster(fleet: list[Node], kvstore: Any, connect: Any, pages: Any) -> None:
+def test_top_of_a_cluster(fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages) -> None:
     shown = kvstore("top", "--once", "--interval", "0.05")
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert shown.stdout.startswith("cluster fleet  view 1  members 2, 2 answer  replicas 1  from static\n")
@@ -208,7 +219,7 @@ def test_top_of_a_cluster(fleet: list[Node], kvstore: Any, connect: Any, pages: 
     assert [json.loads(line)["view"] for line in ran.stdout.splitlines()] == [1, 1]
 
 
-def test_members_come_and_go_while_top_runs(fleet: list[Node], connect: Any, pages: Any) -> None:
+def test_members_come_and_go_while_top_runs(fleet: list[Node], connect: Connect, pages: Pages) -> None:
     client, members = connect(fleet[0]), fleet[0].membership.view.members
     client.namespaces()
     samples = cluster_samples(client, 0.01, 0)

@@ -9,6 +9,7 @@ import weakref
 from typing import Any
 
 import pytest
+from local_nodes import StartNode
 from visits import OWN, connection, console_of, first, told, visit
 from waiting import wait_until
 
@@ -49,7 +50,7 @@ def test_paths_are_exact_and_metrics_are_where_they_were(node: Node) -> None:
     assert visit(node, "/health")[0] == 200
 
 
-def test_a_node_without_a_console_has_metrics_there_as_ever(start_node: Any) -> None:
+def test_a_node_without_a_console_has_metrics_there_as_ever(start_node: StartNode) -> None:
     node = start_node(console="off")
     assert b"kvstore_serving" in visit(node, "/console/")[2]
 
@@ -122,7 +123,7 @@ def test_connections_that_say_nothing_make_room_and_metrics_are_told_meanwhile(n
 # ---- watchers --------------------------------------------------------------------------------
 
 
-def test_it_costs_no_thread_until_somebody_looks_and_stops_with_the_node(start_node: Any) -> None:
+def test_it_costs_no_thread_until_somebody_looks_and_stops_with_the_node(start_node: StartNode) -> None:
     node: Node = start_node()
     console = console_of(node)
     visit(node, "/metrics")

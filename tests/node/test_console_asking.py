@@ -60,7 +60,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[Fleet, Member
     return make
 
 
-def test_others_are_asked_each_few_seconds_and_never_two_rounds_at_a_time(made: Any) -> None:
+def test_others_are_asked_each_few_seconds_and_never_two_rounds_at_a_time(
+    made: Callable[[int], tuple[Fleet, Members]],
+) -> None:
     fleet, members = made(3)
     members.told(OWN)
     fleet.now_s += 10 * ASKED_S
@@ -76,7 +78,9 @@ def test_others_are_asked_each_few_seconds_and_never_two_rounds_at_a_time(made: 
     assert len(fleet.rounds) == 2
 
 
-def test_each_is_told_with_how_long_ago_it_said_so_and_who_left_is_not(made: Any) -> None:
+def test_each_is_told_with_how_long_ago_it_said_so_and_who_left_is_not(
+    made: Callable[[int], tuple[Fleet, Members]],
+) -> None:
     fleet, members = made(3)
     members.told(OWN)
     fleet.do()
@@ -92,7 +96,9 @@ def test_each_is_told_with_how_long_ago_it_said_so_and_who_left_is_not(made: Any
     assert members._told.keys() == {"n1"}
 
 
-def test_a_round_ends_in_time_and_who_was_left_out_is_first_in_the_next(made: Any) -> None:
+def test_a_round_ends_in_time_and_who_was_left_out_is_first_in_the_next(
+    made: Callable[[int], tuple[Fleet, Members]],
+) -> None:
     fleet, members = made(12)
     fleet.took_s = CALL_S
     members.told(OWN)

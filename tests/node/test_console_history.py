@@ -58,7 +58,7 @@ def made() -> tuple[History, Spaces, Callable[[float], None]]:
     return history, spaces, pass_by
 
 
-def test_a_sample_is_what_changed_by_second(made: Any) -> None:
+def test_a_sample_is_what_changed_by_second(made: tuple[History, Spaces, Callable[[float], None]]) -> None:
     history, spaces, pass_by = made
     spaces.of("team-a").pages_asked = 50
     pass_by(EVERY_S / 2)
@@ -75,7 +75,7 @@ def test_a_sample_is_what_changed_by_second(made: Any) -> None:
     assert "get_p99_ms" not in told, "nobody measures it"
 
 
-def test_each_tenant_is_told_of_itself(made: Any) -> None:
+def test_each_tenant_is_told_of_itself(made: tuple[History, Spaces, Callable[[float], None]]) -> None:
     history, spaces, pass_by = made
     for tenant in ("team-a", "team-b"):
         spaces.of(tenant)
@@ -91,7 +91,7 @@ def test_each_tenant_is_told_of_itself(made: Any) -> None:
     assert history.told(of(ALL, "llama-*")) is None
 
 
-def test_it_keeps_an_hour_and_no_more(made: Any) -> None:
+def test_it_keeps_an_hour_and_no_more(made: tuple[History, Spaces, Callable[[float], None]]) -> None:
     history, spaces, pass_by = made
     for number in range(KEPT + 10):
         spaces.of("team-a").pages_got = 10 * number * (number + 1) // 2
@@ -104,7 +104,7 @@ def test_it_keeps_an_hour_and_no_more(made: Any) -> None:
     assert len(history.told(OPERATOR, 10 * KEPT)["got"]) == KEPT
 
 
-def test_counts_that_go_away_are_no_negative_rates(made: Any) -> None:
+def test_counts_that_go_away_are_no_negative_rates(made: tuple[History, Spaces, Callable[[float], None]]) -> None:
     history, spaces, pass_by = made
     spaces.of("team-a").pages_asked = 100
     pass_by(EVERY_S)
@@ -120,7 +120,7 @@ def test_counts_that_go_away_are_no_negative_rates(made: Any) -> None:
     assert history.told(OPERATOR)["asked"][-1] == 0.0
 
 
-def test_tenants_are_bounded(made: Any) -> None:
+def test_tenants_are_bounded(made: tuple[History, Spaces, Callable[[float], None]]) -> None:
     history, spaces, pass_by = made
     for number in range(TENANTS_MAX + 20):
         spaces.of(f"team-{number}").pages_asked = 1

@@ -1,12 +1,11 @@
 """The map of a cluster: what members say of themselves, through the node that is looked at."""
 
-from typing import Any
-
 from fleet import tell, view_of
+from local_nodes import StartNode
 from visits import watching
 
 
-def test_each_member_is_told_of_and_who_does_not_answer_is_named(start_node: Any) -> None:
+def test_each_member_is_told_of_and_who_does_not_answer_is_named(start_node: StartNode) -> None:
     nodes = [start_node() for _ in range(3)]
     tell(nodes, view_of(nodes, elsewhere={2: "127.0.0.1:9"}))
     near = nodes[0]
@@ -23,6 +22,6 @@ def test_each_member_is_told_of_and_who_does_not_answer_is_named(start_node: Any
     assert {member["state"] for member in members.values()} == {"serving"}, "as the view has them"
 
 
-def test_a_node_that_is_alone_asks_nobody(start_node: Any) -> None:
+def test_a_node_that_is_alone_asks_nobody(start_node: StartNode) -> None:
     with watching(start_node()) as events:
         assert next(events)[1]["cluster"] is None

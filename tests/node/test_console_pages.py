@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from local_nodes import StartNode
 from visits import told, visit
 
 from kvstore import Client, ClientConfig, LayerGroup, Namespace, PageLayout, Plane
@@ -25,7 +26,7 @@ PAGE = bytes(range(LAYOUT.page_nbytes % 256)) + bytes(LAYOUT.page_nbytes - LAYOU
 
 
 @pytest.fixture(scope="module")
-def stored(start_node: Any) -> Node:
+def stored(start_node: StartNode) -> Node:
     node: Node = start_node()
     with _client(node) as client:
         client.put(SPACE, KEYS, [PAGE] * len(KEYS))
@@ -137,7 +138,7 @@ def test_a_page_is_removed_and_nothing_else(stored: Node) -> None:
         assert told(stored, "/console/act", {**asked, "act": act})[0] == 400, act
 
 
-def test_a_member_tells_who_owns_a_page_and_removes_none(start_node: Any) -> None:
+def test_a_member_tells_who_owns_a_page_and_removes_none(start_node: StartNode) -> None:
     node = start_node(cluster="static:fleet/n1=127.0.0.1:1,n2=127.0.0.1:2", member="n1", replicas=2)
     with _client(node, direct=True) as client:
         client.lookup(SPACE, KEYS[:1])

@@ -5,10 +5,10 @@ import json
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from authorities import client_context, of_node, pair
+from local_nodes import StartNode
 from visits import OWN, connection, events
 
 from kvstore.cli.authority import Authority
@@ -17,7 +17,7 @@ from node.server import Node
 
 
 @pytest.fixture(scope="module")
-def node(start_node: Any, ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Node:
+def node(start_node: StartNode, ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Node:
     identities = tmp_path_factory.mktemp("tls") / "identities"
     add(identities, certificate_line("team-a", tenant="team-a", role="read"))
     return start_node(**of_node(ours), identities=str(identities))

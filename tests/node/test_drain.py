@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from known_pages import Pages
+from local_nodes import Connect, ConnectRaw
 
 from kvstore import Client, ClientConfig, Unavailable
 from kvstore.checksum import leaves
@@ -53,8 +55,8 @@ class Stopping:
         return not self._thread.is_alive()
 
 
-def test_a_put_and_a_get_under_way_are_finished(node: Node, raw: Any, connect: Any, make_pages: Any) -> None:
-    pages = make_pages("drain", PAGE)
+def test_a_put_and_a_get_under_way_are_finished(node: Node, raw: ConnectRaw, connect: Connect) -> None:
+    pages = Pages("drain", PAGE)
     client = connect(node)
     pages.put(client, pages.keys(*range(16)))
     writer, reader = raw(node), raw(node)
@@ -75,10 +77,8 @@ def test_a_put_and_a_get_under_way_are_finished(node: Node, raw: Any, connect: A
     stopping.wait()
 
 
-def test_while_draining_health_says_so_and_new_pages_are_refused(
-    node: Node, raw: Any, connect: Any, make_pages: Any
-) -> None:
-    pages = make_pages("drain", 4096)
+def test_while_draining_health_says_so_and_new_pages_are_refused(node: Node, raw: ConnectRaw, connect: Connect) -> None:
+    pages = Pages("drain", 4096)
     bulk, over_grpc = connect(node), connect(node, "grpc")
     pages.put(bulk, pages.keys(0))
     pages.put(over_grpc, pages.keys(1))
@@ -101,10 +101,10 @@ def test_while_draining_health_says_so_and_new_pages_are_refused(
         stopping.wait()
 
 
-def test_a_client_that_hangs_is_not_waited_for_beyond_the_drain_time(raw: Any, make_pages: Any, connect: Any) -> None:
+def test_a_client_that_hangs_is_not_waited_for_beyond_the_drain_time(raw: ConnectRaw, connect: Connect) -> None:
     node = Node(NodeConfig(**SMALL, drain_s=0.1, stall_s=5.0))
     node.start()
-    pages = make_pages("drain", PAGE)
+    pages = Pages("drain", PAGE)
     connect(node).open(pages.namespace)
     hung = raw(node)
     put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(0), page_nbytes=PAGE)
@@ -123,11 +123,11 @@ def process() -> Iterator[NodeProcess]:
     process.kill()
 
 
-def test_a_signal_ends_the_command_with_status_0(process: NodeProcess, make_pages: Any) -> None:
+def test_a_signal_ends_the_command_with_status_0(process: NodeProcess) -> None:
     """No thread can take it from the one that waits for it: a handler is of no use where the kernel gives the signal to
     a thread that is just being started; about one SIGTERM in ten was lost while connections came. Blocked everywhere,
     it can only be waited for."""
-    pages = make_pages("signal", 4096)
+    pages = Pages("signal", 4096)
     with Client(ClientConfig(address=process.address)) as client:
         pages.put(client, pages.keys(0))  # has started threads of all kinds
         tasks = [task for task in pathlib.Path(f"/proc/{process.pid}/task").iterdir() if task.name != str(process.pid)]
@@ -142,9 +142,9 @@ def test_a_signal_ends_the_command_with_status_0(process: NodeProcess, make_page
             pages.get(client, pages.keys(0))
 
 
-def test_sigterm_lets_a_put_under_way_finish(process: NodeProcess, make_pages: Any, raw: Any) -> None:
+def test_sigterm_lets_a_put_under_way_finish(process: NodeProcess, raw: ConnectRaw) -> None:
     """The same through the command, by SIGTERM: the put began before the signal and is committed after it."""
-    pages = make_pages("signal", PAGE)
+    pages = Pages("signal", PAGE)
     (key,) = pages.keys(0)
     with Client(ClientConfig(address=process.address)) as client:
         client.open(pages.namespace)
@@ -170,10 +170,10 @@ def wait_until_refused(port: int) -> None:
     raise AssertionError("the node still takes connections")
 
 
-def test_a_second_signal_does_not_wait_for_the_drain(make_pages: Any, raw: Any) -> None:
+def test_a_second_signal_does_not_wait_for_the_drain(raw: ConnectRaw) -> None:
     process = NodeProcess("--ram-bytes", "4MiB", "--drain-s", "600", "--stall-s", "600")
     try:
-        pages = make_pages("signal", PAGE)
+        pages = Pages("signal", PAGE)
         with Client(ClientConfig(address=process.address)) as client:
             client.open(pages.namespace)
         writer = raw(process.bulk_port)

@@ -1,27 +1,40 @@
 """A member that is to go: its pages are with their owners when that is over, or it says how many are not."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from fleet import plant
 from known_pages import Pages
+from local_nodes import Connect, StartNode
 from sweeping import NUMBERS, named, of, sweep
 from sweeping import alone as alone
 from sweeping import fleet as fleet
 from sweeping import tell as tell
 from waiting import wait_until
 
+from kvstore import Client
 from kvstore.cluster.view import Member, State, View
 from kvstore.errors import Unavailable, UnknownNamespace
 from node.cluster import drain
+from node.cluster.drain import DrainTimeouts
 from node.memory.inventory import Inventory
 from node.server import Node
 
 
+def announcer_of(tell: Callable[..., View]) -> Callable[[State], None]:
+    """Return an announcer that tells the cluster of the state of n1."""
+
+    def announce(state: State) -> None:
+        tell(n1=state)
+
+    return announce
+
+
 def test_a_member_that_is_drained_while_it_joins_does_not_serve_again(
-    fleet: list[Node], tell: Any, connect: Any, pages: Pages
+    fleet: list[Node], tell: Callable[..., View], connect: Connect, pages: Pages
 ) -> None:
     tell(n2=None)
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
@@ -34,14 +47,18 @@ def test_a_member_that_is_drained_while_it_joins_does_not_serve_again(
 
 
 def test_a_member_that_is_drained_hands_all_it_has(
-    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
 ) -> None:
-    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.05)
+    fleet[1].peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.05)
     view = tell()
     client = connect(fleet[0])
     pages.put(client, pages.keys(*NUMBERS))
     had = of(view, pages, "n1")
-    fleet[1].membership.announcer = lambda state: tell(n1=state)
+    fleet[1].membership.announcer = announcer_of(tell)
     direct = alone(fleet[1])
     assert not direct.drain().over
     for name in ("n0", "n2"):
@@ -56,7 +73,7 @@ def test_a_member_that_is_drained_hands_all_it_has(
 
 
 def test_an_owner_that_does_not_answer_is_asked_once_in_a_pass(
-    fleet: list[Node], tell: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    fleet: list[Node], tell: Callable[..., View], pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drain, "PAGES", 4)
     view = tell(n1=State.DRAINING)
@@ -79,13 +96,17 @@ def test_an_owner_that_does_not_answer_is_asked_once_in_a_pass(
 
 
 def test_a_drain_goes_on_when_its_member_was_out_of_the_view(
-    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
 ) -> None:
     """Its lease ended, and it registered again."""
-    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.01)
+    fleet[1].peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.01)
     tell()
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
-    fleet[1].membership.announce = lambda state: tell(n1=state)  # type: ignore[method-assign]
+    fleet[1].membership.announcer = announcer_of(tell)
     direct = alone(fleet[1])
     direct.drain()
     wait_until(lambda: direct.drain().pages_left)
@@ -98,13 +119,16 @@ def test_a_drain_goes_on_when_its_member_was_out_of_the_view(
 
 
 def test_what_nobody_takes_stays_and_is_said(
-    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
 ) -> None:
-    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.02)
-    monkeypatch.setattr(drain, "PATIENCE_S", 0.2)
+    fleet[1].peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.02, patience_s=0.2)
     view = tell()
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
-    fleet[1].membership.announcer = lambda state: tell(n1=state)
+    fleet[1].membership.announcer = announcer_of(tell)
     direct = alone(fleet[1])
     direct.drain()
     wait_until(lambda: direct.drain().over)
@@ -112,11 +136,15 @@ def test_what_nobody_takes_stays_and_is_said(
 
 
 def test_a_drain_goes_on_when_its_member_was_lost_for_a_while_and_a_namespace_goes(
-    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A lease that ended, say: the view is told without it, until it has registered again."""
-    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.02)
-    monkeypatch.setattr(drain, "PATIENCE_S", 0.2)
+    fleet[1].peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.02, patience_s=0.2)
     view, own = tell(), fleet[1]
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
     direct = alone(own)
@@ -139,10 +167,10 @@ def test_a_drain_goes_on_when_its_member_was_lost_for_a_while_and_a_namespace_go
 
 
 def test_a_drain_asks_within_the_limits_of_who_takes_over(
-    start_node: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, alone: Callable[[Node], Client], pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.01)
     nodes = [start_node(), start_node(batch_keys_max=3)]
+    nodes[0].peers.draining.timeouts = nodes[1].peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.01)
     members = [Member(f"n{i}", f"127.0.0.1:{node.grpc.port}") for i, node in enumerate(nodes)]
     for node in nodes:
         plant(node, pages, pages.keys(*NUMBERS))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from sandbox import Sandbox
 
 from kvstore.errors import Exhausted
 from node.memory.lock_slices import run_in_slices
@@ -40,9 +41,9 @@ class ReferenceLru:
         self.touch(chain)
 
 
-def test_one_page_size_is_exact_lru_tail_to_head(seed: int, sandbox: Any) -> None:
+def test_one_page_size_is_exact_lru_tail_to_head(seed: int) -> None:
     rng = random.Random(seed)
-    box = sandbox(8 * EXTENT, EXTENT)
+    box = Sandbox(8 * EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     reference = ReferenceLru(128)
     universe = pages.keys(*range(400))
@@ -70,8 +71,8 @@ def test_one_page_size_is_exact_lru_tail_to_head(seed: int, sandbox: Any) -> Non
 
 
 @pytest.mark.parametrize("stored", [range(64, 128), range(70, 80), range(128)], ids=["a turn", "some", "all"])
-def test_a_batch_of_several_turns_has_each_key_s_verdict_and_is_counted(sandbox: Any, stored: range) -> None:
-    box = sandbox(16 * EXTENT, EXTENT)
+def test_a_batch_of_several_turns_has_each_key_s_verdict_and_is_counted(stored: range) -> None:
+    box = Sandbox(16 * EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     keys = pages.keys(*range(192))
     box.put(pages, [keys[number] for number in stored])
@@ -85,8 +86,8 @@ def test_a_batch_of_several_turns_has_each_key_s_verdict_and_is_counted(sandbox:
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["own", "copies"])
-def test_only_pages_that_got_a_slot_are_counted(sandbox: Any, copies: bool) -> None:
-    box = sandbox(EXTENT, EXTENT)
+def test_only_pages_that_got_a_slot_are_counted(copies: bool) -> None:
+    box = Sandbox(EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     keys, held, eviction = pages.keys(*range(20)), pages.keys(100, 101), box.tier.eviction
     box.put(pages, held)
@@ -101,16 +102,16 @@ def test_only_pages_that_got_a_slot_are_counted(sandbox: Any, copies: bool) -> N
     assert box.present(pages, held) == set(held)
 
 
-def test_only_what_is_needed_is_evicted(sandbox: Any) -> None:
-    box = sandbox(EXTENT, EXTENT)
+def test_only_what_is_needed_is_evicted() -> None:
+    box = Sandbox(EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     box.put(pages, pages.keys(*range(16)))
     box.put(pages, pages.keys(16))
     assert len(box.present(pages, pages.keys(*range(17)))) == 16
 
 
-def test_a_put_does_not_evict_the_rest_of_its_own_chain(sandbox: Any) -> None:
-    box = sandbox(EXTENT, EXTENT)
+def test_a_put_does_not_evict_the_rest_of_its_own_chain() -> None:
+    box = Sandbox(EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     box.put(pages, pages.keys(*range(16)))
     chain = pages.keys(*range(20))
@@ -119,10 +120,10 @@ def test_a_put_does_not_evict_the_rest_of_its_own_chain(sandbox: Any) -> None:
     assert box.present(pages, chain) == set(chain[:16])
 
 
-def test_slots_come_in_the_order_of_the_keys_whatever_goes_for_them(sandbox: Any) -> None:
+def test_slots_come_in_the_order_of_the_keys_whatever_goes_for_them() -> None:
     """A page that another writer stored meanwhile went for those behind it in the batch, and its new slot came last:
     the writer, who goes by the verdicts, wrote each page's bytes under its neighbour's key, and no checksum told."""
-    box = sandbox(128 * 4096, 128 * 4096)
+    box = Sandbox(128 * 4096, 128 * 4096)
     pages = box.open("order", 4096)
     keys = pages.keys(*range(KEYS_A_SLICE + 60))
     other = box.reserve(pages, [*pages.keys(*range(1000, 1030)), keys[KEYS_A_SLICE]])
@@ -137,9 +138,9 @@ def test_slots_come_in_the_order_of_the_keys_whatever_goes_for_them(sandbox: Any
     assert box.tier.check() == []
 
 
-def test_after_a_page_that_does_not_fit_nothing_of_the_chain_is_stored(sandbox: Any) -> None:
+def test_after_a_page_that_does_not_fit_nothing_of_the_chain_is_stored() -> None:
     """Pages behind a hole would be of no use, and would take space from others."""
-    box = sandbox(EXTENT, EXTENT)
+    box = Sandbox(EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     verdicts = box.put(pages, pages.keys(*range(20)))
     assert verdicts == [PutStatus.WRITE] * 16 + [PutStatus.FULL] * 4
@@ -149,8 +150,8 @@ def test_after_a_page_that_does_not_fit_nothing_of_the_chain_is_stored(sandbox: 
     ("keeper", "cause"),
     [("pin", "16 pinned, 16 being read"), ("hold", "32 being read"), ("write", "32 being written")],
 )
-def test_when_nothing_may_go_the_answer_is_exhausted_and_names_the_cause(sandbox: Any, keeper: str, cause: str) -> None:
-    box = sandbox(2 * EXTENT, EXTENT)
+def test_when_nothing_may_go_the_answer_is_exhausted_and_names_the_cause(keeper: str, cause: str) -> None:
+    box = Sandbox(2 * EXTENT, EXTENT)
     pages, keys = (space := box.open("model", PAGE)), space.keys(*range(32))
     reservation = box.reserve(pages, keys)
     if keeper != "write":
@@ -165,8 +166,8 @@ def test_when_nothing_may_go_the_answer_is_exhausted_and_names_the_cause(sandbox
     assert box.tier.check() == []
 
 
-def test_space_follows_the_traffic_from_one_page_size_to_another(sandbox: Any) -> None:
-    box = sandbox(8 * EXTENT, EXTENT)
+def test_space_follows_the_traffic_from_one_page_size_to_another() -> None:
+    box = Sandbox(8 * EXTENT, EXTENT)
     small, large = box.open("small", PAGE), box.open("large", 4 * PAGE)
     for space, per_extent in ((small, 16), (large, 4), (small, 16)):
         keys = space.keys(*range(8 * per_extent))
@@ -177,8 +178,8 @@ def test_space_follows_the_traffic_from_one_page_size_to_another(sandbox: Any) -
         assert box.tier.check() == []
 
 
-def test_a_size_in_use_keeps_its_space_from_a_size_that_is_older(sandbox: Any) -> None:
-    box = sandbox(4 * EXTENT, EXTENT)
+def test_a_size_in_use_keeps_its_space_from_a_size_that_is_older() -> None:
+    box = Sandbox(4 * EXTENT, EXTENT)
     small, large = box.open("small", PAGE), box.open("large", 4 * PAGE)
     hot = small.keys(*range(16))
     box.put(small, hot)
@@ -198,9 +199,9 @@ def pin_one_page_of_each_extent(box: Any, space: Any, keys: Sequence[bytes]) -> 
 
 
 @pytest.mark.parametrize("others", ["stay", "removed"])
-def test_a_pinned_page_in_every_extent_does_not_keep_the_extents(sandbox: Any, others: str) -> None:
+def test_a_pinned_page_in_every_extent_does_not_keep_the_extents(others: str) -> None:
     """Pinned pages move together; the bytes move with them."""
-    box = sandbox(8 * EXTENT, EXTENT)
+    box = Sandbox(8 * EXTENT, EXTENT)
     small, large = box.open("small", PAGE), box.open("large", 4 * PAGE)
     keys = small.keys(*range(8 * 16))
     box.put(small, keys)
@@ -218,11 +219,11 @@ def test_a_pinned_page_in_every_extent_does_not_keep_the_extents(sandbox: Any, o
     assert box.tier.check() == []
 
 
-def test_a_place_with_a_page_being_read_or_written_is_not_cleared(sandbox: Any) -> None:
-    box = sandbox(3 * EXTENT, EXTENT)
+def test_a_place_with_a_page_being_read_or_written_is_not_cleared() -> None:
+    box = Sandbox(3 * EXTENT, EXTENT)
     small, large = box.open("small", PAGE), box.open("large", 16 * PAGE)
     box.put(small, small.keys(*range(32)))
-    held = box.acquire(small, small.keys(0))  # in the first extent
+    held = box.read(small, small.keys(0))  # in the first extent
     writing = box.reserve(small, small.keys(100))  # alone in the third
     offsets = [held[0].offset, writing.pages[0].offset]
     box.now_ms += 10
@@ -237,8 +238,8 @@ def test_a_place_with_a_page_being_read_or_written_is_not_cleared(sandbox: Any) 
     assert box.get(small, small.keys(100)) == [True]
 
 
-def test_the_one_place_that_can_be_cleared_is_found_wherever_it_is(sandbox: Any) -> None:
-    box = sandbox(64 * EXTENT, EXTENT)
+def test_the_one_place_that_can_be_cleared_is_found_wherever_it_is() -> None:
+    box = Sandbox(64 * EXTENT, EXTENT)
     small, large = box.open("small", PAGE), box.open("large", 16 * PAGE)
     keys = small.keys(*range(64 * 16))
     for start in range(0, len(keys), 16):
@@ -250,8 +251,8 @@ def test_the_one_place_that_can_be_cleared_is_found_wherever_it_is(sandbox: Any)
     assert box.present(small, keys) == set(keys[: 63 * 16])
 
 
-def test_pinned_pages_that_fill_their_extents_are_left_in_peace(sandbox: Any) -> None:
-    box = sandbox(4 * EXTENT, EXTENT)
+def test_pinned_pages_that_fill_their_extents_are_left_in_peace() -> None:
+    box = Sandbox(4 * EXTENT, EXTENT)
     small, large = box.open("small", PAGE), box.open("large", 16 * PAGE)
     keys = small.keys(*range(64))
     box.put(small, keys)
@@ -264,8 +265,8 @@ def test_pinned_pages_that_fill_their_extents_are_left_in_peace(sandbox: Any) ->
     assert box.present(small, keys) == set(keys), "pages were evicted in vain"
 
 
-def test_a_pin_ends_when_its_time_is_over(sandbox: Any) -> None:
-    box = sandbox(2 * EXTENT, EXTENT)
+def test_a_pin_ends_when_its_time_is_over() -> None:
+    box = Sandbox(2 * EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     box.put(pages, pages.keys(*range(32)))
     box.pin(pages, pages.keys(*range(16)), ttl_ms=1000)
@@ -277,8 +278,8 @@ def test_a_pin_ends_when_its_time_is_over(sandbox: Any) -> None:
     assert box.put(pages, pages.keys(32)) == [PutStatus.WRITE]
 
 
-def test_a_pin_that_is_renewed_without_end_takes_no_memory(sandbox: Any) -> None:
-    box = sandbox(2 * EXTENT, EXTENT)
+def test_a_pin_that_is_renewed_without_end_takes_no_memory() -> None:
+    box = Sandbox(2 * EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     box.put(pages, pages.keys(0))
     for step in range(1000):
@@ -287,12 +288,12 @@ def test_a_pin_that_is_renewed_without_end_takes_no_memory(sandbox: Any) -> None
     assert box.tier.eviction.pins.entry_count < 200
 
 
-def test_removing_a_page_that_is_read_keeps_its_bytes_until_the_last_reader_is_done(sandbox: Any) -> None:
-    box = sandbox(EXTENT, EXTENT)
+def test_removing_a_page_that_is_read_keeps_its_bytes_until_the_last_reader_is_done() -> None:
+    box = Sandbox(EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     keys = pages.keys(*range(16))
     box.put(pages, keys)
-    first, second = box.acquire(pages, keys[:1]), box.acquire(pages, keys[:1])
+    first, second = box.read(pages, keys[:1]), box.read(pages, keys[:1])
     assert box.remove(pages, keys[:1]) == [True]
     assert box.present(pages, keys[:1]) == set()
     assert box.put(pages, pages.keys(50)) == [PutStatus.WRITE]  # evicts another page, not this slot
@@ -320,21 +321,21 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_check_reports_damage(sandbox: Any, damage: str) -> None:
-    box = sandbox(2 * EXTENT, EXTENT)
+def test_check_reports_damage(damage: str) -> None:
+    box = Sandbox(2 * EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     box.put(pages, pages.keys(0, 1, 2))
-    (page,) = box.acquire(pages, pages.keys(1))
+    (page,) = box.read(pages, pages.keys(1))
     box.tier.release([page])
     assert box.tier.check() == []
     DAMAGES[damage](box.tier, page)
     assert box.tier.check()
 
 
-def test_order_is_exact_while_pages_are_held_and_after(seed: int, sandbox: Any) -> None:
+def test_order_is_exact_while_pages_are_held_and_after(seed: int) -> None:
     """A held page that is met as the oldest comes back to its place, not as the newest."""
     rng = random.Random(seed)
-    box = sandbox(4 * EXTENT, EXTENT)
+    box = Sandbox(4 * EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     order = pages.keys(*range(64))  # oldest first
     for key in order:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attacks import ATTACKS
@@ -46,7 +47,12 @@ class Besieged:
 
     def __init__(self, mode: Mode) -> None:
         self.mode, self.node = mode, start_node(mode)
-        settings = {"address": self.node.address, "timeout_s": PATIENT_S, "connect_timeout_s": 20.0, **mode.client}
+        settings: dict[str, Any] = {
+            "address": self.node.address,
+            "timeout_s": PATIENT_S,
+            "connect_timeout_s": 20.0,
+            **mode.client,
+        }
         self._settings = settings
         self.innocents = [Innocent(wire=wire, **settings) for wire in ("bulk", "shm")]
         for innocent in self.innocents:

@@ -13,6 +13,8 @@ import grpc
 import pytest
 from fleet import tell, view_of
 from gateways import servicer_of
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig
@@ -26,7 +28,7 @@ THREAD = "kvstore-views"
 
 
 @pytest.fixture
-def cluster(start_node: Any) -> list[Node]:
+def cluster(start_node: StartNode) -> list[Node]:
     found = [start_node() for _ in range(2)]
     tell(found, view_of(found, number=1))
     return found
@@ -57,14 +59,16 @@ def test_the_view_now_and_every_later_one(cluster: list[Node], stub: Any) -> Non
     assert next(unknown).number == 3, "it knew the second"
 
 
-def test_a_node_that_is_alone_has_no_view(start_node: Any) -> None:
+def test_a_node_that_is_alone_has_no_view(start_node: StartNode) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{start_node().grpc.port}") as channel:
         views = KVStoreStub(channel).Follow(pb.FollowRequest(), timeout=20.0)
         with pytest.raises(grpc.RpcError, match="in no cluster"):
             next(views)
 
 
-def test_followers_are_bounded_and_the_oldest_makes_room(cluster: list[Node], stub: Any, monkeypatch: Any) -> None:
+def test_followers_are_bounded_and_the_oldest_makes_room(
+    cluster: list[Node], stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     places = servicer_of(cluster[0])._followers
     monkeypatch.setattr(places, "cap", replace(places.cap, total=3, per_peer=2))
     streams = []
@@ -76,7 +80,7 @@ def test_followers_are_bounded_and_the_oldest_makes_room(cluster: list[Node], st
     assert not streams[1].done()
 
 
-def test_followers_do_not_delay_a_stop(start_node: Any) -> None:
+def test_followers_do_not_delay_a_stop(start_node: StartNode) -> None:
     one = start_node(drain_s=60.0)
     tell([one], view_of([one]))
     with grpc.insecure_channel(f"127.0.0.1:{one.grpc.port}") as channel:
@@ -88,7 +92,7 @@ def test_followers_do_not_delay_a_stop(start_node: Any) -> None:
         one.grpc.stop = lambda drain_s: None
 
 
-def test_a_client_hears_of_a_view_without_asking(cluster: list[Node], connect: Any, pages: Any) -> None:
+def test_a_client_hears_of_a_view_without_asking(cluster: list[Node], connect: Connect, pages: Pages) -> None:
     client = connect(cluster[0])
     pages.put(client, pages.keys(1))
     wait_until(lambda: followers() == 1)
@@ -103,7 +107,7 @@ def test_a_client_hears_of_a_view_without_asking(cluster: list[Node], connect: A
 
 
 def test_another_member_is_followed_when_one_goes(
-    start_node: Any, cluster: list[Node], connect: Any, pages: Any
+    start_node: StartNode, cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
     three = [*cluster, start_node()]
     tell(three, view_of(three, number=1))
@@ -119,7 +123,7 @@ def test_another_member_is_followed_when_one_goes(
 
 
 def test_a_member_that_hangs_is_not_believed_for_ever(
-    cluster: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower, "FOLLOW_S", 0.5)
     client = connect(cluster[0])
@@ -130,7 +134,9 @@ def test_a_member_that_hangs_is_not_believed_for_ever(
     wait_until(lambda: known(client) == 2)
 
 
-def test_a_node_that_is_alone_costs_no_thread(start_node: Any, connect: Any, pages: Any, cluster: list[Node]) -> None:
+def test_a_node_that_is_alone_costs_no_thread(
+    start_node: StartNode, connect: Connect, pages: Pages, cluster: list[Node]
+) -> None:
     for client in (connect(start_node()), connect(cluster[0], direct=True)):
         pages.put(client, pages.keys(1))
     time.sleep(2 * follower.FIRST_S_MAX)
@@ -148,6 +154,8 @@ def test_a_client_that_nobody_has_any_more_is_followed_by_no_thread(
     wait_until(lambda: gc.collect() >= 0 and followers() == 0)
 
 
+# Python 3.12 and newer warn of each fork of a process with threads; here forks are the subject.
+SCRIPT = (sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c")
 ENDS = """
 import os, sys, threading, time
 from kvstore import Client, ClientConfig
@@ -171,7 +179,7 @@ if sys.argv[2] == "fork":
 @pytest.mark.parametrize("how", ["end", "fork"])
 def test_it_keeps_no_process_alive(cluster: list[Node], how: str) -> None:
     address = f"127.0.0.1:{cluster[0].grpc.port}"
-    done = subprocess.run([sys.executable, "-c", ENDS, address, how], capture_output=True, timeout=20.0, check=False)
+    done = subprocess.run([*SCRIPT, ENDS, address, how], capture_output=True, timeout=20.0, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
@@ -207,13 +215,13 @@ one.close()
 
 def test_a_fork_does_not_wait_for_who_waits_to_follow_again() -> None:
     """While all members are away each fork of an engine took half a second."""
-    command = [sys.executable, "-c", FORKS_WHILE_NOBODY_IS_FOLLOWED]
+    command = [*SCRIPT, FORKS_WHILE_NOBODY_IS_FOLLOWED]
     done = subprocess.run(command, capture_output=True, timeout=30.0, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_name_with_several_addresses_counts_as_several(
-    cluster: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first of them is nobody's, and gRPC asks no other: it does not know them."""
     port = cluster[0].grpc.port

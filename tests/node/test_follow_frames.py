@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from fleet import tell, view_of
+from known_pages import Pages
+from local_nodes import Connect, ConnectRaw, StartNode
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig
@@ -23,13 +25,13 @@ LONG_MS = 60_000
 
 
 @pytest.fixture
-def one(start_node: Any) -> Node:
+def one(start_node: StartNode) -> Node:
     node: Node = start_node(drain_s=60.0)
     tell([node], view_of([node]))
     return node
 
 
-def following(raw: Any, node: Node, number: int = 1, wait_ms: int = LONG_MS) -> Any:
+def following(raw: ConnectRaw, node: Node, number: int = 1, wait_ms: int = LONG_MS) -> Any:
     """A connection whose request waits."""
     connection, before = raw(node), node.service.followers.count
     connection.request(follow=pb.FollowRequest(number=number, wait_ms=wait_ms))
@@ -37,7 +39,7 @@ def following(raw: Any, node: Node, number: int = 1, wait_ms: int = LONG_MS) -> 
     return connection
 
 
-def test_another_view_is_told_at_once_and_the_known_one_is_not(one: Node, raw: Any) -> None:
+def test_another_view_is_told_at_once_and_the_known_one_is_not(one: Node, raw: ConnectRaw) -> None:
     client = raw(one)
     view = client.ask(follow=pb.FollowRequest(wait_ms=LONG_MS)).follow
     assert view == view_of([one]).with_ports(one.membership.view).message
@@ -46,7 +48,7 @@ def test_another_view_is_told_at_once_and_the_known_one_is_not(one: Node, raw: A
     assert client.ask(follow=pb.FollowRequest(number=7, wait_ms=LONG_MS)).follow.number == 1, "also an older one"
 
 
-def test_a_view_is_told_when_it_comes(one: Node, raw: Any) -> None:
+def test_a_view_is_told_when_it_comes(one: Node, raw: ConnectRaw) -> None:
     connections = [following(raw, one) for _ in range(3)]
     tell([one], view_of([one], number=2))
     assert [connection.reply()[0].follow.number for connection in connections] == [2, 2, 2]
@@ -56,7 +58,7 @@ def test_a_view_is_told_when_it_comes(one: Node, raw: Any) -> None:
     assert one.service.followers.count == 0
 
 
-def test_no_view_is_missed_between_two_requests(one: Node, raw: Any) -> None:
+def test_no_view_is_missed_between_two_requests(one: Node, raw: ConnectRaw) -> None:
     """Many come while nobody waits, and one just before the wait begins."""
     client, heard, last = raw(one), 1, 60
     views = threading.Thread(target=lambda: [tell([one], view_of([one], number=n)) for n in range(2, last + 1)])
@@ -66,19 +68,19 @@ def test_no_view_is_missed_between_two_requests(one: Node, raw: Any) -> None:
     views.join()
 
 
-def test_a_node_in_no_cluster_has_no_view(start_node: Any, raw: Any) -> None:
+def test_a_node_in_no_cluster_has_no_view(start_node: StartNode, raw: ConnectRaw) -> None:
     connection = raw(start_node())
     error = connection.ask(follow=pb.FollowRequest(wait_ms=LONG_MS)).error
     assert (error.code, "in no cluster" in error.message) == (Code.INVALID_ARGUMENT, True)
     assert connection.ask(hello=pb.HelloRequest()).hello.instance_id, "the connection is as it was"
 
 
-def test_who_hangs_up_is_not_waited_for(one: Node, raw: Any) -> None:
+def test_who_hangs_up_is_not_waited_for(one: Node, raw: ConnectRaw) -> None:
     following(raw, one).close()
     wait_until(lambda: one.service.followers.count == 0, 10.0)
 
 
-def test_waiting_costs_no_processor(one: Node, raw: Any) -> None:
+def test_waiting_costs_no_processor(one: Node, raw: ConnectRaw) -> None:
     """Fifty that wait wake nobody: context switches of their threads stay as they are."""
     threads = {thread.native_id for thread in threading.enumerate()}
     for _ in range(50):
@@ -99,7 +101,7 @@ def test_waiting_costs_no_processor(one: Node, raw: Any) -> None:
     assert switches() - before < 50, "each of them woke up"
 
 
-def test_descriptors_do_not_grow_with_views(one: Node, raw: Any) -> None:
+def test_descriptors_do_not_grow_with_views(one: Node, raw: ConnectRaw) -> None:
     client = raw(one)
     client.ask(hello=pb.HelloRequest())
     counts = []
@@ -112,7 +114,7 @@ def test_descriptors_do_not_grow_with_views(one: Node, raw: Any) -> None:
     assert max(counts[-5:]) <= counts[0] + 2
 
 
-def test_followers_are_bounded(one: Node, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_followers_are_bounded(one: Node, raw: ConnectRaw, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = one.service.followers._budget
     monkeypatch.setattr(budget, "cap", replace(budget.cap, total=4, per_peer=2))
     for _ in range(2):
@@ -123,7 +125,7 @@ def test_followers_are_bounded(one: Node, raw: Any, monkeypatch: pytest.MonkeyPa
     assert more.ask(follow=pb.FollowRequest()).follow.number == 1, "who need not wait takes no place"
 
 
-def test_a_full_house_lets_a_follower_go(start_node: Any, raw: Any) -> None:
+def test_a_full_house_lets_a_follower_go(start_node: StartNode, raw: ConnectRaw) -> None:
     small = start_node(sessions_max=4)  # two for one peer
     tell([small], view_of([small]))
     first = following(raw, small)
@@ -134,7 +136,7 @@ def test_a_full_house_lets_a_follower_go(start_node: Any, raw: Any) -> None:
     wait_until(lambda: small.service.followers.count == 0)
 
 
-def test_followers_do_not_delay_a_stop(one: Node, raw: Any) -> None:
+def test_followers_do_not_delay_a_stop(one: Node, raw: ConnectRaw) -> None:
     connection = following(raw, one)
     began = time.monotonic()
     one.bulk.stop(60.0)
@@ -144,7 +146,7 @@ def test_followers_do_not_delay_a_stop(one: Node, raw: Any) -> None:
         connection.reply()
 
 
-def test_who_says_something_else_meanwhile_is_answered(one: Node, raw: Any) -> None:
+def test_who_says_something_else_meanwhile_is_answered(one: Node, raw: ConnectRaw) -> None:
     connection = following(raw, one)
     connection.request(hello=pb.HelloRequest())
     assert connection.reply()[0].follow == pb.View()
@@ -152,7 +154,9 @@ def test_who_says_something_else_meanwhile_is_answered(one: Node, raw: Any) -> N
 
 
 @pytest.mark.parametrize("wire", ["bulk", "shm"])
-def test_clients_follow_by_frames(one: Node, connect: Any, pages: Any, wire: str, monkeypatch: Any) -> None:
+def test_clients_follow_by_frames(
+    one: Node, connect: Connect, pages: Pages, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         "kvstore.transports.grpc_wire.GrpcWire.follow", lambda *_: pytest.fail("a client of frames followed over gRPC")
     )
@@ -167,7 +171,7 @@ def test_clients_follow_by_frames(one: Node, connect: Any, pages: Any, wire: str
 
 
 def test_an_older_view_is_not_asked_for_again_and_again(
-    start_node: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A member that has not heard yet answers each question at once, unless it is asked for another than its own."""
     nodes = [start_node() for _ in range(2)]
@@ -188,7 +192,7 @@ def test_an_older_view_is_not_asked_for_again_and_again(
 
 
 def test_a_node_that_does_not_know_the_frame_is_followed_over_grpc(
-    one: Node, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    one: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those before it are: they find no operation in that request, and hang up."""
     parse = type(one.bulk).connection
@@ -219,7 +223,7 @@ def test_a_node_that_does_not_know_the_frame_is_followed_over_grpc(
 
 
 def test_a_member_that_says_nothing_is_not_believed_for_ever(
-    start_node: Any, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It took the request, and never answers: another is asked."""
     monkeypatch.setattr(follower, "FOLLOW_S", 0.5)

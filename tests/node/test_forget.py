@@ -1,12 +1,13 @@
 """A tenant that is forgotten by a cluster: at every member, also at one that was away."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_etcd import FakeEtcd
 from fleet import calm, present, tell, view_of
 from fleets import Start, stop
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 from memory_search import found, found_in
 from waiting import wait_until
 
@@ -18,11 +19,11 @@ NUMBERS = range(30)
 DISK = {"disk_nbytes": 16 << 20, "disk_extent_nbytes": 1 << 20, "scrub_nbytes_per_s": 0}
 
 
-def beginnings(pages: Any) -> list[bytes]:
+def beginnings(pages: Pages) -> list[bytes]:
     return [pages.content(key)[:64] for key in pages.keys(*NUMBERS)]
 
 
-def in_ram(node: Node, pages: Any) -> int:
+def in_ram(node: Node, pages: Pages) -> int:
     """How many of its pages begin somewhere in the node's memory."""
     return len(found(bytes(node.arena.view(0, node.arena.nbytes)), beginnings(pages)))
 
@@ -32,10 +33,10 @@ def in_rows(directory: Path, text: bytes) -> bool:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_nothing_is_left_at_any_member(start_node: Any, connect: Any, make_pages: Any, replicas: int) -> None:
+def test_nothing_is_left_at_any_member(start_node: StartNode, connect: Connect, replicas: int) -> None:
     nodes = [start_node() for _ in range(3)]
     tell(nodes, view_of(nodes, replicas))
-    gone, kept = make_pages("gone", tenant="gone"), make_pages("kept", tenant="kept")
+    gone, kept = Pages("gone", tenant="gone"), Pages("kept", tenant="kept")
     client, keys = connect(nodes[0], timeout_s=20.0), gone.keys(*NUMBERS)
     for pages in (gone, kept):
         pages.put(client, keys)
@@ -51,11 +52,11 @@ def test_nothing_is_left_at_any_member(start_node: Any, connect: Any, make_pages
     assert kept.get(client, keys) == [True] * len(keys)
 
 
-def test_what_waits_for_a_member_that_is_away_is_erased_too(start_node: Any, connect: Any, make_pages: Any) -> None:
+def test_what_waits_for_a_member_that_is_away_is_erased_too(start_node: StartNode, connect: Connect) -> None:
     nodes = [start_node(), start_node()]
     view = view_of(nodes, 2, elsewhere={1: "127.0.0.1:9"})
     nodes[0].membership.become(view, "n0")
-    gone = make_pages("gone", tenant="gone")
+    gone = Pages("gone", tenant="gone")
     client = connect(nodes[0], direct=True, timeout_s=20.0)
     gone.put(client, gone.keys(*NUMBERS))
     assert nodes[0].peers.status().queue_pages > 0
@@ -66,12 +67,12 @@ def test_what_waits_for_a_member_that_is_away_is_erased_too(start_node: Any, con
 
 
 def test_a_member_that_was_away_is_named_and_erases_when_it_is_back(
-    fleet: Start, etcd: FakeEtcd, connect: Any, make_pages: Any, tmp_path: Path
+    fleet: Start, etcd: FakeEtcd, connect: Connect, tmp_path: Path
 ) -> None:
     one = fleet("n1")
     two = fleet("n2", data_dir=str(tmp_path), **DISK)
     wait_until(lambda: all(len(node.membership.view.members) == 2 for node in (one, two)))  # type: ignore[union-attr]
-    gone, kept = make_pages("a secret model", tenant="gone"), make_pages("kept", tenant="kept")
+    gone, kept = Pages("a secret model", tenant="gone"), Pages("kept", tenant="kept")
     at_two = connect(two, direct=True, timeout_s=20.0)
     for pages in (gone, kept):
         pages.put(at_two, pages.keys(*NUMBERS))
@@ -90,12 +91,12 @@ def test_a_member_that_was_away_is_named_and_erases_when_it_is_back(
     assert present(two, kept.namespace, kept.keys(*NUMBERS)).count(True) > 0
 
 
-def test_a_page_that_is_put_behind_a_forget_stays(fleet: Start, etcd: FakeEtcd, connect: Any, make_pages: Any) -> None:
+def test_a_page_that_is_put_behind_a_forget_stays(fleet: Start, etcd: FakeEtcd, connect: Connect) -> None:
     """Members hear of it once more, from etcd, when its caller has gone on already."""
     nodes = [fleet(f"n{i}") for i in range(2)]
     wait_until(lambda: all(len(node.membership.view.members) == 2 for node in nodes))  # type: ignore[union-attr]
     client, etcd.late_s = connect(nodes[0], timeout_s=20.0), 0.3
-    gone = make_pages("gone", tenant="gone")
+    gone = Pages("gone", tenant="gone")
     keys = gone.keys(*NUMBERS)
     for _ in range(2):
         gone.put(client, keys)
@@ -109,10 +110,10 @@ def test_a_page_that_is_put_behind_a_forget_stays(fleet: Start, etcd: FakeEtcd, 
         assert gone.get(client, keys) == [True] * len(keys)
 
 
-def test_a_member_that_does_not_answer_is_told(start_node: Any, connect: Any, make_pages: Any) -> None:
+def test_a_member_that_does_not_answer_is_told(start_node: StartNode, connect: Connect) -> None:
     nodes = [start_node(), start_node()]
     tell(nodes, view_of(nodes, elsewhere={1: "127.0.0.1:9"}))
-    gone = make_pages("gone", tenant="gone")
+    gone = Pages("gone", tenant="gone")
     client = connect(nodes[0], timeout_s=20.0)
     gone.put(client, gone.keys(*NUMBERS))
     with pytest.raises(KVStoreError):

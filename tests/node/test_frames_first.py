@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from authorities import of_client, of_node, pair
 from fleet import calm, tell, view_of
+from fleets import Start
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 from ports import free_ports
 from waiting import wait_until
 
@@ -23,7 +26,13 @@ from kvstore.transports.grpc_wire import GrpcWire
 from kvstore.transports.negotiation import member_name
 from node.server import Node
 
-PATIENT = {"timeout_s": 30.0, "connect_timeout_s": 20.0}
+PATIENT: dict[str, Any] = {"timeout_s": 30.0, "connect_timeout_s": 20.0}
+
+
+def drop(link: NodeChannel) -> None:
+    """Drop its connection: the next call connects anew."""
+    assert link._link is not None
+    link._drop(link._link)
 
 
 def by_frames(node: Node) -> str:
@@ -57,7 +66,7 @@ def no_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_address_of_frames_leads_to_the_best_wire(
-    node: Node, connect: Any, pages: Any, address: Any, wire: str, taken: str
+    node: Node, connect: Connect, pages: Pages, address: Any, wire: str, taken: str
 ) -> None:
     client, keys = connect(node, wire, address=address(node)), pages.keys(*range(4))
     pages.put(client, keys)
@@ -68,7 +77,7 @@ def test_an_address_of_frames_leads_to_the_best_wire(
 
 
 def test_without_shared_memory_frames_go_on_over_tcp(
-    start_node: Any, connect: Any, pages: Any, caplog: pytest.LogCaptureFixture
+    start_node: StartNode, connect: Connect, pages: Pages, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = start_node(shm_socket="none")
     client = connect(node, "auto", address=by_frames(node))
@@ -77,7 +86,7 @@ def test_without_shared_memory_frames_go_on_over_tcp(
     assert not [record for record in caplog.records if record.levelname == "WARNING"], "nothing should have worked"
 
 
-def test_a_restart_is_noticed_at_an_address_of_frames(start_node: Any, connect: Any, pages: Any) -> None:
+def test_a_restart_is_noticed_at_an_address_of_frames(start_node: StartNode, connect: Connect, pages: Pages) -> None:
     first = start_node()
     client = connect(first, "bulk", address=by_frames(first), backoff_s_max=0.05)
     pages.put(client, pages.keys(1))
@@ -90,7 +99,7 @@ def test_a_restart_is_noticed_at_an_address_of_frames(start_node: Any, connect: 
 
 
 @pytest.mark.usefixtures("no_grpc")
-def test_tls_at_an_address_of_frames(start_node: Any, connect: Any, pages: Any, ours: Authority) -> None:
+def test_tls_at_an_address_of_frames(start_node: StartNode, connect: Connect, pages: Pages, ours: Authority) -> None:
     node = start_node(**of_node(ours))
     client = connect(node, "bulk", address=by_frames(node), **of_client(ours))
     pages.put(client, pages.keys(1))
@@ -100,7 +109,7 @@ def test_tls_at_an_address_of_frames(start_node: Any, connect: Any, pages: Any, 
 
 
 def test_what_is_wrong_with_tls_is_said_at_an_address_of_frames(
-    start_node: Any, connect: Any, node: Node, ours: Authority
+    start_node: StartNode, connect: Connect, node: Node, ours: Authority
 ) -> None:
     secured = start_node(**pair(ours, "node"))
     with pytest.raises(Unavailable, match="the node speaks TLS; name the authority"):
@@ -109,12 +118,12 @@ def test_what_is_wrong_with_tls_is_said_at_an_address_of_frames(
         connect(node, "bulk", address=by_frames(node), tls_ca=str(ours.path)).node_status()
 
 
-def test_a_socket_that_is_not_there_is_said(node: Node, connect: Any) -> None:
+def test_a_socket_that_is_not_there_is_said(node: Node, connect: Connect) -> None:
     with pytest.raises(Unavailable, match=r"socket /tmp/nobody\.sock does not exist here"):
         connect(node, "auto", address="unix:/tmp/nobody.sock").node_status()
 
 
-def test_what_serves_no_frames_is_said(node: Node, connect: Any) -> None:
+def test_what_serves_no_frames_is_said(node: Node, connect: Connect) -> None:
     with pytest.raises(KVStoreError):
         connect(node, "bulk", address=f"bulk://127.0.0.1:{node.metrics.port}", timeout_s=3.0).node_status()
 
@@ -136,32 +145,32 @@ def grpc_down(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield tried
 
 
-def test_a_bulk_port_where_a_port_of_grpc_is_meant_is_said(node: Node, connect: Any) -> None:
+def test_a_bulk_port_where_a_port_of_grpc_is_meant_is_said(node: Node, connect: Connect) -> None:
     with pytest.raises(Unavailable, match=f"bulk://127.0.0.1:{node.bulk.port}"):
         connect(node, address=f"127.0.0.1:{node.bulk.port}").node_status()
 
 
 @pytest.mark.parametrize("wire", ["bulk", "shm", "auto"])
 def test_who_knows_the_node_connects_again_though_grpc_is_down(
-    node: Node, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, wire: str
+    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, wire: str
 ) -> None:
     client = connect(node, wire)
     pages.put(client, pages.keys(1))
     link = client._fan_out.nodes.only
     with grpc_down(monkeypatch) as tried:
-        link._drop(link._link)
+        drop(link)
         assert pages.get(client, pages.keys(1)) == [True]
         assert client.stats.connects == 2
         assert tried == []
 
 
-def test_who_does_not_know_it_yet_is_kept_out(node: Node, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_know_it_yet_is_kept_out(node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     with grpc_down(monkeypatch), pytest.raises(Unavailable, match="gateway is down"):
         connect(node).node_status()
 
 
 def test_grpc_says_who_is_there_when_another_node_has_the_port(
-    start_node: Any, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node's ports may be another's by the time of the next connection."""
     node, stranger = start_node(), start_node()
@@ -169,17 +178,17 @@ def test_grpc_says_who_is_there_when_another_node_has_the_port(
     pages.put(client, pages.keys(1))
     link = client._fan_out.nodes.only
     link._negotiation._known = link._negotiation._known._replace(bulk_port=stranger.bulk.port)
-    link._drop(link._link)
+    drop(link)
     assert client.node_status().instance_id == node.service.instance_id
     assert link._negotiation._known.bulk_port == node.bulk.port, "it is known again"
     link._negotiation._known = link._negotiation._known._replace(bulk_port=stranger.bulk.port)
-    link._drop(link._link)
+    drop(link)
     with grpc_down(monkeypatch), pytest.raises(Unavailable, match="gateway is down"):
         client.node_status()
 
 
 def test_a_bulk_port_that_is_silent_leaves_the_time_to_ask_over_grpc(
-    node: Node, connect: Any, monkeypatch: pytest.MonkeyPatch
+    node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = connect(node, "shm", connect_timeout_s=4.0)
     assert client.node_status().instance_id
@@ -187,17 +196,17 @@ def test_a_bulk_port_that_is_silent_leaves_the_time_to_ask_over_grpc(
     with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
         known = link._negotiation._known
         link._negotiation._known = known._replace(bulk_port=silent.getsockname()[1])
-        link._drop(link._link)
+        drop(link)
         assert client.node_status().instance_id == node.service.instance_id
         assert link._negotiation._known is None, "it is not waited for at the next connection"
 
 
-def test_a_client_of_grpc_says_hello_over_grpc(node: Node, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_of_grpc_says_hello_over_grpc(node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     client = connect(node, "grpc")
     client.node_status()
     link = client._fan_out.nodes.only
     link.expect(node.bulk.port, "")
-    link._drop(link._link)
+    drop(link)
     monkeypatch.setattr("kvstore.transports.bulk.BulkWire.greet", lambda *_: pytest.fail("by frames"))
     assert client.node_status().instance_id
 
@@ -220,7 +229,9 @@ def test_a_static_list_of_addresses_of_frames() -> None:
 
 
 @pytest.mark.usefixtures("no_grpc")
-def test_a_cluster_whose_members_are_reached_by_frames_only(start_node: Any, connect: Any, pages: Any) -> None:
+def test_a_cluster_whose_members_are_reached_by_frames_only(
+    start_node: StartNode, connect: Connect, pages: Pages
+) -> None:
     ports = free_ports(2)
     cluster = listed(range(2), ports)
     nodes = [start_node(cluster=cluster, member=f"n{i}", bulk_port=ports[i], replicas=2) for i in range(2)]
@@ -234,7 +245,7 @@ def test_a_cluster_whose_members_are_reached_by_frames_only(start_node: Any, con
         assert pages.get(alone, keys) == [True] * 12, "replicas came by frames"
 
 
-def test_a_node_of_a_fixed_list_tells_its_own_bulk_port(start_node: Any, connect: Any) -> None:
+def test_a_node_of_a_fixed_list_tells_its_own_bulk_port(start_node: StartNode, connect: Connect) -> None:
     ports = free_ports(2)
     cluster = "static:fleet/" + ",".join(f"n{i}=127.0.0.1:{port}" for i, port in enumerate(ports))
     nodes = [start_node(cluster=cluster, member=f"n{i}", port=ports[i]) for i in range(2)]
@@ -251,7 +262,7 @@ def test_a_node_of_a_fixed_list_tells_its_own_bulk_port(start_node: Any, connect
 
 
 def test_a_member_with_a_known_bulk_port_is_reached_by_frames_at_first(
-    start_node: Any, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = [start_node() for _ in range(2)]
     view = view_of(nodes)
@@ -271,7 +282,7 @@ def test_a_member_with_a_known_bulk_port_is_reached_by_frames_at_first(
         assert tried == [], "members, too"
 
 
-def test_another_member_at_a_known_port_is_not_taken_for_it(start_node: Any) -> None:
+def test_another_member_at_a_known_port_is_not_taken_for_it(start_node: StartNode) -> None:
     nodes = [start_node() for _ in range(2)]
     tell(nodes, view_of(nodes))
     link = NodeChannel(f"127.0.0.1:{nodes[0].grpc.port}", ClientConfig(wire="bulk", **PATIENT))
@@ -281,7 +292,7 @@ def test_another_member_at_a_known_port_is_not_taken_for_it(start_node: Any) -> 
     link.close()
 
 
-def test_registered_members_tell_their_bulk_ports(fleet: Any, connect: Any) -> None:
+def test_registered_members_tell_their_bulk_ports(fleet: Start, connect: Connect) -> None:
     nodes = [fleet(f"n{i}") for i in range(2)]
     wait_until(lambda: all(len(node.membership.view.members) == 2 for node in nodes))
     client = connect(nodes[0])
@@ -291,7 +302,7 @@ def test_registered_members_tell_their_bulk_ports(fleet: Any, connect: Any) -> N
 
 
 @pytest.mark.usefixtures("no_grpc")
-def test_a_member_registers_an_address_of_frames(fleet: Any, connect: Any, pages: Any) -> None:
+def test_a_member_registers_an_address_of_frames(fleet: Start, connect: Connect, pages: Pages) -> None:
     (port,) = free_ports(1)
     node = fleet("n0", bulk_port=port, advertise=f"bulk://127.0.0.1:{port}")
     assert node.membership.view.by_id["n0"].address == f"bulk://127.0.0.1:{port}"
@@ -301,7 +312,9 @@ def test_a_member_registers_an_address_of_frames(fleet: Any, connect: Any, pages
 
 
 @pytest.mark.parametrize("told", ["", "127.0.0.1"])
-def test_a_member_whose_grpc_is_elsewhere_is_reached_by_frames(fleet: Any, connect: Any, pages: Any, told: str) -> None:
+def test_a_member_whose_grpc_is_elsewhere_is_reached_by_frames(
+    fleet: Start, connect: Connect, pages: Pages, told: str
+) -> None:
     """Its gRPC is for administrators, or there is none: others find it by its bulk port."""
     node = fleet("n0", grpc_host="none", advertise=told)
     assert node.membership.view.by_id["n0"].address == by_frames(node)
@@ -347,7 +360,7 @@ assert "grpc" not in sys.modules
     [(by_frames, "bulk", "bulk"), (by_frames, "auto", "shm"), (by_socket, "auto", "shm")],
 )
 def test_a_client_of_frames_does_its_whole_job_without_grpc(
-    start_node: Any, address: Any, wire: str, taken: str
+    start_node: StartNode, address: Any, wire: str, taken: str
 ) -> None:
     """In a cluster, too: its view is followed by frames."""
     one = start_node()

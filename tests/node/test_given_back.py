@@ -6,28 +6,27 @@ from typing import Any
 
 import grpc
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 from waiting import wait_until
 
-from kvstore import Client
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from node.server import Node
 
 
-def test_misses_over_shared_memory_hold_nothing(
-    start_node: Callable[..., Node], connect: Callable[..., Client], make_pages: Any
-) -> None:
+def test_misses_over_shared_memory_hold_nothing(start_node: StartNode, connect: Connect) -> None:
     """A client releases what it got (docs/FORMAT.md): each miss kept its share of what a process may hold for good, and
     one with misses was refused everything in the end."""
     node = start_node(batch_nbytes_max=4 << 20, batch_keys_max=16)
-    client, pages = connect(node, "shm"), make_pages("misses", 1 << 20)
+    client, pages = connect(node, "shm"), Pages("misses", 1 << 20)
     for number in range(8):
         assert pages.get(client, pages.keys(*range(4 * number, 4 * number + 4))) == [False] * 4
     wait_until(lambda: not node.sessions.held.used)
 
 
 def test_a_large_request_is_counted_until_it_is_answered(
-    node: Node, connect: Callable[..., Client], raw: Callable[[Node], Any], pages: Any
+    node: Node, connect: Connect, raw: Callable[[Node], Any], pages: Pages
 ) -> None:
     """A client that asks long questions was refused after 256 MiB of them."""
     connect(node, "grpc").open(pages.namespace)
@@ -42,7 +41,7 @@ def test_a_large_request_is_counted_until_it_is_answered(
 
 
 def test_a_get_over_grpc_ends_when_its_reader_has_left(
-    node: Node, pages: Any, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    node: Node, pages: Pages, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It hashed on, with a transfer of which there are few."""
     keys = pages.keys(*range(60))

@@ -9,6 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
+from known_pages import Pages
+from local_nodes import Bystander, Connect, StartNode, settle
 
 from kvstore.checksum import leaves
 from kvstore.config import PROTOCOL_VERSION
@@ -29,13 +31,13 @@ def stub(node: Node) -> Iterator[KVStoreStub]:
 
 
 @pytest.fixture
-def space(request: pytest.FixtureRequest, make_pages: Any, node: Node, connect: Any) -> Any:
-    pages = make_pages(request.node.name, PAGE)
+def space(request: pytest.FixtureRequest, node: Node, connect: Connect) -> Pages:
+    pages = Pages(request.node.name, PAGE)
     pages.put(connect(node), pages.keys(*range(8)))
     return pages
 
 
-def begin(space: Any, *numbers: int) -> pb.PutFrame:
+def begin(space: Pages, *numbers: int) -> pb.PutFrame:
     request = pb.PutRequest(
         namespace=space.namespace.digest, prefix_hashes=space.keys(*numbers), page_nbytes=space.nbytes
     )
@@ -50,7 +52,7 @@ def commit(*of_pages: bytes) -> pb.PutFrame:
     return pb.PutFrame(commit=pb.CommitRequest(leaves=of_pages))
 
 
-def stored(node: Node, space: Any) -> int:
+def stored(node: Node, space: Pages) -> int:
     return len(Inventory(node.tier).list_pages(space.namespace.digest, b"", b"", 1000)[0])
 
 
@@ -84,10 +86,10 @@ BAD_STREAMS: dict[str, tuple[Callable[[Any], list[pb.PutFrame]], str]] = {
 
 @pytest.mark.parametrize("what", BAD_STREAMS)
 def test_a_put_out_of_order_gets_one_status_and_stores_nothing(
-    node: Node, stub: Any, bystander: Any, settle: Callable[..., None], space: Any, what: str
+    node: Node, stub: KVStoreStub, space: Pages, what: str
 ) -> None:
     frames, said = BAD_STREAMS[what]
-    with bystander(node), pytest.raises(grpc.RpcError) as caught:
+    with Bystander(node), pytest.raises(grpc.RpcError) as caught:
         list(stub.Put(iter(frames(space)), timeout=5.0))
     assert caught.value.code() is INVALID
     assert said in caught.value.details()
@@ -95,12 +97,12 @@ def test_a_put_out_of_order_gets_one_status_and_stores_nothing(
     settle(node, sessions=1)
 
 
-def test_a_put_whose_pages_are_all_there_needs_no_commit(stub: Any, space: Any) -> None:
+def test_a_put_whose_pages_are_all_there_needs_no_commit(stub: KVStoreStub, space: Pages) -> None:
     replies = list(stub.Put(iter([begin(space, 0, 1)]), timeout=5.0))
     assert [list(reply.begin.verdicts) for reply in replies] == [[pb.EXISTS, pb.EXISTS]]
 
 
-def test_a_put_by_hand_is_stored(stub: Any, space: Any, node: Node, connect: Any) -> None:
+def test_a_put_by_hand_is_stored(stub: KVStoreStub, space: Pages, node: Node, connect: Connect) -> None:
     (key,) = space.keys(100)
     content = space.content(key)
     frames = [begin(space, 100), pb.PutFrame(chunk=pb.PageChunk(data=content[:100]))]
@@ -129,16 +131,14 @@ class Held:
         return iter(self._queue.get, None)
 
 
-def test_puts_that_stall_are_cancelled(
-    node: Node, stub: Any, bystander: Any, settle: Callable[..., None], space: Any
-) -> None:
+def test_puts_that_stall_are_cancelled(node: Node, stub: KVStoreStub, space: Pages) -> None:
     """After the begin, within the data, and before the commit."""
     stalling = [
         Held(begin(space, 100, 101)),
         Held(begin(space, 102, 103), chunk(1000)),
         Held(begin(space, 104, 105), chunk(2 * PAGE)),
     ]
-    with bystander(node):
+    with Bystander(node):
         calls = [stub.Put(iter(held), timeout=30.0) for held in stalling]
         for call in calls:
             with pytest.raises(grpc.RpcError) as caught:
@@ -151,7 +151,7 @@ def test_puts_that_stall_are_cancelled(
     settle(node, sessions=1)
 
 
-def test_a_put_that_trickles_is_cancelled(node: Node, stub: Any, settle: Callable[..., None], space: Any) -> None:
+def test_a_put_that_trickles_is_cancelled(node: Node, stub: KVStoreStub, space: Pages) -> None:
     """A byte now and then is no progress: it would keep slots for hours."""
     held = Held(begin(space, 100, 101))
     stop = threading.Event()
@@ -172,11 +172,9 @@ def test_a_put_that_trickles_is_cancelled(node: Node, stub: Any, settle: Callabl
 
 
 @pytest.mark.parametrize("stage", ["after begin", "within the data"])
-def test_a_put_that_the_client_cancels_leaves_nothing(
-    node: Node, stub: Any, bystander: Any, settle: Callable[..., None], space: Any, stage: str
-) -> None:
+def test_a_put_that_the_client_cancels_leaves_nothing(node: Node, stub: KVStoreStub, space: Pages, stage: str) -> None:
     held = Held(begin(space, 100, 101))
-    with bystander(node):
+    with Bystander(node):
         call = stub.Put(iter(held), timeout=30.0)
         assert list(next(call).begin.verdicts) == [pb.WRITE, pb.WRITE]
         if stage == "within the data":
@@ -190,19 +188,16 @@ def test_a_put_that_the_client_cancels_leaves_nothing(
 
 @pytest.mark.parametrize("how", ["cancels", "never reads"])
 def test_a_get_that_is_not_read_to_its_end_lets_its_pages_go(
-    start_node: Callable[..., Node],
-    bystander: Any,
-    connect: Any,
-    make_pages: Any,
-    settle: Callable[..., None],
+    start_node: StartNode,
+    connect: Connect,
     how: str,
 ) -> None:
     """16 MiB: more than gRPC and the socket buffers take."""
     node = start_node(ram_nbytes=32 << 20, batch_nbytes_max=16 << 20, stall_s=0.8)
-    space = make_pages(how, 1 << 20)
+    space = Pages(how, 1 << 20)
     space.put(connect(node), space.keys(*range(16)))
     request = pb.GetRequest(namespace=space.namespace.digest, prefix_hashes=space.keys(*range(16)))
-    with bystander(node), grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
+    with Bystander(node), grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         call = KVStoreStub(channel).Get(request, timeout=30.0)
         assert all(next(call).begin.hits)
         assert node.tier.held_count >= 16, "it is being sent"
@@ -213,10 +208,10 @@ def test_a_get_that_is_not_read_to_its_end_lets_its_pages_go(
 
 
 def test_transfers_over_the_limit_are_refused_and_small_calls_still_served(
-    start_node: Callable[..., Node], make_pages: Any, connect: Any, settle: Callable[..., None]
+    start_node: StartNode, connect: Connect
 ) -> None:
     node = start_node(grpc_threads=4, stall_s=30.0)
-    space = make_pages("transfers", PAGE)
+    space = Pages("transfers", PAGE)
     connect(node).open(space.namespace)
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         stub = KVStoreStub(channel)
@@ -236,14 +231,12 @@ def test_transfers_over_the_limit_are_refused_and_small_calls_still_served(
     settle(node, sessions=1)
 
 
-def test_bytes_that_are_no_message_are_refused(
-    node: Node, bystander: Any, settle: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bytes_that_are_no_message_are_refused(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     """With a line each; a traceback is for what nobody expected."""
     caplog.set_level(logging.INFO, "node")
     methods = [f"/kvstore.KVStore/{name}" for name in ("Lookup", "OpenNamespace", "Stat", "Get", "Put")]
     methods += ["/grpc.health.v1.Health/Check", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"]
-    with bystander(node), grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
+    with Bystander(node), grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         for method in methods:
             with pytest.raises(grpc.RpcError) as caught:
                 list(channel.unary_stream(method)(b"\xff\xff\xff", timeout=5.0))

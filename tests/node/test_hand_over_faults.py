@@ -6,11 +6,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fleet import calm, counts, present, tell, view_of
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 from ports import free_port
 from waiting import wait_until
 
@@ -27,7 +29,7 @@ LATE_S = 1.0
 
 
 @pytest.fixture
-def pair(start_node: Callable[..., Node]) -> list[Node]:
+def pair(start_node: StartNode) -> list[Node]:
     nodes = [start_node() for _ in range(2)]
     tell(nodes, view_of(nodes, 2))
     return nodes
@@ -41,7 +43,7 @@ def hung() -> Iterator[str]:
 
 
 @pytest.fixture
-def mixed(start_node: Callable[..., Node]) -> Iterator[tuple[Node, NodeProcess]]:
+def mixed(start_node: StartNode) -> Iterator[tuple[Node, NodeProcess]]:
     """A node here and one in a process of its own, each the replica of the other."""
     node, port = start_node(), free_port()
     list_ = f"static:fleet/n0=127.0.0.1:{node.grpc.port},n1=127.0.0.1:{port}"
@@ -51,7 +53,9 @@ def mixed(start_node: Callable[..., Node]) -> Iterator[tuple[Node, NodeProcess]]
         yield node, process
 
 
-def test_who_was_away_is_given_its_pages_when_it_is_back(pair: list[Node], hung: str, connect: Any, pages: Any) -> None:
+def test_who_was_away_is_given_its_pages_when_it_is_back(
+    pair: list[Node], hung: str, connect: Connect, pages: Pages
+) -> None:
     tell(pair[:1], view_of(pair, 2, 2, elsewhere={1: "127.0.0.1:9"}))
     client, keys = connect(pair[0], direct=True), pages.keys(*NUMBERS)
     assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
@@ -62,9 +66,9 @@ def test_who_was_away_is_given_its_pages_when_it_is_back(pair: list[Node], hung:
     assert pages.get(connect(pair[1], direct=True), keys) == [True] * len(keys)
 
 
-def test_a_member_that_is_paused(mixed: tuple[Node, NodeProcess], connect: Any, make_pages: Any) -> None:
+def test_a_member_that_is_paused(mixed: tuple[Node, NodeProcess], connect: Connect) -> None:
     node, process = mixed
-    pages = make_pages("paused", 1 << 18)
+    pages = Pages("paused", 1 << 18)
     client, keys = connect(node, direct=True), pages.keys(*range(8))
     pages.put(client, keys[:1])
     calm([node])
@@ -81,9 +85,9 @@ def test_a_member_that_is_paused(mixed: tuple[Node, NodeProcess], connect: Any, 
     assert pages.get(other, keys) == [True] * len(keys)
 
 
-def test_a_member_that_is_killed_under_way(mixed: tuple[Node, NodeProcess], connect: Any, make_pages: Any) -> None:
+def test_a_member_that_is_killed_under_way(mixed: tuple[Node, NodeProcess], connect: Connect) -> None:
     node, process = mixed
-    pages = make_pages("killed", 1 << 18)
+    pages = Pages("killed", 1 << 18)
     client, keys = connect(node, direct=True), pages.keys(*range(8))
     os.kill(process.pid, signal.SIGSTOP)
     pages.put(client, keys)
@@ -97,11 +101,11 @@ def test_a_member_that_is_killed_under_way(mixed: tuple[Node, NodeProcess], conn
 
 
 def test_a_member_that_is_full_is_given_its_pages_later(
-    start_node: Any, connect: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = [start_node() for _ in range(2)]
     tell(nodes, view_of(nodes, 2))
-    pages, large = make_pages("refused"), make_pages("large", 1 << 18)
+    pages, large = Pages("refused"), Pages("large", 1 << 18)
     client, other = connect(nodes[0], direct=True), connect(nodes[1], "shm", direct=True)
     keys = pages.keys(*NUMBERS)
     with contextlib.ExitStack() as held:
@@ -114,10 +118,10 @@ def test_a_member_that_is_full_is_given_its_pages_later(
     assert present(nodes[1], pages.namespace, keys) == [True] * len(keys)
 
 
-def test_a_full_queue_costs_replicas_and_no_put(start_node: Any, hung: str, connect: Any, make_pages: Any) -> None:
+def test_a_full_queue_costs_replicas_and_no_put(start_node: StartNode, hung: str, connect: Connect) -> None:
     nodes = [start_node(hand_over_queue_nbytes=1 << 20), start_node()]
     tell(nodes[:1], view_of(nodes, 2, elsewhere={1: hung}))
-    pages = make_pages("queue", 1 << 16)
+    pages = Pages("queue", 1 << 16)
     client = connect(nodes[0], direct=True)
     for start in range(0, 64, 8):
         assert pages.put(client, pages.keys(*range(start, start + 8))) == [PutOutcome.STORED] * 8
@@ -133,7 +137,7 @@ def test_a_full_queue_costs_replicas_and_no_put(start_node: Any, hung: str, conn
 
 
 def test_what_is_removed_while_it_is_under_way_does_not_come_back(
-    pair: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other has its bytes and is about to commit them when it is asked to remove what it does not have yet."""
     reached, go, commit = threading.Event(), threading.Event(), Session.commit
@@ -160,7 +164,7 @@ def test_what_is_removed_while_it_is_under_way_does_not_come_back(
 
 
 def test_what_was_removed_before_it_arrives_is_not_there_for_a_moment(
-    pair: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its sender might die then, and nobody else knows that it is there. What was sent with it comes again."""
     reached, go, service = threading.Event(), threading.Event(), pair[1].service
@@ -190,7 +194,7 @@ def test_what_was_removed_before_it_arrives_is_not_there_for_a_moment(
 
 
 def test_what_was_handed_on_while_it_was_removed_is_removed_once_more(
-    pair: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other has been asked already when it is handed the page, and the sender not yet when it has done so."""
     keys, direct, client = pages.keys(*range(4)), connect(pair[0], direct=True), connect(pair[0])
@@ -212,11 +216,11 @@ def test_what_was_handed_on_while_it_was_removed_is_removed_once_more(
 
 
 @pytest.mark.parametrize("target", ["hangs", "is paused in a transfer", "is dead"])
-def test_a_node_stops_in_its_time_whatever_its_peers_do(hung: str, connect: Any, make_pages: Any, target: str) -> None:
+def test_a_node_stops_in_its_time_whatever_its_peers_do(hung: str, connect: Connect, target: str) -> None:
     ports: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
     node = Node(NodeConfig(**ports, ram_nbytes=64 << 20, drain_s=0.5, shm_socket="none"))
     node.start()
-    pages = make_pages("stops", 1 << 20)
+    pages = Pages("stops", 1 << 20)
     with contextlib.ExitStack() as stack:
         address = {"hangs": hung, "is dead": "127.0.0.1:9"}.get(target)
         if address is None:
@@ -244,7 +248,7 @@ def test_a_node_stops_in_its_time_whatever_its_peers_do(hung: str, connect: Any,
     assert node.tier.held_count == 0
 
 
-def test_a_stop_hands_on_what_it_can(start_node: Any, connect: Any, pages: Any) -> None:
+def test_a_stop_hands_on_what_it_can(start_node: StartNode, connect: Connect, pages: Pages) -> None:
     """With a limit on the rate that would take minutes."""
     other = start_node()
     ports: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
@@ -260,7 +264,9 @@ def test_a_stop_hands_on_what_it_can(start_node: Any, connect: Any, pages: Any) 
     assert present(other, pages.namespace, keys) == [True] * len(keys)
 
 
-def test_patience_ends(pair: list[Node], hung: str, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_ends(
+    pair: list[Node], hung: str, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replication_queue, "PATIENCE_S", 0.3)
     tell(pair[:1], view_of(pair, 2, 2, elsewhere={1: "127.0.0.1:9"}))
     client = connect(pair[0], direct=True)
@@ -269,7 +275,7 @@ def test_patience_ends(pair: list[Node], hung: str, connect: Any, pages: Any, mo
     assert pair[0].tier.held_count == 0
 
 
-def test_a_page_with_a_time_to_live_that_is_over(pair: list[Node], connect: Any, pages: Any) -> None:
+def test_a_page_with_a_time_to_live_that_is_over(pair: list[Node], connect: Connect, pages: Pages) -> None:
     """It is not handed on for longer than it has."""
     tell(pair[:1], view_of(pair, 2, 2, elsewhere={1: "127.0.0.1:9"}))
     client, key = connect(pair[0], direct=True), pages.key(1)

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from known_pages import Pages
 
 from kvstore import Client, ClientConfig
 from kvstore.tools.node_process import NodeProcess
@@ -18,12 +18,12 @@ FLAGS = ("--ram-bytes", "4MiB", "--disk-bytes", "64MiB", "--disk-extent-bytes", 
 PAGE = 4096
 
 
-def put(address: str, pages: Any) -> None:
+def put(address: str, pages: Pages) -> None:
     with Client(ClientConfig(address=address, timeout_s=20.0)) as client:
         pages.put(client, pages.keys(*range(8)))
 
 
-def assert_kept(flags: tuple[str, ...], pages: Any) -> None:
+def assert_kept(flags: tuple[str, ...], pages: Pages) -> None:
     """The pages are read back, and compared, from a node on the same directory."""
     with NodeProcess(*flags) as again, Client(ClientConfig(address=again.address, timeout_s=20.0)) as client:
         assert pages.get(client, pages.keys(*range(8))) == [True] * 8
@@ -41,9 +41,9 @@ def to_group_twice(pid: int) -> None:
 
 @pytest.mark.parametrize("hang_up", [to_process, to_group_twice])
 def test_sighup_writes_all_pages_to_the_disk_and_ends_with_status_0(
-    hang_up: Callable[[int], None], make_pages: Any, tmp_path: Path
+    hang_up: Callable[[int], None], tmp_path: Path
 ) -> None:
-    pages, flags = make_pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
+    pages, flags = Pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
     process = NodeProcess(*flags, inside=("setsid",))
     try:
         put(process.address, pages)
@@ -55,9 +55,9 @@ def test_sighup_writes_all_pages_to_the_disk_and_ends_with_status_0(
     assert_kept(flags, pages)
 
 
-def test_a_terminal_that_closes_lets_the_node_drain(make_pages: Any, tmp_path: Path) -> None:
+def test_a_terminal_that_closes_lets_the_node_drain(tmp_path: Path) -> None:
     """The kernel sends SIGHUP to all processes of the terminal, and writing to it fails from then on."""
-    pages, flags = make_pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
+    pages, flags = Pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
     ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0")
     ours, terminal = pty.openpty()
     command = ["setsid", "--ctty", sys.executable, "-m", "node.main", *ports, *flags]
@@ -70,8 +70,8 @@ def test_a_terminal_that_closes_lets_the_node_drain(make_pages: Any, tmp_path: P
     assert_kept(flags, pages)
 
 
-def test_under_nohup_sighup_does_nothing(make_pages: Any) -> None:
-    pages = make_pages("hangup", PAGE)
+def test_under_nohup_sighup_does_nothing() -> None:
+    pages = Pages("hangup", PAGE)
     process = NodeProcess(*FLAGS[:2], inside=("nohup",))
     try:
         put(process.address, pages)
@@ -84,9 +84,9 @@ def test_under_nohup_sighup_does_nothing(make_pages: Any) -> None:
         process.kill()
 
 
-def test_sigterm_and_sighup_together_are_one_stop(make_pages: Any, tmp_path: Path) -> None:
+def test_sigterm_and_sighup_together_are_one_stop(tmp_path: Path) -> None:
     """As systemd sends them with SendSIGHUP=yes. The lower number is delivered first, the other must not kill."""
-    pages, flags = make_pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
+    pages, flags = Pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
     process = NodeProcess(*flags)
     try:
         put(process.address, pages)

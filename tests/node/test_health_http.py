@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from authorities import pair
+from local_nodes import StartNode
 
 from kvstore.cli.authority import Authority
 from node.config import NodeConfig
@@ -27,7 +28,7 @@ def ask(port: int, path: str = "/health", tls: bool = False, method: str = "GET"
         connection.close()
 
 
-def test_a_node_that_serves_says_so_and_one_that_drains_that_it_does_not(start_node: Any) -> None:
+def test_a_node_that_serves_says_so_and_one_that_drains_that_it_does_not(start_node: StartNode) -> None:
     node: Node = start_node()
     assert ask(node.metrics.port) == (200, b"serving\n")
     assert ask(node.metrics.port, method="HEAD") == (200, b"")
@@ -45,7 +46,7 @@ def test_a_node_that_has_not_begun_is_not_healthy() -> None:
 
 
 def test_it_needs_neither_token_nor_the_authority_and_metrics_do(
-    start_node: Any, ours: Authority, tmp_path: Path
+    start_node: StartNode, ours: Authority, tmp_path: Path
 ) -> None:
     identities = tmp_path / "identities"
     identities.write_text("")

@@ -1,16 +1,16 @@
 """The `Host` of a request on the HTTP port: an open node answers only to names that no other site can point at it."""
 
 import socket
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
+from local_nodes import StartNode
 
 from node.server import Node
 
 
 @pytest.fixture(scope="module", params=["on", "off"])
-def node(request: pytest.FixtureRequest, start_node: Callable[..., Node]) -> Node:
+def node(request: pytest.FixtureRequest, start_node: StartNode) -> Node:
     """With a console and without. Only a member of a cluster has a name with dots, so it is added here."""
     node = start_node(console=request.param)
     node._own_hosts.append("node7.example.com")
@@ -58,9 +58,7 @@ def test_two_hosts_are_refused(node: Node, path: str, header: str) -> None:
     assert status(node.metrics.port, path, "127.0.0.1", header=header) == ("400" if " :" in header else "200")
 
 
-def test_a_node_with_identities_answers_to_any_host_with_a_token(
-    start_node: Callable[..., Node], tmp_path: Any
-) -> None:
+def test_a_node_with_identities_answers_to_any_host_with_a_token(start_node: StartNode, tmp_path: Path) -> None:
     """Its figures need a token, which a page of another site has not, and it may be scraped by any name."""
     (tmp_path / "identities").write_text("")
     (tmp_path / "identities").chmod(0o600)

@@ -2,13 +2,13 @@
 `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`), and without them."""
 
 import mmap
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from local_nodes import Connect, StartNode
 
+from kvstore.sync import Event
 from kvstore.transports.mapped_memory import ArenaMap
 from node.memory.arena import Arena, huge_nbytes
 from node.serving.http_server import Asker
@@ -29,7 +29,7 @@ def arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
 def test_a_client_sees_the_same_bytes_whatever_the_arena_is_made_of(arena: Arena) -> None:
     arena.populate()
     theirs = ArenaMap(arena.fd, arena.nbytes)
-    theirs.populate(threading.Event())
+    theirs.populate(Event())
     for place in range(0, arena.nbytes, 4096):
         arena.view(place, 8)[:] = place.to_bytes(8, "little")
     assert all(
@@ -60,7 +60,7 @@ def test_a_kernel_that_knows_no_huge_pages_does_not_matter(monkeypatch: pytest.M
     arena.close()
 
 
-def test_status_and_metrics_tell(start_node: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_and_metrics_tell(start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start_node()
     monkeypatch.setattr(node.arena, "huge_nbytes", 6 << 20)
     assert connect(node).node_status().ram.huge_nbytes == 6 << 20

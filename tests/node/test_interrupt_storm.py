@@ -7,11 +7,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from local_nodes import StartNode, settle
 
 from node.server import Node
 
@@ -25,7 +24,7 @@ LARGE_SHARE = 0.3
 
 
 @pytest.fixture
-def node(start_node: Callable[..., Node]) -> Node:
+def node(start_node: StartNode) -> Node:
     return start_node(ram_nbytes=64 << 20, extent_nbytes=8 << 20)
 
 
@@ -33,7 +32,7 @@ def node(start_node: Callable[..., Node]) -> Node:
 @pytest.mark.parametrize("page_nbytes", [4096, LARGE])
 @pytest.mark.parametrize("wire", ["bulk", "shm", "grpc"])
 def test_calls_that_are_interrupted_all_the_time_leave_nothing_behind(
-    node: Node, settle: Any, seed: int, wire: str, page_nbytes: int, number: int
+    node: Node, seed: int, wire: str, page_nbytes: int, number: int
 ) -> None:
     """No call hangs or is late, no byte is wrong, no connection's place is lost, and the node keeps no slot for it."""
     address, interrupts = (

@@ -3,12 +3,14 @@ caller's again."""
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, settle
 
-from kvstore import Client
+from kvstore import checksum, messages
 from kvstore.buffers import _exported
 from kvstore.transports import grpc_wire, mapped_memory, shm
 from kvstore.transports.connections import request_header
@@ -17,11 +19,11 @@ from node.server import Node
 
 @pytest.mark.parametrize("in_main", [True, False])
 def test_a_put_over_grpc_reads_its_pages_in_a_thread_that_it_waits_for(
-    node: Node, connect: Callable[..., Client], pages: Any, monkeypatch: pytest.MonkeyPatch, in_main: bool
+    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, in_main: bool
 ) -> None:
     """gRPC has a thread of its own that sends; it may go on when the call is over."""
     client, read, waited = connect(node, "grpc"), set[int](), set[int]()
-    chunk_frame, put_all = grpc_wire.chunk_frame, grpc_wire.GrpcWire._put_all
+    chunk_frame, put_all = messages.chunk_frame, grpc_wire.GrpcWire._put_all
 
     def seen(run: list[memoryview]) -> bytes:
         read.add(threading.get_ident())
@@ -44,9 +46,9 @@ def test_a_put_over_grpc_reads_its_pages_in_a_thread_that_it_waits_for(
 
 
 def test_a_put_over_grpc_that_is_interrupted_stores_nothing(
-    node: Node, connect: Callable[..., Client], pages: Any, monkeypatch: pytest.MonkeyPatch, settle: Any
+    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, keys, leaves = connect(node, "grpc"), pages.keys(11, 12), grpc_wire.joined_leaves
+    client, keys, leaves = connect(node, "grpc"), pages.keys(11, 12), checksum.joined_leaves
     client.open(pages.namespace)
 
     def interrupted(page: Sequence[memoryview], nbytes: int) -> bytes:
@@ -65,7 +67,7 @@ def test_a_put_over_grpc_that_is_interrupted_stores_nothing(
 
 
 def test_a_get_over_shared_memory_that_is_interrupted_before_its_release_holds_nothing(
-    node: Node, connect: Callable[..., Client], pages: Any, monkeypatch: pytest.MonkeyPatch, settle: Any
+    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the node holds the pages for as long as this process lives, and refuses the connection's next get."""
     client, keys, interrupts = connect(node, "shm"), pages.keys(31, 32), [True]
@@ -86,7 +88,7 @@ def test_a_get_over_shared_memory_that_is_interrupted_before_its_release_holds_n
 
 @pytest.mark.parametrize("op", ["put", "get"])
 def test_an_interrupt_while_pages_are_copied_is_told_as_what_it_is(
-    node: Node, connect: Callable[..., Client], pages: Any, monkeypatch: pytest.MonkeyPatch, settle: Any, op: str
+    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
     """Not as a view that is in use, as it is where the interrupt came before anybody could give its address back."""
     client, keys = connect(node, "shm"), pages.keys(41, 42)
@@ -110,7 +112,7 @@ def test_an_interrupt_while_pages_are_copied_is_told_as_what_it_is(
 
 
 def test_a_second_interrupt_before_slots_are_released_does_not_break_the_next_call(
-    node: Node, connect: Callable[..., Client], pages: Any, monkeypatch: pytest.MonkeyPatch, settle: Any
+    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection, whose slots the node still holds, must not be used again; the slots are given back."""
     client, keys = connect(node, "shm"), pages.keys(31, 32)

@@ -2,11 +2,12 @@
 
 import os
 import random
-from typing import Any
 
 import pytest
 from fleet import calm, owned, tell, view_of
 from forging import SECRET, forge
+from known_pages import Pages
+from local_nodes import Connect
 
 from kvstore.errors import KVStoreError
 from kvstore.page_hmac import PageKeys
@@ -24,13 +25,13 @@ def flip(data: bytearray) -> None:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_engines_with_an_old_and_a_new_page_key_have_right_bytes_or_misses(
-    cluster: list[Node], connect: Any, make_pages: Any, seed: int
+    cluster: list[Node], connect: Connect, seed: int
 ) -> None:
     """Members come and go, sweep, and change bytes; each has near nodes and replicas of both keys' pages."""
     randomly, number = random.Random(seed), 10
     random.seed(seed)
     tell(cluster, view_of(cluster, 2, number))
-    pages = {secret: make_pages("rotated", key_id=PageKeys(bytes.fromhex(secret)).key_id) for secret in (SECRET, NEXT)}
+    pages = {secret: Pages("rotated", key_id=PageKeys(bytes.fromhex(secret)).key_id) for secret in (SECRET, NEXT)}
     clients = {
         secret: [connect(node, near=near, page_key=secret) for node in cluster for near in ("none", "n0")][:4]
         for secret in pages

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from forging import OTHER, SECRET, become, forge, key_id, pretender, stored
+from known_pages import Pages
+from local_nodes import Connect, StartNode, settle
 
 from kvstore import ByteRange, Client, ConfigError, InvalidRequest, Namespace, PutOutcome, opaque_layout
-from kvstore.client import Keep
 from kvstore.page_hmac import Seals
+from kvstore.results import Keep
 from node.server import Node
 
 NBYTES = 5 * 256 + 100  # five parts, where leaves are small
@@ -28,17 +30,17 @@ def wire(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def keyed(make_pages: Any, request: pytest.FixtureRequest) -> Any:
-    return make_pages(request.node.name, NBYTES, key_id=key_id())
+def keyed(request: pytest.FixtureRequest) -> Pages:
+    return Pages(request.node.name, NBYTES, key_id=key_id())
 
 
 @pytest.fixture
-def client(node: Node, connect: Any, wire: str) -> Client:
+def client(node: Node, connect: Connect, wire: str) -> Client:
     client: Client = connect(node, wire, page_key=SECRET)
     return client
 
 
-def ranged(client: Client, pages: Any, keys: list[bytes], *ranges: tuple[int, int]) -> list[bool]:
+def ranged(client: Client, pages: Pages, keys: list[bytes], *ranges: tuple[int, int]) -> list[bool]:
     """The bytes of hits are compared."""
     parts = [ByteRange(*part) for part in ranges]
     buffers = [bytearray(sum(part.nbytes for part in parts)) for _ in keys]
@@ -49,7 +51,7 @@ def ranged(client: Client, pages: Any, keys: list[bytes], *ranges: tuple[int, in
     return hits
 
 
-def test_pages_come_back_whole_and_in_ranges(node: Node, client: Client, keyed: Any, wire: str) -> None:
+def test_pages_come_back_whole_and_in_ranges(node: Node, client: Client, keyed: Pages, wire: str) -> None:
     keys = keyed.keys(*range(4))
     assert keyed.put(client, keys) == [PutOutcome.STORED] * 4
     assert client.wire_name == wire
@@ -71,7 +73,7 @@ def in_pieces(data: bytearray | bytes, rng: random.Random) -> list[memoryview]:
     return [memoryview(data)[start:end] for start, end in itertools.pairwise(edges)]
 
 
-def test_pages_in_pieces_have_the_same_seals(node: Node, client: Client, keyed: Any, seed: int) -> None:
+def test_pages_in_pieces_have_the_same_seals(node: Node, client: Client, keyed: Pages, seed: int) -> None:
     keys, rng = keyed.keys(*range(4)), random.Random(seed)
     client.put(keyed.namespace, keys, [in_pieces(keyed.content(key), rng) for key in keys])
     assert keyed.get(client, keys) == [True] * 4
@@ -123,7 +125,7 @@ FORGERIES = [flip_first, flip_last, flip_seal, no_seal, half_a_seal, zeros, part
 @pytest.mark.parametrize("change", FORGERIES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("read", ["get", "get_ranges"])
 def test_what_a_node_changed_is_a_miss_goes_and_can_be_stored_anew(
-    node: Node, client: Client, keyed: Any, change: Callable[[bytearray], None], read: str
+    node: Node, client: Client, keyed: Pages, change: Callable[[bytearray], None], read: str
 ) -> None:
     keys = keyed.keys(*range(4))
     keyed.put(client, keys)
@@ -136,7 +138,7 @@ def test_what_a_node_changed_is_a_miss_goes_and_can_be_stored_anew(
     assert keyed.get(client, keys) == [True] * 4
 
 
-def test_a_prefix_ends_at_a_forged_page(node: Node, client: Client, keyed: Any) -> None:
+def test_a_prefix_ends_at_a_forged_page(node: Node, client: Client, keyed: Pages) -> None:
     keys = keyed.keys(*range(4))
     keyed.put(client, keys)
     forge(node, keyed, keys[2], flip_first)
@@ -145,7 +147,7 @@ def test_a_prefix_ends_at_a_forged_page(node: Node, client: Client, keyed: Any) 
 
 
 def test_pages_that_changed_places_are_both_misses_and_an_older_one_of_the_same_key_is_none(
-    node: Node, client: Client, keyed: Any
+    node: Node, client: Client, keyed: Pages
 ) -> None:
     keys = keyed.keys(*range(3))
     keyed.put(client, keys)
@@ -159,11 +161,9 @@ def test_pages_that_changed_places_are_both_misses_and_an_older_one_of_the_same_
     assert client.stats.forged_pages == 2
 
 
-def test_a_page_with_the_seal_of_another_namespace_is_a_miss(
-    node: Node, client: Client, keyed: Any, make_pages: Any
-) -> None:
+def test_a_page_with_the_seal_of_another_namespace_is_a_miss(node: Node, client: Client, keyed: Pages) -> None:
     """Made with the same secret, for the same prefix hash."""
-    other = make_pages(keyed.namespace.model, NBYTES, key_id=key_id(), tenant="other")
+    other = Pages(keyed.namespace.model, NBYTES, key_id=key_id(), tenant="other")
     (key,) = keyed.keys(1)
     for pages in (keyed, other):
         pages.put(client, [key])
@@ -173,7 +173,7 @@ def test_a_page_with_the_seal_of_another_namespace_is_a_miss(
 
 
 def test_what_a_writer_without_the_key_stores_first_is_a_miss(
-    node: Node, client: Client, connect: Any, keyed: Any, wire: str
+    node: Node, client: Client, connect: Connect, keyed: Pages, wire: str
 ) -> None:
     keys = keyed.keys(1, 2)
     stranger = pretender(connect(node, wire, page_key=OTHER))
@@ -186,7 +186,7 @@ def test_what_a_writer_without_the_key_stores_first_is_a_miss(
     assert keyed.get(stranger, keys) == [False, False]
 
 
-def test_a_range_is_checked_by_the_parts_that_it_lies_in(node: Node, client: Client, keyed: Any) -> None:
+def test_a_range_is_checked_by_the_parts_that_it_lies_in(node: Node, client: Client, keyed: Pages) -> None:
     (key,) = keyed.keys(1)
     keyed.put(client, [key])
 
@@ -198,13 +198,13 @@ def test_a_range_is_checked_by_the_parts_that_it_lies_in(node: Node, client: Cli
     assert ranged(client, keyed, [key], (0, 257)) == [False]
 
 
-def test_bad_ranges_are_refused(client: Client, keyed: Any) -> None:
+def test_bad_ranges_are_refused(client: Client, keyed: Pages) -> None:
     for ranges in ([(0, 0)], [(NBYTES, 1)], [(NBYTES - 1, 2)], [(-5, 10)], [(0, 10), (5, 10)]):
         with pytest.raises(InvalidRequest, match="range"):
             ranged(client, keyed, keyed.keys(1), *ranges)
 
 
-def test_many_ranges_come_in_several_batches(client: Client, keyed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ranges_come_in_several_batches(client: Client, keyed: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.cluster.calls.SCRATCH_NBYTES", 3 * 512)
     keys = keyed.keys(*range(10))
     keyed.put(client, keys)
@@ -213,13 +213,13 @@ def test_many_ranges_come_in_several_batches(client: Client, keyed: Any, monkeyp
 
 
 def test_without_the_key_nothing_is_put_or_got_and_the_rest_works(
-    node: Node, client: Client, connect: Any, keyed: Any, wire: str
+    node: Node, client: Client, connect: Connect, keyed: Pages, wire: str
 ) -> None:
     (key,) = keyed.keys(1)
     keyed.put(client, [key])
     for settings, says in (({}, "has none"), ({"page_key": OTHER}, f"has {key_id(OTHER)}")):
         other = connect(node, wire, **settings)
-        for call in (keyed.put, keyed.get, lambda *of: ranged(*of[:1], keyed, *of[1:], (0, 1))):
+        for call in (keyed.put, keyed.get, lambda client, keys: ranged(client, keyed, keys, (0, 1))):
             with pytest.raises(
                 ConfigError, match=f"sealed with the key {key_id()}, and this client {says}; set KVSTORE"
             ):
@@ -229,8 +229,8 @@ def test_without_the_key_nothing_is_put_or_got_and_the_rest_works(
     assert keyed.get(client, [key]) == [True]
 
 
-def test_keyed_and_unkeyed_never_mix(node: Node, client: Client, keyed: Any, make_pages: Any) -> None:
-    plain = make_pages(keyed.namespace.model, NBYTES)
+def test_keyed_and_unkeyed_never_mix(node: Node, client: Client, keyed: Pages) -> None:
+    plain = Pages(keyed.namespace.model, NBYTES)
     keys = keyed.keys(1, 2)
     plain.put(client, keys[:1])  # by a client that has a key, too
     keyed.put(client, keys[1:])
@@ -238,7 +238,7 @@ def test_keyed_and_unkeyed_never_mix(node: Node, client: Client, keyed: Any, mak
     assert keyed.get(client, keys) == [False, True]
 
 
-def test_nothing_is_used_in_place(node: Node, connect: Any, keyed: Any) -> None:
+def test_nothing_is_used_in_place(node: Node, connect: Connect, keyed: Pages) -> None:
     client = connect(node, "shm", page_key=SECRET)
     client.open(keyed.namespace)
     assert client.maps_arena
@@ -248,7 +248,7 @@ def test_nothing_is_used_in_place(node: Node, connect: Any, keyed: Any) -> None:
 
 
 def test_a_page_that_changes_after_it_was_copied_is_what_was_checked(
-    node: Node, connect: Any, keyed: Any, monkeypatch: pytest.MonkeyPatch
+    node: Node, connect: Connect, keyed: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who maps the arena changes it between the copy and the check: the copy is what counts."""
     client, (key,) = connect(node, "shm", page_key=SECRET), keyed.keys(1)
@@ -265,9 +265,7 @@ def test_a_page_that_changes_after_it_was_copied_is_what_was_checked(
     assert keyed.get(client, [key]) == [False]
 
 
-def test_pages_on_disk_whole_and_in_part(
-    start_node: Any, connect: Any, keyed: Any, tmp_path: Path, settle: Any
-) -> None:
+def test_pages_on_disk_whole_and_in_part(start_node: StartNode, connect: Connect, keyed: Pages, tmp_path: Path) -> None:
     """Read back into RAM, or only the parts that a range needs."""
     node = start_node(data_dir=str(tmp_path / "data"), disk_nbytes=64 << 20)
     client, keys = connect(node, page_key=SECRET), keyed.keys(1, 2)
@@ -279,7 +277,7 @@ def test_pages_on_disk_whole_and_in_part(
     assert client.stats.corrupt_pages == client.stats.forged_pages == 0
 
 
-def evict(node: Node, pages: Any, keys: list[bytes], settle: Any) -> None:
+def evict(node: Node, pages: Pages, keys: list[bytes], settle: Any) -> None:
     """From RAM only."""
     settle(node, sessions=None)
     with node.tier.lock:
@@ -288,13 +286,13 @@ def evict(node: Node, pages: Any, keys: list[bytes], settle: Any) -> None:
             node.tier._forget(page, "evicted")
 
 
-def test_whatever_is_changed_only_true_bytes_are_hits(node: Node, connect: Any, make_pages: Any, seed: int) -> None:
+def test_whatever_is_changed_only_true_bytes_are_hits(node: Node, connect: Connect, seed: int) -> None:
     """Random pages, forgeries, reads and wires."""
     rng = random.Random(seed)
     clients = [connect(node, wire, page_key=SECRET) for wire in ("shm", "bulk", "grpc")]
     for turn in range(40):
         nbytes = rng.choice([rng.randrange(1, 600), rng.randrange(1, 20_000)])
-        pages = make_pages(f"random {turn}", nbytes, key_id=key_id())
+        pages = Pages(f"random {turn}", nbytes, key_id=key_id())
         keys = pages.keys(*range(rng.randrange(1, 6)))
         writer, reader = rng.choices(clients, k=2)
         pages.put(writer, keys)
@@ -311,7 +309,7 @@ def test_whatever_is_changed_only_true_bytes_are_hits(node: Node, connect: Any, 
         assert client.stats.corrupt_pages == 0
 
 
-def change(rng: random.Random, node: Node, pages: Any, key: bytes, keys: list[bytes]) -> None:
+def change(rng: random.Random, node: Node, pages: Pages, key: bytes, keys: list[bytes]) -> None:
     there = bytearray(stored(node, pages, key))
     other = stored(node, pages, rng.choice(keys))
     place = rng.randrange(len(there))
@@ -324,7 +322,7 @@ def change(rng: random.Random, node: Node, pages: Any, key: bytes, keys: list[by
     forge(node, pages, key, become(made))
 
 
-def test_a_page_that_is_too_large_with_its_seal_is_refused(start_node: Any, connect: Any, node: Node) -> None:
+def test_a_page_that_is_too_large_with_its_seal_is_refused(start_node: StartNode, connect: Connect, node: Node) -> None:
     client = connect(node, page_key=SECRET)
     space = Namespace("large", opaque_layout(1 << 20), key_id=key_id())  # an extent has 1 MiB
     with pytest.raises(InvalidRequest, match=f"has {space.stored_nbytes} bytes, this node takes at most {1 << 20}"):

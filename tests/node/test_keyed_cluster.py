@@ -1,10 +1,10 @@
 """Pages of a keyed namespace where one member of a cluster lies."""
 
-from typing import Any
-
 import pytest
 from fleet import NUMBERS, calm, owned, owners, present, tell, view_of
 from forging import SECRET, forge, key_id
+from known_pages import Pages
+from local_nodes import ClusterClient, Connect
 
 from node.server import Node
 
@@ -16,8 +16,8 @@ def flip(data: bytearray) -> None:
 
 
 @pytest.fixture
-def keyed(make_pages: Any, request: pytest.FixtureRequest) -> Any:
-    return make_pages(request.node.name, NBYTES, key_id=key_id())
+def keyed(request: pytest.FixtureRequest) -> Pages:
+    return Pages(request.node.name, NBYTES, key_id=key_id())
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def replicated(cluster: list[Node]) -> list[Node]:
     return cluster
 
 
-def lie(nodes: list[Node], keyed: Any, keys: list[bytes], replicas: int) -> list[bytes]:
+def lie(nodes: list[Node], keyed: Pages, keys: list[bytes], replicas: int) -> list[bytes]:
     """n1 changes all that it is the first owner of; those keys."""
     mine = owned(view_of(nodes, replicas), keyed, keys, "n1")
     assert mine
@@ -35,7 +35,7 @@ def lie(nodes: list[Node], keyed: Any, keys: list[bytes], replicas: int) -> list
     return mine
 
 
-def test_where_one_owner_lies_the_other_is_asked(replicated: list[Node], connect: Any, keyed: Any) -> None:
+def test_where_one_owner_lies_the_other_is_asked(replicated: list[Node], connect: Connect, keyed: Pages) -> None:
     client, keys = connect(replicated[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
     keyed.put(client, keys)
     calm(replicated)
@@ -45,7 +45,7 @@ def test_where_one_owner_lies_the_other_is_asked(replicated: list[Node], connect
     assert present(replicated[1], keyed.namespace, mine) == [False] * len(mine)
 
 
-def test_replicas_of_sealed_pages_are_whole(replicated: list[Node], connect: Any, keyed: Any) -> None:
+def test_replicas_of_sealed_pages_are_whole(replicated: list[Node], connect: Connect, keyed: Pages) -> None:
     """Handed on by their first owner, seal and all."""
     client, keys = connect(replicated[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
     keyed.put(client, keys)
@@ -57,7 +57,9 @@ def test_replicas_of_sealed_pages_are_whole(replicated: list[Node], connect: Any
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
-def test_an_owner_lies_to_a_near_node(cluster: list[Node], far: Any, connect: Any, keyed: Any, wire: str) -> None:
+def test_an_owner_lies_to_a_near_node(
+    cluster: list[Node], far: ClusterClient, connect: Connect, keyed: Pages, wire: str
+) -> None:
     """With one owner that is a miss; nothing of it stays at the near node."""
     client = connect(cluster[0], wire, near="n0", page_key=SECRET)
     writer, keys = connect(cluster[-1], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
@@ -71,7 +73,7 @@ def test_an_owner_lies_to_a_near_node(cluster: list[Node], far: Any, connect: An
 
 
 def test_an_owner_lies_to_a_near_node_and_another_has_the_page(
-    replicated: list[Node], connect: Any, keyed: Any
+    replicated: list[Node], connect: Connect, keyed: Pages
 ) -> None:
     client = connect(replicated[0], "auto", near="n0", page_key=SECRET)
     writer, keys = connect(replicated[-1], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
@@ -84,7 +86,7 @@ def test_an_owner_lies_to_a_near_node_and_another_has_the_page(
     assert client.stats.forged_pages >= len(mine) - len(at_near)
 
 
-def test_a_near_node_lies(replicated: list[Node], connect: Any, keyed: Any) -> None:
+def test_a_near_node_lies(replicated: list[Node], connect: Connect, keyed: Pages) -> None:
     client = connect(replicated[1], "auto", near="n1", page_key=SECRET)
     keys = keyed.keys(*NUMBERS)
     keyed.put(client, keys)
@@ -94,7 +96,7 @@ def test_a_near_node_lies(replicated: list[Node], connect: Any, keyed: Any) -> N
     assert client.stats.forged_pages == len(mine)
 
 
-def test_a_sweep_brings_sealed_pages(cluster: list[Node], connect: Any, keyed: Any) -> None:
+def test_a_sweep_brings_sealed_pages(cluster: list[Node], connect: Connect, keyed: Pages) -> None:
     """To a member that owns them now."""
     tell(cluster, view_of(cluster[:2], number=2))
     writer, keys = connect(cluster[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)

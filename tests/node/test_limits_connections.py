@@ -11,6 +11,8 @@ from typing import Any
 import grpc
 import pytest
 from http2 import GREETING
+from known_pages import Pages
+from local_nodes import Connect, ConnectRaw, StartNode, settle
 
 from kvstore import Client, ClientConfig, Exhausted, PutOutcome
 from kvstore.pb import kvstore_pb2 as pb
@@ -61,7 +63,7 @@ def is_closed(sock: socket.socket, within_s: float) -> bool:
     return False
 
 
-def works(node: Node, pages: Any, wire: str) -> None:
+def works(node: Node, pages: Pages, wire: str) -> None:
     with Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", wire=wire)) as client:
         key = pages.keys(time.monotonic_ns())
         assert pages.put(client, key) == [PutOutcome.STORED]
@@ -86,7 +88,7 @@ def test_who_is_one_peer(host: str, peer: str) -> None:
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_silent_connections_keep_nobody_out_on_any_wire(
-    start_node: Callable[..., Node], dial: Any, pages: Any, wire: str
+    start_node: StartNode, dial: Callable[..., socket.socket], pages: Pages, wire: str
 ) -> None:
     node = start_node(sessions_max=8, stall_s=30.0)
     assert node.shm is not None
@@ -98,7 +100,7 @@ def test_silent_connections_keep_nobody_out_on_any_wire(
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_connections_that_said_hello_and_nothing_more_keep_nobody_out(
-    start_node: Callable[..., Node], dial: Any, pages: Any, wire: str
+    start_node: StartNode, dial: Callable[..., socket.socket], pages: Pages, wire: str
 ) -> None:
     node = start_node(sessions_max=8, stall_s=30.0)
     header = pb.BulkRequest(hello=pb.HelloRequest()).SerializeToString()
@@ -107,9 +109,7 @@ def test_connections_that_said_hello_and_nothing_more_keep_nobody_out(
     works(node, pages, wire)
 
 
-def test_a_connection_has_no_session_before_its_first_valid_frame(
-    start_node: Callable[..., Node], raw: Any, settle: Any
-) -> None:
+def test_a_connection_has_no_session_before_its_first_valid_frame(start_node: StartNode, raw: ConnectRaw) -> None:
     node = start_node(stall_s=30.0)
     silent, nonsense, good = raw(node), raw(node), raw(node)
     nonsense.send(pack_fixed(4, 0) + b"\xff\xff\xff\xff")
@@ -121,7 +121,7 @@ def test_a_connection_has_no_session_before_its_first_valid_frame(
 
 
 def test_the_first_frame_must_be_complete_in_time(
-    start_node: Callable[..., Node], dial: Any, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, dial: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("serving.connection", "gateway.gateway", "gateway.call"):
         monkeypatch.setattr(f"node.{module}.REQUEST_S_MAX", 0.5)
@@ -138,7 +138,7 @@ def test_the_first_frame_must_be_complete_in_time(
     assert time.monotonic() - began < 9.0
 
 
-def test_the_longest_idle_connection_leaves_first(start_node: Callable[..., Node], raw: Any) -> None:
+def test_the_longest_idle_connection_leaves_first(start_node: StartNode, raw: ConnectRaw) -> None:
     node = start_node(sessions_max=4, stall_s=30.0)  # two of them for one peer
     first, second = raw(node), raw(node)
     for connection in (first, second, first):
@@ -159,7 +159,7 @@ def test_the_longest_idle_connection_leaves_first(start_node: Callable[..., Node
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
 def test_of_silent_connections_the_oldest_leave_when_a_peer_has_its_share(
-    start_node: Callable[..., Node], dial: Any, wire: str
+    start_node: StartNode, dial: Callable[..., socket.socket], wire: str
 ) -> None:
     node = start_node(sessions_max=4, stall_s=30.0)  # two of them for one peer
     assert node.shm is not None
@@ -169,7 +169,7 @@ def test_of_silent_connections_the_oldest_leave_when_a_peer_has_its_share(
 
 
 def test_a_connection_that_never_asked_leaves_before_one_that_did(
-    start_node: Callable[..., Node], raw: Any, dial: Any
+    start_node: StartNode, raw: ConnectRaw, dial: Callable[..., socket.socket]
 ) -> None:
     node = start_node(sessions_max=4, stall_s=30.0)  # two of them for one peer
     asked = raw(node)
@@ -185,10 +185,10 @@ def test_a_connection_that_never_asked_leaves_before_one_that_did(
 
 
 def test_busy_connections_stay_and_one_more_is_refused_by_name(
-    start_node: Callable[..., Node], raw: Any, connect: Any, make_pages: Any, settle: Any
+    start_node: StartNode, raw: ConnectRaw, connect: Connect
 ) -> None:
     node = start_node(sessions_max=2, stall_s=30.0)
-    pages = make_pages("busy")
+    pages = Pages("busy")
     connect(node, "grpc").open(pages.namespace)
     writer = raw(node)
     put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=4096)
@@ -207,7 +207,7 @@ def test_busy_connections_stay_and_one_more_is_refused_by_name(
 
 @pytest.mark.skipif(GRPC_VERSION < GRPC_COUNTS, reason="gRPC does not count its connections")
 def test_grpc_itself_takes_only_so_many_connections_at_once(
-    start_node: Callable[..., Node], dial: Any, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, dial: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.gateway.supervisor.CONNECTIONS_MAX", 3)
     node = start_node(sessions_max=1)
@@ -227,10 +227,10 @@ def trickle(writer: Any, nbytes: int) -> None:
 
 
 def test_a_put_that_trickles_is_ended_however_steady_it_is(
-    start_node: Callable[..., Node], raw: Any, connect: Any, make_pages: Any, settle: Any
+    start_node: StartNode, raw: ConnectRaw, connect: Connect
 ) -> None:
     node, nbytes = start_node(stall_s=1.0, batch_nbytes_max=4 << 20), PAGE
-    pages = make_pages("trickle", nbytes)
+    pages = Pages("trickle", nbytes)
     connect(node, "grpc").open(pages.namespace)
     writer = raw(node)
     put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=nbytes)
@@ -243,11 +243,11 @@ def test_a_put_that_trickles_is_ended_however_steady_it_is(
 
 
 def test_writers_that_do_not_commit_leave_room_for_others(
-    start_node: Callable[..., Node], raw: Any, connect: Any, make_pages: Any
+    start_node: StartNode, raw: ConnectRaw, connect: Connect
 ) -> None:
     """5 writers each with a quarter of the RAM."""
     node = start_node(batch_nbytes_max=4 << 20, batch_keys_max=16, stall_s=30.0)
-    pages = make_pages("reserved", PAGE)
+    pages = Pages("reserved", PAGE)
     client = connect(node, "shm")  # a peer of its own
     pages.put(client, pages.keys(0, 1))
 
@@ -272,11 +272,9 @@ def test_writers_that_do_not_commit_leave_room_for_others(
     assert list(put(writers[2], 30, 31, 32, 33).put.verdicts) == [pb.WRITE] * 4
 
 
-def test_a_process_that_holds_half_of_the_ram_gets_no_more(
-    start_node: Callable[..., Node], connect: Any, make_pages: Any
-) -> None:
+def test_a_process_that_holds_half_of_the_ram_gets_no_more(start_node: StartNode, connect: Connect) -> None:
     node = start_node(batch_nbytes_max=4 << 20, batch_keys_max=16)
-    pages = make_pages("held", PAGE)
+    pages = Pages("held", PAGE)
     client = connect(node, "shm")
     for first in (0, 4, 8):
         pages.put(client, pages.keys(*range(first, first + 4)))
@@ -290,9 +288,7 @@ def test_a_process_that_holds_half_of_the_ram_gets_no_more(
     assert pages.get(client, pages.keys(8)) == [True]
 
 
-def test_large_requests_are_refused_before_they_are_received(
-    start_node: Callable[..., Node], raw: Any, settle: Any
-) -> None:
+def test_large_requests_are_refused_before_they_are_received(start_node: StartNode, raw: ConnectRaw) -> None:
     node = start_node(stall_s=30.0)
     writers = [raw(node) for _ in range(9)]
     for writer in writers[:8]:
@@ -314,7 +310,9 @@ def test_large_requests_are_refused_before_they_are_received(
         threading.Event().wait(0.01)
 
 
-def test_a_connection_for_which_there_is_no_descriptor_is_hung_up(node: Node, dial: Any) -> None:
+def test_a_connection_for_which_there_is_no_descriptor_is_hung_up(
+    node: Node, dial: Callable[..., socket.socket]
+) -> None:
     """Left where it is, `accept` would fail for it again at once."""
     server = BulkServer("127.0.0.1", 0, node.service, 30.0, 4)
     waiting = dial(server.port)

@@ -4,6 +4,7 @@ calls and health checks are answered beside them."""
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,6 +12,8 @@ import pytest
 from gateways import in_loop, servicer_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from known_pages import Pages
+from local_nodes import Connect, StartNode, settle
 from request_stream import RequestStream
 from waiting import wait_until
 
@@ -60,7 +63,7 @@ def channels(node: Node) -> Iterator[Callable[[], grpc.Channel]]:
 
 
 @pytest.fixture(scope="module")
-def node(start_node: Callable[..., Node]) -> Node:
+def node(start_node: StartNode) -> Node:
     return start_node(grpc_threads=4, stall_s=30.0)
 
 
@@ -76,7 +79,9 @@ def at_rest(node: Node) -> None:
     wait_until(lambda: not servicer_of(node)._calls.count)
 
 
-def test_calls_that_send_no_request_keep_nobody_out(node: Node, channels: Any, silence: Any) -> None:
+def test_calls_that_send_no_request_keep_nobody_out(
+    node: Node, channels: Callable[[], grpc.Channel], silence: Callable[[], RequestStream]
+) -> None:
     """Any client can open a unary call as a stream that says nothing: 32 of them ended gRPC's service."""
     calls = []
     for _ in range(2):
@@ -91,7 +96,9 @@ def test_calls_that_send_no_request_keep_nobody_out(node: Node, channels: Any, s
         call.cancel()
 
 
-def test_a_call_that_sends_no_request_is_ended(node: Node, silence: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_sends_no_request_is_ended(
+    node: Node, silence: Callable[[], RequestStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("node.gateway.call.REQUEST_S_MAX", 0.2)
     with channel_to(node) as channel, pytest.raises(grpc.RpcError) as caught:
         channel.stream_unary("/kvstore.KVStore/Put")(iter(silence()), timeout=30.0)
@@ -99,7 +106,9 @@ def test_a_call_that_sends_no_request_is_ended(node: Node, silence: Any, monkeyp
     assert "no request came in 0.2 s" in caught.value.details()
 
 
-def test_the_oldest_call_without_a_request_leaves_when_a_peer_has_its_share(node: Node, silence: Any) -> None:
+def test_the_oldest_call_without_a_request_leaves_when_a_peer_has_its_share(
+    node: Node, silence: Callable[[], RequestStream]
+) -> None:
     """16 calls in all with four threads, eight of one peer."""
     at_rest(node)
     with channel_to(node) as channel:
@@ -148,7 +157,7 @@ def test_a_call_is_refused_by_name_when_a_peer_has_its_share_of_busy_ones(
 
 
 def test_of_one_connections_calls_so_many_are_open_and_the_others_wait_at_the_client(
-    start_node: Callable[..., Node], silence: Any, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, silence: Callable[[], RequestStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.gateway.call.REQUEST_S_MAX", 600.0)  # a busy machine takes long to begin so many
     node = start_node(grpc_threads=64, stall_s=30.0)
@@ -163,7 +172,9 @@ def test_of_one_connections_calls_so_many_are_open_and_the_others_wait_at_the_cl
             call.cancel()
 
 
-def test_silent_reflection_streams_keep_nobody_out(node: Node, channels: Any, silence: Any) -> None:
+def test_silent_reflection_streams_keep_nobody_out(
+    node: Node, channels: Callable[[], grpc.Channel], silence: Callable[[], RequestStream]
+) -> None:
     streams = []
     for _ in range(4):
         stub = reflection_pb2_grpc.ServerReflectionStub(channels())
@@ -183,7 +194,10 @@ def test_silent_reflection_streams_keep_nobody_out(node: Node, channels: Any, si
 
 
 def test_a_reflection_stream_ends_however_much_it_says(
-    node: Node, channels: Any, silence: Any, monkeypatch: pytest.MonkeyPatch
+    node: Node,
+    channels: Callable[[], grpc.Channel],
+    silence: Callable[[], RequestStream],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("node.gateway.server.REFLECTION_S_MAX", 0.5)
     said = silence()
@@ -201,7 +215,9 @@ def test_a_reflection_stream_ends_however_much_it_says(
     assert "a reflection stream lasts at most 0.5 s" in caught.value.details()
 
 
-def test_a_watch_of_an_unknown_name_is_refused_and_keeps_nothing(node: Node, channels: Any) -> None:
+def test_a_watch_of_an_unknown_name_is_refused_and_keeps_nothing(
+    node: Node, channels: Callable[[], grpc.Channel]
+) -> None:
     """2 MB of a name that nobody has stayed in memory for each call."""
     stub = health_pb2_grpc.HealthStub(channels())
     for name in ("nobody", "n" * 2_000_000):
@@ -210,7 +226,9 @@ def test_a_watch_of_an_unknown_name_is_refused_and_keeps_nothing(node: Node, cha
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_a_watch_tells_of_changes_and_the_oldest_of_too_many_ends(node: Node, channels: Any) -> None:
+def test_a_watch_tells_of_changes_and_the_oldest_of_too_many_ends(
+    node: Node, channels: Callable[[], grpc.Channel]
+) -> None:
     request = health_pb2.HealthCheckRequest(service="kvstore.KVStore")
     first = health_pb2_grpc.HealthStub(channels()).Watch(request, timeout=300.0)
     assert next(first).status == SERVING
@@ -230,8 +248,8 @@ def test_a_watch_tells_of_changes_and_the_oldest_of_too_many_ends(node: Node, ch
     answers(node)
 
 
-def test_calls_that_wait_do_not_delay_a_stop(silence: Any) -> None:
-    ports = {"port": 0, "bulk_port": 0, "metrics_port": 0}
+def test_calls_that_wait_do_not_delay_a_stop(silence: Callable[[], RequestStream]) -> None:
+    ports: dict[str, Any] = {"port": 0, "bulk_port": 0, "metrics_port": 0}
     node = Node(NodeConfig(host="127.0.0.1", ram_nbytes=16 << 20, drain_s=60.0, **ports))
     node.start()
     with channel_to(node) as channel:
@@ -244,7 +262,7 @@ def test_calls_that_wait_do_not_delay_a_stop(silence: Any) -> None:
 
 
 def test_a_call_that_comes_while_a_node_stops_does_not_delay_it_either(
-    start_node: Callable[..., Node], silence: Any
+    start_node: StartNode, silence: Callable[[], RequestStream]
 ) -> None:
     """It came behind the look at those that wait, and had all of `drain_s`."""
     node = start_node()
@@ -254,7 +272,9 @@ def test_a_call_that_comes_while_a_node_stops_does_not_delay_it_either(
         assert late.code() is EXHAUSTED
 
 
-def test_a_watch_does_not_last_for_ever(node: Node, channels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_does_not_last_for_ever(
+    node: Node, channels: Callable[[], grpc.Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("node.gateway.server.HEALTH_WATCH_S_MAX", 0.3)
     with pytest.raises(grpc.RpcError) as caught:
         list(health_pb2_grpc.HealthStub(channels()).Watch(health_pb2.HealthCheckRequest(), timeout=30.0))
@@ -263,10 +283,10 @@ def test_a_watch_does_not_last_for_ever(node: Node, channels: Any, monkeypatch: 
 
 
 def test_a_put_that_trickles_over_grpc_is_ended_however_steady_it_is(
-    start_node: Callable[..., Node], connect: Any, make_pages: Any, silence: Any, settle: Any
+    start_node: StartNode, connect: Connect, silence: Callable[[], RequestStream]
 ) -> None:
     node, nbytes = start_node(stall_s=1.0, batch_nbytes_max=4 << 20), PAGE
-    pages = make_pages("trickle", nbytes)
+    pages = Pages("trickle", nbytes)
     connect(node, "grpc").open(pages.namespace)
     frames = silence()
     put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=nbytes)
@@ -292,7 +312,7 @@ def test_a_put_that_trickles_over_grpc_is_ended_however_steady_it_is(
 
 
 def test_a_put_for_which_there_is_no_thread_leaves_nothing(
-    node: Node, connect: Any, pages: Any, settle: Any, monkeypatch: pytest.MonkeyPatch
+    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each connection of a gateway has one."""
     client = connect(node, "grpc")
@@ -316,7 +336,7 @@ def test_a_put_for_which_there_is_no_thread_leaves_nothing(
     assert pages.put(client, pages.keys(1)) == [PutOutcome.STORED]
 
 
-def test_long_metadata_is_refused(node: Node, channels: Any) -> None:
+def test_long_metadata_is_refused(node: Node, channels: Callable[[], grpc.Channel]) -> None:
     """Each time: left alone, gRPC refuses what is a little too long now and then."""
     stub = KVStoreStub(channels())
     for _ in range(20):
@@ -326,7 +346,7 @@ def test_long_metadata_is_refused(node: Node, channels: Any) -> None:
     answers(node)
 
 
-def test_large_requests_over_grpc_are_refused_by_name(node: Node, channels: Any) -> None:
+def test_large_requests_over_grpc_are_refused_by_name(node: Node, channels: Callable[[], grpc.Channel]) -> None:
     requests = node.service.requests
     large = pb.LookupRequest(namespace=bytes(16), prefix_hashes=[bytes(64)] * (REQUEST_NBYTES_FREE // 64))
     with requests.lent("one peer", requests.cap.per_peer), requests.lent("another", requests.cap.per_peer):
@@ -338,14 +358,14 @@ def test_large_requests_over_grpc_are_refused_by_name(node: Node, channels: Any)
 
 
 def test_cancelled_scrubs_neither_end_service_nor_delay_the_stop(
-    connect: Any, make_pages: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """40 of them without a limit kept all threads, and SIGTERM waited for 25 s."""
-    settings = {"port": 0, "bulk_port": 0, "metrics_port": 0, "ram_nbytes": 16 << 20, "drain_s": 0.1}
-    disk = {"data_dir": str(tmp_path), "disk_nbytes": 64 << 20, "scrub_nbytes_per_s": 0}
+    settings: dict[str, Any] = {"port": 0, "bulk_port": 0, "metrics_port": 0, "ram_nbytes": 16 << 20, "drain_s": 0.1}
+    disk: dict[str, Any] = {"data_dir": str(tmp_path), "disk_nbytes": 64 << 20, "scrub_nbytes_per_s": 0}
     node = Node(NodeConfig(host="127.0.0.1", grpc_threads=4, **settings, **disk))
     node.start()
-    pages = make_pages("scrub")
+    pages = Pages("scrub")
     client = connect(node, timeout_s=30.0)
     for first in range(0, 400, 50):
         pages.put(client, [number.to_bytes(2, "big") * 16 for number in range(first, first + 50)])

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from known_pages import Pages
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Exhausted, KVStoreError, Unavailable
@@ -60,7 +61,7 @@ def trickle(sock: socket.socket, data: bytes, pause_s: float) -> None:
         threading.Event().wait(pause_s)
 
 
-def test_silent_scrapes_take_few_threads_and_keep_nobody_out(node: Node, dial: Any) -> None:
+def test_silent_scrapes_take_few_threads_and_keep_nobody_out(node: Node, dial: Callable[[int], socket.socket]) -> None:
     before = threading.active_count()
     for _ in range(60):
         dial(node.metrics.port).sendall(b"GET /metrics HT")
@@ -73,7 +74,9 @@ def test_silent_scrapes_take_few_threads_and_keep_nobody_out(node: Node, dial: A
     wait_until(lambda: threading.active_count() <= before + share)
 
 
-def test_a_scrape_that_does_not_end_is_hung_up(node: Node, dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scrape_that_does_not_end_is_hung_up(
+    node: Node, dial: Callable[[int], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("node.serving.http_server.HTTP_REQUEST_S_MAX", 0.3)
     silent, trickling = dial(node.metrics.port), dial(node.metrics.port)
     assert silent.recv(1) == b""
@@ -82,7 +85,7 @@ def test_a_scrape_that_does_not_end_is_hung_up(node: Node, dial: Any, monkeypatc
 
 
 def test_who_says_no_more_before_the_end_of_a_head_is_hung_up_at_once(
-    node: Node, dial: Any, monkeypatch: pytest.MonkeyPatch
+    node: Node, dial: Callable[[int], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not asked again and again for what does not come."""
     monkeypatch.setattr("node.serving.http_server.HTTP_REQUEST_S_MAX", 3600.0)
@@ -111,7 +114,7 @@ def test_texts_that_are_kept_are_few_and_a_head_is_asked_for_alone(node: Node) -
 
 
 def test_a_head_that_is_too_long_or_not_a_get_is_refused(
-    node: Node, dial: Any, monkeypatch: pytest.MonkeyPatch
+    node: Node, dial: Callable[[int], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.serving.http_server.HTTP_REQUEST_S_MAX", 60.0)
     long = dial(node.metrics.port)
@@ -142,7 +145,7 @@ def test_a_head_that_is_too_long_or_not_a_get_is_refused(
     ],
 )
 def test_a_malformed_request_gets_one_reply_and_its_connection_ends(
-    node: Node, dial: Any, request_: str, status: int
+    node: Node, dial: Callable[[int], socket.socket], request_: str, status: int
 ) -> None:
     sock = dial(node.metrics.port)
     sock.sendall(f"{request_}\r\n\r\n".encode())
@@ -197,7 +200,7 @@ def idle() -> Idle:
     return Idle("127.0.0.1", 0, lambda headers, asker: Answer("text/plain", 0, lambda: b"text"), lambda: True)
 
 
-def test_a_probe_in_a_crowd_that_connects_all_at_once_is_answered(dial: Any) -> None:
+def test_a_probe_in_a_crowd_that_connects_all_at_once_is_answered(dial: Callable[[int], socket.socket]) -> None:
     """A kubelet's waited a second for each of its packets that met a full backlog, and was hung up, as the oldest of
     its host, before what it had sent was read."""
     server = idle()
@@ -216,7 +219,7 @@ def test_a_probe_in_a_crowd_that_connects_all_at_once_is_answered(dial: Any) -> 
     ("error", "status"), [(Exhausted("not so often"), 429), (Unavailable("it stops"), 503), (ZeroDivisionError(), 500)]
 )
 def test_a_text_that_can_not_be_made_is_that_scrapes_and_keeps_nobody(
-    dial: Any, caplog: pytest.LogCaptureFixture, error: Exception, status: int
+    dial: Callable[[int], socket.socket], caplog: pytest.LogCaptureFixture, error: Exception, status: int
 ) -> None:
     """A tenant beyond its quota of requests left each of its scrapes without an answer, and all others, the probes
     among them, waiting for a tenth of a second."""
@@ -233,7 +236,9 @@ def test_a_text_that_can_not_be_made_is_that_scrapes_and_keeps_nobody(
     server.stop()
 
 
-def test_a_scrape_for_which_there_is_no_descriptor_is_answered(dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scrape_for_which_there_is_no_descriptor_is_answered(
+    dial: Callable[[int], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
     failures, accept = [OSError(errno.EMFILE, "no descriptor left")], socket.socket.accept
 
     def fail_once(listener: socket.socket) -> Any:
@@ -250,7 +255,9 @@ def test_a_scrape_for_which_there_is_no_descriptor_is_answered(dial: Any, monkey
     server.stop()
 
 
-def test_a_scrape_for_which_no_thread_can_be_started_is_answered(dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scrape_for_which_no_thread_can_be_started_is_answered(
+    dial: Callable[[int], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -269,7 +276,9 @@ def test_a_scrape_for_which_no_thread_can_be_started_is_answered(dial: Any, monk
     server.stop()
 
 
-def test_who_takes_a_text_slowly_has_a_time_for_all_of_it(dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_takes_a_text_slowly_has_a_time_for_all_of_it(
+    dial: Callable[[int], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client that takes a few bytes now and then would keep its connection as long as it likes."""
     monkeypatch.setattr("node.serving.http_server.HTTP_REPLY_S_MAX", 0.5)
     large = Answer("text/plain", 0, lambda: bytes(64 << 20))
@@ -324,7 +333,9 @@ def soon(call: Callable[[], T]) -> T:
             threading.Event().wait(0.2)
 
 
-def test_a_node_without_descriptors_sheds_connections_and_serves(starved: NodeProcess, dial: Any, pages: Any) -> None:
+def test_a_node_without_descriptors_sheds_connections_and_serves(
+    starved: NodeProcess, dial: Callable[[int], socket.socket], pages: Pages
+) -> None:
     """It did not even refuse: connections waited, the acceptors spun, metrics and health did not answer."""
     with Client(ClientConfig(address=starved.address, wire="bulk", timeout_s=20.0, connect_timeout_s=10.0)) as known:
         assert pages.put(known, pages.keys(1))
@@ -350,7 +361,9 @@ def test_a_node_without_descriptors_sheds_connections_and_serves(starved: NodePr
     assert soon(late) == [True]
 
 
-def test_silent_connections_leave_descriptors_to_others(starved: NodeProcess, dial: Any) -> None:
+def test_silent_connections_leave_descriptors_to_others(
+    starved: NodeProcess, dial: Callable[[int], socket.socket]
+) -> None:
     """A connection that took the gap of one that had to leave counted as if all above it were free: one was left."""
     (_, allowed), end = resource.prlimit(starved.pid, resource.RLIMIT_NOFILE), time.monotonic() + 0.8 * REQUEST_S_MAX
     for _ in range(100):

@@ -1,9 +1,8 @@
 """What a get with ranges may cost: the parts of its pages that are hashed for it are counted, each once."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 from kvstore import InvalidRequest, Unavailable
 from kvstore.checksum import leaves
@@ -18,7 +17,7 @@ WIRES = ["shm", "bulk", "grpc"]
 PART = 1 << 20
 
 
-def ranged(pages: Any, *numbers: int) -> pb.GetRequest:
+def ranged(pages: Pages, *numbers: int) -> pb.GetRequest:
     """A get of one byte of each MiB of some pages."""
     request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*numbers))
     request.ranges.extend([pb.ByteRange(offset=offset, nbytes=1) for offset in range(0, pages.nbytes, PART)])
@@ -26,21 +25,21 @@ def ranged(pages: Any, *numbers: int) -> pb.GetRequest:
 
 
 @pytest.fixture(scope="module")
-def large_node(start_node: Callable[..., Node]) -> Node:
+def large_node(start_node: StartNode) -> Node:
     return start_node(extent_nbytes=3 << 20, ram_nbytes=18 << 20, batch_nbytes_max=6 << 20)
 
 
 @pytest.fixture
-def large_pages(large_node: Node, connect: Any, make_pages: Any) -> Any:
+def large_pages(large_node: Node, connect: Connect) -> Pages:
     """Three pages, of which two are the largest batch."""
-    pages = make_pages("large", 3 << 20)
+    pages = Pages("large", 3 << 20)
     pages.put(connect(large_node), pages.keys(0, 1, 2))
     return pages
 
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_get_of_ranges_counts_what_is_hashed_for_it_and_the_client_divides_it(
-    large_node: Node, large_pages: Any, connect: Any, wire: str
+    large_node: Node, large_pages: Pages, connect: Connect, wire: str
 ) -> None:
     """19 KB of keys and ranges made the node hash 64 GiB."""
     with (
@@ -55,7 +54,7 @@ def test_a_get_of_ranges_counts_what_is_hashed_for_it_and_the_client_divides_it(
     assert buffers == [large_pages.content(key)[::PART] for key in large_pages.keys(0, 1, 2)]
 
 
-def test_a_get_of_too_many_pieces_is_refused(large_node: Node, large_pages: Any) -> None:
+def test_a_get_of_too_many_pieces_is_refused(large_node: Node, large_pages: Pages) -> None:
     """Keys x ranges: a view of each is kept."""
     request = ranged(large_pages, *[0] * (GET_PIECES_MAX // GET_RANGES_MAX + 1))
     del request.ranges[:]
@@ -68,7 +67,7 @@ def test_a_get_of_too_many_pieces_is_refused(large_node: Node, large_pages: Any)
 
 
 def test_a_page_is_hashed_once_for_a_get_however_often_it_is_asked_for(
-    large_node: Node, large_pages: Any, monkeypatch: pytest.MonkeyPatch
+    large_node: Node, large_pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = large_node.service
     intact, hashed = service.content.intact, []
@@ -81,7 +80,7 @@ def test_a_page_is_hashed_once_for_a_get_however_often_it_is_asked_for(
 
 
 def test_nobody_goes_on_hashing_for_a_reader_who_has_left(
-    large_node: Node, large_pages: Any, monkeypatch: pytest.MonkeyPatch
+    large_node: Node, large_pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = large_node.service
     intact, hashed = service.content.intact, []
@@ -93,11 +92,9 @@ def test_nobody_goes_on_hashing_for_a_reader_who_has_left(
     assert len(hashed) == 1
 
 
-def test_a_range_is_compared_with_the_checksum_and_not_with_leaves_alone(
-    large_node: Node, connect: Any, make_pages: Any
-) -> None:
+def test_a_range_is_compared_with_the_checksum_and_not_with_leaves_alone(large_node: Node, connect: Connect) -> None:
     """Leaves that went wrong in the node's memory vouch for nothing; what is damaged elsewhere is nobody's miss."""
-    pages = make_pages("leaves", 3 << 20)
+    pages = Pages("leaves", 3 << 20)
     client, (key,) = connect(large_node), pages.keys(0)
     pages.put(client, [key])
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import grpc
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, ConnectRaw
 
 from kvstore import Namespace, opaque_layout
 from kvstore.config import GET_RANGES_MAX
@@ -60,7 +62,7 @@ def test_refused_calls_over_grpc_leave_nothing_to_collect(
         gc.enable()
 
 
-def refusals(node: Node, raw: Any, op: str, body: bytes) -> list[str]:
+def refusals(node: Node, raw: ConnectRaw, op: str, body: bytes) -> list[str]:
     """What the node says to a request in its wire form, over gRPC and bulk; a bulk connection goes on."""
     said = []
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
@@ -81,7 +83,7 @@ def refusals(node: Node, raw: Any, op: str, body: bytes) -> list[str]:
 
 @pytest.mark.parametrize("op", ["stat", "lookup", "get"])
 def test_what_no_request_can_need_is_refused_before_it_is_parsed(
-    node: Node, raw: Any, monkeypatch: pytest.MonkeyPatch, op: str
+    node: Node, raw: ConnectRaw, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
     """To parse a million empty keys or ranges keeps the GIL for 60 ms: gets from RAM waited for seconds."""
 
@@ -98,7 +100,7 @@ def test_what_no_request_can_need_is_refused_before_it_is_parsed(
 
 
 def test_large_gets_take_from_the_budget_for_their_ranges(
-    node: Node, raw: Any, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    node: Node, raw: ConnectRaw, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over gRPC they took nothing."""
     connect(node).open(pages.namespace)
@@ -117,7 +119,9 @@ def test_large_gets_take_from_the_budget_for_their_ranges(
     assert budget.used == 0
 
 
-def test_a_get_of_too_many_ranges_is_refused_on_every_wire(node: Node, raw: Any, connect: Any, pages: Any) -> None:
+def test_a_get_of_too_many_ranges_is_refused_on_every_wire(
+    node: Node, raw: ConnectRaw, connect: Connect, pages: Pages
+) -> None:
     client = connect(node)
     client.open(pages.namespace)
     get = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1))

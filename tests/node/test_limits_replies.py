@@ -5,12 +5,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import http2
 import pytest
 from gateways import servicer_of
 from http2 import ACK, DATA, END_HEADERS, FRAME_NBYTES, HEADERS, INITIAL_WINDOW, PING, SETTINGS
+from known_pages import Pages
+from local_nodes import Connect
 from waiting import wait_until
 
 from kvstore.config import MESSAGE_NBYTES_MAX
@@ -72,7 +73,9 @@ def writing(node: Node, count: int) -> bool:
     return node.tier.writing_count == count
 
 
-def test_a_put_whose_answer_is_not_taken_gives_its_slots_back(node: Node, deaf: Any, connect: Any, pages: Any) -> None:
+def test_a_put_whose_answer_is_not_taken_gives_its_slots_back(
+    node: Node, deaf: Callable[[], Deaf], connect: Connect, pages: Pages
+) -> None:
     """It kept them for as long as it liked, and a peer's share of gRPC's transfers with them."""
     client = connect(node)
     client.open(pages.namespace)
@@ -85,7 +88,7 @@ def test_a_put_whose_answer_is_not_taken_gives_its_slots_back(node: Node, deaf: 
     wait_until(lambda: not servicer_of(node).call_count)
 
 
-def test_calls_whose_reply_is_not_taken_end(node: Node, deaf: Any) -> None:
+def test_calls_whose_reply_is_not_taken_end(node: Node, deaf: Callable[[], Deaf]) -> None:
     """A call was over when its reply was made, so that one peer could leave thousands of them behind. What gRPC still
     has of them, and replies of unary calls, count to a gateway's memory (`tests/gateway/test_ends.py`)."""
     rude = deaf()

@@ -9,9 +9,12 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, ConnectRaw, StartNode, settle
 
 from kvstore import Exhausted, InvalidRequest, KVStoreError, Namespace, PutOutcome, Unavailable
 from kvstore.layout import ByteRange, LayerGroup, PageLayout, Plane
@@ -66,7 +69,7 @@ LONG = {
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
 def test_of_one_peers_requests_one_is_worked_on_at_a_time(
-    node: Node, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, wire: str
+    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, wire: str
 ) -> None:
     """However many connections it has: another peer's request waits behind no more than that."""
     client = connect(node, wire, timeout_s=30.0, connections_max=8)
@@ -87,7 +90,7 @@ def test_of_one_peers_requests_one_is_worked_on_at_a_time(
 
 @pytest.mark.parametrize("op", LONG)
 def test_long_calls_of_a_kind_are_few_and_one_more_is_refused_by_name(
-    node: Node, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, op: str
+    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
     client = connect(node, timeout_s=30.0, connections_max=16)
     client.open(pages.namespace)
@@ -115,10 +118,10 @@ def test_every_long_call_is_tried() -> None:
 
 
 def test_a_scrub_ends_after_so_many_bytes_or_seconds_and_goes_on_from_its_cursor(
-    start_node: Callable[..., Node], connect: Any, make_pages: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = start_node(data_dir=str(tmp_path), disk_nbytes=64 << 20)
-    pages = make_pages("scrub")
+    pages = Pages("scrub")
     client = connect(node, timeout_s=30.0)
     pages.put(client, [bytes([number]) * 32 for number in range(16)])
     client.flush()
@@ -137,7 +140,7 @@ def test_a_scrub_ends_after_so_many_bytes_or_seconds_and_goes_on_from_its_cursor
 
 
 def test_a_caller_who_hangs_up_is_gone_also_behind_what_it_said_last(
-    node: Node, raw: Any, monkeypatch: pytest.MonkeyPatch
+    node: Node, raw: ConnectRaw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On connections nobody looked."""
     asked, seen = threading.Event(), threading.Event()
@@ -161,12 +164,10 @@ def test_a_caller_who_hangs_up_is_gone_also_behind_what_it_said_last(
     assert seen.wait(10.0)
 
 
-def test_ranges_of_a_get_are_not_gathered_in_memory(
-    start_node: Callable[..., Node], connect: Any, make_pages: Any
-) -> None:
+def test_ranges_of_a_get_are_not_gathered_in_memory(start_node: StartNode, connect: Connect) -> None:
     """16 gets of overlapping ranges of small pages took 1 GiB."""
     node = start_node(batch_nbytes_max=8 << 20)
-    pages = make_pages("ranges", PAGE)
+    pages = Pages("ranges", PAGE)
     pages.put(connect(node), pages.keys(*range(8)))
     half = PAGE // 2
     request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(8)))
@@ -182,7 +183,7 @@ def test_ranges_of_a_get_are_not_gathered_in_memory(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_ranges_may_come_in_any_order_but_no_byte_twice(node: Node, connect: Any, pages: Any, wire: str) -> None:
+def test_ranges_may_come_in_any_order_but_no_byte_twice(node: Node, connect: Connect, pages: Pages, wire: str) -> None:
     client = connect(node, wire)
     (key,) = pages.keys(1)
     pages.put(client, [key])
@@ -195,22 +196,22 @@ def test_ranges_may_come_in_any_order_but_no_byte_twice(node: Node, connect: Any
     assert client.stats.connects == 1
 
 
-def test_a_huge_description_is_refused_and_blocks_nobody(node: Node, connect: Any, make_pages: Any) -> None:
+def test_a_huge_description_is_refused_and_blocks_nobody(node: Node, connect: Connect) -> None:
     """Two of half a MiB each, with a page, blocked all others."""
     client = connect(node)
     layout = PageLayout(1, (LayerGroup("all", tuple(range(1 << 15)), (Plane("k", "uint8", (1,)),)),))
     huge = Namespace(model="huge", layout=layout)
     with pytest.raises(InvalidRequest, match=r"the description of this namespace has \d{5} bytes, allowed are 32768"):
         client.put(huge, [bytes(32)], [bytes(1 << 15)])
-    others = make_pages("others")
+    others = Pages("others")
     assert others.put(client, others.keys(1)) == [PutOutcome.STORED]
 
 
 def test_a_verify_counts_its_bytes_like_a_get_and_the_client_divides_it(
-    start_node: Callable[..., Node], connect: Any, make_pages: Any
+    start_node: StartNode, connect: Connect
 ) -> None:
     node = start_node(batch_nbytes_max=2 << 20)
-    pages = make_pages("verify", PAGE)
+    pages = Pages("verify", PAGE)
     client = connect(node)
     pages.put(client, pages.keys(*range(8)))
     request = pb.VerifyRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(0, 1, 2))
@@ -220,7 +221,7 @@ def test_a_verify_counts_its_bytes_like_a_get_and_the_client_divides_it(
 
 
 def test_nobody_goes_on_verifying_for_a_caller_who_has_left(
-    node: Node, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages.put(connect(node), pages.keys(*range(5)))
     verifying = node.service._verifying
@@ -249,17 +250,15 @@ def test_a_transfer_has_a_limit_that_does_not_renew(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture(scope="module")
-def disk_node(start_node: Callable[..., Node], tmp_path_factory: pytest.TempPathFactory) -> Node:
+def disk_node(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> Node:
     return start_node(data_dir=str(tmp_path_factory.mktemp("data")), disk_nbytes=64 << 20)
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_stat_and_list_bear_a_clock_that_was_set_back(
-    disk_node: Node, connect: Any, make_pages: Any, wire: str
-) -> None:
+def test_stat_and_list_bear_a_clock_that_was_set_back(disk_node: Node, connect: Connect, wire: str) -> None:
     """A negative age in an unsigned field raised, which closed the connection."""
     node = disk_node
-    pages = make_pages(f"clock {wire}")
+    pages = Pages(f"clock {wire}")
     client = connect(node, wire, timeout_s=30.0)
     keys = [b"1" * 32, b"2" * 32]
     pages.put(client, keys)
@@ -290,7 +289,13 @@ def test_a_node_counts_by_a_clock_that_nobody_sets() -> None:
 @pytest.mark.parametrize("op", ["stat", "put", "commit", "get"])
 @pytest.mark.parametrize("wire", WIRES)
 def test_an_unexpected_exception_is_answered_logged_and_drops_no_link(
-    node: Node, connect: Any, pages: Any, settle: Any, caplog: Any, wire: str, op: str, monkeypatch: Any
+    node: Node,
+    connect: Connect,
+    pages: Pages,
+    caplog: pytest.LogCaptureFixture,
+    wire: str,
+    op: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client = connect(node, wire)
     pages.put(client, pages.keys(1))
@@ -330,7 +335,7 @@ def test_a_start_can_be_ended_while_memory_is_touched() -> None:
         if len(pulses) == 3:
             raise SystemExit(0)
 
-    ports = {"port": 0, "bulk_port": 0, "metrics_port": 0}
+    ports: dict[str, Any] = {"port": 0, "bulk_port": 0, "metrics_port": 0}
     node = Node(NodeConfig(host="127.0.0.1", ram_nbytes=256 << 20, **ports), pulse)
     assert node.shm is not None
     with pytest.raises(SystemExit):

@@ -3,8 +3,8 @@
 import pathlib
 import re
 import socket
-from typing import Any
 
+import pytest
 from gateways import servicer_of
 
 from node.server import Node
@@ -20,7 +20,7 @@ def rows() -> list[list[str]]:
     return [cells for cells in lines[2:] if cells]
 
 
-def test_every_cap_has_its_row(node: Node, monkeypatch: Any) -> None:
+def test_every_cap_has_its_row(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caps are made by one function; those of a node that starts are all of them."""
     assert node.shm is not None
     servicer, calls = servicer_of(node), node.grpc.calls
@@ -34,7 +34,7 @@ def test_every_cap_has_its_row(node: Node, monkeypatch: Any) -> None:
     places += [door._places]
     assert node.console is not None
     budgets += [node.console.watchers, node.console.calls, node.console.reads]
-    caps = [one.cap for one in (*budgets, *places)]
+    caps = [one.cap for one in budgets] + [one.cap for one in places]
     told = {name.strip() for row in rows() for name in row[0].split(",")}
     assert {cap.what for cap in caps} <= told
     assert all(0 < cap.per_peer <= cap.total for cap in caps)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from counted_lock import CountedLock
+from known_pages import Pages
+from sandbox import Sandbox
 
 from kvstore.errors import Exhausted
 from node.memory.inventory import Inventory
@@ -23,7 +25,7 @@ def longest(box: Any, work: Callable[[], object]) -> int:
     return lock.longest
 
 
-def full(sandbox: Any, count: int, spare: int = 0, extent: int = EXTENT) -> tuple[Any, Any, list[bytes]]:
+def full(sandbox: type[Sandbox], count: int, spare: int = 0, extent: int = EXTENT) -> tuple[Any, Any, list[bytes]]:
     """A tier full of pages, oldest first."""
     box = sandbox(-(-(count + spare) * PAGE // extent) * extent, extent)
     pages = box.open("full", PAGE)
@@ -35,11 +37,11 @@ def full(sandbox: Any, count: int, spare: int = 0, extent: int = EXTENT) -> tupl
     return box, pages, keys
 
 
-def reserve_some(box: Any, pages: Any) -> Callable[[], object]:
+def reserve_some(box: Any, pages: Pages) -> Callable[[], object]:
     return lambda: [box.reserve(pages, pages.keys(number)) for number in range(10_000, 10_008)]
 
 
-def make_held(sandbox: Any, count: int) -> Callable[[], int]:
+def make_held(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     """Eviction while the oldest pages are held."""
     box, pages, keys = full(sandbox, count, spare=100)
     box.hold(pages, keys)
@@ -47,7 +49,7 @@ def make_held(sandbox: Any, count: int) -> Callable[[], int]:
     return lambda: longest(box, reserve_some(box, pages))
 
 
-def make_copies_held(sandbox: Any, count: int) -> Callable[[], int]:
+def make_copies_held(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     """Copies come where they have their share, of which all but the newest are held."""
     box, pages, _ = full(sandbox, 0, spare=2 * count)
     box.tier.eviction.copy_nbytes_max = count * PAGE
@@ -72,7 +74,7 @@ def make_copies_held(sandbox: Any, count: int) -> Callable[[], int]:
     return work
 
 
-def make_pins_ending(sandbox: Any, count: int) -> Callable[[], int]:
+def make_pins_ending(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     """The first request after many pins are over."""
     box, pages, keys = full(sandbox, count, spare=count)
     for start in range(0, count, 50):
@@ -81,14 +83,14 @@ def make_pins_ending(sandbox: Any, count: int) -> Callable[[], int]:
     return lambda: longest(box, lambda: box.stat(pages, keys[:1]))
 
 
-def make_pins_renewed(sandbox: Any, count: int) -> Callable[[], int]:
+def make_pins_renewed(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     box, pages, keys = full(sandbox, count, spare=count)
     for start in range(0, 3 * count, 50):
         box.pin(pages, keys[start % count : start % count + 50], 1000 + start)
     return lambda: longest(box, lambda: [box.pin(pages, [key], 9000) for key in keys[:200]])
 
 
-def make_remove_namespace(sandbox: Any, count: int) -> Callable[[], int]:
+def make_remove_namespace(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     box, pages, keys = full(sandbox, count)
 
     def work() -> None:
@@ -97,7 +99,7 @@ def make_remove_namespace(sandbox: Any, count: int) -> Callable[[], int]:
     return lambda: longest(box, work)
 
 
-def make_list(sandbox: Any, count: int) -> Callable[[], int]:
+def make_list(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     box, pages, keys = full(sandbox, count)
 
     def work() -> None:
@@ -108,7 +110,7 @@ def make_list(sandbox: Any, count: int) -> Callable[[], int]:
     return lambda: longest(box, work)
 
 
-def make_unsaved(sandbox: Any, count: int) -> Callable[[], int]:
+def make_unsaved(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     box, pages, keys = full(sandbox, count)
 
     def work() -> None:
@@ -118,30 +120,30 @@ def make_unsaved(sandbox: Any, count: int) -> Callable[[], int]:
     return lambda: longest(box, work)
 
 
-def make_size_classes(sandbox: Any, count: int) -> Callable[[], int]:
+def make_size_classes(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     box, _, _ = full(sandbox, count, extent=2 * PAGE)
     return lambda: longest(box, Inventory(box.tier).size_classes)
 
 
-def make_batch(sandbox: Any, count: int) -> Callable[[], int]:
+def make_batch(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     """As many pages as there is room for, in one call."""
     box = sandbox(-(-count * PAGE // EXTENT) * EXTENT, EXTENT)
     pages = box.open("empty", PAGE)
     return lambda: longest(box, lambda: box.reserve(pages, pages.keys(*range(count))))
 
 
-def make_touched(sandbox: Any, count: int) -> Callable[[], int]:
+def make_touched(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     """A chain of so many pages is used."""
     box, pages, keys = full(sandbox, count)
     return lambda: longest(box, lambda: box.tier.lookup(pages.namespace.digest, keys, touch=True))
 
 
-def make_stat(sandbox: Any, count: int) -> Callable[[], int]:
+def make_stat(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     box, pages, keys = full(sandbox, count)
     return lambda: longest(box, lambda: Inventory(box.tier).stat(pages.namespace.digest, keys))
 
 
-def make_batch_over_pins(sandbox: Any, count: int) -> Callable[[], int]:
+def make_batch_over_pins(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     """The same in a full tier, the pins of a third of whose pages have just ended."""
     box, pages, keys = full(sandbox, count)
     for start in range(0, count // 3, 50):
@@ -150,7 +152,7 @@ def make_batch_over_pins(sandbox: Any, count: int) -> Callable[[], int]:
     return lambda: longest(box, lambda: box.reserve(pages, pages.keys(*range(50_000, 50_000 + count // 2))))
 
 
-def make_other_size(sandbox: Any, count: int) -> Callable[[], int]:
+def make_other_size(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     """A page as large as an extent takes the place of many small ones."""
     box, _, _ = full(sandbox, 4 * count, extent=count * PAGE)
     large = box.open("large", count * PAGE)
@@ -158,7 +160,7 @@ def make_other_size(sandbox: Any, count: int) -> Callable[[], int]:
     return lambda: longest(box, lambda: box.reserve(large, large.keys(1)))
 
 
-def make_quotas_come(sandbox: Any, count: int) -> Callable[[], int]:
+def make_quotas_come(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     """All pages change their pool."""
     box, pages, keys = full(sandbox, count)
 
@@ -168,7 +170,7 @@ def make_quotas_come(sandbox: Any, count: int) -> Callable[[], int]:
     return lambda: longest(box, work)
 
 
-def make_crowded(sandbox: Any, count: int) -> Callable[[], int]:
+def make_crowded(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     """A large batch where the quotas are more than the RAM, and pages of many sizes lie there."""
     box, pages, keys = full(sandbox, count, spare=count)
     for number in range(1, 60):
@@ -204,14 +206,14 @@ def make_crowded(sandbox: Any, count: int) -> Callable[[], int]:
         make_crowded,
     ],
 )
-def test_a_turn_under_the_lock_is_as_long_with_sixteen_times_as_many_pages(make: Any, sandbox: Any) -> None:
-    few, many = make(sandbox, FEW)(), make(sandbox, MANY)()
+def test_a_turn_under_the_lock_is_as_long_with_sixteen_times_as_many_pages(make: Any) -> None:
+    few, many = make(Sandbox, FEW)(), make(Sandbox, MANY)()
     assert many < LONGEST
     assert many < 4 * few + 60_000, f"{few} bytecodes with {FEW} pages, {many} with {MANY}"
 
 
-def test_a_chain_of_several_turns_goes_from_its_tail(sandbox: Any) -> None:
-    box, pages, keys = full(sandbox, 1000)
+def test_a_chain_of_several_turns_goes_from_its_tail() -> None:
+    box, pages, keys = full(Sandbox, 1000)
     chain = keys[100:900]
     box.now_ms += 1
     assert box.tier.lookup(pages.namespace.digest, [*chain, *pages.keys(10_000)], touch=True) == [True] * 800 + [False]
@@ -219,10 +221,8 @@ def test_a_chain_of_several_turns_goes_from_its_tail(sandbox: Any) -> None:
     assert [key for key in keys if box.tier.lookup(pages.namespace.digest, [key], touch=False) == [True]] == chain[:10]
 
 
-def test_slots_of_an_erased_namespace_are_zeroed_without_the_lock(
-    sandbox: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    box = sandbox(1 << 22, 1 << 22)
+def test_slots_of_an_erased_namespace_are_zeroed_without_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = Sandbox(1 << 22, 1 << 22)
     pages, locked = box.open("gone", PAGE), []
     box.put(pages, pages.keys(*range(600)))
     monkeypatch.setattr(box.tier.eviction, "_zero", lambda offset, nbytes: locked.append(box.tier.lock.locked()))
@@ -231,7 +231,7 @@ def test_slots_of_an_erased_namespace_are_zeroed_without_the_lock(
     assert box.tier.check() == []
 
 
-def placement(sandbox: Any, sizes: int, removed: bool) -> int:
+def placement(sandbox: type[Sandbox], sizes: int, removed: bool) -> int:
     """Bytecodes of a few placements on a full tier, after pages of so many sizes were stored."""
     box = sandbox(1 << 25, 1 << 22)
     for number in range(1, sizes + 1):
@@ -247,15 +247,15 @@ def placement(sandbox: Any, sizes: int, removed: bool) -> int:
 
 
 @pytest.mark.parametrize(("sizes", "removed"), [(60, False), (1000, True)])
-def test_a_placement_takes_as_long_with_many_page_sizes(sandbox: Any, sizes: int, removed: bool) -> None:
+def test_a_placement_takes_as_long_with_many_page_sizes(sizes: int, removed: bool) -> None:
     """Also after they are gone: 4,095 sizes once made each placement 4,000 times as slow until a restart."""
-    few, many = placement(sandbox, 4, removed), placement(sandbox, sizes, removed)
+    few, many = placement(Sandbox, 4, removed), placement(Sandbox, sizes, removed)
     assert many < 3 * few + 10_000, f"{few} bytecodes after 4 sizes, {many} after {sizes}"
 
 
-def test_whose_the_pages_are_is_worked_out_without_the_lock(sandbox: Any) -> None:
+def test_whose_the_pages_are_is_worked_out_without_the_lock() -> None:
     """In a view of 1,024 members that takes half a millisecond for a page."""
-    box, pages, keys = full(sandbox, FEW)
+    box, pages, keys = full(Sandbox, FEW)
     held: list[bool] = []
 
     def owned(hashes: list[bytes]) -> list[bytes]:
@@ -268,9 +268,9 @@ def test_whose_the_pages_are_is_worked_out_without_the_lock(sandbox: Any) -> Non
     assert len(infos) == pytest.approx(len(keys) / 2, abs=10)
 
 
-def test_sixty_four_pinned_pages_of_as_many_sizes_leave_the_rest_to_others(sandbox: Any) -> None:
+def test_sixty_four_pinned_pages_of_as_many_sizes_leave_the_rest_to_others() -> None:
     """They once owned an extent each: 8 MiB pinned took 900 MiB, and every later put failed."""
-    box = sandbox(64 << 20, 1 << 20)
+    box = Sandbox(64 << 20, 1 << 20)
     rest = box.open("rest", 64 << 10)
     keys = rest.keys(*range(1000))
     box.commit(box.reserve(rest, keys))
@@ -287,9 +287,9 @@ def test_sixty_four_pinned_pages_of_as_many_sizes_leave_the_rest_to_others(sandb
     assert box.tier.check() == []
 
 
-def test_a_node_serves_20_models_of_as_many_sizes(sandbox: Any) -> None:
+def test_a_node_serves_20_models_of_as_many_sizes() -> None:
     """Each keeps some pages, in turns and all at the same time."""
-    box = sandbox(64 << 20, 1 << 20)
+    box = Sandbox(64 << 20, 1 << 20)
     models = [box.open(f"model {number}", (80 << 10) + number * PAGE) for number in range(20)]
     for turn in range(6):
         for pages in models:
@@ -300,8 +300,8 @@ def test_a_node_serves_20_models_of_as_many_sizes(sandbox: Any) -> None:
     assert box.tier.check() == []
 
 
-def test_pins_may_keep_half_of_the_memory_and_no_more(sandbox: Any) -> None:
-    box = sandbox(4 * EXTENT, EXTENT)
+def test_pins_may_keep_half_of_the_memory_and_no_more() -> None:
+    box = Sandbox(4 * EXTENT, EXTENT)
     pages, other = box.open("model", PAGE), box.open("other", 2 * PAGE)
     keys = pages.keys(*range(160))
     box.put(pages, keys)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from local_nodes import StartNode
 
 from kvstore.cluster.view import Member, View
 from kvstore.errors import ConfigError
@@ -73,18 +74,18 @@ def test_replicas_of_a_static_list() -> None:
         ("static:fl/eet/n1=h1", "n1", "a member's id is called 'eet/n1'"),
     ],
 )
-def test_what_ends_the_start(start_node: Any, cluster: str, member: str, said: str) -> None:
+def test_what_ends_the_start(start_node: StartNode, cluster: str, member: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         start_node(cluster=cluster, member=member)
 
 
 @pytest.mark.parametrize(("name", "value"), OF_ETCD)
-def test_what_a_fixed_list_says_is_no_setting(start_node: Any, name: str, value: Any) -> None:
+def test_what_a_fixed_list_says_is_no_setting(start_node: StartNode, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value} is for a cluster on etcd; a fixed list says it of each"):
         start_node(cluster=TEXT, member="n2", **{name: value})
 
 
-def test_more_members_than_connections_are_told_once(start_node: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_more_members_than_connections_are_told_once(start_node: StartNode, caplog: pytest.LogCaptureFixture) -> None:
     node = start_node(sessions_max=8)
     members = tuple(Member(f"n{number}", f"127.0.0.1:{number + 1}") for number in range(6))
     for number, count in enumerate((4, 5, 6, 4), 1):
@@ -96,12 +97,12 @@ def test_more_members_than_connections_are_told_once(start_node: Any, caplog: py
 
 
 @pytest.mark.parametrize("address", ["10.0.0.5:7440", "[2001:db8::5]:7440", "10.0.0.5"])
-def test_a_member_that_others_can_not_reach_does_not_start(start_node: Any, address: str) -> None:
+def test_a_member_that_others_can_not_reach_does_not_start(start_node: StartNode, address: str) -> None:
     cluster = f"static:fleet/n1={address},n2=h2"
     with pytest.raises(ConfigError, match="it listens for its own host only; name an address to listen on"):
         start_node(cluster=cluster, member="n1", host="127.0.0.1")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7440", "localhost:7440", "h1"])
-def test_what_a_name_means_is_for_a_resolver(start_node: Any, address: str) -> None:
+def test_what_a_name_means_is_for_a_resolver(start_node: StartNode, address: str) -> None:
     assert start_node(cluster=f"static:fleet/n1={address},n2=h2", member="n1", host="127.0.0.1")

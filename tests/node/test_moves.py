@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import pytest
+from sandbox import Sandbox
 
 from kvstore.errors import Exhausted
 
@@ -15,7 +16,7 @@ EXTENT = 16 * PAGE
 class MovingSandbox:
     """A pinned page has to move; `meanwhile` happens while its bytes are being copied."""
 
-    def __init__(self, sandbox: Any, meanwhile: Any) -> None:
+    def __init__(self, sandbox: type[Sandbox], meanwhile: Any) -> None:
         self.box = box = sandbox(2 * EXTENT, EXTENT)
         self.small, self.large = box.open("small", PAGE), box.open("large", 16 * PAGE)
         self.keys = self.small.keys(*range(32))
@@ -23,7 +24,7 @@ class MovingSandbox:
         self.pinned = self.keys[20]
         box.pin(self.small, [self.pinned])
         box.acquire(self.small, self.keys[:15])  # of the first extent; the one that is left goes for the pinned one
-        (self.page,) = box.acquire(self.small, [self.pinned])
+        (self.page,) = box.read(self.small, [self.pinned])
         box.tier.release([self.page])
         self.offset = self.page.offset
         copy, self.copies = box.tier._copy, 0
@@ -45,8 +46,8 @@ class MovingSandbox:
         return True
 
 
-def test_a_pinned_page_moves_without_the_lock(sandbox: Any) -> None:
-    moving = MovingSandbox(sandbox, lambda moving: None)
+def test_a_pinned_page_moves_without_the_lock() -> None:
+    moving = MovingSandbox(Sandbox, lambda moving: None)
     assert moving.put_large()
     assert moving.copies == 1
     assert moving.page.offset != moving.offset
@@ -54,13 +55,13 @@ def test_a_pinned_page_moves_without_the_lock(sandbox: Any) -> None:
     assert moving.box.tier.check() == []
 
 
-def test_a_page_that_is_read_while_it_moves_stays_where_it_is(sandbox: Any) -> None:
+def test_a_page_that_is_read_while_it_moves_stays_where_it_is() -> None:
     readers: list[Any] = []
 
     def read(moving: MovingSandbox) -> None:
         readers.extend(moving.box.acquire(moving.small, [moving.pinned]))
 
-    moving = MovingSandbox(sandbox, read)
+    moving = MovingSandbox(Sandbox, read)
     assert not moving.put_large()
     assert moving.page.offset == moving.offset
     assert moving.box.intact(moving.small, moving.page)
@@ -69,16 +70,16 @@ def test_a_page_that_is_read_while_it_moves_stays_where_it_is(sandbox: Any) -> N
     assert moving.box.get(moving.small, [moving.pinned]) == [True]
 
 
-def test_a_page_that_is_removed_while_it_moves_is_gone_and_keeps_no_slot(sandbox: Any) -> None:
-    moving = MovingSandbox(sandbox, lambda moving: moving.box.remove(moving.small, [moving.pinned]))
+def test_a_page_that_is_removed_while_it_moves_is_gone_and_keeps_no_slot() -> None:
+    moving = MovingSandbox(Sandbox, lambda moving: moving.box.remove(moving.small, [moving.pinned]))
     assert moving.put_large() in (True, False)
     assert moving.box.present(moving.small, [moving.pinned]) == set()
     assert moving.box.tier.check() == []
 
 
-def test_a_page_that_is_erased_while_it_moves_leaves_its_bytes_in_neither_slot(sandbox: Any) -> None:
+def test_a_page_that_is_erased_while_it_moves_leaves_its_bytes_in_neither_slot() -> None:
     moving = MovingSandbox(
-        sandbox, lambda moving: moving.box.tier.remove_namespace(moving.small.namespace.digest, zero=True)
+        Sandbox, lambda moving: moving.box.tier.remove_namespace(moving.small.namespace.digest, zero=True)
     )
     piece = moving.small.content(moving.pinned)[:64]
     assert piece in moving.box.arena
@@ -89,11 +90,9 @@ def test_a_page_that_is_erased_while_it_moves_leaves_its_bytes_in_neither_slot(s
 
 
 @pytest.mark.parametrize("another", [False, True])
-def test_all_pages_of_a_namespace_go_though_one_moves_meanwhile(
-    sandbox: Any, monkeypatch: pytest.MonkeyPatch, another: bool
-) -> None:
+def test_all_pages_of_a_namespace_go_though_one_moves_meanwhile(monkeypatch: pytest.MonkeyPatch, another: bool) -> None:
     """From where the walk has not been yet to where it has. `another` walk, such as a flush's, comes and goes."""
-    moving = MovingSandbox(sandbox, lambda moving: None)
+    moving = MovingSandbox(Sandbox, lambda moving: None)
     box, steps = moving.box, itertools.count(1)
 
     def others(_: float) -> None:
@@ -117,11 +116,9 @@ def test_all_pages_of_a_namespace_go_though_one_moves_meanwhile(
 
 
 @pytest.mark.parametrize("oldest", [0, 4, 12])
-def test_a_place_that_others_emptied_meanwhile_is_given_out_once(
-    sandbox: Any, monkeypatch: pytest.MonkeyPatch, oldest: int
-) -> None:
+def test_a_place_that_others_emptied_meanwhile_is_given_out_once(monkeypatch: pytest.MonkeyPatch, oldest: int) -> None:
     """It is part of a larger free block by then. Closed and opened again, it was free twice, or the rest was lost."""
-    box = sandbox(EXTENT, EXTENT)
+    box = Sandbox(EXTENT, EXTENT)
     small, middle = box.open("small", PAGE), box.open("middle", 4 * PAGE)
     keys = small.keys(*range(16))
     box.put(small, keys)
@@ -139,8 +136,8 @@ def test_a_place_that_others_emptied_meanwhile_is_given_out_once(
 
 
 @pytest.mark.parametrize("way", ["remove", "remove_namespace", "evict"])
-def test_a_namespace_that_was_emptied_gives_its_table_back(sandbox: Any, way: str) -> None:
-    box = sandbox(256 * EXTENT, EXTENT)
+def test_a_namespace_that_was_emptied_gives_its_table_back(way: str) -> None:
+    box = Sandbox(256 * EXTENT, EXTENT)
     pages, other = box.open("model", PAGE), box.open("other", PAGE)
     keys = pages.keys(*range(4096))
     box.put(pages, keys)

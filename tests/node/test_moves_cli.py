@@ -9,24 +9,26 @@ from typing import Any
 import pytest
 from cli_runner import CliRunner
 from fleet import tell, view_of
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig
 from kvstore.cli import cluster
 from kvstore.cli.commands import app
 from kvstore.cluster.view import Member, State, View
-from node.cluster import drain
+from node.cluster.drain import DrainTimeouts
 from node.server import Node
 
 KEYS = range(30)
 
 
 @pytest.fixture
-def fleet(start_node: Any, monkeypatch: pytest.MonkeyPatch) -> list[Node]:
-    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.02)
-    monkeypatch.setattr(drain, "PATIENCE_S", 0.3)
+def fleet(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> list[Node]:
     monkeypatch.setattr(cluster, "LOOK_S", 0.02)
     nodes = [start_node() for _ in range(2)]
+    for node in nodes:
+        node.peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.02, patience_s=0.3)
     numbers = itertools.count(1)
     tell(nodes, view_of(nodes, number=next(numbers)))
     nodes[1].membership.announcer = lambda state: tell(nodes, view_of(nodes, number=next(numbers), n1=state))
@@ -40,7 +42,9 @@ def kvstore(fleet: list[Node], monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return lambda *args: CliRunner().invoke(app, list(args), prog_name="kvstore")
 
 
-def test_drain_says_what_is_left(fleet: list[Node], kvstore: Any, connect: Any, pages: Any) -> None:
+def test_drain_says_what_is_left(
+    fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
+) -> None:
     pages.put(connect(fleet[0]), pages.keys(*KEYS))
     had = fleet[1].tier.visible_count
     shown = kvstore("cluster", "drain", "n1", "--json")  # the other one does not sweep
@@ -56,7 +60,9 @@ def test_drain_says_what_is_left(fleet: list[Node], kvstore: Any, connect: Any, 
     assert pages.get(connect(fleet[0]), pages.keys(*KEYS)) == [True] * len(KEYS)
 
 
-def test_what_was_left_is_looked_at_again(fleet: list[Node], kvstore: Any, connect: Any, pages: Any) -> None:
+def test_what_was_left_is_looked_at_again(
+    fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
+) -> None:
     """As the command says: add members or memory, and run it again."""
     pages.put(connect(fleet[0]), pages.keys(*KEYS))
     had = fleet[1].tier.visible_count
@@ -67,7 +73,7 @@ def test_what_was_left_is_looked_at_again(fleet: list[Node], kvstore: Any, conne
     assert (shown.exit_code, shown.stdout) == (0, f"n1: {had} pages are with their owners, 0 are not\n")
 
 
-def test_it_goes_on_when_the_member_was_out_of_the_view(fleet: list[Node], kvstore: Any, monkeypatch: Any) -> None:
+def test_it_goes_on_when_the_member_was_out_of_the_view(fleet: list[Node], kvstore: Callable[..., Any]) -> None:
     """A lease that ended, say: the member registers again."""
     client = Client(ClientConfig(address=f"127.0.0.1:{fleet[1].grpc.port}", direct=True))
     with client:
@@ -80,7 +86,7 @@ def test_it_goes_on_when_the_member_was_out_of_the_view(fleet: list[Node], kvsto
         wait_until(lambda: client.drain().over)
 
 
-def test_a_registry_that_is_away_is_said(fleet: list[Node], kvstore: Any) -> None:
+def test_a_registry_that_is_away_is_said(fleet: list[Node], kvstore: Callable[..., Any]) -> None:
     """Without it nobody hears of the draining, and the command waits."""
     assert kvstore("cluster", "drain", "n1").stderr == ""
     for node in fleet:
@@ -91,7 +97,7 @@ def test_a_registry_that_is_away_is_said(fleet: list[Node], kvstore: Any) -> Non
     assert kvstore("cluster").stdout.splitlines()[0].endswith("  from the last one")
 
 
-def test_a_drained_member_has_no_share(fleet: list[Node], kvstore: Any) -> None:
+def test_a_drained_member_has_no_share(fleet: list[Node], kvstore: Callable[..., Any]) -> None:
     assert kvstore("cluster").stdout.count("50.0 %") == 2
     tell(fleet, view_of(fleet, number=9, n1=State.DRAINING))
     (first,) = [line for line in kvstore("cluster").stdout.splitlines() if line.startswith("n0")]
@@ -99,7 +105,7 @@ def test_a_drained_member_has_no_share(fleet: list[Node], kvstore: Any) -> None:
     assert ("100.0 %" in first, "0.0 %" in second) == (True, True)
 
 
-def test_rebalance(fleet: list[Node], kvstore: Any, connect: Any, pages: Any) -> None:
+def test_rebalance(fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages) -> None:
     pages.put(connect(fleet[0]), pages.keys(*KEYS))
     shown = kvstore("cluster", "rebalance", "--dry-run", "--json")
     told = json.loads(shown.stdout)["members"]
@@ -108,13 +114,13 @@ def test_rebalance(fleet: list[Node], kvstore: Any, connect: Any, pages: Any) ->
     assert "2 members look for their pages" in kvstore("cluster", "rebalance").stdout
 
 
-def test_a_member_that_there_is_not(kvstore: Any) -> None:
+def test_a_member_that_there_is_not(kvstore: Callable[..., Any]) -> None:
     shown = kvstore("cluster", "drain", "n9")
     assert shown.exit_code == 1
     assert "'n9' is no member of fleet; its members are n0, n1" in shown.stderr
 
 
-def test_a_member_that_does_not_answer(fleet: list[Node], kvstore: Any) -> None:
+def test_a_member_that_does_not_answer(fleet: list[Node], kvstore: Callable[..., Any]) -> None:
     view = fleet[0].membership.view
     assert view is not None
     gone = View("fleet", 9, (*view.members, Member("gone", "127.0.0.1:9")))

@@ -2,10 +2,13 @@
 others, or it, fail."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet import KB16, MB, NUMBERS, copies, owned, plant, tell, view_of
+from known_pages import Pages
+from local_nodes import ClusterClient, Connect, StartNode
 from waiting import wait_until
 
 from kvstore import ByteRange, InvalidRequest, Keep, PutOutcome
@@ -20,7 +23,7 @@ from node.server import Node
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
 def test_what_the_near_node_lacks_is_fetched_once(
-    cluster: list[Node], far: Any, connect: Any, pages: Any, wire: str
+    cluster: list[Node], far: ClusterClient, connect: Connect, pages: Pages, wire: str
 ) -> None:
     keys, view = pages.keys(*NUMBERS), view_of(cluster)
     pages.put(far(cluster), keys)
@@ -39,7 +42,7 @@ def test_what_the_near_node_lacks_is_fetched_once(
 
 
 def test_a_page_that_nobody_has_is_a_miss_and_ends_a_prefix(
-    cluster: list[Node], far: Any, near: Any, pages: Any
+    cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages
 ) -> None:
     keys = pages.keys(*NUMBERS)
     pages.put(far(cluster), keys[:20] + keys[21:])
@@ -51,8 +54,8 @@ def test_a_page_that_nobody_has_is_a_miss_and_ends_a_prefix(
     assert pages.get(client, keys) == [True] * 20 + [False] + [True] * 27
 
 
-def test_ranges_of_pages_that_others_have(cluster: list[Node], far: Any, near: Any, make_pages: Any) -> None:
-    large = make_pages("ranges", MB)
+def test_ranges_of_pages_that_others_have(cluster: list[Node], far: ClusterClient, near: ClusterClient) -> None:
+    large = Pages("ranges", MB)
     keys = large.keys(*range(6))
     large.put(far(cluster), keys)
     buffers = [bytearray(100) for _ in keys]
@@ -63,7 +66,7 @@ def test_ranges_of_pages_that_others_have(cluster: list[Node], far: Any, near: A
         assert buffer == content[5:65] + content[9000:9040]
 
 
-def test_in_place(cluster: list[Node], far: Any, near: Any, pages: Any) -> None:
+def test_in_place(cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages) -> None:
     keys = pages.keys(*NUMBERS)
     pages.put(far(cluster), keys)
     client = near(cluster)
@@ -77,7 +80,9 @@ def test_in_place(cluster: list[Node], far: Any, near: Any, pages: Any) -> None:
         pass
 
 
-def test_a_pages_time_to_live_comes_along(cluster: list[Node], far: Any, near: Any, pages: Any) -> None:
+def test_a_pages_time_to_live_comes_along(
+    cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages
+) -> None:
     keys = pages.keys(*NUMBERS)
     contents = [pages.content(key) for key in keys]
     far(cluster).put(pages.namespace, keys, contents, keep=Keep(ttl_s=60.0))
@@ -87,7 +92,9 @@ def test_a_pages_time_to_live_comes_along(cluster: list[Node], far: Any, near: A
     assert all(50 < page.expiry_s - time.time() <= 60 for page in kept)
 
 
-def test_near_is_found_by_itself_and_can_be_refused(cluster: list[Node], far: Any, connect: Any, pages: Any) -> None:
+def test_near_is_found_by_itself_and_can_be_refused(
+    cluster: list[Node], far: ClusterClient, connect: Connect, pages: Pages
+) -> None:
     keys = pages.keys(*NUMBERS)
     pages.put(far(cluster), keys)
     client = connect(cluster[1], "auto")
@@ -102,7 +109,7 @@ def test_near_is_found_by_itself_and_can_be_refused(cluster: list[Node], far: An
 
 
 def test_an_owner_that_is_asked_to_ask_asks_nobody_twice(
-    cluster: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All are each other's near nodes, and nobody has the page: no question goes round."""
     asked: list[Any] = []
@@ -121,7 +128,7 @@ def test_an_owner_that_is_asked_to_ask_asks_nobody_twice(
     assert not any(request.near for request in lookups)
 
 
-def test_one_replica_fills_another(cluster: list[Node], connect: Any, pages: Any) -> None:
+def test_one_replica_fills_another(cluster: list[Node], connect: Connect, pages: Pages) -> None:
     """As after a wiped disk: what this node owns and lacks is no copy."""
     tell(cluster, view_of(cluster, 3, 2))
     keys = pages.keys(*NUMBERS)
@@ -134,7 +141,7 @@ def test_one_replica_fills_another(cluster: list[Node], connect: Any, pages: Any
 # ---- copies ------------------------------------------------------------------------------
 
 
-def test_what_is_put_at_a_near_node_is_a_copy_there(cluster: list[Node], near: Any, pages: Any) -> None:
+def test_what_is_put_at_a_near_node_is_a_copy_there(cluster: list[Node], near: ClusterClient, pages: Pages) -> None:
     keys = pages.keys(*NUMBERS)
     client = near(cluster)
     assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
@@ -143,7 +150,7 @@ def test_what_is_put_at_a_near_node_is_a_copy_there(cluster: list[Node], near: A
     assert pages.get(client, keys) == [True] * len(keys)
 
 
-def test_what_a_member_hands_on_is_no_copy(cluster: list[Node], pages: Any, connect: Any) -> None:
+def test_what_a_member_hands_on_is_no_copy(cluster: list[Node], pages: Pages, connect: Connect) -> None:
     keys = pages.keys(*NUMBERS)
     pages.put(connect(cluster[0], direct=True), keys)
     assert copies(cluster[0])[0] > 0
@@ -155,9 +162,9 @@ def test_what_a_member_hands_on_is_no_copy(cluster: list[Node], pages: Any, conn
     assert copies(cluster[0]) == (0, 0)
 
 
-def test_copies_have_their_share_and_go_first(pair: list[Node], far: Any, near: Any, make_pages: Any) -> None:
+def test_copies_have_their_share_and_go_first(pair: list[Node], far: ClusterClient, near: ClusterClient) -> None:
     nodes = pair
-    pages = make_pages("share", KB16)
+    pages = Pages("share", KB16)
     keys = pages.keys(*range(400))
     theirs, mine = owned(view_of(nodes), pages, keys, "n1"), owned(view_of(nodes), pages, keys, "n0")
     pages.put(far(nodes), mine[:150] + theirs)
@@ -169,7 +176,7 @@ def test_copies_have_their_share_and_go_first(pair: list[Node], far: Any, near: 
     assert nodes[0].check() == []
     assert all(pages.get(client, mine[:150]))
     before = nodes[0].tier.visible_count
-    more = make_pages("more", KB16)
+    more = Pages("more", KB16)
     wanted = owned(view_of(nodes), more, more.keys(*range(200)), "n0")[:80]
     more.put(far(nodes), wanted)  # 4 MiB hold 256 pages: copies go, and no page of its own does
     assert nodes[0].tier.visible_count == 256 > before
@@ -179,9 +186,9 @@ def test_copies_have_their_share_and_go_first(pair: list[Node], far: Any, near: 
     assert nodes[0].check() == []
 
 
-def test_a_small_copy_goes_for_a_large_one(pair: list[Node], far: Any, near: Any, make_pages: Any) -> None:
+def test_a_small_copy_goes_for_a_large_one(pair: list[Node], far: ClusterClient, near: ClusterClient) -> None:
     nodes = pair
-    small, large = make_pages("small", KB16), make_pages("large", 8 * KB16)
+    small, large = Pages("small", KB16), Pages("large", 8 * KB16)
     client = near(nodes)
     for pages, count in ((small, 64), (large, 8), (small, 64)):
         keys = owned(view_of(nodes), pages, pages.keys(*range(4 * count)), "n1")[:count]
@@ -191,9 +198,9 @@ def test_a_small_copy_goes_for_a_large_one(pair: list[Node], far: Any, near: Any
         assert nodes[0].check() == []
 
 
-def test_more_copies_than_fit_at_a_time_are_misses(pair: list[Node], far: Any, near: Any, make_pages: Any) -> None:
+def test_more_copies_than_fit_at_a_time_are_misses(pair: list[Node], far: ClusterClient, near: ClusterClient) -> None:
     nodes = pair
-    pages = make_pages("many", KB16)
+    pages = Pages("many", KB16)
     keys = owned(view_of(nodes), pages, pages.keys(*range(400)), "n1")[:100]
     pages.put(far(nodes), keys)
     client = near(nodes)
@@ -204,7 +211,9 @@ def test_more_copies_than_fit_at_a_time_are_misses(pair: list[Node], far: Any, n
     assert nodes[0].check() == []
 
 
-def test_copies_do_not_go_to_disk(start_node: Any, far: Any, near: Any, pages: Any, tmp_path: Any) -> None:
+def test_copies_do_not_go_to_disk(
+    start_node: StartNode, far: ClusterClient, near: ClusterClient, pages: Pages, tmp_path: Path
+) -> None:
     nodes = [start_node(data_dir=str(tmp_path / f"{i}"), disk_nbytes=64 * MB) for i in range(2)]
     tell(nodes, view_of(nodes))
     keys = pages.keys(*NUMBERS)
@@ -218,7 +227,9 @@ def test_copies_do_not_go_to_disk(start_node: Any, far: Any, near: Any, pages: A
     assert nodes[0].disk.records.count == len(mine) == nodes[0].tier.visible_count - copies(nodes[0])[0]
 
 
-def test_what_is_fetched_and_its_own_goes_to_disk(start_node: Any, connect: Any, pages: Any, tmp_path: Any) -> None:
+def test_what_is_fetched_and_its_own_goes_to_disk(
+    start_node: StartNode, connect: Connect, pages: Pages, tmp_path: Path
+) -> None:
     nodes = [start_node(data_dir=str(tmp_path), disk_nbytes=16 << 20), start_node()]
     view, keys = view_of(nodes, replicas=2), pages.keys(*NUMBERS)
     nodes[1].membership.become(View("fleet", 1, view.members[1:]), "n1")
@@ -231,7 +242,7 @@ def test_what_is_fetched_and_its_own_goes_to_disk(start_node: Any, connect: Any,
     wait_until(lambda: disk.records.count == len(keys))
 
 
-def test_a_member_that_is_drained_is_not_near(cluster: list[Node], connect: Any, pages: Any) -> None:
+def test_a_member_that_is_drained_is_not_near(cluster: list[Node], connect: Connect, pages: Pages) -> None:
     """Nor is one that is talked to over shared memory already."""
     tell(cluster, view_of(cluster, number=2, n0=State.DRAINING))
     client = connect(cluster[0], "auto")
@@ -243,7 +254,7 @@ def test_a_member_that_is_drained_is_not_near(cluster: list[Node], connect: Any,
 
 
 def test_near_is_looked_for_at_this_hosts_addresses(
-    start_node: Any, cluster: list[Node], connect: Any, pages: Any
+    start_node: StartNode, cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
     """The member that was named has no shared memory here."""
     nodes = [start_node(shm_socket="none"), *cluster]

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from fleet import KB16, MB, NUMBERS, copies, owned, owners, plant, present, tell, view_of
+from known_pages import Pages
+from local_nodes import ClusterClient, Connect, StartNode, settle
 from waiting import wait_until
 
 from kvstore import DeadlineExceeded, PutOutcome
@@ -19,7 +21,9 @@ from node.config import NodeConfig
 from node.server import Node
 
 
-def test_a_near_node_that_dies_is_done_without(start_node: Any, far: Any, connect: Any, pages: Any) -> None:
+def test_a_near_node_that_dies_is_done_without(
+    start_node: StartNode, far: ClusterClient, connect: Connect, pages: Pages
+) -> None:
     settings: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
     dies = Node(NodeConfig(**settings, ram_nbytes=16 << 20, drain_s=0.1))
     dies.start()
@@ -45,7 +49,7 @@ def hanging() -> Iterator[str]:
 
 
 def test_an_owner_that_hangs_costs_no_more_than_its_pages(
-    cluster: list[Node], far: Any, connect: Any, pages: Any
+    cluster: list[Node], far: ClusterClient, connect: Connect, pages: Pages
 ) -> None:
     view, keys = view_of(cluster), pages.keys(*NUMBERS)
     pages.put(far(cluster), keys)
@@ -62,7 +66,7 @@ def test_an_owner_that_hangs_costs_no_more_than_its_pages(
 
 
 def test_an_owner_that_hangs_while_it_sends(
-    cluster: list[Node], far: Any, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: list[Node], far: ClusterClient, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What came before is there; nobody waits beyond the deadline."""
     keys = pages.keys(*NUMBERS)
@@ -81,7 +85,7 @@ def test_an_owner_that_hangs_while_it_sends(
 
 
 def test_a_near_node_that_hangs_leaves_time_for_the_owners(
-    cluster: list[Node], far: Any, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: list[Node], far: ClusterClient, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = pages.keys(*NUMBERS)
     pages.put(far(cluster), keys)
@@ -99,7 +103,7 @@ def test_a_near_node_that_hangs_leaves_time_for_the_owners(
 
 @pytest.mark.parametrize(("op", "opened"), [("begin_get", "open_get"), ("begin_put", "open_put")])
 def test_a_near_node_that_hangs_leaves_time_for_the_owners_where_pages_are_used_in_place(
-    cluster: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, op: str, opened: str
+    cluster: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, op: str, opened: str
 ) -> None:
     keys = owned(view_of(cluster), pages, pages.keys(*NUMBERS), "n1")
     client = connect(cluster[0], "auto", near="n0")
@@ -115,7 +119,7 @@ def test_a_near_node_that_hangs_leaves_time_for_the_owners_where_pages_are_used_
     go_on.set()
 
 
-def test_a_commit_in_place_has_all_of_the_time(cluster: list[Node], connect: Any, pages: Any) -> None:
+def test_a_commit_in_place_has_all_of_the_time(cluster: list[Node], connect: Connect, pages: Pages) -> None:
     keys = owned(view_of(cluster), pages, pages.keys(*NUMBERS), "n0")[:1]
     client = connect(cluster[0], "auto", near="n0")
     client.open(pages.namespace)
@@ -126,7 +130,9 @@ def test_a_commit_in_place_has_all_of_the_time(cluster: list[Node], connect: Any
     assert pages.get(client, keys) == [True]
 
 
-def test_wrong_bytes_are_a_miss_and_dropped(cluster: list[Node], far: Any, near: Any, pages: Any) -> None:
+def test_wrong_bytes_are_a_miss_and_dropped(
+    cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages
+) -> None:
     keys = pages.keys(*NUMBERS)
     pages.put(far(cluster), keys)
     (bad, *_) = owned(view_of(cluster), pages, keys, "n1")
@@ -139,7 +145,7 @@ def test_wrong_bytes_are_a_miss_and_dropped(cluster: list[Node], far: Any, near:
     assert cluster[0].peers.remote_pages.pages_fetch_failed == 1
 
 
-def test_the_other_replica_is_asked_for_what_came_damaged(cluster: list[Node], connect: Any, pages: Any) -> None:
+def test_the_other_replica_is_asked_for_what_came_damaged(cluster: list[Node], connect: Connect, pages: Pages) -> None:
     view, keys = view_of(cluster, 3, 2), pages.keys(*NUMBERS)
     tell(cluster, view)
     for node in cluster[1:]:
@@ -176,7 +182,7 @@ def beside(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 @pytest.fixture
 def fetching(
-    cluster: list[Node], far: Any, near: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[list[bytes], Slow, tuple[threading.Thread, list[Any]]]]:
     """Pages of n1 on their way to n0, for one reader."""
     keys = owned(view_of(cluster), pages, pages.keys(*NUMBERS), "n1")
@@ -191,7 +197,7 @@ def fetching(
     reading[0].join()
 
 
-def test_two_readers_of_one_page(fetching: Any, cluster: list[Node], near: Any, pages: Any) -> None:
+def test_two_readers_of_one_page(fetching: Any, cluster: list[Node], near: ClusterClient, pages: Pages) -> None:
     keys, slow, (first, hits) = fetching
     second, others = beside(lambda: pages.get(near(cluster), keys))
     assert not slow.waiting.acquire(timeout=0.5)
@@ -203,7 +209,7 @@ def test_two_readers_of_one_page(fetching: Any, cluster: list[Node], near: Any, 
     assert cluster[0].peers.remote_pages.pages_fetched == len(keys)
 
 
-def test_a_page_that_is_removed_on_its_way_does_not_stay(fetching: Any, cluster: list[Node], pages: Any) -> None:
+def test_a_page_that_is_removed_on_its_way_does_not_stay(fetching: Any, cluster: list[Node], pages: Pages) -> None:
     keys, slow, (reading, hits) = fetching
     cluster[0].tier.remove(pages.namespace.digest, keys[:2])
     slow.go_on.set()
@@ -213,7 +219,7 @@ def test_a_page_that_is_removed_on_its_way_does_not_stay(fetching: Any, cluster:
     assert cluster[0].tier.lookup(pages.namespace.digest, keys[:2], False) == [False, False]
 
 
-def test_the_view_changes_on_the_way(fetching: Any, cluster: list[Node], near: Any, pages: Any) -> None:
+def test_the_view_changes_on_the_way(fetching: Any, cluster: list[Node], near: ClusterClient, pages: Pages) -> None:
     keys, slow, (reading, hits) = fetching
     view = view_of(cluster)
     tell(cluster, replace(view, number=2, members=(view.members[0], view.members[2])))
@@ -223,7 +229,9 @@ def test_the_view_changes_on_the_way(fetching: Any, cluster: list[Node], near: A
     assert pages.get(near(cluster), keys) == hits[0]  # what came is here, the rest at nobody's who is asked
 
 
-def test_what_is_being_written_here_comes_from_others(cluster: list[Node], far: Any, near: Any, pages: Any) -> None:
+def test_what_is_being_written_here_comes_from_others(
+    cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages
+) -> None:
     """By a sweep, by another member that hands it on, by a client that is slow."""
     view, tier = view_of(cluster), cluster[0].tier
     keys = [key for name in ("n1", "n2") for key in owned(view, pages, pages.keys(*NUMBERS), name)]
@@ -242,7 +250,7 @@ def test_what_is_being_written_here_comes_from_others(cluster: list[Node], far: 
     assert tier.check() == []
 
 
-def test_a_reader_that_has_left(fetching: Any, cluster: list[Node], pages: Any, settle: Any) -> None:
+def test_a_reader_that_has_left(fetching: Any, cluster: list[Node], pages: Pages) -> None:
     _, slow, (reading, _) = fetching
     slow.go_on.set()
     reading.join()
@@ -250,11 +258,11 @@ def test_a_reader_that_has_left(fetching: Any, cluster: list[Node], pages: Any, 
 
 
 def test_pages_of_ones_own_press_while_others_are_fetched(
-    pair: list[Node], far: Any, near: Any, connect: Any, make_pages: Any
+    pair: list[Node], far: ClusterClient, near: ClusterClient, connect: Connect
 ) -> None:
     """A storm of puts and near gets in a node that is too small: never a wrong byte, all is well afterwards."""
     nodes = pair
-    pages, own = make_pages("fetched", KB16), make_pages("own", KB16)
+    pages, own = Pages("fetched", KB16), Pages("own", KB16)
     theirs = owned(view_of(nodes), pages, pages.keys(*range(600)), "n1")
     mine = owned(view_of(nodes), own, own.keys(*range(1200)), "n0")
     pages.put(far(nodes), theirs)
@@ -286,7 +294,7 @@ def test_pages_of_ones_own_press_while_others_are_fetched(
     assert nodes[0].check() == []
 
 
-def test_a_node_that_is_alone_does_not_look_for_copies(start_node: Any, connect: Any, pages: Any) -> None:
+def test_a_node_that_is_alone_does_not_look_for_copies(start_node: StartNode, connect: Connect, pages: Pages) -> None:
     node = start_node()
     client = connect(node, "shm")
     pages.put(client, pages.keys(1, 2))
@@ -295,9 +303,9 @@ def test_a_node_that_is_alone_does_not_look_for_copies(start_node: Any, connect:
     assert not client.node_status().HasField("peers")
 
 
-def test_a_copy_that_is_held_is_stepped_over(pair: list[Node], far: Any, near: Any, make_pages: Any) -> None:
+def test_a_copy_that_is_held_is_stepped_over(pair: list[Node], far: ClusterClient, near: ClusterClient) -> None:
     nodes = pair
-    pages = make_pages("held", KB16)
+    pages = Pages("held", KB16)
     keys = owned(view_of(nodes), pages, pages.keys(*range(400)), "n1")
     pages.put(far(nodes), keys)
     client = near(nodes)
@@ -310,7 +318,7 @@ def test_a_copy_that_is_held_is_stepped_over(pair: list[Node], far: Any, near: A
 
 
 def test_what_is_removed_stays_removed_over_two_hops(
-    cluster: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """n0 hands pages to n1 when that was asked to remove them, and n2 has them from there before it is asked again."""
     view = view_of(cluster)
@@ -356,7 +364,7 @@ def test_what_is_removed_stays_removed_over_two_hops(
 
 
 def test_a_removal_beside_a_member_that_hangs_tells_what_the_others_did(
-    cluster: list[Node], far: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: list[Node], far: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, keys, over = far(cluster), pages.keys(*NUMBERS), threading.Event()
     pages.put(client, keys)

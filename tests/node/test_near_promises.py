@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet import KB16, MB, NUMBERS, calm, owned, owners, present, tell, view_of
+from known_pages import Pages
+from local_nodes import ClusterClient, Connect, StartNode
 
 from kvstore import Client, Exhausted, InvalidRequest, Keep, PutOutcome
 from kvstore.checksum import leaves
@@ -21,7 +24,7 @@ StartNodes = Callable[..., list[Node]]
 
 
 @pytest.fixture
-def start(start_node: Any, tmp_path: Any) -> StartNodes:
+def start(start_node: StartNode, tmp_path: Path) -> StartNodes:
     """Nodes of one cluster, with a disk as `disks` says of each."""
 
     def made(disks: str, replicas: int = 1) -> list[Node]:
@@ -36,11 +39,11 @@ def start(start_node: Any, tmp_path: Any) -> StartNodes:
     return made
 
 
-def put(client: Client, pages: Any, keys: list[bytes], keep: Keep = DURABLE, **how: Any) -> list[PutOutcome]:
+def put(client: Client, pages: Pages, keys: list[bytes], keep: Keep = DURABLE, **how: Any) -> list[PutOutcome]:
     return client.put(pages.namespace, keys, [pages.content(key) for key in keys], keep, **how)
 
 
-def safe(nodes: list[Node], pages: Any, key: bytes) -> list[str]:
+def safe(nodes: list[Node], pages: Pages, key: bytes) -> list[str]:
     """Who has the page on disk."""
     digest = pages.namespace.digest
     return [
@@ -61,7 +64,7 @@ def refuse_clients(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("disks", ["dd", "-dd"])
 def test_a_durable_put_is_on_the_owners_disks_when_it_is_answered(
-    start: StartNodes, near: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, disks: str
+    start: StartNodes, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch, disks: str
 ) -> None:
     """The near node has them too; it may have no disk if it owns none of them."""
     nodes = start(disks)
@@ -77,7 +80,9 @@ def test_a_durable_put_is_on_the_owners_disks_when_it_is_answered(
     assert put(client, pages, keys) == [PutOutcome.EXISTS] * len(keys)
 
 
-def test_what_the_near_node_has_as_a_copy_only_is_handed_on(start: StartNodes, near: Any, pages: Any) -> None:
+def test_what_the_near_node_has_as_a_copy_only_is_handed_on(
+    start: StartNodes, near: ClusterClient, pages: Pages
+) -> None:
     nodes = start("dd")
     keys, client = pages.keys(*NUMBERS), near(nodes)
     put(client, pages, keys, Keep())
@@ -88,7 +93,7 @@ def test_what_the_near_node_has_as_a_copy_only_is_handed_on(start: StartNodes, n
     assert [safe(nodes, pages, key) for key in theirs] == [["n1"]] * len(theirs)
 
 
-def test_where_nobody_owns_pages_nobody_promises_them(start: StartNodes, connect: Any, pages: Any) -> None:
+def test_where_nobody_owns_pages_nobody_promises_them(start: StartNodes, connect: Connect, pages: Pages) -> None:
     nodes = start("dd")
     tell(nodes, view_of(nodes, number=2, n0=State.DRAINING, n1=State.DRAINING))
     keys = pages.keys(*NUMBERS)
@@ -96,7 +101,7 @@ def test_where_nobody_owns_pages_nobody_promises_them(start: StartNodes, connect
         put(connect(nodes[0], direct=True), pages, keys)
 
 
-def test_in_place(start: StartNodes, near: Any, pages: Any) -> None:
+def test_in_place(start: StartNodes, near: ClusterClient, pages: Pages) -> None:
     nodes = start("dd")
     keys, client = pages.keys(*NUMBERS), near(nodes)
     with client.open_put(pages.namespace, keys, DURABLE) as slots:
@@ -108,7 +113,7 @@ def test_in_place(start: StartNodes, near: Any, pages: Any) -> None:
 
 
 def test_with_two_replicas_one_is_durable_or_all(
-    start: StartNodes, near: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    start: StartNodes, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = start("ddd", replicas=2)
     for node in nodes[1:]:
@@ -122,14 +127,14 @@ def test_with_two_replicas_one_is_durable_or_all(
 
 
 @pytest.mark.parametrize("disks", ["-d", "d-", "--"])
-def test_an_owner_without_a_disk_says_so(start: StartNodes, near: Any, pages: Any, disks: str) -> None:
+def test_an_owner_without_a_disk_says_so(start: StartNodes, near: ClusterClient, pages: Pages, disks: str) -> None:
     """The near node, or another."""
     nodes = start(disks)
     with pytest.raises(InvalidRequest, match="no disk tier"):
         put(near(nodes), pages, pages.keys(*NUMBERS))
 
 
-def test_a_second_owner_needs_no_disk(start: StartNodes, near: Any, pages: Any) -> None:
+def test_a_second_owner_needs_no_disk(start: StartNodes, near: ClusterClient, pages: Pages) -> None:
     nodes = start("-d", replicas=2)
     keys = owned(view_of(nodes, 2), pages, pages.keys(*NUMBERS), "n1")
     assert put(near(nodes), pages, keys) == [PutOutcome.STORED] * len(keys)
@@ -138,7 +143,12 @@ def test_a_second_owner_needs_no_disk(start: StartNodes, near: Any, pages: Any) 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_owner_that_is_killed_on_the_way(
-    start_node: Any, near: Any, pages: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, replicas: int
+    start_node: StartNode,
+    near: ClusterClient,
+    pages: Pages,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    replicas: int,
 ) -> None:
     """Another owner has it on disk, or it is said that nobody does."""
     disk: dict[str, Any] = {"disk_nbytes": 64 << 20}
@@ -170,7 +180,9 @@ def test_an_owner_that_is_killed_on_the_way(
     tell([nodes[0], nodes[2]], View("fleet", 2, (view.members[0], view.members[2]), 1))
 
 
-def test_a_disk_that_is_too_slow(start: StartNodes, near: Any, pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_slow(
+    start: StartNodes, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nodes = start("dd")
 
     def slow(digest: bytes, prefix_hashes: Any, wait: Any) -> None:
@@ -182,7 +194,7 @@ def test_a_disk_that_is_too_slow(start: StartNodes, near: Any, pages: Any, monke
 
 
 def test_the_view_changes_before_the_answer(
-    start: StartNodes, near: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    start: StartNodes, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who keeps a page is decided once: between two views it could be nobody."""
     nodes = start("dd")
@@ -201,14 +213,14 @@ def test_the_view_changes_before_the_answer(
 
 
 def test_what_finds_no_room_at_the_near_node_is_put_at_its_owners(
-    start_node: Any, near: Any, make_pages: Any, tmp_path: Any
+    start_node: StartNode, near: ClusterClient, tmp_path: Path
 ) -> None:
     nodes = [
         start_node(ram_nbytes=ram << 20, data_dir=str(tmp_path / f"{ram}"), disk_nbytes=64 << 20, copies_share=0.25)
         for ram in (4, 16)
     ]
     tell(nodes, view_of(nodes))
-    large = make_pages("full", KB16)
+    large = Pages("full", KB16)
     theirs = owned(view_of(nodes), large, large.keys(*range(400)), "n1")[: MB // KB16 + 2]
     client, room = near(nodes), MB // KB16
     held, more = theirs[: room - 4], theirs[room - 4 :]
@@ -222,7 +234,7 @@ def test_what_finds_no_room_at_the_near_node_is_put_at_its_owners(
 
 
 def test_a_near_node_that_is_older_is_asked_for_nothing(
-    start: StartNodes, near: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    start: StartNodes, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes of version 3 ask nobody, and hand nothing on: it would keep on its own disk what others own."""
     nodes = start("dd")
@@ -247,7 +259,7 @@ def test_a_near_node_that_is_older_is_asked_for_nothing(
 
 
 def test_pages_that_are_visible_but_not_promised_get_to_all_owners(
-    start: StartNodes, near: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    start: StartNodes, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The near node's own disk fails. Who puts them himself then finds them at an owner, and hands nothing on."""
     nodes = start("ddd", replicas=2)

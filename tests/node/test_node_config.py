@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from local_nodes import StartNode
 
 from kvstore import ConfigError
 from kvstore.config import load
 from node.config import NodeConfig
 from node.main import GROUPS, _parser, main
-from node.server import Node
 
 MIB = 1 << 20
 
@@ -180,9 +180,7 @@ def test_a_setting_for_experts_is_taken_from_its_flag_and_its_variable(name: str
     assert getattr(by_flag, name) == getattr(by_variable, name) == float(text) != default
 
 
-def test_a_second_node_on_the_same_port_is_refused(
-    run_node: Callable[..., Ended], start_node: Callable[..., Node]
-) -> None:
+def test_a_second_node_on_the_same_port_is_refused(run_node: Callable[..., Ended], start_node: StartNode) -> None:
     node = start_node()
     host = ["--host", "127.0.0.1", "--ram-bytes", "16MiB"]
     grpc = run_node(*host, "--port", str(node.grpc.port), "--bulk-port", "0", "--metrics-port", "0")

@@ -1,9 +1,8 @@
 """Links between members: made when needed, gone with who left."""
 
-from typing import Any
-
 import pytest
 from fleet import view_of
+from local_nodes import StartNode
 
 from kvstore import ConfigError, Unavailable
 from kvstore.cluster.view import Member, State, View
@@ -15,7 +14,7 @@ from node.config import NodeConfig
 ELSEWHERE = "192.0.2.1:7440"  # of an address range that nobody has
 
 
-def test_links_follow_the_view(start_node: Any) -> None:
+def test_links_follow_the_view(start_node: StartNode) -> None:
     nodes = [start_node() for _ in range(3)]
     membership = Membership("", "")
     membership.become(view_of(nodes[:2]), "n0")

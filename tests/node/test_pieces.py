@@ -4,16 +4,18 @@ and who comes too late writes into no piece."""
 import itertools
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from authorities import of_client, of_node
 from fleet import calm, hang_gets, owners, tell, view_of
 from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 from kvstore import Client, PutOutcome
 from kvstore.cli.authority import Authority
+from kvstore.results import Keep
 from node.server import Node
 
 NUMBERS = range(24)
@@ -30,12 +32,12 @@ class InPieces(Pages):
         edges = [0, *sorted(self._rng.sample(range(1, len(page)), self._rng.randrange(1, 9))), len(page)]
         return [memoryview(page)[start:end] for start, end in itertools.pairwise(edges)]
 
-    def put(self, client: Client, keys: Sequence[bytes]) -> list[PutOutcome]:
-        return client.put(self.namespace, keys, [self.cut(self.content(key)) for key in keys])
+    def put(self, client: Client, keys: Sequence[bytes], **keep: Any) -> list[PutOutcome]:
+        return client.put(self.namespace, keys, [self.cut(self.content(key)) for key in keys], Keep(**keep))
 
-    def get(self, client: Client, keys: Sequence[bytes]) -> list[bool]:
+    def get(self, client: Client, keys: Sequence[bytes], prefix: bool = False) -> list[bool]:
         buffers = [bytearray(self.nbytes) for _ in keys]
-        hits = client.get(self.namespace, keys, [self.cut(buffer) for buffer in buffers])
+        hits = client.get(self.namespace, keys, [self.cut(buffer) for buffer in buffers], prefix)
         for key, hit, buffer in zip(keys, hits, buffers, strict=True):
             assert not hit or buffer == self.content(key), f"wrong bytes under {key.hex()}"
         return hits
@@ -47,7 +49,7 @@ def cut(request: pytest.FixtureRequest, seed: int) -> InPieces:
 
 
 @pytest.fixture
-def trio(start_node: Callable[..., Node]) -> list[Node]:
+def trio(start_node: StartNode) -> list[Node]:
     nodes = [start_node() for _ in range(3)]
     tell(nodes, view_of(nodes, 2))
     return nodes
@@ -56,8 +58,8 @@ def trio(start_node: Callable[..., Node]) -> list[Node]:
 @pytest.mark.parametrize("wire", ["bulk", "grpc", "shm"])
 @pytest.mark.parametrize("page_nbytes", [4096, 300_000])
 def test_over_tls(
-    start_node: Any,
-    connect: Any,
+    start_node: StartNode,
+    connect: Connect,
     ours: Authority,
     seed: int,
     request: pytest.FixtureRequest,
@@ -73,7 +75,7 @@ def test_over_tls(
 
 @pytest.mark.parametrize("how", [{}, {"near": "n0"}], ids=["spread", "near"])
 def test_a_page_that_is_damaged_at_its_first_owner_comes_whole_from_the_next(
-    trio: list[Node], connect: Any, cut: InPieces, how: dict[str, Any]
+    trio: list[Node], connect: Connect, cut: InPieces, how: dict[str, Any]
 ) -> None:
     keys = cut.keys(*NUMBERS)
     assert cut.put(connect(trio[0]), keys) == [PutOutcome.STORED] * len(keys)
@@ -86,7 +88,7 @@ def test_a_page_that_is_damaged_at_its_first_owner_comes_whole_from_the_next(
 
 
 def test_who_is_late_writes_into_no_piece(
-    trio: list[Node], connect: Any, cut: InPieces, monkeypatch: pytest.MonkeyPatch
+    trio: list[Node], connect: Connect, cut: InPieces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, keys = connect(trio[0], timeout_s=3.0), cut.keys(*NUMBERS)
     cut.put(client, keys)

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from local_nodes import Connect
 
 from kvstore import Client, ClientConfig, Exhausted, InvalidRequest, Keep, Namespace, ProtocolError, opaque_layout
 from kvstore.cluster.view import Member, View, view_message
@@ -71,7 +72,7 @@ def test_a_client_of_the_version_beside_ours_is_served_in_its_own(node: Node, ve
     client.close()
 
 
-def test_what_a_client_of_version_3_stored_is_what_ours_gets(node: Node, connect: Any) -> None:
+def test_what_a_client_of_version_3_stored_is_what_ours_gets(node: Node, connect: Connect) -> None:
     older = Before(node, PROTOCOL_VERSION - 1)
     older.ask(RECORDED["open_namespace"])
     if older.ask(RECORDED["put"])[0].put.verdicts == [pb.WRITE]:

@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import pytest
+from sandbox import Sandbox
 
 from kvstore.errors import Exhausted
 from node.memory.page import PutStatus
@@ -22,8 +23,8 @@ def fill(box: Any, space: Any, *numbers: int) -> list[bytes]:
     return keys
 
 
-def test_a_tenant_at_its_quota_gives_up_its_own_oldest_page(sandbox: Any) -> None:
-    box = sandbox(4 * EXTENT, EXTENT)
+def test_a_tenant_at_its_quota_gives_up_its_own_oldest_page() -> None:
+    box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(quiet=32 * PAGE, loud=32 * PAGE)
     quiet, loud = box.open("m", PAGE, tenant="quiet"), box.open("m", PAGE, tenant="loud")
     kept = fill(box, quiet, *range(32))
@@ -35,8 +36,8 @@ def test_a_tenant_at_its_quota_gives_up_its_own_oldest_page(sandbox: Any) -> Non
 
 
 @pytest.mark.parametrize("there", [0, 5, 32])
-def test_a_batch_that_is_larger_than_a_quota_is_cut_at_it(sandbox: Any, there: int) -> None:
-    box = sandbox(8 * EXTENT, EXTENT)
+def test_a_batch_that_is_larger_than_a_quota_is_cut_at_it(there: int) -> None:
+    box = Sandbox(8 * EXTENT, EXTENT)
     box.limit(loud=32 * PAGE)
     loud = box.open("m", PAGE, tenant="loud")
     old = fill(box, loud, *range(there))
@@ -47,8 +48,8 @@ def test_a_batch_that_is_larger_than_a_quota_is_cut_at_it(sandbox: Any, there: i
     assert box.tier.check() == []
 
 
-def test_one_without_a_quota_has_what_the_others_leave(sandbox: Any) -> None:
-    box = sandbox(4 * EXTENT, EXTENT)
+def test_one_without_a_quota_has_what_the_others_leave() -> None:
+    box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(quiet=32 * PAGE)
     free, quiet = box.open("m", PAGE, tenant="free"), box.open("m", PAGE, tenant="quiet")
     kept = fill(box, quiet, *range(16))
@@ -61,8 +62,8 @@ def test_one_without_a_quota_has_what_the_others_leave(sandbox: Any) -> None:
     assert box.tier.check() == []
 
 
-def test_who_is_over_a_quota_that_was_lowered_goes_before_all_others(sandbox: Any) -> None:
-    box = sandbox(4 * EXTENT, EXTENT)
+def test_who_is_over_a_quota_that_was_lowered_goes_before_all_others() -> None:
+    box = Sandbox(4 * EXTENT, EXTENT)
     old, over = box.open("m", PAGE, tenant="old"), box.open("m", PAGE, tenant="over")
     kept = fill(box, old, *range(32))
     keys = fill(box, over, *range(32))
@@ -77,8 +78,8 @@ def test_who_is_over_a_quota_that_was_lowered_goes_before_all_others(sandbox: An
     assert box.tier.check() == []
 
 
-def test_pages_that_change_their_pool_keep_their_order(sandbox: Any) -> None:
-    box = sandbox(4 * EXTENT, EXTENT)
+def test_pages_that_change_their_pool_keep_their_order() -> None:
+    box = Sandbox(4 * EXTENT, EXTENT)
     space = box.open("m", PAGE, tenant="some")
     keys = fill(box, space, *range(32))
     box.now_ms += 1
@@ -93,8 +94,8 @@ def test_pages_that_change_their_pool_keep_their_order(sandbox: Any) -> None:
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_a_page_of_each_of_many_sizes_counts_as_what_it_keeps_from_others(sandbox: Any, held: bool) -> None:
-    box = sandbox(8 * 16 * EXTENT, 16 * EXTENT)
+def test_a_page_of_each_of_many_sizes_counts_as_what_it_keeps_from_others(held: bool) -> None:
+    box = Sandbox(8 * 16 * EXTENT, 16 * EXTENT)
     half = 4 * 16 * EXTENT
     box.limit(quiet=half, loud=half)
     quiet = box.open("m", PAGE, tenant="quiet")
@@ -115,9 +116,9 @@ def test_a_page_of_each_of_many_sizes_counts_as_what_it_keeps_from_others(sandbo
     assert box.tier.check() == []
 
 
-def test_places_of_another_size_are_made_without_a_loss_for_others(sandbox: Any) -> None:
+def test_places_of_another_size_are_made_without_a_loss_for_others() -> None:
     """Pages of two tenants lie mixed in the same blocks; when one of them changes its page size the other's move."""
-    box = sandbox(16 * EXTENT, EXTENT)
+    box = Sandbox(16 * EXTENT, EXTENT)
     box.limit(quiet=8 * EXTENT, loud=8 * EXTENT)
     quiet, loud = box.open("m", PAGE, tenant="quiet"), box.open("m", PAGE, tenant="loud")
     kept = []
@@ -132,12 +133,12 @@ def test_places_of_another_size_are_made_without_a_loss_for_others(sandbox: Any)
     assert box.tier.check() == []
 
 
-def test_what_is_removed_while_it_is_read_counts_until_it_is_released(sandbox: Any) -> None:
-    box = sandbox(4 * EXTENT, EXTENT)
+def test_what_is_removed_while_it_is_read_counts_until_it_is_released() -> None:
+    box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(loud=16 * PAGE)
     loud, other = box.open("m", PAGE, tenant="loud"), box.open("m", PAGE, tenant="other")
     keys = fill(box, loud, *range(16))
-    held = box.acquire(loud, keys)
+    held = box.read(loud, keys)
     box.remove(loud, keys)
     with pytest.raises(Exhausted, match="tenant loud has 65536 of the 65536 bytes of its ram quota"):
         box.put(loud, loud.keys(50))
@@ -147,16 +148,16 @@ def test_what_is_removed_while_it_is_read_counts_until_it_is_released(sandbox: A
     assert box.put(loud, loud.keys(50)) == [PutStatus.WRITE]
 
 
-def test_a_page_that_is_more_than_the_quota_is_refused(sandbox: Any) -> None:
-    box = sandbox(4 * EXTENT, EXTENT)
+def test_a_page_that_is_more_than_the_quota_is_refused() -> None:
+    box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(small=PAGE)
     space = box.open("m", 2 * PAGE, tenant="small")
     with pytest.raises(Exhausted, match="tenant small has 0 of the 4096 bytes"):
         box.put(space, space.keys(1))
 
 
-def test_a_page_that_is_more_than_the_quota_costs_its_tenant_none(sandbox: Any) -> None:
-    box = sandbox(4 * EXTENT, EXTENT)
+def test_a_page_that_is_more_than_the_quota_costs_its_tenant_none() -> None:
+    box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(one=8 * PAGE)
     small, large = box.open("m", PAGE, tenant="one"), box.open("m", 16 * PAGE, tenant="one")
     kept = fill(box, small, *range(8))
@@ -165,8 +166,8 @@ def test_a_page_that_is_more_than_the_quota_costs_its_tenant_none(sandbox: Any) 
     assert box.present(small, kept) == set(kept)
 
 
-def test_pins_of_one_do_not_cost_another_a_page(sandbox: Any) -> None:
-    box = sandbox(4 * EXTENT, EXTENT)
+def test_pins_of_one_do_not_cost_another_a_page() -> None:
+    box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(quiet=32 * PAGE, loud=32 * PAGE)
     quiet, loud = box.open("m", PAGE, tenant="quiet"), box.open("m", PAGE, tenant="loud")
     kept, keys = fill(box, quiet, *range(32)), fill(box, loud, *range(32))
@@ -177,8 +178,8 @@ def test_pins_of_one_do_not_cost_another_a_page(sandbox: Any) -> None:
     assert box.tier.check() == []
 
 
-def test_where_the_quotas_are_more_than_the_ram_whoever_has_most_of_his_own_gives(sandbox: Any) -> None:
-    box = sandbox(4 * EXTENT, EXTENT)
+def test_where_the_quotas_are_more_than_the_ram_whoever_has_most_of_his_own_gives() -> None:
+    box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(one=64 * PAGE, two=32 * PAGE)
     one, two = box.open("m", PAGE, tenant="one"), box.open("m", PAGE, tenant="two")
     fill(box, one, *range(64))
@@ -188,8 +189,8 @@ def test_where_the_quotas_are_more_than_the_ram_whoever_has_most_of_his_own_give
     assert box.tier.check() == []
 
 
-def test_copies_of_one_go_for_its_own(sandbox: Any) -> None:
-    box = sandbox(4 * EXTENT, EXTENT)
+def test_copies_of_one_go_for_its_own() -> None:
+    box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(quiet=16 * PAGE, loud=32 * PAGE)
     box.tier.eviction.copy_nbytes_max = 24 * PAGE
     quiet, loud = box.open("m", PAGE, tenant="quiet"), box.open("m", PAGE, tenant="loud")
@@ -205,13 +206,13 @@ def test_copies_of_one_go_for_its_own(sandbox: Any) -> None:
     assert box.tier.check() == []
 
 
-def test_the_hit_rate_beside_a_flood_is_that_of_being_alone(seed: int, sandbox: Any) -> None:
+def test_the_hit_rate_beside_a_flood_is_that_of_being_alone(seed: int) -> None:
     """Traffic of a tenant whose pages do not all fit, alone and beside one that floods, pins, holds and changes
     sizes."""
 
     def hit_rate(hostile: bool) -> float:
         rng, other = random.Random(seed), random.Random(seed + 1)
-        box = sandbox(16 * EXTENT, EXTENT)
+        box = Sandbox(16 * EXTENT, EXTENT)
         box.limit(quiet=8 * EXTENT, loud=8 * EXTENT)
         quiet = box.open("m", PAGE, tenant="quiet")
         spaces = [box.open(f"m{n}", n * 2500, tenant="loud") for n in range(1, 20)]
@@ -240,14 +241,14 @@ def test_the_hit_rate_beside_a_flood_is_that_of_being_alone(seed: int, sandbox: 
     assert hit_rate(True) == pytest.approx(hit_rate(False), abs=0.01)
 
 
-def test_places_that_are_partly_empty_are_put_together_before_anybody_loses_a_page(sandbox: Any) -> None:
+def test_places_that_are_partly_empty_are_put_together_before_anybody_loses_a_page() -> None:
     mib = 1 << 20
-    box = sandbox(4 * mib, mib)
+    box = Sandbox(4 * mib, mib)
     box.limit(quiet=2 * mib)
     quiet, loud = box.open("m", PAGE, tenant="quiet"), box.open("large", mib, tenant="loud")
     keys = fill(box, quiet, *range(2 * mib // PAGE))
-    kept = [page.prefix_hash for page in box.acquire(quiet, keys) if page.offset % (4 * PAGE) == 0]
-    box.tier.release(box.acquire(quiet, keys) * 2)
+    kept = [page.prefix_hash for page in box.read(quiet, keys) if page.offset % (4 * PAGE) == 0]
+    box.tier.release(box.read(quiet, keys) * 2)
     box.remove(quiet, [key for key in keys if key not in kept])
     assert box.nbytes("quiet") == mib // 2, "one page of each block of four"
     box.limit(quiet=mib, loud=3 * mib)

@@ -9,9 +9,9 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
+from sandbox import Sandbox
 
 from kvstore.errors import Exhausted
 from kvstore.layout import slot_nbytes
@@ -48,7 +48,7 @@ class Model:
 class Simulation:
     """One random operation a step; `compare` after each."""
 
-    def __init__(self, rng: random.Random, sandbox: Any, limited: bool) -> None:
+    def __init__(self, rng: random.Random, sandbox: type[Sandbox], limited: bool) -> None:
         self.rng = rng
         self.box = sandbox(EXTENT * EXTENTS, EXTENT)
         self.spaces = {name: self.box.open(name, nbytes, tenant=TENANTS[name]) for name, nbytes in PAGE_SIZES.items()}
@@ -243,8 +243,8 @@ class Simulation:
 
 
 @pytest.mark.parametrize(("part", "limited"), [(0, False), (1, False), (2, True), (3, True)])
-def test_a_random_life_agrees_with_the_model(seed: int, part: int, limited: bool, sandbox: Any) -> None:
-    simulation = Simulation(random.Random(f"{seed}/{part}"), sandbox, limited)
+def test_a_random_life_agrees_with_the_model(seed: int, part: int, limited: bool) -> None:
+    simulation = Simulation(random.Random(f"{seed}/{part}"), Sandbox, limited)
     for _ in range(STEPS):
         simulation.step()
     simulation.finish()

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect
 
 from kvstore import Exhausted, InvalidRequest, Namespace, opaque_layout
 from kvstore.pb import kvstore_pb2 as pb
@@ -211,10 +213,8 @@ def test_the_largest_reply_fits_a_message(recorder: Recorder) -> None:
     assert fetch(recorder, name).ByteSize() < 2 << 20
 
 
-def test_pages_of_a_namespace_that_was_removed_are_left_out(
-    node: Node, connect: Any, pages: Any, make_pages: Any
-) -> None:
-    client, other = connect(node), make_pages("other")
+def test_pages_of_a_namespace_that_was_removed_are_left_out(node: Node, connect: Connect, pages: Pages) -> None:
+    client, other = connect(node), Pages("other")
     name = client.record(60.0).recording
     for some in (pages, other):
         some.put(client, some.keys(0, 1))
@@ -228,7 +228,7 @@ def test_pages_of_a_namespace_that_was_removed_are_left_out(
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_lookups_and_puts_of_every_wire_are_recorded(node: Node, connect: Any, pages: Any, wire: str) -> None:
+def test_lookups_and_puts_of_every_wire_are_recorded(node: Node, connect: Connect, pages: Pages, wire: str) -> None:
     client, admin = connect(node, wire), connect(node)
     name = admin.record(60.0).recording
     pages.put(client, pages.keys(0, 1, 2))

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from fake_etcd import FakeEtcd
 from fleets import LEASE_S, SMALL, Start, kill, members, peers, stop, value
+from known_pages import Pages
+from local_nodes import Connect
 from waiting import wait_until
 
 from kvstore.cluster.view import State
@@ -72,7 +74,7 @@ def test_state_is_told_to_all(fleet: Start) -> None:
 
 
 def test_while_etcd_is_away_the_last_view_holds_and_is_told(
-    fleet: Start, etcd: FakeEtcd, connect: Any, pages: Any
+    fleet: Start, etcd: FakeEtcd, connect: Connect, pages: Pages
 ) -> None:
     one, two = fleet("n1"), fleet("n2")
     wait_until(lambda: len(members(one)) == 2)

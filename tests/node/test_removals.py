@@ -6,6 +6,8 @@ from typing import Any, cast
 import pytest
 from fake_etcd import FakeEtcd
 from fleets import Start, stop, value
+from known_pages import Pages
+from local_nodes import Connect
 from waiting import wait_until
 
 from kvstore.errors import ConfigError
@@ -17,19 +19,18 @@ DISK = {"disk_nbytes": 64 << 20}
 KEYS = range(20)
 
 
-def present(client: Any, pages: Any) -> int:
+def present(client: Any, pages: Pages) -> int:
     return client.lookup(pages.namespace, pages.keys(*KEYS)).present.count(True)
 
 
 def test_a_member_that_was_away_removes_before_it_serves(
     fleet: Start,
-    connect: Any,
-    pages: Any,
-    make_pages: Any,
+    connect: Connect,
+    pages: Pages,
     tmp_path: Path,
 ) -> None:
     two = fleet("n2", data_dir=str(tmp_path), **DISK)  # owns all, so that all goes to its disk
-    kept = make_pages("kept")
+    kept = Pages("kept")
     alone = connect(two, direct=True)
     for some in (pages, kept):
         some.put(alone, some.keys(*KEYS))
@@ -49,7 +50,7 @@ def test_a_member_that_was_away_removes_before_it_serves(
     assert present(again, pages) == len(KEYS)
 
 
-def test_what_is_put_after_a_removal_stays(fleet: Start, etcd: FakeEtcd, connect: Any, pages: Any) -> None:
+def test_what_is_put_after_a_removal_stays(fleet: Start, etcd: FakeEtcd, connect: Connect, pages: Pages) -> None:
     """Members hear of a removal once more, from etcd, when its caller has gone on already."""
     nodes = [fleet(f"n{i}") for i in range(3)]
     wait_until(lambda: all(len(node.membership.view.members) == 3 for node in nodes))  # type: ignore[union-attr]
@@ -67,7 +68,7 @@ def test_what_is_put_after_a_removal_stays(fleet: Start, etcd: FakeEtcd, connect
     assert len([key for key in etcd.names() if "/removed/" in key]) == 1
 
 
-def test_a_member_that_was_not_asked_hears_of_it(fleet: Start, connect: Any, pages: Any) -> None:
+def test_a_member_that_was_not_asked_hears_of_it(fleet: Start, connect: Connect, pages: Pages) -> None:
     one, two = fleet("n1"), fleet("n2")
     alone = connect(two, direct=True)
     pages.put(alone, pages.keys(*KEYS))
@@ -80,8 +81,8 @@ def test_a_member_that_was_not_asked_hears_of_it(fleet: Start, connect: Any, pag
 def test_what_was_removed_while_etcd_was_away_is_told_when_it_is_back(
     fleet: Start,
     etcd: FakeEtcd,
-    connect: Any,
-    pages: Any,
+    connect: Connect,
+    pages: Pages,
 ) -> None:
     one = fleet("n1")
     client = connect(one)
@@ -94,7 +95,7 @@ def test_what_was_removed_while_etcd_was_away_is_told_when_it_is_back(
 
 @pytest.mark.parametrize("away", [False, True])
 def test_what_is_recorded_in_an_etcd_that_lost_all_before_numbers_rise_is_removed_by_all(
-    fleet: Start, etcd: FakeEtcd, connect: Any, pages: Any, make_pages: Any, tmp_path: Path, away: bool
+    fleet: Start, etcd: FakeEtcd, connect: Connect, pages: Pages, tmp_path: Path, away: bool
 ) -> None:
     """A removal that waited for etcd is written as soon as that answers, and who raises the numbers may be later."""
     one, two = fleet("n1"), fleet("n2", data_dir=str(tmp_path), **DISK)
@@ -103,7 +104,7 @@ def test_what_is_recorded_in_an_etcd_that_lost_all_before_numbers_rise_is_remove
     alone.flush()
     for _ in range(100):
         etcd.put("/kvstore/fleet/others", b"")
-    asked, former = connect(one, direct=True), make_pages("former").namespace
+    asked, former = connect(one, direct=True), Pages("former").namespace
     asked.open(former)
     asked.remove_namespace(former)  # the newest that is known: its number is that of the view
     newest = etcd.revision

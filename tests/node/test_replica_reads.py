@@ -2,11 +2,11 @@
 
 import socket
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from fleet import calm, hang_gets, owners, plant, present, tell, view_of
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 from kvstore import PutOutcome
 from node.server import Node
@@ -15,19 +15,19 @@ NUMBERS = range(24)
 
 
 @pytest.fixture
-def trio(start_node: Callable[..., Node]) -> list[Node]:
+def trio(start_node: StartNode) -> list[Node]:
     nodes = [start_node() for _ in range(3)]
     tell(nodes, view_of(nodes, 2))
     return nodes
 
 
-def first_of(nodes: list[Node], pages: Any, keys: list[bytes], member: int) -> list[bytes]:
+def first_of(nodes: list[Node], pages: Pages, keys: list[bytes], member: int) -> list[bytes]:
     """Those of the keys whose first owner this is."""
     routes = owners(view_of(nodes, 2), pages.namespace, keys)
     return [key for key, some in zip(keys, routes, strict=True) if some[0] == f"n{member}"]
 
 
-def test_a_member_that_is_lost_costs_nothing(trio: list[Node], connect: Any, pages: Any) -> None:
+def test_a_member_that_is_lost_costs_nothing(trio: list[Node], connect: Connect, pages: Pages) -> None:
     client, keys = connect(trio[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
     calm(trio)
@@ -45,7 +45,7 @@ def test_a_member_that_is_lost_costs_nothing(trio: list[Node], connect: Any, pag
     assert present(trio[1], pages.namespace, mine) == [True] * len(mine), "it was given them when it was back"
 
 
-def test_the_longest_prefix_is_put_together_from_replicas(trio: list[Node], connect: Any, pages: Any) -> None:
+def test_the_longest_prefix_is_put_together_from_replicas(trio: list[Node], connect: Connect, pages: Pages) -> None:
     """A member that lacks a page is not the end of the prefix: the next pages may be there and at no other."""
     client, keys = connect(trio[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
@@ -69,7 +69,7 @@ def test_the_longest_prefix_is_put_together_from_replicas(trio: list[Node], conn
 
 
 def test_a_slow_owner_costs_half_of_the_time(
-    trio: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    trio: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, keys = connect(trio[0], timeout_s=3.0), pages.keys(*NUMBERS)
     pages.put(client, keys)
@@ -82,7 +82,7 @@ def test_a_slow_owner_costs_half_of_the_time(
 
 
 def test_a_page_that_is_damaged_at_its_first_owner_comes_from_the_next(
-    trio: list[Node], connect: Any, pages: Any
+    trio: list[Node], connect: Connect, pages: Pages
 ) -> None:
     client, keys = connect(trio[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
@@ -94,7 +94,7 @@ def test_a_page_that_is_damaged_at_its_first_owner_comes_from_the_next(
     assert present(trio[1], pages.namespace, mine[:1]) == [False]
 
 
-def test_all_copies_are_verified(trio: list[Node], connect: Any, pages: Any) -> None:
+def test_all_copies_are_verified(trio: list[Node], connect: Connect, pages: Pages) -> None:
     client, keys = connect(trio[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
     calm(trio)
@@ -104,7 +104,7 @@ def test_all_copies_are_verified(trio: list[Node], connect: Any, pages: Any) -> 
     assert client.verify(pages.namespace, keys) == (len(keys), 0, 0)
 
 
-def test_who_joined_unheard_of_is_asked_to_remove_too(trio: list[Node], connect: Any, pages: Any) -> None:
+def test_who_joined_unheard_of_is_asked_to_remove_too(trio: list[Node], connect: Connect, pages: Pages) -> None:
     """It may have fetched the pages before they were removed."""
     tell(trio, view_of(trio, number=2, n2=None))
     client, keys = connect(trio[0]), pages.keys(1, 2)
@@ -116,7 +116,7 @@ def test_who_joined_unheard_of_is_asked_to_remove_too(trio: list[Node], connect:
     assert present(trio[2], pages.namespace, keys) == [False, False]
 
 
-def test_a_copy_that_nobody_owns_is_removed_too(trio: list[Node], connect: Any, pages: Any) -> None:
+def test_a_copy_that_nobody_owns_is_removed_too(trio: list[Node], connect: Connect, pages: Pages) -> None:
     """As a near node has it."""
     key = pages.key(1)
     (route,) = owners(view_of(trio, 2), pages.namespace, [key])
@@ -129,7 +129,7 @@ def test_a_copy_that_nobody_owns_is_removed_too(trio: list[Node], connect: Any, 
     assert [present(node, pages.namespace, [key]) for node in trio] == [[False]] * 3
 
 
-def test_a_put_whose_first_owner_hangs_goes_to_the_next(trio: list[Node], connect: Any, pages: Any) -> None:
+def test_a_put_whose_first_owner_hangs_goes_to_the_next(trio: list[Node], connect: Connect, pages: Pages) -> None:
     with socket.create_server(("127.0.0.1", 0)) as hung:
         view = view_of(trio, 2, 2, elsewhere={1: f"127.0.0.1:{hung.getsockname()[1]}"})
         tell(trio, view)

@@ -2,11 +2,14 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet import calm, counts, owners, present, tell, view_of
+from known_pages import Pages
+from local_nodes import Connect, ConnectRaw, StartNode
 from waiting import wait_until
 
 from kvstore import Exhausted, InvalidRequest, Keep, PutOutcome
@@ -21,7 +24,7 @@ NUMBERS = range(24)
 
 
 @pytest.fixture
-def pair(start_node: Callable[..., Node]) -> Iterator[list[Node]]:
+def pair(start_node: StartNode) -> Iterator[list[Node]]:
     """Two nodes, each the replica of the other."""
     nodes = [start_node() for _ in range(2)]
     tell(nodes, view_of(nodes, 2))
@@ -30,7 +33,9 @@ def pair(start_node: Callable[..., Node]) -> Iterator[list[Node]]:
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_a_put_comes_to_all_owners_and_to_nobody_else(start_node: Any, connect: Any, pages: Any, wire: str) -> None:
+def test_a_put_comes_to_all_owners_and_to_nobody_else(
+    start_node: StartNode, connect: Connect, pages: Pages, wire: str
+) -> None:
     nodes = [start_node() for _ in range(3)]
     view = view_of(nodes, 2)
     tell(nodes, view)
@@ -47,7 +52,7 @@ def test_a_put_comes_to_all_owners_and_to_nobody_else(start_node: Any, connect: 
     assert [(some.pages_dropped, some.queue_pages, some.queue_nbytes) for some in handed] == [(0, 0, 0)] * 3
 
 
-def test_a_node_that_is_alone_hands_nothing_on(start_node: Any, connect: Any, pages: Any) -> None:
+def test_a_node_that_is_alone_hands_nothing_on(start_node: StartNode, connect: Connect, pages: Pages) -> None:
     node = start_node()
     client = connect(node)
     client.put(pages.namespace, pages.keys(1), [pages.content(pages.key(1))], Keep(ack="all"))
@@ -55,14 +60,14 @@ def test_a_node_that_is_alone_hands_nothing_on(start_node: Any, connect: Any, pa
     assert not client.node_status().HasField("peers")
 
 
-def test_one_owner_has_nobody_to_hand_to(start_node: Any, connect: Any, pages: Any) -> None:
+def test_one_owner_has_nobody_to_hand_to(start_node: StartNode, connect: Connect, pages: Pages) -> None:
     nodes = [start_node() for _ in range(2)]
     tell(nodes, view_of(nodes, 1))
     pages.put(connect(nodes[0]), pages.keys(*NUMBERS))
     assert [node.peers.couriers._threads for node in nodes] == [[], []]
 
 
-def test_what_exists_is_not_sent_again(pair: list[Node], connect: Any, pages: Any) -> None:
+def test_what_exists_is_not_sent_again(pair: list[Node], connect: Connect, pages: Pages) -> None:
     client, keys = connect(pair[0], direct=True), pages.keys(*NUMBERS)
     pages.put(client, keys)
     calm(pair)
@@ -74,7 +79,7 @@ def test_what_exists_is_not_sent_again(pair: list[Node], connect: Any, pages: An
     assert present(pair[1], pages.namespace, keys) == [True] * len(keys)
 
 
-def test_time_to_live_goes_with_the_page(pair: list[Node], connect: Any, pages: Any) -> None:
+def test_time_to_live_goes_with_the_page(pair: list[Node], connect: Connect, pages: Pages) -> None:
     key, client = pages.key(1), connect(pair[0], direct=True)
     client.put(pages.namespace, [key], [pages.content(key)], Keep(ttl_s=100.0))
     calm(pair)
@@ -82,7 +87,9 @@ def test_time_to_live_goes_with_the_page(pair: list[Node], connect: Any, pages: 
     assert 98_000 <= page.ttl_ms <= 100_000
 
 
-def test_a_put_that_a_member_forwarded_goes_no_further(pair: list[Node], raw: Any, connect: Any, pages: Any) -> None:
+def test_a_put_that_a_member_forwarded_goes_no_further(
+    pair: list[Node], raw: ConnectRaw, connect: Connect, pages: Pages
+) -> None:
     connect(pair[0], direct=True).open(pages.namespace)
     connection = raw(pair[0])
     put = pb.PutRequest(
@@ -97,7 +104,7 @@ def test_a_put_that_a_member_forwarded_goes_no_further(pair: list[Node], raw: An
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_forward_from_a_stranger_is_refused(
-    pair: list[Node], start_node: Any, raw: Any, connect: Any, pages: Any, alone: bool
+    pair: list[Node], start_node: StartNode, raw: ConnectRaw, connect: Connect, pages: Pages, alone: bool
 ) -> None:
     node = start_node() if alone else pair[0]
     connect(node, direct=True).open(pages.namespace)
@@ -110,7 +117,7 @@ def test_a_forward_from_a_stranger_is_refused(
     assert present(node, pages.namespace, pages.keys(1)) == [False]
 
 
-def test_ack_all_answers_when_all_owners_have_the_pages(pair: list[Node], connect: Any, pages: Any) -> None:
+def test_ack_all_answers_when_all_owners_have_the_pages(pair: list[Node], connect: Connect, pages: Pages) -> None:
     client = connect(pair[0], direct=True)
     for start in range(0, 40, 4):
         keys = pages.keys(*range(start, start + 4))
@@ -118,7 +125,7 @@ def test_ack_all_answers_when_all_owners_have_the_pages(pair: list[Node], connec
         assert present(pair[1], pages.namespace, keys) == [True] * 4
 
 
-def test_ack_all_of_a_page_that_an_owner_can_not_get(start_node: Any, connect: Any, pages: Any) -> None:
+def test_ack_all_of_a_page_that_an_owner_can_not_get(start_node: StartNode, connect: Connect, pages: Pages) -> None:
     nodes = [start_node(), start_node()]
     tell(nodes[:1], view_of(nodes, 2, elsewhere={1: "127.0.0.1:9"}))
     client, keys = connect(nodes[0], direct=True), pages.keys(1, 2)
@@ -130,7 +137,9 @@ def test_ack_all_of_a_page_that_an_owner_can_not_get(start_node: Any, connect: A
     nodes[0].peers.couriers._follow(view_of(nodes[:1], 2))  # who left is not waited for
 
 
-def test_the_client_hears_that_not_all_owners_have_the_pages(start_node: Any, connect: Any, pages: Any) -> None:
+def test_the_client_hears_that_not_all_owners_have_the_pages(
+    start_node: StartNode, connect: Connect, pages: Pages
+) -> None:
     """Though other keys of the call have arrived everywhere."""
     nodes = [start_node() for _ in range(3)]
     view = view_of(nodes, 2, elsewhere={2: "127.0.0.1:9"})
@@ -147,7 +156,7 @@ def test_the_client_hears_that_not_all_owners_have_the_pages(start_node: Any, co
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_durable_and_ack_all_is_durable_at_all_owners(
-    start_node: Any, connect: Any, pages: Any, tmp_path: Any, stored: bool
+    start_node: StartNode, connect: Connect, pages: Pages, tmp_path: Path, stored: bool
 ) -> None:
     nodes = [start_node(data_dir=str(tmp_path / name), disk_nbytes=64 << 20) for name in "ab"]
     tell(nodes, view_of(nodes, 2))
@@ -161,7 +170,9 @@ def test_durable_and_ack_all_is_durable_at_all_owners(
         assert node.disk.safe(pages.namespace.digest, keys) == [True] * len(keys)
 
 
-def test_pages_that_are_on_disk_only_are_handed_on(start_node: Any, connect: Any, pages: Any, tmp_path: Any) -> None:
+def test_pages_that_are_on_disk_only_are_handed_on(
+    start_node: StartNode, connect: Connect, pages: Pages, tmp_path: Path
+) -> None:
     nodes = [start_node(data_dir=str(tmp_path / "a"), disk_nbytes=64 << 20), start_node()]
     client, keys = connect(nodes[0], direct=True, timeout_s=10.0), pages.keys(*NUMBERS)
     client.put(pages.namespace, keys, [pages.content(key) for key in keys], Keep(durable=True))
@@ -179,7 +190,7 @@ def test_pages_that_are_on_disk_only_are_handed_on(start_node: Any, connect: Any
 
 
 def test_bytes_that_rotted_in_the_senders_memory_are_not_made_good(
-    pair: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The target makes a page's checksum from what it is sent."""
     client, keys = connect(pair[0], direct=True), pages.keys(*range(6))
@@ -206,7 +217,7 @@ def test_an_ack_that_nobody_knows() -> None:
 
 
 def test_the_head_of_a_chain_is_its_newest_page_there_too(
-    pair: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+    pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the replica would evict it first, and the rest would be of no use."""
     monkeypatch.setattr(replication_queue, "BATCH_PAGES_MAX", 4)
@@ -225,7 +236,7 @@ def test_the_head_of_a_chain_is_its_newest_page_there_too(
     assert asked == [keys[8:], keys[4:8], keys[:4]]
 
 
-def test_metrics_tell_what_was_handed_on(pair: list[Node], connect: Any, pages: Any) -> None:
+def test_metrics_tell_what_was_handed_on(pair: list[Node], connect: Connect, pages: Pages) -> None:
     pages.put(connect(pair[0], direct=True), pages.keys(*NUMBERS))
     calm(pair)
     text = metrics_text(pair[0].service)({}, Asker("me", ())).body().decode()
@@ -244,7 +255,7 @@ def test_metrics_tell_what_was_handed_on(pair: list[Node], connect: Any, pages: 
 
 
 def test_puts_that_wait_for_other_members_leave_grpc_transfers_to_others(
-    start_node: Any, connect: Any, pages: Any
+    start_node: StartNode, connect: Connect, pages: Pages
 ) -> None:
     node = start_node(grpc_threads=4)  # three transfers, of which one may wait
     tell([node], view_of([node, node], 2, elsewhere={1: "127.0.0.1:9"}))

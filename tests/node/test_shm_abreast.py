@@ -4,10 +4,11 @@ a page when the call has ended."""
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 from kvstore import ByteRange, Client, DeadlineExceeded, Namespace, PutOutcome, opaque_layout
 from kvstore.transports import parallel, shm
@@ -17,12 +18,12 @@ LANES = 3
 
 
 @pytest.fixture
-def node(start_node: Callable[..., Node]) -> Node:
+def node(start_node: StartNode) -> Node:
     return start_node()
 
 
 @pytest.fixture
-def client(node: Node, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> Client:
+def client(node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> Client:
     monkeypatch.setattr(shm, "stream_count", lambda pages, _: max(1, min(LANES, pages)))
     return connect(node, "shm")
 
@@ -40,7 +41,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch, name: str, first: int) -> None:
     monkeypatch.setattr(shm, name, together)
 
 
-def test_pages_cross_and_answers_are_in_order(client: Client, pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_cross_and_answers_are_in_order(client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = pages.keys(*range(11))
     assert pages.put(client, keys[3:5]) == [PutOutcome.STORED] * 2
     meeting(monkeypatch, "_write_page", LANES)
@@ -51,7 +52,7 @@ def test_pages_cross_and_answers_are_in_order(client: Client, pages: Any, monkey
     assert pages.get(client, keys) == [i not in (0, 7) for i in range(11)]
 
 
-def test_damaged_pages_and_ranges_are_found_in_whichever_share(client: Client, pages: Any, node: Node) -> None:
+def test_damaged_pages_and_ranges_are_found_in_whichever_share(client: Client, pages: Pages, node: Node) -> None:
     keys = pages.keys(*range(9))
     pages.put(client, keys)
     buffers = [bytearray(7) for _ in keys]
@@ -65,11 +66,11 @@ def test_damaged_pages_and_ranges_are_found_in_whichever_share(client: Client, p
 
 @pytest.mark.parametrize("error", [DeadlineExceeded("late"), MemoryError("none left")])
 def test_a_share_that_fails_fails_the_call_when_all_have_ended(
-    client: Client, pages: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+    client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     keys, ended, write, failed = pages.keys(*range(6)), [], shm._write_page, threading.Event()
 
-    def failing(slot: memoryview, page: Sequence[memoryview]) -> bytes:
+    def failing(slot: memoryview, page: tuple[memoryview, ...]) -> bytes:
         if page[0] == pages.content(keys[2]):
             failed.set()
             raise error
@@ -91,7 +92,7 @@ def test_a_share_that_fails_fails_the_call_when_all_have_ended(
 
 
 def test_small_batches_and_machines_take_no_other_thread(
-    node: Node, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page_nbytes = 4096
     monkeypatch.setattr(parallel, "STREAM_NBYTES_MIN", 4 * page_nbytes)

@@ -15,6 +15,8 @@ from typing import Any
 
 import grpc
 import pytest
+from known_pages import Pages
+from local_nodes import Bystander, Connect, settle
 
 from kvstore import ConfigError, Unavailable
 from kvstore.config import PROTOCOL_VERSION
@@ -81,25 +83,25 @@ def raw() -> Iterator[Callable[[Node], Raw]]:
 
 
 @pytest.fixture
-def pages(request: pytest.FixtureRequest, node: Node, make_pages: Any, connect: Any) -> Any:
+def pages(request: pytest.FixtureRequest, node: Node, connect: Connect) -> Pages:
     """Pages 0 to 3 are stored."""
-    pages = make_pages(request.node.name)
+    pages = Pages(request.node.name)
     client = connect(node, "bulk")
     pages.put(client, pages.keys(0, 1, 2, 3))
     client.close()
     return pages
 
 
-def put_of(pages: Any, *numbers: int) -> pb.PutRequest:
+def put_of(pages: Pages, *numbers: int) -> pb.PutRequest:
     keys = pages.keys(*numbers)
     return pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
 
 
-def get_of(pages: Any, *numbers: int) -> pb.GetRequest:
+def get_of(pages: Pages, *numbers: int) -> pb.GetRequest:
     return pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*numbers))
 
 
-def test_a_client_must_bring_a_pidfd_of_its_own(node: Node, raw: Any, settle: Any) -> None:
+def test_a_client_must_bring_a_pidfd_of_its_own(node: Node, raw: Callable[[Node], Raw]) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         foreign = os.pidfd_open(other.pid)
         plain = os.open("/dev/null", os.O_RDONLY)
@@ -117,7 +119,7 @@ def test_a_client_must_bring_a_pidfd_of_its_own(node: Node, raw: Any, settle: An
     settle(node)
 
 
-def test_descriptors_that_nobody_asked_for_are_not_kept(node: Node, raw: Any, settle: Any) -> None:
+def test_descriptors_that_nobody_asked_for_are_not_kept(node: Node, raw: Callable[[Node], Raw]) -> None:
     connection = raw(node)
     there = len(os.listdir("/proc/self/fd"))  # of other tests' nodes, too
     pidfd = os.pidfd_open(os.getpid())
@@ -133,6 +135,7 @@ def test_descriptors_that_nobody_asked_for_are_not_kept(node: Node, raw: Any, se
         connection.sock.sendmsg([pack_fixed(len(HELLO), 0) + HELLO], rights)
         assert connection.reply().hello.version
     assert len(os.listdir("/proc/self/fd")) <= before
+    assert fd is not None
     os.close(fd)
     os.close(pidfd)
     connection.close()
@@ -157,10 +160,15 @@ for line in sys.stdin:
 """
 
 
-def test_one_put_and_one_get_at_a_time(node: Node, pages: Any, settle: Any) -> None:
+def test_one_put_and_one_get_at_a_time(node: Node, pages: Pages) -> None:
     """Whoever breaks this rule may be writing all the same, so nobody gets his slots while he lives."""
     lookup = pb.LookupRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1))
-    requests = {"put": put_of(pages, 10), "get": get_of(pages, 1), "lookup": lookup, "commit": pb.CommitRequest()}
+    requests: dict[str, Any] = {
+        "put": put_of(pages, 10),
+        "get": get_of(pages, 1),
+        "lookup": lookup,
+        "commit": pb.CommitRequest(),
+    }
     assert node.shm is not None
     command = [sys.executable, "-c", OUT_OF_ORDER, node.shm.path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -186,7 +194,7 @@ def test_one_put_and_one_get_at_a_time(node: Node, pages: Any, settle: Any) -> N
 
 
 def test_an_idle_connection_stays_where_the_node_has_many_descriptors_open(
-    node: Node, raw: Any, pages: Any, settle: Any
+    node: Node, raw: Callable[[Node], Raw], pages: Pages
 ) -> None:
     """`select` takes none above 1,023: each idle connection ended, and with it a node that has many extents."""
     taken = [os.open("/dev/null", os.O_RDONLY)]
@@ -208,9 +216,9 @@ def test_an_idle_connection_stays_where_the_node_has_many_descriptors_open(
 
 
 def test_a_client_hears_at_once_that_its_connection_has_ended_though_its_slots_are_kept(
-    make_node: Any, raw: Any, connect: Any, make_pages: Any
+    make_node: Callable[..., Node], raw: Callable[[Node], Raw], connect: Connect
 ) -> None:
-    node, pages = make_node(), make_pages("kept")
+    node, pages = make_node(), Pages("kept")
     pages.put(connect(node), pages.keys(1))
     connection = raw(node)
     connection.greet()
@@ -220,7 +228,9 @@ def test_a_client_hears_at_once_that_its_connection_has_ended_though_its_slots_a
     assert node.tier.held_count == 1, "this process may read it still"
 
 
-def test_a_release_of_nothing_and_an_empty_answer_hold_nothing(node: Node, raw: Any, pages: Any, settle: Any) -> None:
+def test_a_release_of_nothing_and_an_empty_answer_hold_nothing(
+    node: Node, raw: Callable[[Node], Raw], pages: Pages
+) -> None:
     connection = raw(node)
     connection.greet()
     connection.tell(release=pb.ReleaseRequest())
@@ -234,7 +244,7 @@ def test_a_release_of_nothing_and_an_empty_answer_hold_nothing(node: Node, raw: 
     settle(node)
 
 
-def test_a_release_that_is_the_last_word_is_heard(node: Node, raw: Any, pages: Any, settle: Any) -> None:
+def test_a_release_that_is_the_last_word_is_heard(node: Node, raw: Callable[[Node], Raw], pages: Pages) -> None:
     """As of a client whose deadline passed: it reads no answer any more."""
     for request in ({"get": get_of(pages, 1, 2)}, {"put": put_of(pages, 20, 21)}):
         connection = raw(node)
@@ -246,10 +256,10 @@ def test_a_release_that_is_the_last_word_is_heard(node: Node, raw: Any, pages: A
 
 
 def test_random_bytes_are_answered_with_an_error_or_the_end(
-    node: Node, raw: Any, pages: Any, settle: Any, seed: int, bystander: Any
+    node: Node, raw: Callable[[Node], Raw], pages: Pages, seed: int
 ) -> None:
     chance = random.Random(seed)
-    with bystander(node):
+    with Bystander(node):
         for _ in range(60):
             connection = raw(node)
             if chance.random() < 0.7:
@@ -269,9 +279,7 @@ def test_random_bytes_are_answered_with_an_error_or_the_end(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_another_user_gets_an_error_that_says_so_even_if_he_finds_the_socket(
-    node: Node, settle: Any, make_pages: Any
-) -> None:
+def test_another_user_gets_an_error_that_says_so_even_if_he_finds_the_socket(node: Node) -> None:
     """The file's mode keeps him out; if somebody opened it, the node asks the kernel who he is."""
     assert node.shm is not None
     path = pathlib.Path(node.shm.path)
@@ -295,7 +303,7 @@ while input():
 """
     says = ["Permission denied", f"the memory of this node is for uid {os.geteuid()} and root, not for uid 12345"]
     try:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen([sys.executable, "-c", script], **pipes) as process:
             for mode, said in zip((0o600, 0o666), says, strict=True):
                 os.chmod(path, mode)
@@ -328,7 +336,7 @@ def make_node() -> Iterator[Callable[..., Node]]:
         node.stop()
 
 
-def test_the_socket_is_its_owners_and_goes_with_the_node(runtime_dir: str, connect: Any) -> None:
+def test_the_socket_is_its_owners_and_goes_with_the_node(runtime_dir: str, connect: Connect) -> None:
     node = Node(NodeConfig(host="127.0.0.1", port=0, bulk_port=0, metrics_port=0, ram_nbytes=16 << 20, drain_s=0.1))
     assert node.shm is not None
     assert node.shm.path == f"{runtime_dir}/kvstore/{node.grpc.port}.sock"
@@ -340,14 +348,14 @@ def test_the_socket_is_its_owners_and_goes_with_the_node(runtime_dir: str, conne
 
 
 def test_a_stale_socket_is_replaced_and_a_live_one_is_not(
-    make_node: Any, runtime_dir: str, connect: Any, make_pages: Any
+    make_node: Callable[..., Node], runtime_dir: str, connect: Connect
 ) -> None:
     path = f"{runtime_dir}/shared/node.sock"
     os.mkdir(os.path.dirname(path))
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
     node = make_node(shm_socket=path)
-    client, pages = connect(node, "shm"), make_pages("stale")
+    client, pages = connect(node, "shm"), Pages("stale")
     pages.put(client, pages.keys(1))
     with pytest.raises(ConfigError, match="another process listens on"):
         make_node(shm_socket=path)
@@ -360,7 +368,7 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_not(
     os.rename(moved, os.path.dirname(path))
 
 
-def test_a_path_that_can_not_be_ends_the_start(make_node: Any, runtime_dir: str) -> None:
+def test_a_path_that_can_not_be_ends_the_start(make_node: Callable[..., Node], runtime_dir: str) -> None:
     plain = pathlib.Path(runtime_dir, "plain")
     plain.write_text("not a socket")
     for path, said in (
@@ -376,7 +384,11 @@ def test_a_path_that_can_not_be_ends_the_start(make_node: Any, runtime_dir: str)
 
 @pytest.mark.parametrize("trouble", ["none", "writable by others", "too long", "not there"])
 def test_without_a_place_for_its_socket_a_node_serves_on(
-    make_node: Any, connect: Any, make_pages: Any, tmp_path: pathlib.Path, monkeypatch: Any, trouble: str
+    make_node: Callable[..., Node],
+    connect: Connect,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: str,
 ) -> None:
     settings = {"shm_socket": "none"} if trouble == "none" else {}
     place = {"too long": tmp_path / ("x" * 100), "not there": tmp_path / "absent"}.get(trouble, tmp_path)
@@ -386,7 +398,7 @@ def test_without_a_place_for_its_socket_a_node_serves_on(
         (tmp_path / "kvstore").chmod(0o777)
     node = make_node(**settings)
     assert node.shm is None
-    client, pages = connect(node, "auto"), make_pages(trouble)
+    client, pages = connect(node, "auto"), Pages(trouble)
     pages.put(client, pages.keys(1))
     assert client.wire_name == "bulk"
     assert not client.node_status().HasField("shm")

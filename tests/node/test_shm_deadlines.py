@@ -1,10 +1,11 @@
 """A call over shared memory whose time is up while it copies stops before the next page, and is not late."""
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect
 
 from kvstore import Client, DeadlineExceeded
 from kvstore.transports import shm
@@ -14,7 +15,7 @@ SECONDS = 1.0
 
 
 @pytest.fixture
-def client(node: Node, connect: Callable[..., Client], pages: Any) -> Client:
+def client(node: Node, connect: Connect, pages: Pages) -> Client:
     """Connected, with the namespace opened: a call's time is its own."""
     client = connect(node, "shm")
     client.open(pages.namespace)
@@ -35,7 +36,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
 
 
 def test_a_put_stops_between_two_pages(
-    client: Client, node: Node, connect: Callable[..., Client], pages: Any, monkeypatch: pytest.MonkeyPatch
+    client: Client, node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = pages.keys(1, 2, 3)
     with monkeypatch.context() as patch:
@@ -47,7 +48,7 @@ def test_a_put_stops_between_two_pages(
 
 
 def test_a_get_stops_between_two_pages(
-    client: Client, node: Node, connect: Callable[..., Client], pages: Any, monkeypatch: pytest.MonkeyPatch
+    client: Client, node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = pages.keys(1, 2, 3)
     pages.put(client, keys)

@@ -1,17 +1,13 @@
 """Connections over shared memory that the node lets go while nobody uses them."""
 
-from collections.abc import Callable
-from typing import Any
-
+from known_pages import Pages
+from local_nodes import Connect
 from waiting import wait_until
 
-from kvstore import Client
 from node.server import Node
 
 
-def test_idle_connections_that_had_to_leave_are_no_failure(
-    node: Node, connect: Callable[..., Client], pages: Any
-) -> None:
+def test_idle_connections_that_had_to_leave_are_no_failure(node: Node, connect: Connect, pages: Pages) -> None:
     """Over bulk the call would be said again in any case; here the link was dropped, and made anew."""
     client, shm = connect(node, "shm"), node.shm
     assert shm is not None

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode, settle
 
 from kvstore import Client, PutOutcome, Unavailable
 from kvstore.checksum import leaves
@@ -66,7 +68,7 @@ for line in sys.stdin:
 class Child:
     """A process with slots in its hands."""
 
-    def __init__(self, node: Node, pages: Any, what: str) -> None:
+    def __init__(self, node: Node, pages: Pages, what: str) -> None:
         wait_fd, self._let_go = os.pipe()
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD, f"127.0.0.1:{node.grpc.port}", pages.namespace.model, what],
@@ -108,12 +110,12 @@ class Child:
 
 
 @pytest.fixture
-def pages(request: pytest.FixtureRequest, make_pages: Any) -> Any:
-    return make_pages(request.node.name, PAGE)
+def pages(request: pytest.FixtureRequest) -> Pages:
+    return Pages(request.node.name, PAGE)
 
 
 @pytest.fixture
-def small(start_node: Callable[..., Node]) -> Node:
+def small(start_node: StartNode) -> Node:
     """64 pages of room."""
     return start_node(ram_nbytes=4 << 20, stall_s=0.8)
 
@@ -122,7 +124,7 @@ def small(start_node: Callable[..., Node]) -> Node:
 def spawn() -> Iterator[Callable[..., Child]]:
     children: list[Child] = []
 
-    def start(node: Node, pages: Any, what: str) -> Child:
+    def start(node: Node, pages: Pages, what: str) -> Child:
         children.append(Child(node, pages, what))
         return children[-1]
 
@@ -143,20 +145,20 @@ def orphan_pages(node: Node) -> int:
     return int(node.shm.status().orphan_page_count)
 
 
-def refill(client: Client, pages: Any, first: int = 1000) -> None:
+def refill(client: Client, pages: Pages, first: int = 1000) -> None:
     """Puts three times as many pages as the node has room for."""
     for number in range(first, first + 192, 8):
         pages.put(client, pages.keys(*range(number, number + 8)))
 
 
-def owned(node: Node, pages: Any) -> set[int]:
+def owned(node: Node, pages: Pages) -> set[int]:
     """Offsets of all visible pages."""
     return {page.offset for page in node.tier.namespace(pages.namespace.digest).pages.values() if page.checksum}
 
 
 @pytest.mark.parametrize("what", ["held", "reserved"])
 def test_a_killed_clients_slots_are_free_when_its_process_is_gone(
-    small: Node, connect: Any, pages: Any, spawn: Any, settle: Any, what: str
+    small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child], what: str
 ) -> None:
     client = connect(small)
     pages.put(client, pages.keys(0, 1, 2, 3))
@@ -173,7 +175,7 @@ def test_a_killed_clients_slots_are_free_when_its_process_is_gone(
 
 
 def test_a_lost_connection_frees_no_slot_while_its_process_may_write(
-    small: Node, connect: Any, pages: Any, spawn: Any, settle: Any
+    small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
     client = connect(small)
     child = spawn(small, pages, "reserved")
@@ -194,7 +196,9 @@ def test_a_lost_connection_frees_no_slot_while_its_process_may_write(
     assert owned(small, pages) & set(child.offsets)
 
 
-def test_a_stopped_process_keeps_what_it_reads(small: Node, connect: Any, pages: Any, spawn: Any, settle: Any) -> None:
+def test_a_stopped_process_keeps_what_it_reads(
+    small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child]
+) -> None:
     client = connect(small)
     pages.put(client, pages.keys(0, 1, 2, 3))
     child = spawn(small, pages, "held")
@@ -209,7 +213,7 @@ def test_a_stopped_process_keeps_what_it_reads(small: Node, connect: Any, pages:
 
 
 def test_a_child_that_was_forked_keeps_no_slots_of_a_dead_parent(
-    small: Node, connect: Any, pages: Any, spawn: Any, settle: Any
+    small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
     """It has the parent's socket, so there is no end of stream; but not its map, so it can not write."""
     child = spawn(small, pages, "reserved")
@@ -219,7 +223,9 @@ def test_a_child_that_was_forked_keeps_no_slots_of_a_dead_parent(
     settle(small, sessions=None)
 
 
-def test_a_fork_has_no_part_in_the_clients_connections(small: Node, connect: Any, pages: Any, spawn: Any) -> None:
+def test_a_fork_has_no_part_in_the_clients_connections(
+    small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child]
+) -> None:
     """Two processes that use one stream would take each other's answers; and the child's end ends nothing."""
     pages.put(connect(small), pages.keys(0, 1, 2, 3))
     child = spawn(small, pages, "held")
@@ -234,7 +240,7 @@ def stopping_node() -> Iterator[Callable[..., Node]]:
     nodes: list[Node] = []
 
     def start(drain_s: float) -> Node:
-        ports = {"port": 0, "bulk_port": 0, "metrics_port": 0}
+        ports: dict[str, Any] = {"port": 0, "bulk_port": 0, "metrics_port": 0}
         nodes.append(Node(NodeConfig(host="127.0.0.1", ram_nbytes=16 << 20, drain_s=drain_s, **ports)))
         nodes[-1].start()
         return nodes[-1]
@@ -245,7 +251,9 @@ def stopping_node() -> Iterator[Callable[..., Node]]:
             node.stop()
 
 
-def test_a_draining_node_lets_a_writer_finish(stopping_node: Any, connect: Any, pages: Any) -> None:
+def test_a_draining_node_lets_a_writer_finish(
+    stopping_node: Callable[..., Node], connect: Connect, pages: Pages
+) -> None:
     node = stopping_node(drain_s=20.0)
     client = connect(node, "shm")
     (key,) = pages.keys(1)
@@ -262,7 +270,7 @@ def test_a_draining_node_lets_a_writer_finish(stopping_node: Any, connect: Any, 
 
 
 def test_a_node_stops_without_those_that_do_not_let_go(
-    stopping_node: Any, connect: Any, pages: Any, spawn: Any
+    stopping_node: Callable[..., Node], connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
     """Their slots are not given to anybody while the rest of the node drains; the memory is theirs."""
     node = stopping_node(drain_s=0.1)
@@ -283,7 +291,7 @@ def test_a_node_stops_without_those_that_do_not_let_go(
 
 @pytest.mark.parametrize("what", ["held", "reserved"])
 def test_a_client_that_stood_still_releases_all_the_same(
-    node: Node, connect: Any, pages: Any, settle: Any, monkeypatch: pytest.MonkeyPatch, what: str
+    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """A thread that did not run for longer than a release may take: the node would keep the slots for good."""
     monkeypatch.setattr("kvstore.transports.mapped_memory.RELEASE_S", -1.0)

@@ -3,10 +3,10 @@ that key, whatever was removed or evicted meanwhile."""
 
 import random
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode, settle
 
 from kvstore import Client, Exhausted
 from kvstore.checksum import checksum, key_seed, leaves
@@ -20,7 +20,7 @@ KEYS = 96  # the node has room for 64
 class Mill:
     """Does one random thing after the other to a space of pages whose contents follow from their keys."""
 
-    def __init__(self, client: Client, pages: Any, seed: int) -> None:
+    def __init__(self, client: Client, pages: Pages, seed: int) -> None:
         self._client, self._pages = client, pages
         self._chance = random.Random(seed)
         self.hits = 0
@@ -65,10 +65,10 @@ class Mill:
 
 
 def test_threads_that_do_everything_at_once_never_read_a_wrong_byte(
-    start_node: Callable[..., Node], connect: Callable[..., Client], make_pages: Any, settle: Any, seed: int
+    start_node: StartNode, connect: Connect, seed: int
 ) -> None:
     node = start_node(ram_nbytes=1 << 20, extent_nbytes=256 << 10, batch_nbytes_max=256 << 10)
-    client, pages = connect(node, "shm"), make_pages("storm", PAGE)
+    client, pages = connect(node, "shm"), Pages("storm", PAGE)
     mills = [Mill(client, pages, seed + number) for number in range(6)]
     failures: list[BaseException] = []
 
@@ -92,10 +92,8 @@ def test_threads_that_do_everything_at_once_never_read_a_wrong_byte(
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
-def test_what_one_wire_stores_another_reads(
-    node: Node, connect: Callable[..., Client], make_pages: Any, wire: str
-) -> None:
-    pages = make_pages(f"with {wire}", PAGE)
+def test_what_one_wire_stores_another_reads(node: Node, connect: Connect, wire: str) -> None:
+    pages = Pages(f"with {wire}", PAGE)
     shm, other = connect(node, "shm"), connect(node, wire)
     pages.put(shm, pages.keys(1, 2))
     pages.put(other, pages.keys(3, 4))

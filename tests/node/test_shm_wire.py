@@ -4,11 +4,13 @@ import contextlib
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode, settle
 
 from kvstore import ByteRange, Client, DeadlineExceeded, Exhausted, InvalidRequest, PutOutcome
 from kvstore.checksum import checksum, key_seed, leaves
@@ -21,29 +23,27 @@ PAGE = 64 << 10
 
 
 @pytest.fixture
-def pages(request: pytest.FixtureRequest, make_pages: Any) -> Any:
-    return make_pages(request.node.name, PAGE)
+def pages(request: pytest.FixtureRequest) -> Pages:
+    return Pages(request.node.name, PAGE)
 
 
 @pytest.fixture
-def client(node: Node, connect: Callable[..., Client], settle: Callable[..., None]) -> Iterator[Client]:
+def client(node: Node, connect: Connect) -> Iterator[Client]:
     client = connect(node, "shm")
     yield client
     settle(node, sessions=None)
 
 
-def sums(pages: Any, keys: list[bytes]) -> list[bytes]:
+def sums(pages: Pages, keys: list[bytes]) -> list[bytes]:
     return [checksum(pages.content(key), key_seed(pages.namespace.digest, key)) for key in keys]
 
 
-def fill(slots: Any, pages: Any, keys: list[bytes]) -> None:
+def fill(slots: Any, pages: Pages, keys: list[bytes]) -> None:
     for view, key in zip(slots.pages, keys, strict=True):
         view[:] = pages.content(key)
 
 
-def test_a_client_on_the_nodes_host_takes_shared_memory_by_itself(
-    node: Node, connect: Callable[..., Client], pages: Any
-) -> None:
+def test_a_client_on_the_nodes_host_takes_shared_memory_by_itself(node: Node, connect: Connect, pages: Pages) -> None:
     client = connect(node, "auto")
     assert (client.wire_name, client.maps_arena) == ("none", False)
     assert pages.put(client, pages.keys(1)) == [PutOutcome.STORED]
@@ -51,7 +51,7 @@ def test_a_client_on_the_nodes_host_takes_shared_memory_by_itself(
     assert client.batch_pages_max(pages.namespace) == client.node_status().limits.batch_nbytes_max // PAGE
 
 
-def test_pages_are_written_and_read_where_the_node_keeps_them(node: Node, client: Client, pages: Any) -> None:
+def test_pages_are_written_and_read_where_the_node_keeps_them(node: Node, client: Client, pages: Pages) -> None:
     keys = pages.keys(1, 2, 3)
     with client.open_put(pages.namespace, keys) as slots:
         assert slots.verdicts == [pb.WRITE] * 3
@@ -71,7 +71,7 @@ def test_pages_are_written_and_read_where_the_node_keeps_them(node: Node, client
             held.pages[0][0] = 1
 
 
-def test_views_are_dead_when_the_slot_is_not_the_callers_any_more(client: Client, pages: Any) -> None:
+def test_views_are_dead_when_the_slot_is_not_the_callers_any_more(client: Client, pages: Pages) -> None:
     keys = pages.keys(1)
     with client.open_put(pages.namespace, keys) as slots:
         fill(slots, pages, keys)
@@ -89,7 +89,7 @@ def test_views_are_dead_when_the_slot_is_not_the_callers_any_more(client: Client
             view[0]
 
 
-def test_what_was_made_of_a_view_and_kept_is_said(client: Client, pages: Any) -> None:
+def test_what_was_made_of_a_view_and_kept_is_said(client: Client, pages: Pages) -> None:
     keys = pages.keys(1)
     with client.open_put(pages.namespace, keys) as slots:
         fill(slots, pages, keys)
@@ -104,7 +104,7 @@ def test_what_was_made_of_a_view_and_kept_is_said(client: Client, pages: Any) ->
     kept.release()
 
 
-def test_a_put_that_is_not_committed_leaves_nothing(client: Client, pages: Any, settle: Any, node: Node) -> None:
+def test_a_put_that_is_not_committed_leaves_nothing(client: Client, pages: Pages, node: Node) -> None:
     with client.open_put(pages.namespace, pages.keys(1, 2)) as slots:
         assert len(slots.pages) == 2
         assert node.tier.writing_count == 2
@@ -118,7 +118,7 @@ def test_a_put_that_is_not_committed_leaves_nothing(client: Client, pages: Any, 
 
 
 @pytest.mark.parametrize("wrong", [[], [b"c" * 8], [b"c" * 8] * 3, [b"c" * 7] * 2, [b"c" * 16] * 2])
-def test_a_commit_with_wrong_leaves_stores_nothing(client: Client, pages: Any, wrong: list[bytes]) -> None:
+def test_a_commit_with_wrong_leaves_stores_nothing(client: Client, pages: Pages, wrong: list[bytes]) -> None:
     keys = pages.keys(1, 2)
     refused = pytest.raises(InvalidRequest, match="for 2 written ones; send 8 bytes")
     with refused, client.open_put(pages.namespace, keys) as slots:
@@ -127,7 +127,7 @@ def test_a_commit_with_wrong_leaves_stores_nothing(client: Client, pages: Any, w
     assert pages.put(client, keys) == [PutOutcome.STORED] * 2
 
 
-def test_contexts_nest_in_one_thread(client: Client, pages: Any, node: Node) -> None:
+def test_contexts_nest_in_one_thread(client: Client, pages: Pages, node: Node) -> None:
     old, new = pages.keys(1, 2), pages.keys(3, 4)
     pages.put(client, old)
     with client.open_get(pages.namespace, old) as held, client.open_put(pages.namespace, [*old, *new]) as slots:
@@ -141,9 +141,7 @@ def test_contexts_nest_in_one_thread(client: Client, pages: Any, node: Node) -> 
         assert [bytes(view) for view in held.pages] == [pages.content(key) for key in old]
 
 
-def test_contexts_take_turns_for_connections_and_give_up_in_time(
-    node: Node, connect: Callable[..., Client], pages: Any
-) -> None:
+def test_contexts_take_turns_for_connections_and_give_up_in_time(node: Node, connect: Connect, pages: Pages) -> None:
     client = connect(node, "shm", connections_max=1)
     pages.put(client, pages.keys(1))
     with client.open_get(pages.namespace, pages.keys(1)), pytest.raises(Exhausted, match="connections_max"):
@@ -151,11 +149,9 @@ def test_contexts_take_turns_for_connections_and_give_up_in_time(
     assert pages.get(client, pages.keys(1)) == [True]
 
 
-def test_a_reader_outlasts_stalls_removal_and_a_node_that_fills_up(
-    start_node: Callable[..., Node], connect: Callable[..., Client], make_pages: Any
-) -> None:
+def test_a_reader_outlasts_stalls_removal_and_a_node_that_fills_up(start_node: StartNode, connect: Connect) -> None:
     node = start_node(stall_s=0.1, ram_nbytes=4 << 20)
-    client, pages, others = connect(node, "shm"), make_pages("held", PAGE), make_pages("others", PAGE)
+    client, pages, others = connect(node, "shm"), Pages("held", PAGE), Pages("others", PAGE)
     keys = pages.keys(*range(8))
     pages.put(client, keys)
     with client.open_get(pages.namespace, keys) as held:
@@ -167,9 +163,7 @@ def test_a_reader_outlasts_stalls_removal_and_a_node_that_fills_up(
     assert pages.get(client, keys) == [False] * 8
 
 
-def test_a_deadline_that_passes_while_writing_gives_the_slots_back(
-    client: Client, pages: Any, settle: Any, node: Node
-) -> None:
+def test_a_deadline_that_passes_while_writing_gives_the_slots_back(client: Client, pages: Pages, node: Node) -> None:
     late = pytest.raises(DeadlineExceeded)
     with late, client.open_put(pages.namespace, pages.keys(1), timeout_s=0.2) as slots:
         threading.Event().wait(0.25)
@@ -180,7 +174,7 @@ def test_a_deadline_that_passes_while_writing_gives_the_slots_back(
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
-def test_other_wires_map_nothing_and_say_so(node: Node, connect: Callable[..., Client], pages: Any, wire: str) -> None:
+def test_other_wires_map_nothing_and_say_so(node: Node, connect: Connect, pages: Pages, wire: str) -> None:
     client = connect(node, wire)
     for opened in (client.open_put, client.open_get):
         refused = pytest.raises(InvalidRequest, match=f"the {wire} wire maps no memory")
@@ -189,7 +183,7 @@ def test_other_wires_map_nothing_and_say_so(node: Node, connect: Callable[..., C
     assert not client.maps_arena
 
 
-def test_a_damaged_slot_is_a_miss_and_goes(node: Node, client: Client, pages: Any) -> None:
+def test_a_damaged_slot_is_a_miss_and_goes(node: Node, client: Client, pages: Pages) -> None:
     keys = pages.keys(1, 2)
     pages.put(client, keys)
     with client.open_get(pages.namespace, keys) as held:
@@ -205,7 +199,7 @@ def test_a_damaged_slot_is_a_miss_and_goes(node: Node, client: Client, pages: An
     assert client.stats.corrupt_pages == 1
 
 
-def test_a_prefix_ends_at_a_page_that_only_its_reader_finds_damaged(node: Node, client: Client, pages: Any) -> None:
+def test_a_prefix_ends_at_a_page_that_only_its_reader_finds_damaged(node: Node, client: Client, pages: Pages) -> None:
     keys, buffers = pages.keys(1, 2, 3), [bytearray(PAGE) for _ in range(3)]
     pages.put(client, keys)
     with client.open_get(pages.namespace, keys[1:2]) as held:
@@ -213,7 +207,7 @@ def test_a_prefix_ends_at_a_page_that_only_its_reader_finds_damaged(node: Node, 
     assert client.get(pages.namespace, keys, buffers, prefix=True) == [True, False, False]
 
 
-def test_status_tells_socket_and_connections(node: Node, client: Client, pages: Any) -> None:
+def test_status_tells_socket_and_connections(node: Node, client: Client, pages: Pages) -> None:
     with client.open_put(pages.namespace, pages.keys(1)):
         shm = client.node_status().shm
     assert node.shm is not None
@@ -221,7 +215,7 @@ def test_status_tells_socket_and_connections(node: Node, client: Client, pages: 
     assert shm.client_count >= 2
 
 
-def test_connections_leave_no_descriptor_of_the_arena_behind(client: Client, pages: Any) -> None:
+def test_connections_leave_no_descriptor_of_the_arena_behind(client: Client, pages: Pages) -> None:
     """Each is passed one, and the first one's map is everybody's."""
     client.open(pages.namespace)
     wire = client._fan_out.nodes.only._link.wire

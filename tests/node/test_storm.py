@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Bystander, Connect, ConnectRaw, StartNode, settle
 
 from kvstore import Client, ClientConfig, Exhausted, KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
@@ -149,16 +151,13 @@ def pb_range(offset: int, nbytes: int) -> Any:
 
 
 def test_a_storm_of_good_and_bad_events_harms_nobody(
-    start_node: Callable[..., Node],
-    make_pages: Any,
-    raw: Any,
-    bystander: Any,
-    settle: Callable[..., None],
-    connect: Any,
+    start_node: StartNode,
+    raw: ConnectRaw,
+    connect: Connect,
     seed: int,
 ) -> None:
     node = start_node(ram_nbytes=2 << 20, extent_nbytes=256 << 10, sessions_max=4096)
-    spaces = [make_pages(f"size {nbytes}", nbytes) for nbytes in (4096, 4096 * 3, 20_000, 65_536)]
+    spaces = [Pages(f"size {nbytes}", nbytes) for nbytes in (4096, 4096 * 3, 20_000, 65_536)]
     opener = connect(node)
     for space in spaces:
         opener.open(space.namespace)
@@ -172,7 +171,7 @@ def test_a_storm_of_good_and_bad_events_harms_nobody(
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(storm,)) for storm in storms]
-    with bystander(node, evicting=True):
+    with Bystander(node, evicting=True):
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,23 +10,25 @@ import pytest
 from fleet import commit, counts, plant, view_of
 from fleet import tell as tell_all
 from known_pages import Pages
+from local_nodes import Connect, StartNode
 from sweeping import NUMBERS, of, sweep, there
 from sweeping import alone as alone
 from sweeping import fleet as fleet
 from sweeping import tell as tell
 from waiting import wait_until
 
-from kvstore import InvalidRequest, PutOutcome
+from kvstore import Client, InvalidRequest, PutOutcome
 from kvstore.cluster.view import Member, State, View
 from kvstore.errors import Unavailable
-from node.cluster import drain, rebalance
+from node.cluster import rebalance
 from node.cluster import rebalance as sweep_of
+from node.cluster.drain import DrainTimeouts
 from node.server import Node
 from node.serving.limits import LONG_CALLS
 
 
 def test_a_member_that_joins_fetches_its_share_and_serves_then(
-    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages
+    fleet: list[Node], tell: Callable[..., View], connect: Connect, alone: Callable[[Node], Client], pages: Pages
 ) -> None:
     tell(n2=None)
     client = connect(fleet[0])
@@ -43,7 +46,7 @@ def test_a_member_that_joins_fetches_its_share_and_serves_then(
 
 
 def test_how_far_a_sweep_is(
-    fleet: list[Node], tell: Any, connect: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    fleet: list[Node], tell: Callable[..., View], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell(n2=None)
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
@@ -68,7 +71,7 @@ def test_how_far_a_sweep_is(
 
 
 def test_what_is_here_is_not_fetched_again(
-    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages
+    fleet: list[Node], tell: Callable[..., View], connect: Connect, alone: Callable[[Node], Client], pages: Pages
 ) -> None:
     tell(n2=None)
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
@@ -80,7 +83,7 @@ def test_what_is_here_is_not_fetched_again(
 
 
 def test_a_replica_that_was_away_gets_what_it_missed(
-    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages
+    fleet: list[Node], tell: Callable[..., View], connect: Connect, alone: Callable[[Node], Client], pages: Pages
 ) -> None:
     view = tell(replicas=2)
     for node in fleet[:2]:
@@ -90,7 +93,7 @@ def test_a_replica_that_was_away_gets_what_it_missed(
 
 
 def test_times_to_live_and_pins_come_along(
-    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages
+    fleet: list[Node], tell: Callable[..., View], connect: Connect, alone: Callable[[Node], Client], pages: Pages
 ) -> None:
     view = tell()
     mine = sorted(of(view, pages, "n0"))
@@ -109,7 +112,11 @@ def test_times_to_live_and_pins_come_along(
 
 
 def test_a_page_does_not_live_longer_because_its_turn_comes_late(
-    fleet: list[Node], tell: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    fleet: list[Node],
+    tell: Callable[..., View],
+    alone: Callable[[Node], Client],
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between the list of what is missing and a page's turn are minutes, where there is much."""
     mine = sorted(of(tell(), pages, "n0"))[:3]
@@ -132,7 +139,9 @@ def test_a_page_does_not_live_longer_because_its_turn_comes_late(
     assert all(0 < page.ttl_ms <= 40_000 for page in lives[:2])
 
 
-def test_a_damaged_page_is_not_taken(fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages) -> None:
+def test_a_damaged_page_is_not_taken(
+    fleet: list[Node], tell: Callable[..., View], connect: Connect, alone: Callable[[Node], Client], pages: Pages
+) -> None:
     view = tell()
     mine = sorted(of(view, pages, "n0"))[:4]
     plant(fleet[1], pages, mine)
@@ -143,7 +152,12 @@ def test_a_damaged_page_is_not_taken(fleet: list[Node], tell: Any, connect: Any,
 
 
 def test_a_member_that_is_away_is_asked_again(
-    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rebalance, "AGAIN_S", 0.1)
     view = tell()
@@ -158,7 +172,7 @@ def test_a_member_that_is_away_is_asked_again(
 
 
 def test_members_that_hang_are_waited_for_together(
-    start_node: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, alone: Callable[[Node], Client], pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.cluster.rebalance.CALL_S", 20.0)
     nodes = [start_node() for _ in range(2)]
@@ -180,7 +194,7 @@ def test_members_that_hang_are_waited_for_together(
     assert not all_asked.broken
 
 
-def test_it_sweeps_now_and_then(start_node: Any, alone: Any, pages: Pages) -> None:
+def test_it_sweeps_now_and_then(start_node: StartNode, alone: Callable[[Node], Client], pages: Pages) -> None:
     nodes = [start_node(sweep_s=0.1), start_node(sweep_s=0.0)]
     view = view_of(nodes)
     for number, node in enumerate(nodes):
@@ -194,7 +208,7 @@ def test_it_sweeps_now_and_then(start_node: Any, alone: Any, pages: Pages) -> No
     assert nodes[1].peers.sweeper.report is first  # only when the view changes
 
 
-def older_beside(start_node: Any, count: int) -> tuple[list[Node], Pages, list[bytes]]:
+def older_beside(start_node: StartNode, count: int) -> tuple[list[Node], Pages, list[bytes]]:
     """A member with room for four pages, and so many of its own; then the keys of four more, used before those, that
     another has for it: these come first."""
     large = Pages("large", page_nbytes=1 << 20)
@@ -209,7 +223,7 @@ def older_beside(start_node: Any, count: int) -> tuple[list[Node], Pages, list[b
     return nodes, large, mine
 
 
-def test_nothing_newer_goes_for_what_is_fetched(start_node: Any, alone: Any) -> None:
+def test_nothing_newer_goes_for_what_is_fetched(start_node: StartNode, alone: Callable[[Node], Client]) -> None:
     """The pages of another one are older than all that fills this one."""
     nodes, large, mine = older_beside(start_node, 4)
     report = sweep(nodes[1])
@@ -219,7 +233,7 @@ def test_nothing_newer_goes_for_what_is_fetched(start_node: Any, alone: Any) -> 
     assert sweep(nodes[1]).fetched == 2
 
 
-def test_a_batch_takes_no_more_than_the_free_room(start_node: Any, alone: Any) -> None:
+def test_a_batch_takes_no_more_than_the_free_room(start_node: StartNode, alone: Callable[[Node], Client]) -> None:
     """One free slot is no reason to lose pages that were used later than those that are fetched."""
     nodes, large, mine = older_beside(start_node, 3)
     report = sweep(nodes[1])
@@ -228,7 +242,9 @@ def test_a_batch_takes_no_more_than_the_free_room(start_node: Any, alone: Any) -
 
 
 @pytest.mark.parametrize("limits", [{"batch_keys_max": 3}, {"batch_nbytes_max": 1 << 16, "extent_nbytes": 1 << 16}])
-def test_the_limits_of_who_has_the_pages_are_kept(start_node: Any, alone: Any, pages: Pages, limits: Any) -> None:
+def test_the_limits_of_who_has_the_pages_are_kept(
+    start_node: StartNode, alone: Callable[[Node], Client], pages: Pages, limits: Any
+) -> None:
     nodes = [start_node(**limits), start_node()]
     view = view_of(nodes)
     mine = [k for k in pages.keys(*NUMBERS) if view.owners.owners(pages.namespace.digest, [k])[0] == ("n1",)]
@@ -240,7 +256,9 @@ def test_the_limits_of_who_has_the_pages_are_kept(start_node: Any, alone: Any, p
     assert there(alone(nodes[1]), pages) == set(mine)
 
 
-def test_a_dry_one_says_what_is_missing(fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages) -> None:
+def test_a_dry_one_says_what_is_missing(
+    fleet: list[Node], tell: Callable[..., View], connect: Connect, alone: Callable[[Node], Client], pages: Pages
+) -> None:
     view = tell()
     mine = sorted(of(view, pages, "n0"))
     plant(fleet[1], pages, mine)
@@ -251,7 +269,7 @@ def test_a_dry_one_says_what_is_missing(fleet: list[Node], tell: Any, connect: A
     wait_until(lambda: there(alone(fleet[0]), pages) == set(mine))
 
 
-def test_a_node_that_is_alone_says_so(start_node: Any, alone: Any) -> None:
+def test_a_node_that_is_alone_says_so(start_node: StartNode, alone: Callable[[Node], Client]) -> None:
     client = alone(start_node())
     with pytest.raises(InvalidRequest, match=r"in no cluster can not be drained; start it with --cluster"):
         client.drain()
@@ -259,13 +277,15 @@ def test_a_node_that_is_alone_says_so(start_node: Any, alone: Any) -> None:
         client.sweep()
 
 
-def test_members_of_a_fixed_list_stay_as_they_are(fleet: list[Node], tell: Any, alone: Any) -> None:
+def test_members_of_a_fixed_list_stay_as_they_are(
+    fleet: list[Node], tell: Callable[..., View], alone: Callable[[Node], Client]
+) -> None:
     tell()
     with pytest.raises(InvalidRequest, match="a fixed list stay as they are; n0 can not become DRAINING"):
         alone(fleet[0]).drain()
 
 
-def test_a_stop_ends_a_sweep(start_node: Any, alone: Any, pages: Pages) -> None:
+def test_a_stop_ends_a_sweep(start_node: StartNode, alone: Callable[[Node], Client], pages: Pages) -> None:
     source, node = start_node(), Node(start_node().config)
     view = View("fleet", 1, tuple(Member(f"n{i}", f"127.0.0.1:{n.grpc.port}") for i, n in enumerate((source, node))))
     mine = [k for k in pages.keys(*range(400)) if view.owners.owners(pages.namespace.digest, [k])[0] == ("n1",)]
@@ -281,12 +301,12 @@ def test_a_stop_ends_a_sweep(start_node: Any, alone: Any, pages: Pages) -> None:
 
 
 def test_a_node_stops_in_its_time_though_whom_it_asks_hangs(
-    start_node: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a sweep and in a drain."""
-    monkeypatch.setattr(drain, "PASS_PAUSE_S", 0.02)
     hangs = start_node()
     node = Node(replace(start_node().config, drain_s=0.3))
+    node.peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.02)
     go_on, asked = threading.Event(), threading.Semaphore(0)
 
     def hang(request: Any, caller: Any) -> Any:
@@ -315,7 +335,7 @@ def test_a_node_stops_in_its_time_though_whom_it_asks_hangs(
 
 
 def test_a_page_that_is_removed_while_it_is_written_does_not_come_back(
-    start_node: Any, alone: Any, pages: Pages
+    start_node: StartNode, alone: Callable[[Node], Client], pages: Pages
 ) -> None:
     """Its bytes may have been on their way from another member before the removal."""
     node, key = start_node(), pages.key(1)

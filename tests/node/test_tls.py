@@ -11,6 +11,9 @@ from typing import Any
 import grpc
 import pytest
 from authorities import client_context, of_client, of_node, pair
+from fleets import Start
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 from ports import free_ports
 
 from kvstore import Client, ConfigError, Namespace, opaque_layout
@@ -28,27 +31,27 @@ SPACE = Namespace(model="anything", layout=opaque_layout(4096))
 
 
 @pytest.fixture(scope="module")
-def node(start_node: Any, ours: Authority) -> Node:
+def node(start_node: StartNode, ours: Authority) -> Node:
     """It asks for client certificates."""
     return start_node(**of_node(ours))
 
 
 @pytest.fixture(scope="module")
-def asking_nobody(start_node: Any, ours: Authority) -> Node:
+def asking_nobody(start_node: StartNode, ours: Authority) -> Node:
     return start_node(**pair(ours, "node"))
 
 
 @pytest.fixture
-def known(connect: Any, ours: Authority) -> Callable[..., Client]:
+def known(connect: Connect, ours: Authority) -> Callable[..., Client]:
     return lambda node, wire="bulk", **settings: connect(node, wire, **{**of_client(ours), **settings})
 
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("page_nbytes", [4096, 300_000])
 def test_pages_come_back_as_they_were(
-    node: Node, known: Any, make_pages: Any, request: pytest.FixtureRequest, wire: str, page_nbytes: int
+    node: Node, known: Callable[..., Client], request: pytest.FixtureRequest, wire: str, page_nbytes: int
 ) -> None:
-    pages = make_pages(request.node.name, page_nbytes)
+    pages = Pages(request.node.name, page_nbytes)
     client, keys = known(node, wire), pages.keys(*range(20))
     pages.put(client, keys)
     assert pages.get(client, [*keys, pages.key(99)]) == [True] * 20 + [False]
@@ -58,13 +61,13 @@ def test_pages_come_back_as_they_were(
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
 def test_pages_over_several_connections_and_ranges_of_pages(
-    asking_nobody: Node, connect: Any, ours: Authority, make_pages: Any, wire: str
+    asking_nobody: Node, connect: Connect, ours: Authority, wire: str
 ) -> None:
     """A node that asks for no client certificate; the host is called by a name and checked by another."""
     client = connect(
         asking_nobody, wire, tls_ca=str(ours.path), tls_name="localhost", address=f"127.0.0.1:{asking_nobody.grpc.port}"
     )
-    pages = make_pages(f"ranges over {wire}", 1 << 20)
+    pages = Pages(f"ranges over {wire}", 1 << 20)
     keys = pages.keys(*range(6))
     pages.put(client, keys)
     pages.flip(asking_nobody, keys[3])
@@ -88,7 +91,7 @@ def test_where_we_choose_older_versions_are_refused(node: Node, ours: Authority,
         context.wrap_socket(sock, server_hostname="127.0.0.1")
 
 
-def shown_at_bulk(connect: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> Shown | None:
+def shown_at_bulk(connect: Connect, node: Node, monkeypatch: pytest.MonkeyPatch) -> Shown | None:
     found: list[Shown | None] = []
     transfer = BulkConnection.transfer
 
@@ -101,7 +104,7 @@ def shown_at_bulk(connect: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> 
     return found[-1]
 
 
-def shown_at_grpc(connect: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> Shown | None:
+def shown_at_grpc(connect: Connect, node: Node, monkeypatch: pytest.MonkeyPatch) -> Shown | None:
     found: list[Shown | None] = []
     enter = Call.__enter__
 
@@ -119,8 +122,8 @@ def shown_at_grpc(connect: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> 
 def test_whose_certificate_was_shown_is_known(
     node: Node,
     asking_nobody: Node,
-    connect: Any,
-    known: Any,
+    connect: Connect,
+    known: Callable[..., Client],
     ours: Authority,
     monkeypatch: pytest.MonkeyPatch,
     shown: Any,
@@ -147,19 +150,21 @@ def test_metrics_over_https_tell_until_when_certificates_are_valid(node: Node, o
     assert 'kvstore_certificate_expiry_seconds{setting="tls_client_ca"}' in lines
 
 
-def test_status_tells_of_tls(node: Node, asking_nobody: Node, known: Any, connect: Any, ours: Authority) -> None:
+def test_status_tells_of_tls(
+    node: Node, asking_nobody: Node, known: Callable[..., Client], connect: Connect, ours: Authority
+) -> None:
     tls = known(node).node_status().tls
     assert tls.client_certificates
     assert [one.setting for one in tls.certificates] == ["tls_cert", "tls_client_ca"]
     assert not connect(asking_nobody, tls_ca=str(ours.path)).node_status().tls.client_certificates
 
 
-def test_a_node_without_tls_says_so(start_node: Any, connect: Any) -> None:
+def test_a_node_without_tls_says_so(start_node: StartNode, connect: Connect) -> None:
     assert not connect(start_node()).node_status().HasField("tls")
 
 
 def test_a_certificate_near_its_end_is_warned_of(
-    ours: Authority, caplog: pytest.LogCaptureFixture, tmp_path: Any
+    ours: Authority, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     ours.node("soon", ["localhost"], 2.0, force=True)
     certificates = Certificates(NodeConfig(**pair(ours, "soon")))
@@ -179,7 +184,7 @@ def test_a_certificate_near_its_end_is_warned_of(
         ),
     ],
 )
-def test_settings_of_a_node_that_do_not_go_together(settings: dict[str, str], said: str) -> None:
+def test_settings_of_a_node_that_do_not_go_together(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         certificates_of(NodeConfig(**settings))
 
@@ -198,7 +203,9 @@ def test_the_standard_health_service_speaks_tls(node: Node, ours: Authority) -> 
         assert check(b"", timeout=20) == b"\x08\x01"  # SERVING
 
 
-def test_members_of_a_cluster_speak_tls_with_each_other(start_node: Any, known: Any, ours: Authority) -> None:
+def test_members_of_a_cluster_speak_tls_with_each_other(
+    start_node: StartNode, known: Callable[..., Client], ours: Authority
+) -> None:
     """Each fetches from the other what it does not own."""
     ports = free_ports(2)
     members = ",".join(f"n{number}=127.0.0.1:{port}" for number, port in enumerate(ports))
@@ -214,7 +221,7 @@ def test_members_of_a_cluster_speak_tls_with_each_other(start_node: Any, known: 
         assert link.wire_name == "bulk"
 
 
-def test_a_node_that_registers_reaches_itself_by_a_name_of_its_certificate(fleet: Any, ours: Authority) -> None:
+def test_a_node_that_registers_reaches_itself_by_a_name_of_its_certificate(fleet: Start, ours: Authority) -> None:
     node = fleet("n1", **of_node(ours))
     assert node.membership.view.members[0].id == "n1"
     ours.node("elsewhere", ["elsewhere.example.org"], 10, force=True)
@@ -226,14 +233,14 @@ def test_a_node_that_registers_reaches_itself_by_a_name_of_its_certificate(fleet
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
 def test_a_node_may_be_called_by_what_its_certificate_does_not_name(
-    start_node: Any, connect: Any, tmp_path: Path, make_pages: Any, wire: str
+    start_node: StartNode, connect: Connect, tmp_path: Path, wire: str
 ) -> None:
     """As nodes are whose addresses change: gRPC has a mind of its own about whom a call is for."""
     authority = Authority.found(tmp_path, "ours", 10)
     certificate, key = authority.node("node", ["fleet.example"], 10)
     node = start_node(tls_cert=str(certificate), tls_key=str(key))
     client = connect(node, wire, tls_ca=str(authority.path), tls_name="fleet.example")
-    pages = make_pages(f"by another name over {wire}")
+    pages = Pages(f"by another name over {wire}")
     keys = pages.keys(1, 2)
     pages.put(client, keys)
     assert pages.get(client, keys) == [True, True]

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from authorities import HERE, client_context, of_client, of_node, pair
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, ConfigError, Exhausted, Unavailable
@@ -24,16 +26,16 @@ WIRES = ("bulk", "grpc", "auto")
 
 
 @pytest.fixture(scope="module")
-def node(start_node: Any, ours: Authority) -> Node:
+def node(start_node: StartNode, ours: Authority) -> Node:
     return start_node(**of_node(ours))
 
 
 @pytest.fixture(scope="module")
-def plain(start_node: Any) -> Node:
+def plain(start_node: StartNode) -> Node:
     return start_node()
 
 
-def told(connect: Any, node: Node, wire: str, **settings: Any) -> str:
+def told(connect: Connect, node: Node, wire: str, **settings: Any) -> str:
     """How a call fails."""
     client = connect(node, wire, **settings)
     with pytest.raises(Unavailable) as failed:
@@ -42,12 +44,12 @@ def told(connect: Any, node: Node, wire: str, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_plain_client_is_told_that_the_node_speaks_tls(node: Node, connect: Any, wire: str) -> None:
+def test_a_plain_client_is_told_that_the_node_speaks_tls(node: Node, connect: Connect, wire: str) -> None:
     assert "the node speaks TLS; name the authority of its certificate with tls_ca" in told(connect, node, wire)
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_client_with_tls_does_not_speak_plainly(plain: Node, connect: Any, ours: Authority, wire: str) -> None:
+def test_a_client_with_tls_does_not_speak_plainly(plain: Node, connect: Connect, ours: Authority, wire: str) -> None:
     said = told(connect, plain, wire, **of_client(ours))
     assert "the other side speaks no TLS; start the node with --tls-cert and --tls-key" in said
 
@@ -61,20 +63,20 @@ def test_bulk_is_not_plain_either_where_the_node_would_have_it_so(plain: Node, o
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_an_authority_that_the_client_does_not_believe(
-    node: Node, connect: Any, ours: Authority, strangers: Authority, wire: str
+    node: Node, connect: Connect, ours: Authority, strangers: Authority, wire: str
 ) -> None:
     said = told(connect, node, wire, **pair(ours, "client"), tls_ca=str(strangers.path))
     assert f"the node's certificate is not from an authority in tls_ca={strangers.path}" in said
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_name_that_the_certificate_does_not_have(node: Node, connect: Any, ours: Authority, wire: str) -> None:
+def test_a_name_that_the_certificate_does_not_have(node: Node, connect: Connect, ours: Authority, wire: str) -> None:
     said = told(connect, node, wire, **of_client(ours), tls_name="elsewhere")
     assert "the node's certificate does not name elsewhere; call it by a name that it has, or set tls_name" in said
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_client_that_shows_no_certificate(node: Node, connect: Any, ours: Authority, wire: str) -> None:
+def test_a_client_that_shows_no_certificate(node: Node, connect: Connect, ours: Authority, wire: str) -> None:
     assert "asks for client certificates (--tls-client-ca); set tls_cert and tls_key" in told(
         connect, node, wire, tls_ca=str(ours.path)
     )
@@ -82,7 +84,7 @@ def test_a_client_that_shows_no_certificate(node: Node, connect: Any, ours: Auth
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_certificate_that_the_node_does_not_believe(
-    node: Node, connect: Any, ours: Authority, strangers: Authority, wire: str
+    node: Node, connect: Connect, ours: Authority, strangers: Authority, wire: str
 ) -> None:
     said = told(connect, node, wire, **pair(strangers, "client"), tls_ca=str(ours.path))
     assert f"tls_cert={pair(strangers, 'client')['tls_cert']} has expired, or is not from an authority in its" in said
@@ -107,7 +109,7 @@ def test_over_bulk_alone_the_node_says_itself_what_is_wrong(
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_node_whose_certificate_has_expired_meanwhile(
-    start_node: Any, connect: Any, ours: Authority, wire: str, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode, connect: Connect, ours: Authority, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It could not start with one; it may grow old."""
     ours.node("old", HERE, -0.5, force=True, since_days=1.0)
@@ -120,11 +122,11 @@ def test_a_node_whose_certificate_has_expired_meanwhile(
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_an_expired_client_certificate_is_refused_until_it_is_renewed(
-    node: Node, connect: Any, ours: Authority, tmp_path: Path, wire: str
+    node: Node, connect: Connect, ours: Authority, tmp_path: Path, wire: str
 ) -> None:
     """A client does not look at its dates; the node says what is wrong, and new files are taken at the next call."""
     ours.node("spent", HERE, -0.5, force=True, since_days=1.0)
-    files = {name: str(tmp_path / name) for name in ("tls_cert", "tls_key")}
+    files: dict[str, Any] = {name: str(tmp_path / name) for name in ("tls_cert", "tls_key")}
 
     def place(name: str) -> None:
         for setting, source in pair(ours, name).items():
@@ -139,7 +141,7 @@ def test_an_expired_client_certificate_is_refused_until_it_is_renewed(
 
 
 def test_an_expired_certificate_of_a_node_does_not_come_into_force(ours: Authority, tmp_path: Path) -> None:
-    files = {name: str(tmp_path / name) for name in ("tls_cert", "tls_key")}
+    files: dict[str, Any] = {name: str(tmp_path / name) for name in ("tls_cert", "tls_key")}
 
     def place(name: str) -> None:
         for setting, source in pair(ours, name).items():
@@ -183,7 +185,7 @@ GREETINGS = {
 
 @pytest.mark.parametrize("greeting", GREETINGS)
 def test_a_hundred_that_stop_amid_a_handshake_keep_nobody_out(
-    node: Node, connect: Any, ours: Authority, make_pages: Any, greeting: str
+    node: Node, connect: Connect, ours: Authority, greeting: str
 ) -> None:
     """On all three ports: who greets rightly is served meanwhile, over new connections, too."""
     ports = [node.bulk.port, node.grpc.port, node.metrics.port]
@@ -191,7 +193,7 @@ def test_a_hundred_that_stop_amid_a_handshake_keep_nobody_out(
     try:
         for sock in hanging:
             sock.sendall(GREETINGS[greeting])
-        pages = make_pages(f"after {greeting}")
+        pages = Pages(f"after {greeting}")
         for wire in ("bulk", "grpc"):
             client = connect(node, wire, **of_client(ours))
             pages.put(client, pages.keys(1, 2))
@@ -209,7 +211,7 @@ def test_a_hundred_that_stop_amid_a_handshake_keep_nobody_out(
 
 
 def test_who_says_nothing_after_the_greeting_leaves_for_others(
-    start_node: Any, ours: Authority, connect: Any, make_pages: Any
+    start_node: StartNode, ours: Authority, connect: Connect
 ) -> None:
     node = start_node(**of_node(ours), sessions_max=8)
     context = client_context(ours, **pair(ours, "client"))
@@ -217,18 +219,16 @@ def test_who_says_nothing_after_the_greeting_leaves_for_others(
         context.wrap_socket(socket.create_connection(("127.0.0.1", node.bulk.port)), server_hostname="localhost")
         for _ in range(20)
     ]
-    pages = make_pages("among the silent")
+    pages = Pages("among the silent")
     pages.put(connect(node, "bulk", **of_client(ours)), pages.keys(1))
     for sock in silent:
         sock.close()
 
 
-def test_a_full_node_says_so_before_a_handshake(
-    start_node: Any, ours: Authority, connect: Any, make_pages: Any
-) -> None:
+def test_a_full_node_says_so_before_a_handshake(start_node: StartNode, ours: Authority, connect: Connect) -> None:
     """To who says nothing, too: nobody waits for him. The client takes it for an answer, as without TLS."""
     node = start_node(**of_node(ours), sessions_max=2)
-    pages = make_pages("full")
+    pages = Pages("full")
     client = connect(node, "bulk", **of_client(ours))
     busy = node.bulk._places.enter("127.0.0.1", lambda: None)
     for _ in range(3):
@@ -241,7 +241,9 @@ def test_a_full_node_says_so_before_a_handshake(
     assert client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 0  # no pause: it was no failure of the node
 
 
-def test_a_certificate_is_asked_for_in_each_connections_own_thread(node: Node, ours: Authority, connect: Any) -> None:
+def test_a_certificate_is_asked_for_in_each_connections_own_thread(
+    node: Node, ours: Authority, connect: Connect
+) -> None:
     """One that greets as slowly as it may holds up nobody who is accepted after it."""
     slow = socket.create_connection(("127.0.0.1", node.bulk.port))
     stop = threading.Event()

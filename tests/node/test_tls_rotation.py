@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from authorities import client_context, found, pair
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Unavailable
@@ -26,7 +28,7 @@ class Files:
     def __init__(self, folder: Path, authority: Authority) -> None:
         self._folder = folder
         self.node = {"tls_cert": self._path("node.pem"), "tls_key": self._path("node.key")}
-        self.client = {"tls_cert": self._path("client.pem"), "tls_key": self._path("client.key")}
+        self.client: dict[str, Any] = {"tls_cert": self._path("client.pem"), "tls_key": self._path("client.key")}
         self.ca = self._path("ca.pem")
         self.trust(authority)
         self.show(authority)
@@ -57,15 +59,21 @@ def files(tmp_path: Path, ours: Authority) -> Files:
 
 
 @pytest.fixture
-def node(start_node: Any, files: Files) -> Node:
+def node(start_node: StartNode, files: Files) -> Node:
     return start_node(**files.node, tls_client_ca=files.ca)
 
 
 class Load:
     """Verified puts and gets, over connections that stay and over new ones, until it ends. No call may fail."""
 
-    def __init__(self, node: Node, wire: str, files: Files, make_pages: Any) -> None:
-        config = {"wire": wire, "tls_ca": files.ca, **files.client, "timeout_s": 30.0, "connect_timeout_s": 20.0}
+    def __init__(self, node: Node, wire: str, files: Files, make_pages: type[Pages]) -> None:
+        config: dict[str, Any] = {
+            "wire": wire,
+            "tls_ca": files.ca,
+            **files.client,
+            "timeout_s": 30.0,
+            "connect_timeout_s": 20.0,
+        }
         self._config = ClientConfig(address=f"127.0.0.1:{node.grpc.port}", **config)
         self._pages = make_pages(f"load over {wire}")
         self._stop = threading.Event()
@@ -118,11 +126,9 @@ def serial_at(port: int, authority: Authority, files: Files) -> str:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_nodes_certificate_is_renewed_under_load(
-    node: Node, files: Files, ours: Authority, make_pages: Any, wire: str
-) -> None:
+def test_a_nodes_certificate_is_renewed_under_load(node: Node, files: Files, ours: Authority, wire: str) -> None:
     ports = (node.bulk.port, node.grpc.port, node.metrics.port)
-    with Load(node, wire, files, make_pages) as load:
+    with Load(node, wire, files, Pages) as load:
         for _ in range(3):
             before = serial_at(ports[0], ours, files)
             ours.node("node", ["localhost", "127.0.0.1"], 10, force=True)
@@ -134,11 +140,11 @@ def test_a_nodes_certificate_is_renewed_under_load(
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_an_authority_is_replaced_under_load(
-    node: Node, files: Files, ours: Authority, tmp_path: Path, make_pages: Any, wire: str
+    node: Node, files: Files, ours: Authority, tmp_path: Path, wire: str
 ) -> None:
     """Both are believed for a while; then who still shows a certificate of the old one is kept out."""
     new = found(tmp_path / "new", "new")
-    with Load(node, wire, files, make_pages) as load:
+    with Load(node, wire, files, Pages) as load:
         files.trust(ours, new)
         certificates = node.certificates
         assert certificates is not None
@@ -157,14 +163,14 @@ def test_an_authority_is_replaced_under_load(
 
 
 def test_a_bad_pair_is_refused_and_the_old_one_serves_on(
-    node: Node, files: Files, ours: Authority, strangers: Authority, make_pages: Any, caplog: pytest.LogCaptureFixture
+    node: Node, files: Files, ours: Authority, strangers: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     def problem() -> str:
         assert node.certificates is not None
         return node.certificates.status().problem
 
     before = serial_at(node.bulk.port, ours, files)
-    with Load(node, "bulk", files, make_pages) as load:
+    with Load(node, "bulk", files, Pages) as load:
         shutil.copy(pair(strangers, "node")["tls_key"], files.node["tls_key"])
         wait_until(lambda: "is not the key of the certificate" in problem())
         load.go_on()
@@ -175,7 +181,9 @@ def test_a_bad_pair_is_refused_and_the_old_one_serves_on(
         load.go_on()
 
 
-def test_connections_that_are_there_outlive_a_renewal(node: Node, files: Files, ours: Authority, connect: Any) -> None:
+def test_connections_that_are_there_outlive_a_renewal(
+    node: Node, files: Files, ours: Authority, connect: Connect
+) -> None:
     client = connect(node, "bulk", tls_ca=files.ca, **files.client)
     client.node_status()
     before = serial_at(node.bulk.port, ours, files)

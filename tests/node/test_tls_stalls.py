@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from authorities import client_context, of_client, of_node, pair, server_context
+from known_pages import Pages
+from local_nodes import Connect, StartNode, settle
 from waiting import wait_until
 
 from kvstore import ClientConfig
@@ -24,7 +26,7 @@ STALL_S = 0.8
 
 
 @pytest.fixture(scope="module")
-def node(start_node: Any, ours: Authority) -> Node:
+def node(start_node: StartNode, ours: Authority) -> Node:
     return start_node(**of_node(ours), stall_s=STALL_S)
 
 
@@ -50,21 +52,21 @@ def greeted(node: Node, ours: Authority) -> Iterator[Greeted]:
 
 
 @pytest.fixture
-def space(request: pytest.FixtureRequest, make_pages: Any, node: Node, connect: Any, ours: Authority) -> Any:
+def space(request: pytest.FixtureRequest, node: Node, connect: Connect, ours: Authority) -> Pages:
     """Pages 0 to 3 are stored."""
-    pages = make_pages(request.node.name, PAGE_NBYTES)
+    pages = Pages(request.node.name, PAGE_NBYTES)
     pages.put(connect(node, **of_client(ours)), pages.keys(*range(4)))
     return pages
 
 
-def put_of(space: Any, *numbers: int) -> pb.PutRequest:
+def put_of(space: Pages, *numbers: int) -> pb.PutRequest:
     keys = space.keys(*numbers)
     return pb.PutRequest(namespace=space.namespace.digest, prefix_hashes=keys, page_nbytes=PAGE_NBYTES)
 
 
 @pytest.mark.parametrize("crumb_nbytes", [0, 1])
 def test_a_put_that_stalls_or_trickles_is_ended_and_leaves_nothing(
-    node: Node, greeted: Greeted, space: Any, settle: Callable[..., None], crumb_nbytes: int
+    node: Node, greeted: Greeted, space: Pages, crumb_nbytes: int
 ) -> None:
     assert list(greeted.ask(put=put_of(space, 10, 11)).put.verdicts) == [pb.WRITE] * 2
     greeted.send_frame(b"", 2 * PAGE_NBYTES)
@@ -89,7 +91,7 @@ def test_a_put_that_stalls_or_trickles_is_ended_and_leaves_nothing(
 
 
 def test_a_reader_who_does_not_read_loses_its_connection_and_holds_no_page(
-    node: Node, greeted: Greeted, space: Any, settle: Callable[..., None]
+    node: Node, greeted: Greeted, space: Pages
 ) -> None:
     request = pb.GetRequest(namespace=space.namespace.digest, prefix_hashes=space.keys(0, 1, 2, 3))
     greeted._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -101,7 +103,7 @@ def test_a_reader_who_does_not_read_loses_its_connection_and_holds_no_page(
 
 
 def test_a_put_in_records_of_any_size_is_stored_as_it_was_sent(
-    node: Node, greeted: Greeted, space: Any, connect: Any, ours: Authority, seed: int
+    node: Node, greeted: Greeted, space: Pages, connect: Connect, ours: Authority, seed: int
 ) -> None:
     assert list(greeted.ask(put=put_of(space, 20)).put.verdicts) == [pb.WRITE]
     page, rng, at = space.content(space.key(20)), random.Random(seed), 0

@@ -2,10 +2,11 @@
 
 import sys
 import threading
-from typing import Any
 
 import pytest
 from fleet import NUMBERS
+from known_pages import Pages
+from local_nodes import ClusterClient, Connect, ConnectRaw
 from waiting import wait_until
 
 from kvstore import InvalidRequest, KVStoreError
@@ -108,7 +109,9 @@ def test_what_was_not_answered_has_no_time_but_a_code(error: BaseException, code
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_requests_are_timed_and_bytes_counted_on_each_wire(node: Node, connect: Any, pages: Any, wire: str) -> None:
+def test_requests_are_timed_and_bytes_counted_on_each_wire(
+    node: Node, connect: Connect, pages: Pages, wire: str
+) -> None:
     client, keys = connect(node, wire), pages.keys(*range(4))
     before = {op: answered(node, op, wire) for op in ("lookup", "put", "commit", "get")}
     taken, given = moved(node, wire)
@@ -129,7 +132,7 @@ def test_requests_are_timed_and_bytes_counted_on_each_wire(node: Node, connect: 
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
-def test_a_refused_request_is_an_error_and_no_time(node: Node, connect: Any, pages: Any, wire: str) -> None:
+def test_a_refused_request_is_an_error_and_no_time(node: Node, connect: Connect, pages: Pages, wire: str) -> None:
     client = connect(node, wire)
     client.open(pages.namespace)
     link = client._fan_out.nodes.only
@@ -142,7 +145,9 @@ def test_a_refused_request_is_an_error_and_no_time(node: Node, connect: Any, pag
     assert answered(node, "lookup", wire) == before
 
 
-def test_who_hangs_up_during_a_put_is_counted_as_cancelled(node: Node, connect: Any, pages: Any, raw: Any) -> None:
+def test_who_hangs_up_during_a_put_is_counted_as_cancelled(
+    node: Node, connect: Connect, pages: Pages, raw: ConnectRaw
+) -> None:
     connect(node).open(pages.namespace)
     connection = raw(node)
     before = node.service.traffic.errors().get(("put", "bulk", "cancelled"), 0)
@@ -153,7 +158,7 @@ def test_who_hangs_up_during_a_put_is_counted_as_cancelled(node: Node, connect: 
 
 
 def test_gets_that_are_brought_from_other_members_are_told_apart(
-    cluster: list[Node], far: Any, near: Any, pages: Any
+    cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages
 ) -> None:
     keys = pages.keys(*NUMBERS)
     pages.put(far(cluster), keys)

@@ -60,7 +60,7 @@ class Engine:
     def add(self, *arguments: str) -> tuple[int, str]:
         given = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.index)}
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | given
-        command = [self.python, SCRIPT, *(arguments or (str(self.wheels),))]
+        command: list[str | Path] = [self.python, SCRIPT, *(arguments or (str(self.wheels),))]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd="/")
         return done.returncode, done.stdout + done.stderr
 

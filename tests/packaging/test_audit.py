@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ PATH = Path(__file__).parents[2] / "docker" / "audit.py"
 
 
 @pytest.fixture(scope="module")
-def audit() -> Any:
+def audit() -> ModuleType:
     spec = importlib.util.spec_from_file_location("audit", PATH)
     assert spec is not None
     assert spec.loader is not None
@@ -39,19 +40,19 @@ OURS = {"name": "kvstore-llm", "skip_reason": "Dependency not found on PyPI and 
         ([OURS], 3, "NOT LOOKED UP: 0 of 0"),
     ],
 )
-def test_the_verdict(audit: Any, said: list[Any], status: int, told: str) -> None:
+def test_the_verdict(audit: ModuleType, said: list[Any], status: int, told: str) -> None:
     found, lines = audit.verdict(json.dumps({"dependencies": said, "fixes": []}))
     assert (found, told in "\n".join(lines)) == (status, True)
 
 
 @pytest.mark.parametrize("said", ["", "null", "[]", "{}", "Traceback (most recent call last):"])
-def test_no_answer_is_not_that_all_is_well(audit: Any, said: str) -> None:
+def test_no_answer_is_not_that_all_is_well(audit: ModuleType, said: str) -> None:
     status, lines = audit.verdict(said)
     assert status == 3
     assert "NOTHING IS KNOWN" in lines[0]
 
 
-def test_licences_are_named_or_said_to_be_missing(audit: Any) -> None:
+def test_licences_are_named_or_said_to_be_missing(audit: ModuleType) -> None:
     components = [
         {"name": "b", "version": "1", "licenses": [{"license": {"id": "MIT"}}, {"license": {"name": "MIT License"}}]},
         {"name": "a", "version": "2", "licenses": [{"expression": "Apache-2.0 OR MIT"}]},

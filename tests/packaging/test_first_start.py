@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ SPACE = Namespace("llama", opaque_layout(len(PAGE)))
 
 
 @pytest.fixture
-def first_start() -> Any:
+def first_start() -> ModuleType:
     spec = importlib.util.spec_from_file_location("first_start", PATH)
     assert spec is not None
     assert spec.loader is not None
@@ -39,7 +40,7 @@ def first_start() -> Any:
 
 
 @pytest.fixture
-def secrets(first_start: Any, tmp_path: Path) -> Path:
+def secrets(first_start: ModuleType, tmp_path: Path) -> Path:
     assert first_start.main([str(tmp_path), "node"]) == 0
     return tmp_path
 
@@ -76,7 +77,9 @@ def test_who_they_are(secrets: Path) -> None:
         assert found.tokens[token_hash(token)].name == name
 
 
-def test_who_was_revoked_stays_so_and_who_was_taken_away_does_not_come_back(first_start: Any, secrets: Path) -> None:
+def test_who_was_revoked_stays_so_and_who_was_taken_away_does_not_come_back(
+    first_start: ModuleType, secrets: Path
+) -> None:
     revoke(secrets / "identities", "engine")
     (secrets / "operator.token").unlink()
     before = contents(secrets)
@@ -85,7 +88,7 @@ def test_who_was_revoked_stays_so_and_who_was_taken_away_does_not_come_back(firs
 
 
 def test_a_run_that_is_killed_is_gone_on_with(
-    first_start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first_start: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After each of the files that it writes; what a killed one was writing lies there under another name."""
     from kvstore.cli import authority
@@ -186,7 +189,9 @@ def test_and_nobody_else(node: Node, secrets: Path) -> None:
         client.lookup(SPACE, [KEY])
 
 
-def test_a_certificate_for_other_names_stays_and_is_told(first_start: Any, secrets: Path, capsys: Any) -> None:
+def test_a_certificate_for_other_names_stays_and_is_told(
+    first_start: ModuleType, secrets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = contents(secrets)
     assert first_start.main([str(secrets), "node", "10.0.0.5"]) == 0
     assert contents(secrets) == before
@@ -195,7 +200,7 @@ def test_a_certificate_for_other_names_stays_and_is_told(first_start: Any, secre
     assert "kvstore certs node node 10.0.0.5 localhost 127.0.0.1" in said
 
 
-def test_tokens_of_ones_own_are_taken(first_start: Any, tmp_path: Path) -> None:
+def test_tokens_of_ones_own_are_taken(first_start: ModuleType, tmp_path: Path) -> None:
     own = tmp_path / "engine.token"
     own.write_text("default.my-own\n")
     own.chmod(0o600)
@@ -205,7 +210,7 @@ def test_tokens_of_ones_own_are_taken(first_start: Any, tmp_path: Path) -> None:
 
 
 def test_an_authority_of_ones_own_needs_no_key_there(
-    first_start: Any, tmp_path: Path, ours: Authority, capsys: Any
+    first_start: ModuleType, tmp_path: Path, ours: Authority, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("ca.pem", "node.pem", "node.key"):
         shutil.copy2(ours.path.parent / name, tmp_path)
@@ -233,7 +238,7 @@ def test_an_authority_of_ones_own_needs_no_key_there(
     ],
 )
 def test_what_can_not_be_gone_on_with_is_named(
-    first_start: Any, secrets: Path, spoil: Any, said: str, capsys: Any
+    first_start: ModuleType, secrets: Path, spoil: Any, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (secrets / "node.pem").unlink()
     (secrets / "identities").unlink()
@@ -243,6 +248,6 @@ def test_what_can_not_be_gone_on_with_is_named(
 
 
 @pytest.mark.parametrize("arguments", [[], ["/secrets"], ["/secrets", ""]])
-def test_names_are_asked_for(first_start: Any, arguments: list[str], capsys: Any) -> None:
+def test_names_are_asked_for(first_start: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert first_start.main(arguments) == 2
     assert "by which names" in capsys.readouterr().err

@@ -32,7 +32,7 @@ def build(place: Path, umask: int, touched_s: int) -> dict[str, Path]:
             if ".git" not in path.parts:
                 os.utime(path, (touched_s, touched_s), follow_symlinks=False)
         environment = os.environ | {"SOURCE_DATE_EPOCH": str(RELEASED_S)}
-        command = [sys.executable, "-m", "hatchling", "build", "--directory", place / "dist"]
+        command: list[str | Path] = [sys.executable, "-m", "hatchling", "build", "--directory", place / "dist"]
         subprocess.run(command, cwd=place, env=environment, check=True, capture_output=True)
     finally:
         os.umask(before)

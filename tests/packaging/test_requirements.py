@@ -21,7 +21,9 @@ def entries(file: str) -> dict[str, tuple[Requirement, list[str]]]:
     """Return the requirement and the hashes of each package of a file."""
     text = (ROOT / "docker" / file).read_text().replace("\\\n", " ")
     lines = [line.split() for line in text.splitlines() if line and line[0] != "#"]
-    found = {canonicalize_name(Requirement(words[0]).name): (Requirement(words[0]), words[1:]) for words in lines}
+    found: dict[str, tuple[Requirement, list[str]]] = {
+        canonicalize_name(Requirement(words[0]).name): (Requirement(words[0]), words[1:]) for words in lines
+    }
     assert len(found) == len(lines) > 0, "a package is there twice"
     return found
 

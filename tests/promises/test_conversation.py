@@ -23,7 +23,20 @@ from node.server import Node
 
 VERSION = 4  # of the recording
 RECORDED = json.loads((Path(__file__).parents[1] / "golden" / f"protocol-{VERSION}.json").read_text())
-ORDER = ("hello", "unknown", "open", "miss", "put", "commit", "put again", "lookup", "get", "ranges", "stat", "verify")
+ORDER: tuple[str, ...] = (
+    "hello",
+    "unknown",
+    "open",
+    "miss",
+    "put",
+    "commit",
+    "put again",
+    "lookup",
+    "get",
+    "ranges",
+    "stat",
+    "verify",
+)
 ORDER += ("pin", "unpin", "list", "namespaces", "status", "sweep", "remove", "remove all")
 
 pytestmark = pytest.mark.skipif(not speaks(VERSION), reason=f"protocol {VERSION} is not spoken any more")

@@ -1,14 +1,13 @@
 """Requirements end to end: real clients over real sockets. A node runs in this process where a test must
-get at its memory; `Chain` is a namespace whose page contents follow from their keys."""
+get at its memory; `chain` is a namespace whose page contents follow from their keys."""
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode, connecting, stop_all
 
-from kvstore import Client, ClientConfig, Namespace, PutOutcome, opaque_layout
-from kvstore.tools.trace import page_content
 from node.config import NodeConfig
 from node.server import Node
 
@@ -19,7 +18,7 @@ def wire(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def start_node() -> Iterator[Callable[..., Node]]:
+def start_node() -> Iterator[StartNode]:
     """A node in this process; keyword arguments are NodeConfig fields. At the end of the module all must
     be consistent; they stop together, because each takes half a second."""
     nodes: list[Node] = []
@@ -35,60 +34,16 @@ def start_node() -> Iterator[Callable[..., Node]]:
 
     yield start
     violations = [violation for node in nodes for violation in node.check()]
-    stopping = [threading.Thread(target=node.stop) for node in nodes]
-    for thread in stopping:
-        thread.start()
-    for thread in stopping:
-        thread.join()
+    stop_all(nodes)
     assert violations == []
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[..., Client]]:
-    clients: list[Client] = []
-
-    def to(where: Any, wire: str = "bulk", **settings: Any) -> Client:
-        address = f"127.0.0.1:{where.grpc.port}" if isinstance(where, Node) else where
-        calls_s = settings.get("timeout_s", 30.0)  # on a starved machine a call takes longer than five seconds
-        patience = {"timeout_s": calls_s, "connect_timeout_s": min(20.0, calls_s)}
-        clients.append(Client(ClientConfig(**{"address": address, "wire": wire, **patience, **settings})))
-        return clients[-1]
-
-    yield to
-    for client in clients:
-        client.close()
-
-
-class Chain:
-    """Pages of one namespace, by number."""
-
-    def __init__(self, namespace: Namespace) -> None:
-        self.namespace = namespace
-        self.nbytes = namespace.layout.page_nbytes
-
-    def keys(self, *numbers: int) -> list[bytes]:
-        return [number.to_bytes(32, "big") for number in numbers]
-
-    def content(self, key: bytes) -> bytes:
-        return page_content(self.namespace.digest, key, self.nbytes)
-
-    def put(self, client: Client, keys: Sequence[bytes]) -> list[PutOutcome]:
-        return client.put(self.namespace, keys, [self.content(key) for key in keys])
-
-    def get(self, client: Client, keys: Sequence[bytes], prefix: bool = False) -> list[bool]:
-        """Every byte of every hit is compared."""
-        buffers = [bytearray(self.nbytes) for _ in keys]
-        hits = client.get(self.namespace, keys, buffers, prefix)
-        for key, hit, buffer in zip(keys, hits, buffers, strict=True):
-            assert not hit or buffer == self.content(key), f"wrong bytes under {key.hex()}"
-        return hits
+def connect() -> Iterator[Connect]:
+    with connecting() as connect:
+        yield connect
 
 
 @pytest.fixture
-def chain(request: pytest.FixtureRequest) -> Chain:
-    return Chain(Namespace(request.node.name, opaque_layout(4096)))
-
-
-@pytest.fixture
-def make_chain() -> Callable[..., Chain]:
-    return lambda name, page_nbytes=4096, **fields: Chain(Namespace(name, opaque_layout(page_nbytes), **fields))
+def chain(request: pytest.FixtureRequest) -> Pages:
+    return Pages(request.node.name)

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from known_pages import Pages
+from local_nodes import Connect
+
 from kvstore import PutOutcome
 from node.config import NodeConfig
 from node.server import Node
@@ -15,7 +18,7 @@ KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(8)]
 
 @contextlib.contextmanager
 def running(data_dir: Path) -> Iterator[Node]:
-    ports = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
+    ports: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
     node = Node(NodeConfig(data_dir=str(data_dir), ram_nbytes=4 << 20, disk_nbytes=128 << 20, drain_s=0.5, **ports))
     node.start()
     try:
@@ -24,16 +27,14 @@ def running(data_dir: Path) -> Iterator[Node]:
         node.stop()
 
 
-def test_r02_a_raised_epoch_misses_the_old_pages_and_gets_its_own_bytes(
-    tmp_path: Path, connect: Any, make_chain: Any
-) -> None:
+def test_r02_a_raised_epoch_misses_the_old_pages_and_gets_its_own_bytes(tmp_path: Path, connect: Connect) -> None:
     """The same prompts, so the same prefix hashes; the restart empties RAM, so the disk answers. Each wire has a model
     of its own."""
     for is_restarted in (False, True):
         with running(tmp_path) as node:
             for wire in ("shm", "bulk", "grpc"):
                 client, model = connect(node, wire), f"model {wire}"
-                old, new = make_chain(model), make_chain(model, epoch=1)
+                old, new = Pages(model), Pages(model, epoch=1)
                 if not is_restarted:
                     assert old.put(client, KEYS[:6]) == [PutOutcome.STORED] * 6
                     assert client.lookup(new.namespace, KEYS).prefix_pages == 0
@@ -43,11 +44,11 @@ def test_r02_a_raised_epoch_misses_the_old_pages_and_gets_its_own_bytes(
                 assert new.get(client, KEYS) == [True] * 4 + [False] * 4
                 assert old.get(client, KEYS) == [True] * 6 + [False] * 2
                 assert [page.prefix_hash for page in client.list_pages(new.namespace)] == sorted(KEYS[:4])
-                assert client.lookup(make_chain(model, epoch=2).namespace, KEYS).prefix_pages == 0
+                assert client.lookup(Pages(model, epoch=2).namespace, KEYS).prefix_pages == 0
 
 
-def test_r02_the_old_epochs_space_can_be_had_back_at_once(tmp_path: Path, connect: Any, make_chain: Any) -> None:
-    old, new = make_chain("model"), make_chain("model", epoch=1)
+def test_r02_the_old_epochs_space_can_be_had_back_at_once(tmp_path: Path, connect: Connect) -> None:
+    old, new = Pages("model"), Pages("model", epoch=1)
     with running(tmp_path) as node:
         client = connect(node)
         old.put(client, KEYS)

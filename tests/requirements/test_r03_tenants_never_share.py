@@ -1,9 +1,9 @@
 """R3: tenant B never reads tenant A's pages; the salt is in the key."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from known_pages import Pages
 
 from kvstore import Client
 
@@ -16,11 +16,9 @@ OTHERS: list[dict[str, str]] = [
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_r03_no_call_of_another_tenant_reaches_a_page(
-    client: Client, make_chain: Callable[..., Any], other: dict[str, str]
-) -> None:
-    owner = make_chain("shared-model", tenant="a", salt="user-1")
-    stranger = make_chain("shared-model", **other)
+def test_r03_no_call_of_another_tenant_reaches_a_page(client: Client, other: dict[str, Any]) -> None:
+    owner = Pages("shared-model", tenant="a", salt="user-1")
+    stranger = Pages("shared-model", **other)
     keys = owner.keys(*range(4))
     owner.put(client, keys)
     assert client.lookup(stranger.namespace, keys).present == (False,) * 4

@@ -1,10 +1,11 @@
 """R5: any flipped, truncated or swapped byte is a miss, never data; the page goes and can be stored anew."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 from kvstore import ByteRange
 from node.memory.inventory import Inventory
@@ -13,39 +14,39 @@ from node.server import Node
 
 
 @pytest.fixture(scope="module")
-def node(start_node: Callable[..., Node]) -> Node:
+def node(start_node: StartNode) -> Node:
     """With room for the four pages of every test here."""
     return start_node()
 
 
-def page_of(node: Node, chain: Any, key: bytes) -> Page:
+def page_of(node: Node, chain: Pages, key: bytes) -> Page:
     """The page's record, with which its bytes in the arena can be found."""
     with Inventory(node.tier).inspected(chain.namespace.digest, key) as page:
         assert page is not None
         return page
 
 
-def flip_one(node: Node, chain: Any, keys: list[bytes]) -> None:
+def flip_one(node: Node, chain: Pages, keys: list[bytes]) -> None:
     view = node.arena.view(page_of(node, chain, keys[1]).offset, chain.nbytes)
     view[random.randrange(chain.nbytes)] ^= 1 << random.randrange(8)
 
 
-def flip_last(node: Node, chain: Any, keys: list[bytes]) -> None:
+def flip_last(node: Node, chain: Pages, keys: list[bytes]) -> None:
     node.arena.view(page_of(node, chain, keys[1]).offset, chain.nbytes)[-1] ^= 1
 
 
-def truncate(node: Node, chain: Any, keys: list[bytes]) -> None:
+def truncate(node: Node, chain: Pages, keys: list[bytes]) -> None:
     """As after a write that ended early: the rest is what was there before."""
     view = node.arena.view(page_of(node, chain, keys[1]).offset, chain.nbytes)
     view[chain.nbytes // 2 :] = bytes(chain.nbytes - chain.nbytes // 2)
 
 
-def shift(node: Node, chain: Any, keys: list[bytes]) -> None:
+def shift(node: Node, chain: Pages, keys: list[bytes]) -> None:
     view = node.arena.view(page_of(node, chain, keys[1]).offset, chain.nbytes)
     view[:] = bytes(view[1:]) + b"\0"
 
 
-def replace(node: Node, chain: Any, keys: list[bytes]) -> None:
+def replace(node: Node, chain: Pages, keys: list[bytes]) -> None:
     """The bytes and the checksum of another page: intact, but not what was asked for."""
     page, other = page_of(node, chain, keys[1]), page_of(node, chain, keys[2])
     node.arena.copy(other.offset, page.offset, chain.nbytes)
@@ -58,7 +59,7 @@ DAMAGES = [flip_one, flip_last, truncate, shift, replace]
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("read", ["get", "get_ranges", "verify"])
 def test_r05_a_damaged_page_is_a_miss_and_is_dropped(
-    node: Node, connect: Any, chain: Any, wire: str, damage: Any, read: str
+    node: Node, connect: Connect, chain: Pages, wire: str, damage: Any, read: str
 ) -> None:
     client = connect(node, wire)
     keys = chain.keys(*range(4))
@@ -81,7 +82,9 @@ def test_r05_a_damaged_page_is_a_miss_and_is_dropped(
     assert chain.get(client, keys) == [True] * 4
 
 
-def test_r05_two_pages_that_changed_places_are_both_misses(node: Node, connect: Any, chain: Any, wire: str) -> None:
+def test_r05_two_pages_that_changed_places_are_both_misses(
+    node: Node, connect: Connect, chain: Pages, wire: str
+) -> None:
     client = connect(node, wire)
     keys = chain.keys(0, 1, 2)
     chain.put(client, keys)
@@ -93,7 +96,7 @@ def test_r05_two_pages_that_changed_places_are_both_misses(node: Node, connect: 
     assert client.lookup(chain.namespace, keys).present == (False, False, True)
 
 
-def test_r05_a_prefix_ends_at_a_damaged_page(node: Node, connect: Any, chain: Any, wire: str) -> None:
+def test_r05_a_prefix_ends_at_a_damaged_page(node: Node, connect: Connect, chain: Pages, wire: str) -> None:
     client = connect(node, wire)
     keys = chain.keys(*range(4))
     chain.put(client, keys)
@@ -101,7 +104,7 @@ def test_r05_a_prefix_ends_at_a_damaged_page(node: Node, connect: Any, chain: An
     assert chain.get(client, keys, prefix=True) == [True, False, False, False]
 
 
-def ranged(client: Any, chain: Any, keys: list[bytes], offset: int) -> list[bool]:
+def ranged(client: Any, chain: Pages, keys: list[bytes], offset: int) -> list[bool]:
     """Asks for some bytes of each page, and compares those of the hits."""
     buffers = [bytearray(100) for _ in keys]
     hits: list[bool] = client.get_ranges(chain.namespace, keys, [ByteRange(offset, 100)], buffers)
@@ -111,7 +114,9 @@ def ranged(client: Any, chain: Any, keys: list[bytes], offset: int) -> list[bool
 
 
 @pytest.mark.usefixtures("small_leaves")
-def test_r05_a_range_is_checked_by_the_parts_that_it_lies_in(node: Node, connect: Any, chain: Any, wire: str) -> None:
+def test_r05_a_range_is_checked_by_the_parts_that_it_lies_in(
+    node: Node, connect: Connect, chain: Pages, wire: str
+) -> None:
     client, keys = connect(node, wire), chain.keys(*range(4))
     chain.put(client, keys)
     assert len(page_of(node, chain, keys[1]).leaves) == 8 * (chain.nbytes // 256) > 8
@@ -122,7 +127,7 @@ def test_r05_a_range_is_checked_by_the_parts_that_it_lies_in(node: Node, connect
 
 
 @pytest.mark.usefixtures("small_leaves")
-def test_r05_leaves_of_another_page_are_noticed(node: Node, connect: Any, chain: Any, wire: str) -> None:
+def test_r05_leaves_of_another_page_are_noticed(node: Node, connect: Connect, chain: Pages, wire: str) -> None:
     client, keys = connect(node, wire), chain.keys(*range(4))
     chain.put(client, keys)
     replace(node, chain, keys)

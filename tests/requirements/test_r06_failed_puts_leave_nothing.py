@@ -5,18 +5,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 from kvstore import KVStoreError
 from node.auth.access import Caller
 from node.memory.inventory import Inventory
-from node.server import Node
 
 
 @pytest.mark.parametrize("fails_after", [0, 1, 3])
 def test_r06_a_writer_that_fails_in_the_middle_leaves_nothing(
-    start_node: Callable[..., Node],
-    connect: Any,
-    make_chain: Callable[..., Any],
+    start_node: StartNode,
+    connect: Connect,
     wire: str,
     monkeypatch: pytest.MonkeyPatch,
     fails_after: int,
@@ -24,7 +24,7 @@ def test_r06_a_writer_that_fails_in_the_middle_leaves_nothing(
     """Whatever was sent before: pages become visible by the commit only, all of a batch together."""
     node = start_node(ram_nbytes=16 << 20, extent_nbytes=4 << 20)
     client = connect(node, wire)
-    chain = make_chain("large", 1 << 20)
+    chain = Pages("large", 1 << 20)
     keys = chain.keys(*range(4))
     calls = 0
 
@@ -56,7 +56,7 @@ def test_r06_a_writer_that_fails_in_the_middle_leaves_nothing(
 
 
 def test_r06_pages_being_written_are_not_visible_to_anybody(
-    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str
+    start_node: StartNode, connect: Connect, chain: Pages, wire: str
 ) -> None:
     node = start_node()
     client = connect(node, wire)
@@ -75,7 +75,7 @@ def test_r06_pages_being_written_are_not_visible_to_anybody(
 
 
 def test_r06_listing_goes_on_past_pages_being_written(
-    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str
+    start_node: StartNode, connect: Connect, chain: Pages, wire: str
 ) -> None:
     """A page that is being written must not look like the end of the list."""
     node = start_node()

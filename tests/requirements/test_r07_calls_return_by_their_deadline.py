@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import stopping
+from known_pages import Pages
+from local_nodes import Connect
 
 from kvstore import Client, DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.layout import ByteRange
@@ -109,7 +111,7 @@ def long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.transports.channel.PAUSE_S_MIN", PAUSE_S)
 
 
-def refuse_at_once(clients: dict[str, Client], chain: Any) -> None:
+def refuse_at_once(clients: dict[str, Client], chain: Pages) -> None:
     """After a call of each, by operation. A deadline of an hour shows that nothing is waited for."""
     for op, client in clients.items():
         for _ in range(20):  # on a busy machine a call may be too late to say anything about the node
@@ -140,10 +142,10 @@ def test_r07_a_node_that_was_never_reached(
     hung_address: str,
     swallowing_port: int,
     unresolved_address: str,
-    connect: Any,
-    chain: Any,
+    connect: Connect,
+    chain: Pages,
     wire: str,
-    by_deadline: Any,
+    by_deadline: Callable[..., None],
     where: str,
 ) -> None:
     address = {
@@ -163,7 +165,12 @@ def test_r07_a_node_that_was_never_reached(
 
 
 def test_r07_a_node_that_stops_answering(
-    node_process: NodeProcess, stop: Callable[[], None], connect: Any, chain: Any, wire: str, by_deadline: Any
+    node_process: NodeProcess,
+    stop: Callable[[], None],
+    connect: Connect,
+    chain: Pages,
+    wire: str,
+    by_deadline: Callable[..., None],
 ) -> None:
     clients: dict[str, Client] = {}
 
@@ -178,7 +185,7 @@ def test_r07_a_node_that_stops_answering(
 
 
 def test_r07_closing_does_not_wait_for_a_node_that_stopped(
-    node_process: NodeProcess, stop: Callable[[], None], connect: Any, chain: Any
+    node_process: NodeProcess, stop: Callable[[], None], connect: Connect, chain: Pages
 ) -> None:
     """Nor does it disturb the call that hangs, which returns by its own deadline."""
     clients = [connect(node_process.address, wire, timeout_s=60.0) for wire in ("shm", "bulk", "grpc")]
@@ -207,7 +214,7 @@ def test_r07_closing_does_not_wait_for_a_node_that_stopped(
 
 
 def test_r07_a_node_that_goes_on_is_used_again(
-    node_process: NodeProcess, stop: Callable[[], None], connect: Any, chain: Any, wire: str
+    node_process: NodeProcess, stop: Callable[[], None], connect: Connect, chain: Pages, wire: str
 ) -> None:
     client = connect(node_process.address, wire, backoff_s_max=0.05)
     chain.put(client, chain.keys(1))

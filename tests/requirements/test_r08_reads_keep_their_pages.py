@@ -3,25 +3,23 @@
 import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import FrameSocket
-from node.server import Node
 
 PAGE = 1 << 20
 PAGES = 16
 
 
-def test_r08_a_slow_reader_gets_its_bytes_whatever_happens_meanwhile(
-    start_node: Callable[..., Node], connect: Any, make_chain: Callable[..., Any]
-) -> None:
+def test_r08_a_slow_reader_gets_its_bytes_whatever_happens_meanwhile(start_node: StartNode, connect: Connect) -> None:
     """16 MiB are more than the socket buffers take, so the node is in the middle of sending while the
     pages are removed and others are put in their place over and over."""
     node = start_node(ram_nbytes=32 << 20, extent_nbytes=4 << 20, batch_nbytes_max=16 << 20, stall_s=60.0)
     client = connect(node)
-    chain, others = make_chain("read", PAGE), make_chain("others", PAGE)
+    chain, others = Pages("read", PAGE), Pages("others", PAGE)
     keys = chain.keys(*range(PAGES))
     chain.put(client, keys)
     with socket.create_connection(("127.0.0.1", node.bulk.port)) as sock:
@@ -46,16 +44,14 @@ def test_r08_a_slow_reader_gets_its_bytes_whatever_happens_meanwhile(
         threading.Event().wait(0.01)
 
 
-def test_r08_readers_and_an_evicting_writer_never_disagree(
-    start_node: Callable[..., Node], connect: Any, make_chain: Callable[..., Any], wire: str
-) -> None:
+def test_r08_readers_and_an_evicting_writer_never_disagree(start_node: StartNode, connect: Connect, wire: str) -> None:
     """64 pages of room, 4 readers, a writer that evicts with every put: each hit has the right bytes. The writer
     goes on until there were hits in plenty, and so many evictions that a read that holds nothing is found out: most
     where the node does least between a page and its reader."""
     wanted = {"shm": 2000, "bulk": 2000, "grpc": 320}[wire]
     node = start_node(ram_nbytes=256 << 10, extent_nbytes=64 << 10)
     client = connect(node, wire)
-    chain = make_chain("contested")
+    chain = Pages("contested")
     client.open(chain.namespace)
     counters = node.tier.namespaces.find(chain.namespace.digest).counters
     stop = threading.Event()

@@ -1,14 +1,13 @@
 """R9: existence checks do not keep garbage alive: allocation succeeds while clients poll."""
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
-from node.server import Node
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 
 def test_r09_polled_pages_are_evicted_first_come_first_gone(
-    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str
+    start_node: StartNode, connect: Connect, chain: Pages, wire: str
 ) -> None:
     client = connect(start_node(ram_nbytes=64 << 10, extent_nbytes=64 << 10), wire)  # 16 pages
     garbage, wanted = chain.keys(*range(16)), chain.keys(*range(100, 116))
@@ -21,9 +20,7 @@ def test_r09_polled_pages_are_evicted_first_come_first_gone(
     assert chain.get(client, wanted) == [True] * 16
 
 
-def test_r09_every_put_succeeds_while_many_clients_poll(
-    start_node: Callable[..., Node], connect: Any, chain: Any
-) -> None:
+def test_r09_every_put_succeeds_while_many_clients_poll(start_node: StartNode, connect: Connect, chain: Pages) -> None:
     node = start_node(ram_nbytes=64 << 10, extent_nbytes=64 << 10)
     writer, poller = connect(node), connect(node)
     stop = threading.Event()

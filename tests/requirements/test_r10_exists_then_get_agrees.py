@@ -2,16 +2,15 @@
 
 import random
 import threading
-from collections.abc import Callable
-from typing import Any
 
-from node.server import Node
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 TURNS = 80
 
 
 def test_r10_without_changes_in_between_they_agree(
-    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str
+    start_node: StartNode, connect: Connect, chain: Pages, wire: str
 ) -> None:
     client = connect(start_node(), wire)
     keys = chain.keys(*range(10))
@@ -23,7 +22,7 @@ def test_r10_without_changes_in_between_they_agree(
 
 
 def test_r10_with_eviction_in_between_a_get_is_a_clean_shorter_prefix(
-    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str
+    start_node: StartNode, connect: Connect, chain: Pages, wire: str
 ) -> None:
     """Chains of 16 pages compete for 64 places: what a prefix read returns is True up to some page and
     False from there on, with the right bytes, whatever lookup said a moment before."""
@@ -57,7 +56,7 @@ def test_r10_with_eviction_in_between_a_get_is_a_clean_shorter_prefix(
 
 
 def test_r10_what_a_lookup_touched_is_not_the_next_to_go(
-    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str
+    start_node: StartNode, connect: Connect, chain: Pages, wire: str
 ) -> None:
     client = connect(start_node(ram_nbytes=64 << 10, extent_nbytes=64 << 10), wire)
     old, new = chain.keys(*range(8)), chain.keys(*range(8, 16))

@@ -4,12 +4,13 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect
 
 from kvstore import KVStoreError
-from kvstore.client import Keep
+from kvstore.results import Keep
 from kvstore.tools.node_process import NodeProcess
 
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(64)]
@@ -37,12 +38,10 @@ def restartable(tmp_path: Path) -> Iterator[Restartable]:
     node.process.kill()
 
 
-def test_r11_durable_pages_hit_after_kill_9_through_the_same_client(
-    restartable: Restartable, connect: Any, make_chain: Any
-) -> None:
+def test_r11_durable_pages_hit_after_kill_9_through_the_same_client(restartable: Restartable, connect: Connect) -> None:
     """Through a client of each wire; each has pages of its own."""
     clients = {wire: connect(restartable.address, wire) for wire in ("shm", "bulk", "grpc")}
-    chains = {wire: (make_chain(f"small {wire}"), make_chain(f"large {wire}", 100_000)) for wire in clients}
+    chains = {wire: (Pages(f"small {wire}"), Pages(f"large {wire}", 100_000)) for wire in clients}
     for wire, client in clients.items():
         for chain in chains[wire]:
             pages = [chain.content(key) for key in KEYS[:32]]
@@ -58,11 +57,9 @@ def test_r11_durable_pages_hit_after_kill_9_through_the_same_client(
         assert client.stats.failures == 0
 
 
-def test_r11_pages_of_a_keyed_namespace_hit_after_kill_9(
-    restartable: Restartable, connect: Any, make_chain: Any
-) -> None:
+def test_r11_pages_of_a_keyed_namespace_hit_after_kill_9(restartable: Restartable, connect: Connect) -> None:
     client = connect(restartable.address, page_key="7e" * 32)
-    chain = make_chain("keyed", 100_000, key_id=client.key_id)
+    chain = Pages("keyed", 100_000, key_id=client.key_id)
     client.put(chain.namespace, KEYS[:8], [chain.content(key) for key in KEYS[:8]], Keep(durable=True))
     restartable.kill_and_restart()
     assert [space for space, _ in client.namespaces()] == [chain.namespace]
@@ -71,11 +68,11 @@ def test_r11_pages_of_a_keyed_namespace_hit_after_kill_9(
 
 
 def test_r11_what_flush_acknowledged_survives_every_kill_and_readers_under_way_hit_again(
-    restartable: Restartable, connect: Any, make_chain: Any
+    restartable: Restartable, connect: Connect
 ) -> None:
     """The node dies under a reader that goes on asking: it sees misses or errors, and then hits; every byte it ever
     gets is right."""
-    chain = make_chain("chain")
+    chain = Pages("chain")
     client, readers_client = connect(restartable.address), connect(restartable.address, backoff_s_max=0.2)
     stop, hits = threading.Event(), [0]
 

@@ -6,7 +6,10 @@ import itertools
 import os
 import random
 from pathlib import Path
-from typing import Any
+
+import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 from kvstore import PutOutcome
 
@@ -21,7 +24,7 @@ SETTINGS = {
 }
 
 
-def keys(chain: Any, *numbers: int) -> list[bytes]:
+def keys(chain: Pages, *numbers: int) -> list[bytes]:
     return [hashlib.sha256(f"{chain.nbytes} {number}".encode()).digest() for number in numbers]
 
 
@@ -32,7 +35,7 @@ def used_nbytes(directory: Path) -> int:
 
 
 def test_r13_long_traffic_of_mixed_sizes_stays_below_both_caps(
-    tmp_path: Path, start_node: Any, connect: Any, make_chain: Any
+    tmp_path: Path, start_node: StartNode, connect: Connect
 ) -> None:
     """Four times the disk's capacity goes through it. The disk tells uses apart by seconds, and all of this
     takes one: so a second passes with each look at the clock."""
@@ -41,7 +44,7 @@ def test_r13_long_traffic_of_mixed_sizes_stays_below_both_caps(
     node.disk._clock_s = lambda: next(seconds)
     client = connect(node, timeout_s=20.0)
     rng = random.Random(13)
-    chains = [make_chain(f"{nbytes} bytes", nbytes) for nbytes in (4096, 10_000, 65_536, 200_000)]
+    chains = [Pages(f"{nbytes} bytes", nbytes) for nbytes in (4096, 10_000, 65_536, 200_000)]
     status = client.node_status()
     while status.disk.nbytes_written < 32 * MIB:
         chain = rng.choice(chains)
@@ -65,11 +68,11 @@ def test_r13_long_traffic_of_mixed_sizes_stays_below_both_caps(
 
 
 def test_r13_a_failed_write_stops_neither_the_writer_nor_eviction(
-    tmp_path: Path, start_node: Any, connect: Any, make_chain: Any, monkeypatch: Any
+    tmp_path: Path, start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = start_node(data_dir=str(tmp_path), **SETTINGS)
     client = connect(node)
-    chain = make_chain("chain", 65_536)
+    chain = Pages("chain", 65_536)
 
     def fail(*_: object) -> None:
         raise OSError("no")

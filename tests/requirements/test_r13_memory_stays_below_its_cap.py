@@ -1,24 +1,22 @@
 """R13: RAM stays below a hard cap with eviction by use; nothing grows without bound."""
 
 import random
-from collections.abc import Callable
-from typing import Any
+
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 from kvstore import PutOutcome
 from kvstore.tools.node_process import NodeProcess
-from node.server import Node
 
 MIB = 1 << 20
 
 
-def test_r13_long_traffic_of_mixed_sizes_never_leaves_the_arena(
-    start_node: Callable[..., Node], connect: Any, make_chain: Callable[..., Any]
-) -> None:
+def test_r13_long_traffic_of_mixed_sizes_never_leaves_the_arena(start_node: StartNode, connect: Connect) -> None:
     """Twenty times the capacity goes through; used slots never exceed it and every size keeps working."""
     node = start_node(ram_nbytes=2 * MIB, extent_nbytes=256 << 10)
     client = connect(node)
     rng = random.Random(13)
-    chains = [make_chain(f"{nbytes} bytes", nbytes) for nbytes in (4096, 10_000, 65_536, 200_000)]
+    chains = [Pages(f"{nbytes} bytes", nbytes) for nbytes in (4096, 10_000, 65_536, 200_000)]
     moved_nbytes = 0
     while moved_nbytes < 40 * MIB:
         chain = rng.choice(chains)
@@ -34,11 +32,11 @@ def test_r13_long_traffic_of_mixed_sizes_never_leaves_the_arena(
     assert client.node_status().totals.pages_evicted > 0
 
 
-def test_r13_the_process_does_not_grow_with_the_traffic(connect: Any, make_chain: Callable[..., Any]) -> None:
+def test_r13_the_process_does_not_grow_with_the_traffic(connect: Connect) -> None:
     """Private memory after much traffic is what it was after some; sessions, pins and misses included."""
     with NodeProcess("--ram-bytes", "4MiB", "--extent-bytes", "1MiB") as process:
         client = connect(process.address)
-        chain = make_chain("traffic")
+        chain = Pages("traffic")
 
         def traffic(start: int) -> int:
             for number in range(start, start + 200):

@@ -1,21 +1,18 @@
 """R14: a data directory is all it takes to have a disk tier, and the status shows its bytes."""
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from cli_runner import CliRunner
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 from kvstore.cli.commands import app
-from node.server import Node
 
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(4)]
 
 
-def test_r14_the_data_dir_alone_turns_the_disk_tier_on(
-    tmp_path: Path, start_node: Callable[..., Node], connect: Any, make_chain: Any
-) -> None:
+def test_r14_the_data_dir_alone_turns_the_disk_tier_on(tmp_path: Path, start_node: StartNode, connect: Connect) -> None:
     """Whatever the wire on which one asks. RAM is small because touching the default takes seconds."""
     node = start_node(data_dir=str(tmp_path / "new" / "data"), ram_nbytes=4 << 20, extent_nbytes=0)
     clients = [connect(node, wire) for wire in ("shm", "bulk", "grpc")]
@@ -23,7 +20,7 @@ def test_r14_the_data_dir_alone_turns_the_disk_tier_on(
         before = client.node_status().disk
         assert (before.state, before.used_nbytes, before.page_count) == ("SERVING", 0, 0)
         assert before.capacity_nbytes > 0
-    chain = make_chain("chain", 100_000)
+    chain = Pages("chain", 100_000)
     chain.put(clients[0], KEYS)
     for client in clients:
         assert client.flush() == 4
@@ -38,5 +35,5 @@ def test_r14_the_data_dir_alone_turns_the_disk_tier_on(
     assert str(tmp_path / "new" / "data") in shown.stdout.replace("\n", "")
 
 
-def test_r14_without_it_there_is_none(start_node: Callable[..., Node], connect: Any) -> None:
+def test_r14_without_it_there_is_none(start_node: StartNode, connect: Connect) -> None:
     assert not connect(start_node()).node_status().HasField("disk")

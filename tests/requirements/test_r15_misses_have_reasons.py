@@ -1,9 +1,8 @@
 """R15: zero-hit causes are visible: hits and misses per reason and per namespace."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 from kvstore import Client
 from kvstore.pb import kvstore_pb2 as pb
@@ -11,14 +10,14 @@ from node.auth.access import Caller
 from node.server import Node
 
 
-def counters(client: Client, chain: Any) -> pb.Counters:
+def counters(client: Client, chain: Pages) -> pb.Counters:
     """Of one namespace, as NodeStatus tells them."""
     (info,) = [info for info in client.node_status().namespaces if info.digest == chain.namespace.digest]
     assert info.namespace.model == chain.namespace.model
     return info.counters
 
 
-def miss(client: Client, chain: Any, keys: list[bytes]) -> dict[str, int]:
+def miss(client: Client, chain: Pages, keys: list[bytes]) -> dict[str, int]:
     """What one lookup adds to the miss counters, by reason."""
     before = counters(client, chain)
     client.lookup(chain.namespace, keys)
@@ -29,35 +28,35 @@ def miss(client: Client, chain: Any, keys: list[bytes]) -> dict[str, int]:
 
 
 @pytest.fixture
-def node(start_node: Callable[..., Node]) -> Node:
+def node(start_node: StartNode) -> Node:
     return start_node(ram_nbytes=64 << 10, extent_nbytes=64 << 10)  # 16 pages
 
 
 @pytest.fixture
-def client(node: Node, connect: Any, chain: Any) -> Client:
+def client(node: Node, connect: Connect, chain: Pages) -> Client:
     client: Client = connect(node)
     client.open(chain.namespace)
     return client
 
 
-def test_r15_absent(client: Client, chain: Any) -> None:
+def test_r15_absent(client: Client, chain: Pages) -> None:
     assert miss(client, chain, chain.keys(1, 2, 3)) == {"absent": 3}
 
 
-def test_r15_evicted(client: Client, chain: Any) -> None:
+def test_r15_evicted(client: Client, chain: Pages) -> None:
     chain.put(client, chain.keys(*range(16)))
     chain.put(client, chain.keys(100, 101))
     assert miss(client, chain, chain.keys(*range(16))) == {"evicted": 2}
     assert counters(client, chain).pages_evicted == 2
 
 
-def test_r15_removed(client: Client, chain: Any) -> None:
+def test_r15_removed(client: Client, chain: Pages) -> None:
     chain.put(client, chain.keys(1))
     client.remove(chain.namespace, chain.keys(1))
     assert miss(client, chain, chain.keys(1)) == {"removed": 1}
 
 
-def test_r15_writing(node: Node, client: Client, chain: Any) -> None:
+def test_r15_writing(node: Node, client: Client, chain: Pages) -> None:
     with node.sessions.open(Caller("test")) as session:
         session.reserve(chain.namespace.digest, chain.keys(1), chain.nbytes)
         assert miss(client, chain, chain.keys(1)) == {"writing": 1}
@@ -65,24 +64,22 @@ def test_r15_writing(node: Node, client: Client, chain: Any) -> None:
     assert counters(client, chain).pages_put_aborted == 1
 
 
-def test_r15_corrupt(node: Node, client: Client, chain: Any) -> None:
+def test_r15_corrupt(node: Node, client: Client, chain: Pages) -> None:
     chain.put(client, chain.keys(1))
     node.arena.view(0, node.arena.nbytes)[:] = bytes(node.arena.nbytes)
     assert client.verify(chain.namespace, chain.keys(1)) == (0, 1, 0)
     assert miss(client, chain, chain.keys(1)) == {"corrupt": 1}
 
 
-def test_r15_a_page_stored_again_is_a_hit_again(client: Client, chain: Any) -> None:
+def test_r15_a_page_stored_again_is_a_hit_again(client: Client, chain: Pages) -> None:
     chain.put(client, chain.keys(1))
     client.remove(chain.namespace, chain.keys(1))
     chain.put(client, chain.keys(1))
     assert miss(client, chain, chain.keys(1)) == {}
 
 
-def test_r15_each_namespace_counts_for_itself_and_the_totals_for_all(
-    client: Client, chain: Any, make_chain: Callable[..., Any]
-) -> None:
-    other = make_chain("other")
+def test_r15_each_namespace_counts_for_itself_and_the_totals_for_all(client: Client, chain: Pages) -> None:
+    other = Pages("other")
     chain.put(client, chain.keys(0, 1, 3))
     other.put(client, other.keys(0))
     client.lookup(chain.namespace, chain.keys(0, 1, 2, 3))
@@ -98,7 +95,7 @@ def test_r15_each_namespace_counts_for_itself_and_the_totals_for_all(
 
 @pytest.mark.parametrize("outcome", ["exists", "full", "busy"])
 def test_r15_pages_that_were_not_stored_are_counted_by_reason(
-    node: Node, client: Client, chain: Any, outcome: str
+    node: Node, client: Client, chain: Pages, outcome: str
 ) -> None:
     if outcome == "exists":
         chain.put(client, chain.keys(1))
@@ -118,12 +115,10 @@ def test_r15_pages_that_were_not_stored_are_counted_by_reason(
         assert counters(client, chain).pages_put_busy == 1
 
 
-def test_r15_counters_outlive_a_namespace_that_made_room(
-    start_node: Callable[..., Node], connect: Any, chain: Any, make_chain: Callable[..., Any]
-) -> None:
+def test_r15_counters_outlive_a_namespace_that_made_room(start_node: StartNode, connect: Connect, chain: Pages) -> None:
     client = connect(start_node(namespaces_max=1))
     client.lookup(chain.namespace, chain.keys(1, 2, 3))
-    client.open(make_chain("next").namespace)
+    client.open(Pages("next").namespace)
     status = client.node_status()
     assert len(status.namespaces) == 1
     assert status.totals.miss_absent == 3

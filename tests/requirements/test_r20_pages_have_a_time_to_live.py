@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 from kvstore import PutOutcome
-from kvstore.client import Keep
+from kvstore.results import Keep
 from kvstore.tools.node_process import NodeProcess
 
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(6)]
@@ -24,14 +26,14 @@ class Clock:
         return self.now_s
 
 
-def put(client: Any, chain: Any, keys: list[bytes], ttl_s: float) -> list[PutOutcome]:
+def put(client: Any, chain: Pages, keys: list[bytes], ttl_s: float) -> list[PutOutcome]:
     outcomes: list[PutOutcome] = client.put(chain.namespace, keys, [chain.content(key) for key in keys], Keep(ttl_s))
     return outcomes
 
 
 @pytest.mark.parametrize("tiers", ["ram", "ram and disk"])
 def test_r20_each_key_has_its_own_time_to_live(
-    tmp_path: Path, start_node: Any, connect: Any, make_chain: Any, tiers: str
+    tmp_path: Path, start_node: StartNode, connect: Connect, tiers: str
 ) -> None:
     """On each wire; each has pages of its own."""
     disk = {"data_dir": str(tmp_path), "disk_nbytes": 1 << 20, "disk_extent_nbytes": 64 << 10}
@@ -40,7 +42,7 @@ def test_r20_each_key_has_its_own_time_to_live(
     node.tier.clock_s = clock
     if node.disk:
         node.disk._clock_s = clock
-    ours = [(connect(node, wire), make_chain(f"{wire} {tiers}")) for wire in ("shm", "bulk", "grpc")]
+    ours = [(connect(node, wire), Pages(f"{wire} {tiers}")) for wire in ("shm", "bulk", "grpc")]
     for client, chain in ours:
         put(client, chain, KEYS[:2], 60.0)
         put(client, chain, KEYS[2:4], 120.0)
@@ -63,7 +65,7 @@ def test_r20_each_key_has_its_own_time_to_live(
 
 
 def test_r20_a_use_does_not_lengthen_it_and_a_pin_does_not_outlast_it(
-    start_node: Any, connect: Any, chain: Any
+    start_node: StartNode, connect: Connect, chain: Pages
 ) -> None:
     node = start_node()
     node.tier.clock_s = clock = Clock()
@@ -79,7 +81,7 @@ def test_r20_a_use_does_not_lengthen_it_and_a_pin_does_not_outlast_it(
 
 
 def test_r20_it_holds_across_kill_9_by_the_clock_on_the_wall(
-    tmp_path: Path, start_node: Any, connect: Any, chain: Any
+    tmp_path: Path, start_node: StartNode, connect: Connect, chain: Pages
 ) -> None:
     flags = ("--ram-bytes", "4MiB", "--data-dir", str(tmp_path), "--disk-bytes", "128MiB")
     process = NodeProcess(*flags)

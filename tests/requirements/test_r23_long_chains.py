@@ -1,9 +1,7 @@
 """R23, chains longer than the node: put in several batches, they keep their beginning."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
+from local_nodes import Connect, StartNode
 
 from kvstore import Namespace, opaque_layout, prefix_hashes
 from kvstore.tools.trace import page_content
@@ -14,7 +12,7 @@ SLOTS = 64
 
 
 @pytest.fixture(scope="module")
-def node(start_node: Callable[..., Node]) -> Node:
+def node(start_node: StartNode) -> Node:
     """Each test leaves it empty."""
     nbytes = SLOTS * PAGE
     return start_node(ram_nbytes=nbytes, extent_nbytes=nbytes, batch_nbytes_max=nbytes, batch_keys_max=8)
@@ -22,7 +20,7 @@ def node(start_node: Callable[..., Node]) -> Node:
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 @pytest.mark.parametrize("count", [50, 64, 72, 100])
-def test_r23_a_chain_in_batches_keeps_its_head(node: Node, connect: Any, wire: str, count: int) -> None:
+def test_r23_a_chain_in_batches_keeps_its_head(node: Node, connect: Connect, wire: str, count: int) -> None:
     space = Namespace("long", opaque_layout(PAGE), salt=f"{wire}{count}")
     hashes = prefix_hashes(range(count), 1)
     client = connect(node, wire)

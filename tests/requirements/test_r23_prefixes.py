@@ -1,22 +1,23 @@
 """R23: prefix-aware eviction and longest-prefix query: a chain loses its end before its beginning."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode
 
 from kvstore import Client
 from node.server import Node
 
 
 @pytest.fixture(scope="module")
-def node(start_node: Callable[..., Node]) -> Node:
+def node(start_node: StartNode) -> Node:
     """It takes 32 pages."""
     return start_node(ram_nbytes=128 << 10, extent_nbytes=128 << 10)
 
 
 @pytest.fixture
-def client(node: Node, connect: Any, chain: Any, wire: str) -> Iterator[Client]:
+def client(node: Node, connect: Connect, chain: Pages, wire: str) -> Iterator[Client]:
     """Of a node that is empty."""
     client: Client = connect(node, wire)
     assert node.tier.visible_count == 0
@@ -24,7 +25,7 @@ def client(node: Node, connect: Any, chain: Any, wire: str) -> Iterator[Client]:
     client.remove_namespace(chain.namespace)
 
 
-def test_r23_a_chain_loses_its_tail_first(client: Client, chain: Any) -> None:
+def test_r23_a_chain_loses_its_tail_first(client: Client, chain: Pages) -> None:
     ours = chain.keys(*range(20))
     chain.put(client, ours)
     chain.put(client, chain.keys(*range(100, 112)))
@@ -34,7 +35,7 @@ def test_r23_a_chain_loses_its_tail_first(client: Client, chain: Any) -> None:
 
 
 @pytest.mark.parametrize("use", ["get", "touching lookup", "put again"])
-def test_r23_a_chain_that_is_used_again_outlives_a_newer_one(client: Client, chain: Any, use: str) -> None:
+def test_r23_a_chain_that_is_used_again_outlives_a_newer_one(client: Client, chain: Pages, use: str) -> None:
     old, new = chain.keys(*range(16)), chain.keys(*range(100, 116))
     chain.put(client, old)
     chain.put(client, new)
@@ -49,7 +50,7 @@ def test_r23_a_chain_that_is_used_again_outlives_a_newer_one(client: Client, cha
     assert client.lookup(chain.namespace, new).present == (True,) * 6 + (False,) * 10
 
 
-def test_r23_a_shared_beginning_stays_while_its_branches_go(client: Client, chain: Any) -> None:
+def test_r23_a_shared_beginning_stays_while_its_branches_go(client: Client, chain: Pages) -> None:
     trunk = chain.keys(*range(8))
     for branch in range(1, 20):
         chain.put(client, trunk + chain.keys(*range(branch * 100, branch * 100 + 8)))
@@ -64,7 +65,7 @@ def test_r23_a_shared_beginning_stays_while_its_branches_go(client: Client, chai
     [([], 0), ([1, 2, 3], 0), ([0], 1), ([0, 1, 2, 5, 6], 3), (list(range(10)), 10), ([9], 0), ([0, 9], 1)],
 )
 def test_r23_the_longest_prefix_ends_at_the_first_hole(
-    client: Client, chain: Any, stored: list[int], longest: int
+    client: Client, chain: Pages, stored: list[int], longest: int
 ) -> None:
     """Not a bisection: behind a hole there may be pages again."""
     if stored:

@@ -3,13 +3,13 @@
 import contextlib
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fleets import SMALL
+from local_nodes import StartNode, stop_all
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, KVStoreError, Namespace, opaque_layout, otel, tracing
@@ -28,7 +28,7 @@ KEYS = [bytes([i]) * 32 for i in range(1, 25)]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
+def start(tmp_path: Path) -> Iterator[StartNode]:
     nodes: list[Node] = []
 
     def started(**settings: Any) -> Node:
@@ -37,11 +37,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
         return nodes[-1]
 
     yield started
-    stopping = [threading.Thread(target=node.stop) for node in nodes]
-    for thread in stopping:
-        thread.start()
-    for thread in stopping:
-        thread.join()
+    stop_all(nodes)
 
 
 def client(node: Node, wire: str, **settings: Any) -> Client:
@@ -62,7 +58,7 @@ def parent(span: Any) -> tuple[int, int] | None:
 
 
 @pytest.mark.parametrize("wire", ["bulk", "shm", "grpc"])
-def test_a_nodes_step_is_below_the_callers(recorded: Any, start: Any, wire: str) -> None:
+def test_a_nodes_step_is_below_the_callers(recorded: Any, start: StartNode, wire: str) -> None:
     node = start()
     with client(node, wire) as caller:
         caller.open(PAGES)
@@ -76,7 +72,7 @@ def test_a_nodes_step_is_below_the_callers(recorded: Any, start: Any, wire: str)
 
 
 @pytest.mark.parametrize("wire", ["bulk", "shm", "grpc"])
-def test_a_read_from_disk_is_a_step_of_its_get(recorded: Any, start: Any, wire: str, tmp_path: Path) -> None:
+def test_a_read_from_disk_is_a_step_of_its_get(recorded: Any, start: StartNode, wire: str, tmp_path: Path) -> None:
     node = start(data_dir=str(tmp_path / "data"), disk_nbytes=64 << 20)
     with client(node, wire) as caller:
         caller.put(PAGES, KEYS, [bytes(4096)] * len(KEYS))
@@ -98,7 +94,7 @@ def test_a_read_from_disk_is_a_step_of_its_get(recorded: Any, start: Any, wire: 
     assert load.attributes["tier"] == "disk"
 
 
-def test_one_trace_goes_through_the_near_node_to_the_owner(recorded: Any, start: Any) -> None:
+def test_one_trace_goes_through_the_near_node_to_the_owner(recorded: Any, start: StartNode) -> None:
     nodes = [start(), start()]
     members = [Member(f"n{i}", f"127.0.0.1:{node.grpc.port}") for i, node in enumerate(nodes)]
     for i, node in enumerate(nodes):
@@ -129,7 +125,7 @@ def test_one_trace_goes_through_the_near_node_to_the_owner(recorded: Any, start:
         node.membership.become(View("fleet", 2, (members[nodes.index(node)],), 1), f"n{nodes.index(node)}")
 
 
-def test_a_span_of_the_engine_is_the_parent(recorded: Any, start: Any) -> None:
+def test_a_span_of_the_engine_is_the_parent(recorded: Any, start: StartNode) -> None:
     from opentelemetry import trace
 
     with (
@@ -142,7 +138,7 @@ def test_a_span_of_the_engine_is_the_parent(recorded: Any, start: Any) -> None:
     assert parent(steps(recorded, "kvstore.call")[-1]) == (of.trace_id, of.span_id)
 
 
-def test_a_step_for_several_requests_is_linked_with_all_of_them(recorded: Any, start: Any) -> None:
+def test_a_step_for_several_requests_is_linked_with_all_of_them(recorded: Any, start: StartNode) -> None:
     with client(start(), "bulk") as caller, request("a", "b", "c"), tracing.span("kvstore.save"):
         caller.lookup(PAGES, KEYS)
         now = tracing.current()
@@ -157,7 +153,7 @@ def test_a_step_for_several_requests_is_linked_with_all_of_them(recorded: Any, s
     assert not served.links, "of the others no node hears"
 
 
-def test_a_call_without_a_name_is_a_trace_that_begins_there(recorded: Any, start: Any) -> None:
+def test_a_call_without_a_name_is_a_trace_that_begins_there(recorded: Any, start: StartNode) -> None:
     with client(start(), "bulk") as caller:
         for _ in range(2):
             with request():
@@ -180,7 +176,7 @@ def test_a_step_that_fails_says_why(recorded: Any) -> None:
 
 
 @pytest.mark.parametrize("said", [b"x", bytes(25), b"x" * 100])
-def test_a_trace_that_is_none_refuses_nobody(start: Any, said: bytes) -> None:
+def test_a_trace_that_is_none_refuses_nobody(start: StartNode, said: bytes) -> None:
     with socket.create_connection(("127.0.0.1", start().bulk.port), timeout=20.0) as plain:
         frames = FrameSocket(plain)
         frames.arm(30.0)
@@ -209,7 +205,7 @@ def test_a_process_of_a_node_gets_the_exporter_that_is_named(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("wire", ["bulk", "shm", "grpc"])
-def test_a_nodes_log_names_the_engines_request(start: Any, wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nodes_log_names_the_engines_request(start: StartNode, wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without OpenTelemetry, too."""
     node, seen = start(), list[str]()
 

@@ -66,7 +66,7 @@ def pair(start_node: Make, make_server: Make, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("fate", ["killed", "hung"])
-def test_a_request_goes_on_without_the_store(pair: Any, fate: str) -> None:
+def test_a_request_goes_on_without_the_store(pair: tuple[NodeProcess, Any, list[int]], fate: str) -> None:
     """R7: it costs a request at most the deadline of a lookup, 0.5 s."""
     node, server, hashes = pair
     with hung(node) if fate == "hung" else contextlib.nullcontext():
@@ -81,7 +81,9 @@ def test_a_request_goes_on_without_the_store(pair: Any, fate: str) -> None:
 
 
 @pytest.mark.parametrize("fate", ["killed", "hung", "forgets"])
-def test_a_page_that_was_found_and_can_not_be_read(pair: Any, fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_was_found_and_can_not_be_read(
+    pair: tuple[NodeProcess, Any, list[int]], fate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between lookup and load. The whole load is thrown away, and the request has what was in memory."""
     node, server, hashes = pair
     with contextlib.ExitStack() as until_the_end:
@@ -110,7 +112,7 @@ def test_a_page_that_was_found_and_can_not_be_read(pair: Any, fate: str, monkeyp
 
 
 @pytest.mark.parametrize("fate", ["killed", "hung"])
-def test_the_writer_goes_on_without_the_store(pair: Any, fate: str) -> None:
+def test_the_writer_goes_on_without_the_store(pair: tuple[NodeProcess, Any, list[int]], fate: str) -> None:
     node, server, _ = pair
     with hung(node) if fate == "hung" else contextlib.nullcontext():
         if fate == "killed":
@@ -165,7 +167,9 @@ def test_pages_that_a_hung_store_was_to_get_are_stored_as_they_were_or_not_at_al
 
 
 @pytest.mark.parametrize("mode", ["r", "w"])
-def test_after_an_abort_the_pages_belong_to_the_engine(pair: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_abort_the_pages_belong_to_the_engine(
+    pair: tuple[NodeProcess, Any, list[int]], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The node hangs when the job has just begun, and lives again when the engine has reused its pages."""
     node, server, hashes = pair
     agent = server.service.pages._agent
@@ -199,7 +203,7 @@ def test_after_an_abort_the_pages_belong_to_the_engine(pair: Any, mode: str, mon
         assert not (server.memory[0] == POISON).all()
 
 
-def test_a_load_of_which_nothing_is_there_is_no_success(pair: Any) -> None:
+def test_a_load_of_which_nothing_is_there_is_no_success(pair: tuple[NodeProcess, Any, list[int]]) -> None:
     """LightLLM takes an empty list of states for one."""
     _, server, _ = pair
     absent = server.hashes(8, 3)

@@ -166,7 +166,12 @@ def open_adapter() -> Iterator[Callable[[dict[str, Any]], Driver]]:
 
 
 @pytest.fixture
-def driver(form: str, spec: Any, open_adapter: Any, shared_node: NodeProcess) -> Driver:
+def driver(
+    form: str,
+    spec: Callable[..., dict[str, Any]],
+    open_adapter: Callable[[dict[str, Any]], Driver],
+    shared_node: NodeProcess,
+) -> Driver:
     opened: Driver = open_adapter(spec(form, shared_node.address))
     return opened
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def bench(lmcache: Any, folder: Path, adapter: dict[str, Any], *settings: str) -
 
 
 def test_every_key_comes_back_verified(
-    form: str, spec: Any, lmcache: Any, shared_node: NodeProcess, tmp_path: Path
+    form: str, spec: Callable[..., dict[str, Any]], lmcache: Any, shared_node: NodeProcess, tmp_path: Path
 ) -> None:
     found = bench(lmcache, tmp_path, spec(form, shared_node.address), "--no-skip-verify")
     assert {
@@ -50,7 +51,7 @@ def test_every_key_comes_back_verified(
 
 
 def test_injected_faults_cost_those_loads_and_nothing_else(
-    form: str, spec: Any, lmcache: Any, shared_node: NodeProcess, tmp_path: Path
+    form: str, spec: Callable[..., dict[str, Any]], lmcache: Any, shared_node: NodeProcess, tmp_path: Path
 ) -> None:
     faulty = {"type": "fault_inject", "rate": 0.3, "seed": 7, "inner": spec(form, shared_node.address)}
     found = bench(lmcache, tmp_path, faulty)
@@ -60,7 +61,11 @@ def test_injected_faults_cost_those_loads_and_nothing_else(
 
 
 def test_the_smoke_test_of_lmcache(
-    form: str, spec: Any, shared_node: NodeProcess, environment: dict[str, str], tmp_path: Path
+    form: str,
+    spec: Callable[..., dict[str, Any]],
+    shared_node: NodeProcess,
+    environment: dict[str, str],
+    tmp_path: Path,
 ) -> None:
     adapter = json.dumps(spec(form, shared_node.address))
     command = [sys.executable, "-m", SMOKE_TEST, "--mode", "test_l2_adapter", "--l2-adapter", adapter]

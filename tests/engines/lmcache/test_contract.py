@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,11 @@ def run_suite(folder: Path, environment: dict[str, str], *arguments: str) -> str
 
 
 def test_the_contract_suite_passes(
-    form: str, upstream: Path, spec: Any, environment: dict[str, str], shared_node: NodeProcess
+    form: str,
+    upstream: Path,
+    spec: Callable[..., dict[str, Any]],
+    environment: dict[str, str],
+    shared_node: NodeProcess,
 ) -> None:
     """All but the test of the mock's own timing. The suite wants to see a capacity in use."""
     shutil.copy(HERE / "upstream_adapter.py", upstream / SUITE / "test_kvstore_adapter.py")

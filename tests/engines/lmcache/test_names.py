@@ -3,6 +3,7 @@ And the listing, the status and the options."""
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,7 +36,13 @@ def loaded(driver: Any, keys: Any, objects_of: Any, **kind: Any) -> list[bool]:
     ids=str,
 )
 def test_other_weights_and_tenants_never_hit(
-    form: str, other: Any, spec: Any, open_adapter: Any, shared_node: NodeProcess, keys_of: Any, objects_of: Any
+    form: str,
+    other: Any,
+    spec: Callable[..., dict[str, Any]],
+    open_adapter: Any,
+    shared_node: NodeProcess,
+    keys_of: Any,
+    objects_of: Any,
 ) -> None:
     ours = {"salt": f"{form}{other}"}
     one, same = (open_adapter(spec(form, shared_node.address, **ours)) for _ in range(2))
@@ -67,7 +74,7 @@ def test_keys_that_differ_never_hit(driver: Any, other: Any, keys_of: Any, objec
 
 
 def test_two_dtypes_of_one_width_never_hit(
-    spec: Any, open_adapter: Any, shared_node: NodeProcess, keys_of: Any, objects_of: Any
+    spec: Callable[..., dict[str, Any]], open_adapter: Any, shared_node: NodeProcess, keys_of: Any, objects_of: Any
 ) -> None:
     """`plugin`: the dtype comes with every call. Both: the option kv_format says it, and what no dtype does: fp8
     has two kinds, and vLLM shows bytes for either."""
@@ -105,7 +112,7 @@ def test_bytes_come_back_as_they_were(driver: Any, keys_of: Any, objects_of: Any
 
 
 def test_the_node_says_what_is_there(
-    spec: Any, open_adapter: Any, shared_node: NodeProcess, keys_of: Any, objects_of: Any
+    spec: Callable[..., dict[str, Any]], open_adapter: Any, shared_node: NodeProcess, keys_of: Any, objects_of: Any
 ) -> None:
     driver, stranger = (open_adapter(spec("plugin", shared_node.address)) for _ in range(2))
     keys = keys_of(7, cache_salt="a b") + keys_of(3, model_name="n", kv_rank=0x02010201, object_group_id=10)
@@ -157,14 +164,19 @@ def test_the_status_is_the_nodes_own(driver: Any, form: str, keys_of: Any, objec
     ],
 )
 def test_a_wrong_option_ends_the_start(
-    form: str, params: Any, message: str, spec: Any, open_adapter: Any, unused_address: str
+    form: str, params: Any, message: str, spec: Callable[..., dict[str, Any]], open_adapter: Any, unused_address: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         open_adapter(spec(form, unused_address, **params))
 
 
 def test_a_node_that_is_not_there_is_a_miss(
-    form: str, spec: Any, open_adapter: Any, unused_address: str, keys_of: Any, objects_of: Any
+    form: str,
+    spec: Callable[..., dict[str, Any]],
+    open_adapter: Any,
+    unused_address: str,
+    keys_of: Any,
+    objects_of: Any,
 ) -> None:
     driver = open_adapter(spec(form, unused_address))
     keys: list[ObjectKey] = keys_of(3)

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def test_a_hung_node_is_a_miss_in_time_and_forgotten_when_it_goes_on(
-    form: str, node: NodeProcess, spec: Any, open_adapter: Any, keys_of: Any, objects_of: Any
+    form: str, node: NodeProcess, spec: Callable[..., dict[str, Any]], open_adapter: Any, keys_of: Any, objects_of: Any
 ) -> None:
     driver = open_adapter(spec(form, node.address, **TIMES))
     keys, sources = keys_of(4), objects_of(4)
@@ -57,10 +58,10 @@ def test_a_hung_node_is_a_miss_in_time_and_forgotten_when_it_goes_on(
 
 def test_a_killed_node_is_a_miss_and_used_again_when_it_is_back(
     form: str,
-    spec: Any,
+    spec: Callable[..., dict[str, Any]],
     open_adapter: Any,
     start: Callable[..., NodeProcess],
-    tmp_path: Any,
+    tmp_path: Path,
     keys_of: Any,
     objects_of: Any,
 ) -> None:
@@ -87,7 +88,13 @@ def test_a_killed_node_is_a_miss_and_used_again_when_it_is_back(
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_a_flipped_byte_is_a_miss(
-    form: str, wire: str, spec: Any, open_adapter: Any, shared_node: NodeProcess, keys_of: Any, objects_of: Any
+    form: str,
+    wire: str,
+    spec: Callable[..., dict[str, Any]],
+    open_adapter: Any,
+    shared_node: NodeProcess,
+    keys_of: Any,
+    objects_of: Any,
 ) -> None:
     """In the node's memory, behind everybody's back."""
     driver = open_adapter(spec(form, shared_node.address, wire=wire))
@@ -107,7 +114,7 @@ def test_a_flipped_byte_is_a_miss(
 
 
 def test_close_ends_what_is_under_way(
-    form: str, node: NodeProcess, spec: Any, open_adapter: Any, keys_of: Any, objects_of: Any
+    form: str, node: NodeProcess, spec: Callable[..., dict[str, Any]], open_adapter: Any, keys_of: Any, objects_of: Any
 ) -> None:
     """As at SIGTERM: calls are pending, the node hangs, and the buffers go right after close."""
     driver = open_adapter(spec(form, node.address, **TIMES))
@@ -130,7 +137,7 @@ def test_close_ends_what_is_under_way(
 
 
 def test_submitting_never_waits(
-    form: str, node: NodeProcess, spec: Any, open_adapter: Any, keys_of: Any, objects_of: Any
+    form: str, node: NodeProcess, spec: Callable[..., dict[str, Any]], open_adapter: Any, keys_of: Any, objects_of: Any
 ) -> None:
     """LMCache submits under its own lock."""
     driver = open_adapter(spec(form, node.address, **TIMES))

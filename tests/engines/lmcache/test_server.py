@@ -121,7 +121,11 @@ def serve(environment: dict[str, str], tmp_path: Path) -> Iterator[Callable[[dic
     ("form", "shape"), [("native_plugin", ONE_GROUP), ("plugin", ONE_GROUP), ("plugin", TWO_RANKS)], ids=str
 )
 def test_what_left_the_servers_memory_comes_back_from_the_node(
-    form: str, shape: tuple[str, ...], spec: Any, serve: Any, shared_node: NodeProcess
+    form: str,
+    shape: tuple[str, ...],
+    spec: Callable[..., dict[str, Any]],
+    serve: Callable[[dict[str, Any]], Server],
+    shared_node: NodeProcess,
 ) -> None:
     server = serve(spec(form, shared_node.address))
     first = server.bench(*shape)
@@ -138,7 +142,9 @@ def test_what_left_the_servers_memory_comes_back_from_the_node(
     assert server.stop() in (0, -signal.SIGTERM), server.log()  # uvicorn ends itself with the signal that it got
 
 
-def test_a_server_whose_node_is_gone_serves_on(spec: Any, serve: Any, node: NodeProcess) -> None:
+def test_a_server_whose_node_is_gone_serves_on(
+    spec: Callable[..., dict[str, Any]], serve: Callable[[dict[str, Any]], Server], node: NodeProcess
+) -> None:
     """Its requests are misses, in time; and with the node back they are hits again."""
     server = serve(spec("plugin", node.address, load_timeout_s=2.0, save_timeout_s=2.0))
     first = server.bench(*ONE_GROUP)

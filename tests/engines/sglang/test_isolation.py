@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,7 +139,7 @@ def unnamed(config: dict[str, Any], make: Make, *pools: Any) -> Any:
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Any) -> list[str]:
+def checkpoints(tmp_path: Path) -> list[str]:
     """Two checkpoints in directories of one name."""
     paths = []
     for number in range(2):
@@ -185,7 +186,7 @@ def test_other_arguments_miss(
 
 
 def test_other_scales_miss(
-    config: dict[str, Any], engine: Make, checkpoints: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    config: dict[str, Any], engine: Make, checkpoints: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     scales = tmp_path / "scales.json"
     serve(monkeypatch, checkpoints[0], quantization_param_path=str(scales))
@@ -211,7 +212,7 @@ def test_another_draft_model_misses_with_its_own_pool_only(
 
 
 def test_the_models_configuration_is_the_servers_own(
-    config: dict[str, Any], engine: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    config: dict[str, Any], engine: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Read by SGLang's code, with what the command line changes in it. Of longrope it chooses the angles by the
     longest prompt of a batch."""

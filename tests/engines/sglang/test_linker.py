@@ -20,6 +20,7 @@ import gpu_agent.engines.sglang_linker as adapter
 import gpu_agent.engines.sglang_weights as weights
 from kvstore import Client, ClientConfig
 from kvstore.errors import ConfigError
+from kvstore.tools.node_process import NodeProcess
 from kvstore.tracing import named
 
 Make = Callable[..., Any]
@@ -63,24 +64,11 @@ def transfer(slots: torch.Tensor | None = None, pages: int = 10, tokens: list[in
 
 @pytest.fixture
 def arguments() -> SimpleNamespace:
-    """Of the server, as far as they are read."""
-    return SimpleNamespace(
-        model_path="a-model",
-        revision=secrets.token_hex(20),
-        dtype="auto",
-        quantization=None,
-        quantization_param_path=None,
-        kv_cache_dtype="auto",
-        json_model_override_args="{}",
-        load_format="auto",
-        weight_version="default",
-        speculative_draft_model_path=None,
-        speculative_draft_model_revision=None,
-    )
+    return harness.server_arguments(secrets.token_hex(20))
 
 
 @pytest.fixture
-def linker(shared_node: Any, arguments: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def linker(shared_node: NodeProcess, arguments: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """`linker(pool, option=...)`: by SGLang's factory, from its configuration."""
     monkeypatch.setattr(weights, "model_config", lambda _: {"model_type": "llama"})
     made = []
@@ -115,7 +103,7 @@ def linker(shared_node: Any, arguments: SimpleNamespace, monkeypatch: pytest.Mon
         one.close()
 
 
-def offloaded(linker: Any, slots: torch.Tensor = SOURCE, **more: Any) -> bool:
+def offloaded(linker: Make, slots: torch.Tensor = SOURCE, **more: Any) -> bool:
     assert linker.offload(transfer(slots, **more))
     while not linker.num_completed_offloads():
         threading.Event().wait(0.01)
@@ -190,7 +178,7 @@ def test_lengths_end_at_the_first_page_that_is_gone(linker: Make) -> None:
     assert one.lookup("r", transfer()) == [1, 2, 3, 4]
 
 
-def test_what_a_lookup_promised_stays_while_the_node_evicts(arguments: Any, linker: Make) -> None:
+def test_what_a_lookup_promised_stays_while_the_node_evicts(arguments: SimpleNamespace, linker: Make) -> None:
     """The node has room for 32 pages; 200 others come between lookup and load."""
     pool = mha()
     fill(pool)
@@ -333,7 +321,7 @@ def test_after_a_reset_nothing_is_under_way(linker: Make) -> None:
     assert one.lookup("r", transfer()) == list(range(1, 11))
 
 
-def test_other_weights_miss(linker: Make, arguments: Any) -> None:
+def test_other_weights_miss(linker: Make, arguments: SimpleNamespace) -> None:
     offloaded(linker(mha()))
     assert linker(mha()).lookup("r", transfer()) == list(range(1, 11))
     arguments.kv_cache_dtype = "fp8_e4m3"

@@ -12,13 +12,12 @@ import signal
 import time
 import uuid
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import storm_engine
 from client_faults import ClientFaults
-from harness import options, start_node
+from harness import options, server_arguments, start_node
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
 from stopping import stop
@@ -63,19 +62,7 @@ class Fleet:
         return made
 
     def _linker(self, params: Any, more: dict[str, Any]) -> Any:
-        arguments = SimpleNamespace(
-            model_path="a-model",
-            revision=self._revision,
-            dtype="auto",
-            quantization=None,
-            quantization_param_path=None,
-            kv_cache_dtype="auto",
-            json_model_override_args="{}",
-            load_format="auto",
-            weight_version="default",
-            speculative_draft_model_path=None,
-            speculative_draft_model_revision=None,
-        )
+        arguments = server_arguments(self._revision)
         config = {
             "linker": "KVStoreLinker",
             "linker_module_path": "gpu_agent.engines.sglang_linker",

@@ -5,7 +5,8 @@ that computes, the one that finds what another computed), and use prompts of the
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,7 +14,12 @@ from engine_apart import close_all
 from engine_handle import EngineHandle
 from vllm_server import store_config
 
+from kvstore.tools.node_process import NodeProcess
+
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
+
+if TYPE_CHECKING:
+    from scheduler_engine import Engines
 
 # For tests that are not about time: a busy machine answers late. A test's own options go first.
 PATIENT = {
@@ -64,3 +70,21 @@ def plain(models: Callable[..., str]) -> Iterator[Callable[..., EngineHandle]]:
 
     yield engine
     close_all(running)
+
+
+@pytest.fixture(scope="module")
+def scheduler_node() -> Iterator[NodeProcess]:
+    from scheduler_engine import start_node  # it needs vLLM in this process
+
+    with start_node() as node:
+        yield node
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler_node: NodeProcess) -> "Iterator[Engines]":
+    """Engines of vLLM's scheduler without a model, with one node."""
+    from scheduler_engine import Engines
+
+    engines = Engines(tmp_path, monkeypatch, scheduler_node.address)
+    yield engines
+    engines.close()

@@ -54,7 +54,7 @@ def test_another_configuration_finds_nothing(
 
 
 def test_a_salted_request_finds_only_its_own_salt(
-    first: EngineHandle, engines: Engines, models: Any, store: Any
+    first: EngineHandle, engines: Engines, models: Callable[..., str], store: RestartableNode
 ) -> None:
     """R3: vLLM's `cache_salt` is part of the block hash."""
     other = engines("second", model=models("llama"), store={"address": store.address})
@@ -65,7 +65,9 @@ def test_a_salted_request_finds_only_its_own_salt(
     assert cached(other.alone(P, salts=["a"])) == [96]
 
 
-def test_after_a_weight_update_old_pages_miss(first: EngineHandle, engines: Engines, models: Any, store: Any) -> None:
+def test_after_a_weight_update_old_pages_miss(
+    first: EngineHandle, engines: Engines, models: Callable[..., str], store: RestartableNode
+) -> None:
     """R2: `reset_prefix_cache(reset_connector=True)`, as after a weight update; new pages are found again."""
     engine = engines("second", model=models("llama"), store={"address": store.address})
     expected = engine.alone(P)

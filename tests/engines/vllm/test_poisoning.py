@@ -74,7 +74,12 @@ def victim(engines: Engines, models: Callable[..., str], store: RestartableNode)
 
 @pytest.mark.parametrize("page", [0, 1, 2])
 def test_a_page_is_evicted_between_lookup_and_load(
-    page: int, plain: Engines, writer: EngineHandle, victim: EngineHandle, store: RestartableNode, request: Any
+    page: int,
+    plain: Engines,
+    writer: EngineHandle,
+    victim: EngineHandle,
+    store: RestartableNode,
+    request: pytest.FixtureRequest,
 ) -> None:
     """With the first page gone nothing is computed yet and the engine asks its connector anew: it must not get the
     same promise again and again."""

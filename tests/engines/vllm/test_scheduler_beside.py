@@ -3,7 +3,6 @@
 import _thread
 import operator
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -12,12 +11,11 @@ from typing import Any
 import pytest
 import scheduler_beside
 from scheduler_beside import FailsToLoad, LoadsForever, Payload, WithHandshake, played
-from scheduler_engine import Engines, adapter, answer, start_node, tokens
+from scheduler_engine import Engines, adapter, answer, tokens
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from kvstore.errors import ConfigError
-from kvstore.tools.node_process import NodeProcess
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -31,19 +29,10 @@ WHERE: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def store() -> Iterator[NodeProcess]:
-    with start_node() as node:
-        yield node
-
-
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: NodeProcess) -> Iterator[Engines]:
+@pytest.fixture(autouse=True)
+def _nothing_heard() -> None:
     for kept in (WithHandshake.heard, FailsToLoad.tables, LoadsForever.aborted):
         kept.clear()
-    engines = Engines(tmp_path, monkeypatch, store.address)
-    yield engines
-    engines.close()
 
 
 def example(path: Path) -> dict[str, Any]:

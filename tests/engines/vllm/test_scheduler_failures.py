@@ -6,8 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,24 +13,10 @@ from scheduler_engine import BLOCK, Engines, answer, start_node, tokens
 from stopping import stop
 
 from gpu_agent.blocks.ranks import LoadsEnded
-from kvstore.tools.node_process import NodeProcess
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 P = tokens(7, 60)  # 3 blocks and 12 tokens
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[NodeProcess]:
-    with start_node() as node:
-        yield node
-
-
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: NodeProcess) -> Iterator[Engines]:
-    engines = Engines(tmp_path, monkeypatch, store.address)
-    yield engines
-    engines.close()
 
 
 def holds_what_an_undisturbed_engine_holds(make: Engines, prompt: list[int], **arguments: Any) -> None:

@@ -1,35 +1,19 @@
 """vLLM's own scheduler with our connector and a real node: hits of every kind, on the official wheel."""
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from asking import traces_of_calls
-from scheduler_engine import BLOCK, Engines, adapter, answer, start_node, tokens
+from scheduler_engine import BLOCK, Engines, adapter, answer, tokens
 
 from gpu_agent.blocks import scheduler
 from kvstore.client import Client
-from kvstore.tools.node_process import NodeProcess
 from kvstore.tracing import named
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 P = tokens(7, 60)  # 3 blocks and 12 tokens
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[NodeProcess]:
-    with start_node() as node:
-        yield node
-
-
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: NodeProcess) -> Iterator[Engines]:
-    engines = Engines(tmp_path, monkeypatch, store.address)
-    yield engines
-    engines.close()
 
 
 def test_a_cold_engine_computes_and_a_second_one_loads(make: Engines) -> None:

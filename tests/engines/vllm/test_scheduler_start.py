@@ -8,6 +8,7 @@ import pytest
 from scheduler_engine import Engines, answer, start_node, tokens
 
 from gpu_agent.worker import choice, worker_process
+from gpu_agent.worker.worker_process import WorkerTimeouts
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -29,7 +30,7 @@ def test_a_request_that_needs_the_blocks_of_staged_saves_does_not_wait_for_the_p
             began = time.monotonic()
             engine.add("second", tokens(11, 900), 2)
             engine.run(until=engine.requests["second"].is_finished)
-            assert time.monotonic() - began < worker_process.START_S / 3
+            assert time.monotonic() - began < WorkerTimeouts().start_s / 3
             assert engine.outputs["second"] == answer(tokens(11, 900), 2)
         finally:
             make.close()

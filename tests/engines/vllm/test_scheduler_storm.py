@@ -8,33 +8,17 @@ import contextlib
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from scheduler_engine import BLOCK, Engine, Engines, answer, start_node, tokens
+from scheduler_engine import BLOCK, Engine, Engines, answer, tokens
 
 from gpu_agent.blocks.ranks import LoadsEnded
-from kvstore.tools.node_process import NodeProcess
 
 pytestmark = pytest.mark.filterwarnings("default")
 FIRST, SEEDS = int(os.environ.get("KVSTORE_SEED") or 1), int(os.environ.get("SEEDS") or 6)
 REQUESTS = 30
 LIMIT_S = 180.0  # for a storm to end on a busy machine; it takes some seconds
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[NodeProcess]:
-    with start_node() as node:
-        yield node
-
-
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: NodeProcess) -> Iterator[Engines]:
-    engines = Engines(tmp_path, monkeypatch, store.address)
-    yield engines
-    engines.close()
 
 
 class Storm:

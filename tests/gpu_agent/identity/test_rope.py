@@ -1,6 +1,7 @@
 """Rotary embeddings that depend on how long a prompt is: a page of a short prompt is not the beginning of a long
 one's, and nothing but a refusal keeps the two apart."""
 
+from pathlib import Path
 from typing import Any
 
 import on_vllm
@@ -89,7 +90,7 @@ def test_what_a_configuration_says(config: dict[str, Any], found: list[str]) -> 
     assert length_dependent(config) == found
 
 
-def test_vllm_chooses_once_by_how_long_a_prompt_may_be(tmp_path: Any) -> None:
+def test_vllm_chooses_once_by_how_long_a_prompt_may_be(tmp_path: Path) -> None:
     """So that engines with one limit share, and others do not."""
     for make in (on_vllm.connector, on_vllm.tier):
         ways = [{"model_config.max_model_len": length, "config": {"rope_scaling": LONGROPE}} for length in (4096, 64)]

@@ -1,0 +1,100 @@
+"""A RAM tier without a node."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from known_pages import Pages
+
+from node.memory.inventory import Inventory, PageInfo
+from node.memory.page import Namespaces, Page, Reservation
+from node.memory.tenant_usage import Limits
+from node.memory.tier import RamTier
+from node.slab import SlotAllocator
+
+
+class Sandbox:
+    """A RAM tier with a bytearray for its arena and a clock that is moved by hand."""
+
+    def __init__(self, ram_nbytes: int, extent_nbytes: int) -> None:
+        self.arena = bytearray(ram_nbytes)
+        self.now_ms = 1
+        self.slots = SlotAllocator(ram_nbytes, extent_nbytes)
+        self.tier = RamTier(Namespaces(64, extent_nbytes), self.slots, self._copy, self._zero, lambda: self.now_ms)
+
+    def _copy(self, source: int, target: int, nbytes: int) -> None:
+        self.arena[target : target + nbytes] = self.arena[source : source + nbytes]
+
+    def _zero(self, offset: int, nbytes: int) -> None:
+        self.arena[offset : offset + nbytes] = bytes(nbytes)
+
+    def open(self, name: str, page_nbytes: int, **fields: Any) -> Pages:
+        pages = Pages(name, page_nbytes, **fields)
+        self.tier.open_namespace(pages.namespace, pages.namespace.digest)
+        return pages
+
+    def limit(self, pins: int = 0, **quotas: int) -> None:
+        """Bytes of RAM by tenant; the others have no quota. `pins`: of each of all."""
+        self.tier.set_limits(lambda tenant: Limits(quotas.get(tenant, 0), pins), sum(quotas.values()))
+
+    def nbytes(self, tenant: str) -> int:
+        return self.tier.eviction.order.accounts.of(tenant).nbytes
+
+    def reserve(self, pages: Pages, keys: Sequence[bytes]) -> Reservation:
+        return self.tier.reserve(pages.namespace.digest, keys, pages.nbytes)
+
+    def write(self, pages: Pages, reservation: Reservation) -> None:
+        for page in reservation.pages:
+            self.arena[page.offset : page.offset + pages.nbytes] = pages.content(page.prefix_hash)
+
+    def hold(self, pages: Pages, keys: Sequence[bytes]) -> list[Page | None]:
+        """Held as a reader holds them, which is a use only later."""
+        tier = self.tier
+        with tier.lock:
+            found = tier.live_all(tier.namespace(pages.namespace.digest), keys)
+            tier.hold_all([page for page in found if page is not None])
+        return found
+
+    def commit(self, reservation: Reservation) -> int:
+        return self.tier.commit(reservation, [b"checksum"] * len(reservation.pages))
+
+    def put(self, pages: Pages, keys: Sequence[bytes]) -> list[int]:
+        reservation = self.reserve(pages, keys)
+        self.write(pages, reservation)
+        self.commit(reservation)
+        return reservation.verdicts
+
+    def acquire(self, pages: Pages, keys: Sequence[bytes]) -> list[Page | None]:
+        return self.tier.acquire(pages.namespace.digest, keys, False, pages.nbytes).pages
+
+    def read(self, pages: Pages, keys: Sequence[bytes]) -> list[Page]:
+        """Acquire these; each must be there. Release them."""
+        found = [page for page in self.acquire(pages, keys) if page is not None]
+        assert len(found) == len(keys)
+        return found
+
+    def intact(self, pages: Pages, page: Page) -> bool:
+        return self.arena[page.offset : page.offset + pages.nbytes] == pages.content(page.prefix_hash)
+
+    def get(self, pages: Pages, keys: Sequence[bytes]) -> list[bool]:
+        """Reads and compares every byte of every hit."""
+        found = self.acquire(pages, keys)
+        held = [page for page in found if page is not None]
+        assert all(self.intact(pages, page) for page in held)
+        self.tier.release(held)
+        return [page is not None for page in found]
+
+    def present(self, pages: Pages, keys: Sequence[bytes]) -> set[bytes]:
+        """Those that are visible; not a use."""
+        return {info.prefix_hash for info in self.stat(pages, keys) if info.present}
+
+    def stat(self, pages: Pages, keys: Sequence[bytes]) -> list[PageInfo]:
+        return Inventory(self.tier).stat(pages.namespace.digest, keys)
+
+    def pin(self, pages: Pages, keys: Sequence[bytes], ttl_ms: int = 1 << 30) -> list[bool]:
+        return self.tier.pin(pages.namespace.digest, keys, ttl_ms)
+
+    def unpin(self, pages: Pages, keys: Sequence[bytes]) -> list[bool]:
+        return self.tier.unpin(pages.namespace.digest, keys)
+
+    def remove(self, pages: Pages, keys: Sequence[bytes]) -> list[bool]:
+        return self.tier.remove(pages.namespace.digest, keys)
