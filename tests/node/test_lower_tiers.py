@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
+from sandbox import Sandbox
 
 from kvstore.deadline import Deadline
 from node.memory.lower_tier import Load, LocalTier, Query, Source
@@ -69,9 +70,9 @@ class Far(Shelf):
 
 
 @pytest.fixture
-def shelves(sandbox: Any) -> Any:
+def shelves() -> Any:
     """(box, pages, ten keys, the local tier, the remote one), both tiers empty."""
-    box = sandbox(COUNT * PAGE, COUNT * PAGE)
+    box = Sandbox(COUNT * PAGE, COUNT * PAGE)
     pages = box.open("lower", PAGE)
     box.tier.below = below = Shelf(box, pages)
     far = Far(box, pages)

@@ -259,10 +259,10 @@ def test_places_that_are_partly_empty_are_put_together_before_anybody_loses_a_pa
 
 
 def test_a_page_used_while_its_tenant_gets_a_quota_is_the_newest_of_its_new_pool(
-    sandbox: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It was refused as no sequence of pages, and the quotas of the others were not applied."""
-    box = sandbox(4 * EXTENT, EXTENT)
+    box = Sandbox(4 * EXTENT, EXTENT)
     space = box.open("m", PAGE, tenant="one")
     keys = fill(box, space, *range(8))
 
