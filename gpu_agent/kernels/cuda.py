@@ -14,7 +14,8 @@ import torch
 from cupy.cuda import compiler, driver, runtime
 
 from gpu_agent.kernels.device import KERNELS, WARPS, Addresses, Launch, LeavesLaunch
-from gpu_agent.kernels.host_memory import BatchCopy, HostMemory, interrupts_kept
+from gpu_agent.kernels.host_memory import BatchCopy, HostMemory
+from gpu_agent.kernels.interrupts import interrupts_kept
 from gpu_agent.kernels.staged import BUFFER_NBYTES, StagedTransfer
 from gpu_agent.transfer import Fence
 from kvstore.errors import ConfigError

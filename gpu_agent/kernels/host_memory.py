@@ -5,13 +5,11 @@ fast as memory from CUDA's own allocator.
 """
 
 import bisect
-import contextlib
 import ctypes
 import logging
-import signal
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cupy.cuda import runtime
@@ -161,21 +159,3 @@ class BatchCopy:
                 log.info("cuMemcpyBatchAsync: CUDA error %d, copying one by one", code)
                 return False
         return True
-
-
-@contextlib.contextmanager
-def interrupts_kept() -> Iterator[None]:
-    """Let signals with a handler in Python interrupt system calls after a call of NVRTC, as before it.
-
-    Compiling, NVRTC puts the process's handlers aside and back again, but marked so that system calls
-    go on after a signal (SA_RESTART). A main thread that waits in one, as an engine's does for
-    requests, then never sees that Python has a handler to run: the process ignores SIGTERM until
-    something else wakes it (NVRTC 13.0; found with vLLM, all of whose engines with an agent of ours
-    ignored SIGTERM).
-    """
-    try:
-        yield
-    finally:
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.siginterrupt(number, True)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import textwrap
 
-from gpu_agent.kernels import host_memory
+from gpu_agent.kernels import interrupts
 
 ENGINE = """
 import os, queue, runpy, signal, sys, threading
@@ -32,13 +32,13 @@ requests.get()
 def test_a_waiting_engine_obeys_sigterm_after_kernels_were_compiled() -> None:
     said = {}
     for how in ("kept", "left"):
-        command = [sys.executable, "-c", textwrap.dedent(ENGINE), how, host_memory.__file__]
+        command = [sys.executable, "-c", textwrap.dedent(ENGINE), how, interrupts.__file__]
         said[how] = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
     assert said == {"kept": "obeyed", "left": "ignored"}
 
 
 def test_signals_without_a_handler_in_python_are_left_alone() -> None:
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    with host_memory.interrupts_kept():
+    with interrupts.interrupts_kept():
         pass
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
