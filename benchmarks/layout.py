@@ -12,9 +12,9 @@ fragments   Docstrings of functions and methods whose first word no imperative s
             with "The" is counted. Docstrings of modules and classes may name a thing: they are
             left out.
 Protocols   Classes that inherit from `typing.Protocol` directly. An implementation is a class of
-            the packages that inherits from the Protocol or defines all of its methods and
-            properties, itself or by a base class of the packages. A Protocol without any method
-            is implemented by all classes and is not counted.
+            the packages that inherits from the Protocol or has all of its members, itself or by
+            a base class of the packages. A Protocol without members is not counted, nor one that
+            no class here implements: it describes an engine's object.
 options     Lines of `kvstore-node --help` that start with an option, but for --help and --version,
             which set nothing.
 """
@@ -127,8 +127,24 @@ def words_of(path: Path) -> int:
 
 
 def members(node: ast.ClassDef) -> set[str]:
-    """Return the names of the methods and properties that a class defines."""
-    return {n.name for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+    """Return the names of a class's methods, properties and fields, and of what its methods assign."""
+    found: set[str] = set()
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(part.name)
+            found |= {
+                n.attr
+                for n in ast.walk(part)
+                if isinstance(n, ast.Attribute)
+                and isinstance(n.ctx, ast.Store)
+                and isinstance(n.value, ast.Name)
+                and n.value.id == "self"
+            }
+        elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+            found.add(part.target.id)
+        elif isinstance(part, ast.Assign):
+            found |= {target.id for target in part.targets if isinstance(target, ast.Name)}
+    return found
 
 
 def base_names(node: ast.ClassDef) -> list[str]:
@@ -138,7 +154,7 @@ def base_names(node: ast.ClassDef) -> list[str]:
 
 
 def lonely_protocols(found: list[Source]) -> tuple[list[str], int]:
-    """Return the Protocols with at most one implementation, and the count of all Protocols."""
+    """Return the Protocols with one implementation, and the count of all Protocols."""
     classes = [n for s in found for n in ast.walk(s.tree) if isinstance(n, ast.ClassDef)]
     by_name = {node.name: node for node in classes}
 
@@ -153,7 +169,7 @@ def lonely_protocols(found: list[Source]) -> tuple[list[str], int]:
     for protocol in protocols:
         wanted = everything(protocol)
         count = sum(protocol.name in base_names(node) or wanted <= everything(node) for node in concrete)
-        if count < 2:
+        if count == 1:
             lonely.append(protocol.name)
     return sorted(lonely), len(protocols)
 
