@@ -10,6 +10,7 @@ asked.
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -379,15 +380,22 @@ class Client(Admin):
                 "pages of a keyed namespace are sealed and checked in memory of one's own: put and get"
             )
 
-        def run(link: NodeConnection, deadline: Deadline) -> tuple[Slots, contextlib.ExitStack]:
+        def run(link: NodeConnection, deadline: Deadline) -> tuple[contextlib.AbstractContextManager[Slots], Slots]:
             if not isinstance(link.wire, ShmWire):
                 raise InvalidRequest(f"the {link.wire.name} wire maps no memory of the node; use put and get")
-            with contextlib.ExitStack() as stack:
-                return stack.enter_context(enter(link.wire, deadline)), stack.pop_all()
+            context = enter(link.wire, deadline)
+            return context, context.__enter__()
 
-        slots, stack = self._fan_out.in_place(run, namespace, deadline, "a page in place")
-        with stack:
+        # An ExitStack would keep the connection after two interrupts: the traceback of one that comes
+        # inside its `__exit__` and that frame refer to each other until the next garbage collection.
+        context, slots = self._fan_out.in_place(run, namespace, deadline, "a page in place")
+        try:
             yield slots
+        except BaseException:
+            if not context.__exit__(*sys.exc_info()):
+                raise
+        else:
+            context.__exit__(None, None, None)
 
 
 class CorruptionReports:

@@ -69,7 +69,8 @@ class Store:
     """The node, its gateway's process, and one caller over gRPC."""
 
     def __init__(self, **settings: Any) -> None:
-        values = {**SMALL, "ram_nbytes": 96 << 20, "stall_s": 60.0, **settings}
+        # Room for all that a module's tests put: eviction clears whole blocks, and takes a page just put with old ones.
+        values = {**SMALL, "ram_nbytes": 1 << 30, "stall_s": 60.0, **settings}
         self.node = Node(NodeConfig(**values), gateway_processes=True)
         self.node.start()
         self.address = f"127.0.0.1:{self.node.grpc.port}"
@@ -187,6 +188,8 @@ class Store:
 
         wait_until(served)
         assert page == content(key)
+        evicted = self.status().totals.pages_evicted
+        assert not evicted, "this store is too small: onlookers may miss pages that had to go"
         wrong = [one.wrong for one in self.onlookers]
         assert wrong == [[], []], wrong  # pytest shows no more of what is compared outside a module of tests
 

@@ -8,7 +8,6 @@ end it prints "calm", and keeps its connections until its standard input ends.
 
 import contextlib
 import faulthandler
-import gc
 import os
 import random
 import signal
@@ -175,7 +174,6 @@ def in_time(call: Callable[[], None]) -> None:
 
 def afterwards(client: Client, namespace: Namespace) -> None:
     """No connection's place is lost, and threads that begin now are answered too."""
-    gc.collect()  # tracebacks of interrupts make cycles, which keep a lease until the next collection
     wire = client._fan_out.nodes.only._link.wire  # type: ignore[union-attr]
     if wire.name != "grpc":
         with contextlib.ExitStack() as stack:
