@@ -1,11 +1,12 @@
-"""Pages through the agent, end to end: from `save` or `load` to its result, with a node on the same host.
+"""Pages through the agent, end to end: from `save` or `load` to its result, with a node on the same
+host.
 
     save     lookup, reserve, gather into the node's memory, checksum, commit
     load     acquire, verify, scatter, release
 
-Batches of 32 pages of new keys; two in flight as the agent's two workers allow ("sustained"), and one
-alone ("one batch"). limit: one big copy between page-locked memory and the GPU in the same run, by CUDA
-events. Every loaded byte is compared. Aim: sustained at least 0.95 of the limit.
+Batches of 32 pages of new keys; two in flight as the agent's two workers allow ("sustained"), and
+one alone ("one batch"). limit: one big copy between page-locked memory and the GPU in the same run,
+by CUDA events. Every loaded byte is compared. Aim: sustained at least 0.95 of the limit.
 
     python benchmarks/agent.py                 on a machine with an NVIDIA GPU and CuPy (a minute)
     python benchmarks/agent.py --in-flight 4   as engines do, which wait for none: a worker's next batch is there
@@ -62,7 +63,9 @@ class Moves:
         self._agent, self._client, self._work = agent, client, work
         self._tokens = work.units
         self.keys = [
-            prefix_hashes([number * 7919 + token for token in range(PAGE_TOKENS * work.count)], PAGE_TOKENS)
+            prefix_hashes(
+                [number * 7919 + token for token in range(PAGE_TOKENS * work.count)], PAGE_TOKENS
+            )
             for number in range(batches)
         ]
 
@@ -144,17 +147,25 @@ def row(work: Work, direction: str, name: str, speed: float, limit: float) -> di
         "GB/s": f"{speed:.1f}",
         "limit GB/s": f"{limit:.1f}" if known else None,
         "of limit": f"{speed / limit:.3f}" if known else None,
-        f"aim {AIM}": ("met" if speed >= AIM * limit else "missed") if known and name == "sustained" else None,
+        f"aim {AIM}": ("met" if speed >= AIM * limit else "missed")
+        if known and name == "sustained"
+        else None,
     }
 
 
 def main(argv: list[str]) -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--cpu", action="store_true", help="no GPU: a CPU pool, small")
     options.add_argument("--batches", type=int, default=12)
     options.add_argument("--repeats", type=int, default=5)
-    options.add_argument("--in-flight", type=int, default=IN_FLIGHT, help="batches of the rows that are sustained")
-    options.add_argument("--workers", type=int, default=IN_FLIGHT, help="the agent's, for each direction")
+    options.add_argument(
+        "--in-flight", type=int, default=IN_FLIGHT, help="batches of the rows that are sustained"
+    )
+    options.add_argument(
+        "--workers", type=int, default=IN_FLIGHT, help="the agent's, for each direction"
+    )
     options.add_argument("--json", action="store_true")
     args = options.parse_args(argv)
     pages = 2 if args.cpu else BATCH_PAGES
@@ -167,13 +178,22 @@ def main(argv: list[str]) -> None:
     ram = (batches + 4) * max(work.nbytes for work in works) + (1 << 30)
     report = Report("Pages through the agent, node on the same host", "python benchmarks/agent.py")
     extent = 64 << 20
-    flags = ("--ram-bytes", str(ram), "--extent-bytes", str(extent), "--batch-bytes-max", str(512 << 20))
+    flags = (
+        "--ram-bytes",
+        str(ram),
+        "--extent-bytes",
+        str(extent),
+        "--batch-bytes-max",
+        str(512 << 20),
+    )
     with (
         NodeProcess(*flags, "--log-level", "WARNING") as node,
         Client(client_config(address=node.address, timeout_s=30.0)) as client,
     ):
         report.rows = rows(client, works, args, batches, 1 if args.cpu else args.repeats)
-        report.notes.append(f"over the {client.wire_name} wire; medians of {args.repeats} runs of {batches} batches")
+        report.notes.append(
+            f"over the {client.wire_name} wire; medians of {args.repeats} runs of {batches} batches"
+        )
         report.notes.append(f"sustained: {args.in_flight} in flight, {args.workers} workers")
     report.show(args.json)
 

@@ -1,8 +1,9 @@
-"""As many agents as GPUs, each in a process of its own as beside an engine, and one node on their host.
+"""As many agents as GPUs, each in a process of its own as beside an engine, and one node on their
+host.
 
-Batches of 32 llama pages of new keys, two in flight at each agent; all agents save, then all load, at the same time.
-Bare: one big copy between page-locked memory and each GPU, at the same time. GB/s: the sum over the GPUs of what each
-reached. Every loaded byte is compared before.
+Batches of 32 llama pages of new keys, two in flight at each agent; all agents save, then all load,
+at the same time. Bare: one big copy between page-locked memory and each GPU, at the same time.
+GB/s: the sum over the GPUs of what each reached. Every loaded byte is compared before.
 
     python benchmarks/agents.py                on a machine with several NVIDIA GPUs and CuPy (a minute)
     python benchmarks/agents.py --cpu          two CPU pools, small: proves the script
@@ -60,7 +61,9 @@ def beside(number: int, device: str, address: str, together: Any, found: Any) ->
 
 
 def main(argv: list[str]) -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--cpu", action="store_true", help="no GPU: two CPU pools, small")
     options.add_argument("--json", action="store_true")
     args = options.parse_args(argv)
@@ -71,10 +74,19 @@ def main(argv: list[str]) -> None:
     ram = len(devices) * (batches + 4) * pages * SHAPES[0].layout.page_nbytes + (1 << 30)
     spawn = multiprocessing.get_context("spawn")
     together, found = spawn.Barrier(len(devices)), spawn.SimpleQueue()
-    flags = ("--ram-bytes", str(ram), "--extent-bytes", str(64 << 20), "--batch-bytes-max", str(512 << 20))
+    flags = (
+        "--ram-bytes",
+        str(ram),
+        "--extent-bytes",
+        str(64 << 20),
+        "--batch-bytes-max",
+        str(512 << 20),
+    )
     with NodeProcess(*flags, "--log-level", "WARNING") as node:
         agents = [
-            spawn.Process(target=beside, args=(number, device, node.address, together, found), daemon=True)
+            spawn.Process(
+                target=beside, args=(number, device, node.address, together, found), daemon=True
+            )
             for number, device in enumerate(devices)
         ]
         for process in agents:
@@ -84,14 +96,25 @@ def main(argv: list[str]) -> None:
         if any(process.exitcode for process in agents):
             raise SystemExit("an agent broke; its reason stands above")
     speeds = [found.get()[1] for _ in devices]
-    report = Report(f"{len(devices)} agents and one node on the same host", "python benchmarks/agents.py")
+    report = Report(
+        f"{len(devices)} agents and one node on the same host", "python benchmarks/agents.py"
+    )
     for direction in ("save", "load"):
-        ours, bare = (sum(median(one[name]) for one in speeds) for name in (direction, f"{direction}, bare copies"))
+        ours, bare = (
+            sum(median(one[name]) for one in speeds)
+            for name in (direction, f"{direction}, bare copies")
+        )
         of_limit = f"{ours / bare:.3f}" if bare == bare else None
         each = ", ".join(f"{median(one[direction]):.1f}" for one in speeds)
         bare_text = f"{bare:.1f}" if bare == bare else None
         report.rows.append(
-            {"direction": direction, "GB/s": f"{ours:.1f}", "each": each, "bare": bare_text, "of bare": of_limit}
+            {
+                "direction": direction,
+                "GB/s": f"{ours:.1f}",
+                "each": each,
+                "bare": bare_text,
+                "of bare": of_limit,
+            }
         )
     report.notes.append(f"medians of {REPEATS} runs of {batches} batches")
     report.show(args.json)

@@ -11,14 +11,17 @@ from kvstore import Client, Namespace, PutOutcome
 from kvstore.checksum import LEAF_SUM_NBYTES, cuts
 from kvstore.layout import opaque_layout
 
-# Pages, slots and buffers are each as much as this: more than a core has of the caches of the machines that we
-# know, so that nobody's bytes are still there from the time before.
+# Pages, slots and buffers are each as much as this: more than a core has of the caches of the
+# machines that we know, so that nobody's bytes are still there from the time before.
 MOVED_NBYTES = 128 << 20
 TURN = 5  # batches a contender moves before it is another's turn
 
 
 class Batch:
-    """The pages every contender stores, and the buffers they come back into. `number`: among its Batches."""
+    """The pages every contender stores, and the buffers they come back into.
+
+    `number`: among its Batches.
+    """
 
     def __init__(self, namespace: Namespace, page_nbytes: int, count: int, number: int = 0) -> None:
         self.namespace = namespace
@@ -34,8 +37,11 @@ class Batch:
 
 
 class Batches:
-    """As many of `count` pages as make `moved_nbytes`. Contenders take them in turn, each from the first on, and put
-    each in a place of its own: all move through the same amount of memory, and no cache holds it."""
+    """As many of `count` pages as make `moved_nbytes`.
+
+    Contenders take them in turn, each from the first on, and put each in a place of its own: all
+    move through the same amount of memory, and no cache holds it.
+    """
 
     def __init__(self, page_nbytes: int, count: int, moved_nbytes: int = MOVED_NBYTES) -> None:
         self.page_nbytes = page_nbytes
@@ -61,12 +67,17 @@ Contender = Callable[[Batch], Samples]
 
 
 def turn(contender: Contender, cycle: Iterator[Batch], into_buffers: bool = True) -> Samples:
-    """Runs a contender a few times; the first time does not count. `into_buffers`: there the bytes come back."""
+    """Runs a contender a few times; the first time does not count.
+
+    `into_buffers`: there the bytes come back.
+    """
     batch = next(cycle)
     for buffer in batch.buffers:
         buffer[:] = bytes(len(buffer))  # what an earlier turn left could pass for this one's
     contender(batch)
-    assert not into_buffers or batch.buffers == batch.pages, "the bytes that came back are not those that were sent"
+    assert not into_buffers or batch.buffers == batch.pages, (
+        "the bytes that came back are not those that were sent"
+    )
     samples = [contender(next(cycle)) for _ in range(TURN - 1)]
     return {op: [seconds for sample in samples for seconds in sample[op]] for op in samples[0]}
 
@@ -93,7 +104,10 @@ def get(client: Client, batch: Batch) -> None:
 
 
 def ours(client: Client, batch: Batch) -> Samples:
-    """One put and one get. The pages of the time before are removed first, so that each put really writes; they stay
-    until then, so that the next batch gets slots of its own."""
+    """One put and one get.
+
+    The pages of the time before are removed first, so that each put really writes; they stay until
+    then, so that the next batch gets slots of its own.
+    """
     client.remove(batch.namespace, batch.hashes)
     return {"put": [timed(lambda: put(client, batch))], "get": [timed(lambda: get(client, batch))]}

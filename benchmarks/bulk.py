@@ -6,12 +6,12 @@
                page's checksum is made by the writer and verified by the reader
     others     ours without the checksum, ours over gRPC, Redis with pipelined SET and MGET
 
-All of them send from the same pages, keep them in as many places at the other side and, but for Redis, whose client
-can only return new objects, receive into the same buffers: 128 MiB each, batch after batch, which no cache holds. They
-take turns; a turn is five puts and gets, of which the first does
-not count: the scheduler needs it to move two processes that begin to talk onto two cores. The
-bytes that came back are compared in that first call. GB/s: 10^9 page bytes in the median of all calls.
-Aim: put and get each at least 0.85 of the limit for pages of 1 MiB and above.
+All of them send from the same pages, keep them in as many places at the other side and, but for
+Redis, whose client can only return new objects, receive into the same buffers: 128 MiB each, batch
+after batch, which no cache holds. They take turns; a turn is five puts and gets, of which the first
+does not count: the scheduler needs it to move two processes that begin to talk onto two cores. The
+bytes that came back are compared in that first call. GB/s: 10^9 page bytes in the median of all
+calls. Aim: put and get each at least 0.85 of the limit for pages of 1 MiB and above.
 
     python benchmarks/bulk.py [--rounds 15] [--json]
 """
@@ -45,10 +45,17 @@ LIMIT = "limit: sendall/recv_into"
 
 
 def serve_limit(port: int, page_nbytes: int, batch_count: int, flags: int) -> None:
-    """The other process: takes a batch, says so, sends it back when asked, until closed. Each batch has a place of its
-    own, as it has in a node."""
-    places = [[memoryview(bytearray(page_nbytes)) for _ in range(BATCH)] for _ in range(batch_count)]
-    with socket.create_connection(("127.0.0.1", port)) as sock, contextlib.suppress(ConnectionError):
+    """The other process: takes a batch, says so, sends it back when asked, until closed.
+
+    Each batch has a place of its own, as it has in a node.
+    """
+    places = [
+        [memoryview(bytearray(page_nbytes)) for _ in range(BATCH)] for _ in range(batch_count)
+    ]
+    with (
+        socket.create_connection(("127.0.0.1", port)) as sock,
+        contextlib.suppress(ConnectionError),
+    ):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for pages in itertools.cycle(places):
             receive(sock, pages, flags)
@@ -71,7 +78,9 @@ def receive(sock: socket.socket, views: Sequence[memoryview], flags: int) -> Non
 def limit(batches: Batches, flags: int = 0) -> Iterator[Contender]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         args = (listener.getsockname()[1], batches.page_nbytes, len(batches.all), flags)
-        process = multiprocessing.get_context("spawn").Process(target=serve_limit, args=args, daemon=True)
+        process = multiprocessing.get_context("spawn").Process(
+            target=serve_limit, args=args, daemon=True
+        )
         process.start()
         listener.settimeout(30.0)  # a child that died must not leave us waiting
         sock = listener.accept()[0]
@@ -136,7 +145,10 @@ def page_rows(
             "bulk without checksum": functools.partial(without_checksum, clients["bulk"]),
             "gRPC": functools.partial(ours, clients["grpc"]),
         }
-        turns = {name: functools.partial(turn, call, batches.cycle()) for name, call in contenders.items()}
+        turns = {
+            name: functools.partial(turn, call, batches.cycle())
+            for name, call in contenders.items()
+        }
         if redis is not None:
             call = functools.partial(rival, redis)
             turns["Redis"] = functools.partial(turn, call, batches.cycle(), into_buffers=False)
@@ -144,12 +156,20 @@ def page_rows(
     batches.forget(clients["bulk"])
     if redis is not None:
         redis.flushall()
-    return speed_rows(batches, samples, LIMIT, "bulk" if batches.page_nbytes >= AIM_NBYTES_MIN else "", AIM)
+    return speed_rows(
+        batches, samples, LIMIT, "bulk" if batches.page_nbytes >= AIM_NBYTES_MIN else "", AIM
+    )
 
 
-def speed_rows(batches: Batches, samples: dict[str, Samples], limit: str, aimed: str, aim: float) -> list[Any]:
-    """A row for each contender, beside `limit`; the one that is called `aimed` is held against the aim."""
-    seconds = {name: {op: median(values) for op, values in ops.items()} for name, ops in samples.items()}
+def speed_rows(
+    batches: Batches, samples: dict[str, Samples], limit: str, aimed: str, aim: float
+) -> list[Any]:
+    """A row for each contender, beside `limit`; the one that is called `aimed` is held against the
+    aim.
+    """
+    seconds = {
+        name: {op: median(values) for op, values in ops.items()} for name, ops in samples.items()
+    }
     rows = []
     for name, found in seconds.items():
         row: dict[str, Any] = {"page KiB": batches.page_nbytes >> 10, "contender": name}
@@ -164,16 +184,23 @@ def speed_rows(batches: Batches, samples: dict[str, Samples], limit: str, aimed:
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
     options.add_argument(
-        "--rounds", type=int, default=15, help="rounds per page size, of 4 counted puts and gets each (%(default)s)"
+        "--rounds",
+        type=int,
+        default=15,
+        help="rounds per page size, of 4 counted puts and gets each (%(default)s)",
     )
-    options.add_argument("--page-kib", type=int, nargs="+", default=PAGE_KIB, help="page sizes (%(default)s)")
+    options.add_argument(
+        "--page-kib", type=int, nargs="+", default=PAGE_KIB, help="page sizes (%(default)s)"
+    )
     args = options.parse_args(argv)
     title = f"Put and get of {BATCH} pages, medians of {args.rounds * (TURN - 1)} calls"
     report = Report(title, " ".join(["python benchmarks/bulk.py", *argv]))
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(NodeProcess(*NODE_FLAGS))
         clients = {
-            wire: stack.enter_context(Client(client_config(address=node.address, wire=wire, timeout_s=60.0)))
+            wire: stack.enter_context(
+                Client(client_config(address=node.address, wire=wire, timeout_s=60.0))
+            )
             for wire in ("bulk", "grpc")
         }
         redis = stack.enter_context(redis_client(report.notes))

@@ -1,12 +1,14 @@
-"""Several client processes at a time over the bulk wire to one node, beside as many pairs of bare sockets.
+"""Several client processes at a time over the bulk wire to one node, beside as many pairs of bare
+sockets.
 
     bare       each process sends its pages to a process of its own and gets them back: `sendall` and `recv_into`, no
                node, no keys, no checksum
     bulk       each puts its pages into the one node and gets them back, as in bulk.py
 
-They take turns, all processes in step; a turn is some puts and gets of 16 pages, of which the first does not count. The
-bytes that came back are compared. GB/s: the sum over the processes of each one's page bytes in the time of its own
-calls, which run side by side. Aim: 0.9 of the bare sockets; 0.7 with pages of 256 KiB.
+They take turns, all processes in step; a turn is some puts and gets of 16 pages, of which the first
+does not count. The bytes that came back are compared. GB/s: the sum over the processes of each
+one's page bytes in the time of its own calls, which run side by side. Aim: 0.9 of the bare sockets;
+0.7 with pages of 256 KiB.
 
     python benchmarks/clients.py [--processes 8] [--rounds 5] [--json]
 """
@@ -38,12 +40,17 @@ def work(address: str, page_nbytes: int, order: Any, barrier: Any, said: Any) ->
         contenders = {"bare": bare, "bulk": lambda batch: ours(client, batch)}
         while (name := order.get()) is not None:
             cycle, contender, spans = batches.cycle(), contenders[name], []
-            for way in ("put", "get"):  # both are done each time; the way that is not timed is beside the point
+            for way in (
+                "put",
+                "get",
+            ):  # both are done each time; the way that is not timed is beside the point
                 batch = next(cycle)
                 for buffer in batch.buffers:
                     buffer[:] = bytes(page_nbytes)
                 contender(batch)
-                assert batch.buffers == batch.pages, "the bytes that came back are not those that were sent"
+                assert batch.buffers == batch.pages, (
+                    "the bytes that came back are not those that were sent"
+                )
                 barrier.wait(WAIT_S)
                 spans.append(sum(contender(next(cycle))[way][0] for _ in range(TURN - 1)))
             said.put(dict(zip(("put", "get"), spans, strict=True)))
@@ -62,7 +69,10 @@ def rows(address: str, kib: int, processes: int, rounds: int) -> list[dict[str, 
     context = multiprocessing.get_context("spawn")
     barrier, said = context.Barrier(processes), context.Queue()
     orders = [context.Queue() for _ in range(processes)]
-    workers = [context.Process(target=work, args=(address, kib << 10, order, barrier, said)) for order in orders]
+    workers = [
+        context.Process(target=work, args=(address, kib << 10, order, barrier, said))
+        for order in orders
+    ]
     with contextlib.ExitStack() as stack:
         for worker in workers:
             worker.start()
@@ -75,7 +85,8 @@ def rows(address: str, kib: int, processes: int, rounds: int) -> list[dict[str, 
         for order in orders:
             order.put(None)
     middle = {
-        name: {way: median([one[way] for one in all_[1:]]) for way in ("put", "get")} for name, all_ in found.items()
+        name: {way: median([one[way] for one in all_[1:]]) for way in ("put", "get")}
+        for name, all_ in found.items()
     }
     shown = []
     for name, speed in middle.items():
@@ -84,7 +95,9 @@ def rows(address: str, kib: int, processes: int, rounds: int) -> list[dict[str, 
             row[f"{way} GB/s"] = round(speed[way], 2)
             row[f"{way} of bare"] = round(speed[way] / middle["bare"][way], 2)
         met = min(row["put of bare"], row["get of bare"]) >= AIMS[kib]
-        shown.append(row | {"aim": f"{AIMS[kib]} {'met' if met else 'missed'}" if name == "bulk" else None})
+        shown.append(
+            row | {"aim": f"{AIMS[kib]} {'met' if met else 'missed'}" if name == "bulk" else None}
+        )
     return shown
 
 
@@ -93,12 +106,16 @@ def main(argv: list[str]) -> None:
     options.add_argument("--processes", type=int, default=8)
     options.add_argument("--rounds", type=int, default=5)
     args = options.parse_args(argv)
-    report = Report(f"{args.processes} clients at a time", " ".join(["python benchmarks/clients.py", *argv]))
+    report = Report(
+        f"{args.processes} clients at a time", " ".join(["python benchmarks/clients.py", *argv])
+    )
     flags = ("--ram-bytes", f"{4 * args.processes * MOVED_NBYTES >> 20}MiB", *NODE_FLAGS[2:])
     for kib in PAGE_KIB:
         with NodeProcess(*flags) as node:
             report.rows += rows(node.address, kib, args.processes, args.rounds)
-    report.notes.append(f"medians of {args.rounds} rounds; a speed is the sum over processes of each one's own")
+    report.notes.append(
+        f"medians of {args.rounds} rounds; a speed is the sum over processes of each one's own"
+    )
     report.show(args.json)
 
 

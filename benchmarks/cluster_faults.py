@@ -1,4 +1,5 @@
-"""What a lost member costs: the replay of a trace against three nodes, beside the same without a fault.
+"""What a lost member costs: the replay of a trace against three nodes, beside the same without a
+fault.
 
     killed           n1, when a fifth of the requests is done, for good
     stopped 5 s      n1, by SIGSTOP, then it goes on
@@ -7,15 +8,18 @@
     all in turn      n1 killed and started again after 5 s, empty; n2 stopped; n3 cut off; 10 s between them, to heal
     ... on etcd      the same, but n1 is killed for good
 
-Every loaded byte is verified. `found of undisturbed`: pages that were stored when a request asked for them, from the
-fault on, as a share of what the undisturbed replay found from there on; `share`: of the keys, that n1 owns alone. Aims:
-no errors, no wrong page, no call later than its deadline + 0.1 s, and what a sleep beside it was late at most; with R=2
-a hit rate within 0.01 of the undisturbed.
+Every loaded byte is verified. `found of undisturbed`: pages that were stored when a request asked
+for them, from the fault on, as a share of what the undisturbed replay found from there on; `share`:
+of the keys, that n1 owns alone. Aims: no errors, no wrong page, no call later than its deadline +
+0.1 s, and what a sleep beside it was late at most; with R=2 a hit rate within 0.01 of the
+undisturbed.
 
-    python benchmarks/cluster_faults.py [TRACE] [--requests N] [--replicas 1,2] [--faults FAULT,...] [--json]
+    python benchmarks/cluster_faults.py [TRACE] [--requests N] [--replicas 1,2] [--faults FAULT,...]
+    [--json]
 
-A node can be cut off where each is on a host of its own, a network namespace, which needs root; else those rows are
-left out. So is that on etcd where there is none. A replay that ends before its faults do has too few requests.
+A node can be cut off where each is on a host of its own, a network namespace, which needs root;
+else those rows are left out. So is that on etcd where there is none. A replay that ends before its
+faults do has too few requests.
 """
 
 import contextlib
@@ -142,7 +146,9 @@ def rows(
     calm = (0.0, 0)
     begins = int(AT * len(requests))
     for name in names:
-        found, report, owned = trial(scripts(hosts)[name], replicas, hosts, name == ON_ETCD, requests, tick)
+        found, report, owned = trial(
+            scripts(hosts)[name], replicas, hosts, name == ON_ETCD, requests, tick
+        )
         here = (report.prefix_hit_rate, sum(found.found[begins:]))
         calm = here if name == "none" else calm
         met = not found.errors and not report.mismatches and found.overdue_s <= LATE_S_MAX
@@ -169,17 +175,28 @@ def rows(
 
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
-    options.add_argument("trace", type=Path, nargs="?", help="JSONL, one request a line; default: chats nobody had")
+    options.add_argument(
+        "trace", type=Path, nargs="?", help="JSONL, one request a line; default: chats nobody had"
+    )
     options.add_argument("--requests", type=int, default=6000, help="so many of them (%(default)s)")
-    options.add_argument("--replicas", default="1,2", help="owners of each key, one run for each (%(default)s)")
-    options.add_argument("--faults", default="", help="those whose names begin so, beside none; default: all")
+    options.add_argument(
+        "--replicas", default="1,2", help="owners of each key, one run for each (%(default)s)"
+    )
+    options.add_argument(
+        "--faults", default="", help="those whose names begin so, beside none; default: all"
+    )
     args = options.parse_args(argv)
-    requests = list(read_trace(args.trace, args.requests)) if args.trace else conversations(args.requests)
+    requests = (
+        list(read_trace(args.trace, args.requests)) if args.trace else conversations(args.requests)
+    )
     name = args.trace.name if args.trace else "made-up chats"
     report = Report(
-        f"Faults: {name} on {NODES} nodes, pages of {PAGE_NBYTES} bytes", "python benchmarks/cluster_faults.py"
+        f"Faults: {name} on {NODES} nodes, pages of {PAGE_NBYTES} bytes",
+        "python benchmarks/cluster_faults.py",
     )
-    report.command += "".join(f" {Path(word).name if word == str(args.trace) else word}" for word in argv)
+    report.command += "".join(
+        f" {Path(word).name if word == str(args.trace) else word}" for word in argv
+    )
     with contextlib.ExitStack() as stack:
         hosts = None if missing() else stack.enter_context(Hosts(NODES + 1))
         if hosts is None:
@@ -190,7 +207,9 @@ def main(argv: list[str]) -> None:
         tick = stack.enter_context(progress(len(counts) * len(names) * len(requests)))
         for replicas in counts:
             report.rows += rows(names, replicas, hosts, requests, tick)
-    report.notes.append(f"{len(requests):,} requests one after the other; deadline of each call {TIMEOUT_S:g} s")
+    report.notes.append(
+        f"{len(requests):,} requests one after the other; deadline of each call {TIMEOUT_S:g} s"
+    )
     report.show(args.json)
 
 

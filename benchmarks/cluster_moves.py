@@ -1,13 +1,15 @@
-"""What a change of a large cluster moves, and how long that takes at links of a given rate. Computed, not run: the real
-views and placement, for a sample of pages; nothing is sent.
+"""What a change of a large cluster moves, and how long that takes at links of a given rate.
+
+Computed, not run: the real views and placement, for a sample of pages; nothing is sent.
 
     join      one more member       it fetches its share from those who had it
     leave     one is lost           what it had is copied from the other owners, or lost with one replica
     drain     one is to go          its pages go to who owns them without it
     zone      all of a zone lost    as leave
 
-A page goes to each new owner that did not have it, from any member that has it and is there. Time is that of the
-busiest link: of the one member who takes or gives all, else of the mean of those who do, as the placement is even.
+A page goes to each new owner that did not have it, from any member that has it and is there. Time
+is that of the busiest link: of the one member who takes or gives all, else of the mean of those who
+do, as the placement is even.
 
     python benchmarks/cluster_moves.py      six minutes
 """
@@ -30,7 +32,10 @@ AT_ONCE = 256  # pages placed between two looks at the progress
 
 
 def cluster(members: int, zones: int, replicas: int) -> View:
-    known = [Member(f"m{number}", f"host-{number}:7440", 1.0, f"z{number % zones}") for number in range(members)]
+    known = [
+        Member(f"m{number}", f"host-{number}:7440", 1.0, f"z{number % zones}")
+        for number in range(members)
+    ]
     return View("fleet", 1, tuple(known), replicas)
 
 
@@ -58,7 +63,9 @@ def owners(placement: Placement, keys: list[bytes], tick: Any) -> list[tuple[str
 class Moved:
     """Pages of the sample: which members give and take how many, and how many nobody has any more."""
 
-    def __init__(self, before: list[tuple[str, ...]], after: list[tuple[str, ...]], lost: set[str]) -> None:
+    def __init__(
+        self, before: list[tuple[str, ...]], after: list[tuple[str, ...]], lost: set[str]
+    ) -> None:
         drawn = random.Random(1)
         self.given: collections.Counter[str] = collections.Counter()
         self.taken: collections.Counter[str] = collections.Counter()
@@ -87,7 +94,9 @@ def _busiest(counts: "collections.Counter[str]") -> float:
     if not counts:
         return 0.0
     most, total = max(counts.values()), sum(counts.values())
-    return most if most > total / 2 else total / len(counts)  # among many, the sample's most says nothing
+    return (
+        most if most > total / 2 else total / len(counts)
+    )  # among many, the sample's most says nothing
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -109,12 +118,17 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "of all bytes": f"{moved.count / len(keys) / replicas:.4f}",
                     "pages lost": f"{moved.lost / len(keys):.4f}",
                     "busiest link, GB": f"{link_nbytes / 1e9:.1f}",
-                    **{f"at {gbit} Gbit/s, s": f"{link_nbytes * 8 / gbit / 1e9:.0f}" for gbit in LINKS_GBIT},
+                    **{
+                        f"at {gbit} Gbit/s, s": f"{link_nbytes * 8 / gbit / 1e9:.0f}"
+                        for gbit in LINKS_GBIT
+                    },
                 }
 
 
 def main(argv: list[str]) -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--members", type=int, default=1000)
     options.add_argument("--zones", type=int, default=20)
     options.add_argument("--pages", type=float, default=1e8)

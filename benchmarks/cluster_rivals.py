@@ -1,12 +1,13 @@
-"""Three of our nodes beside Mooncake Store (its master and two segments, TCP) and Redis Cluster (three servers).
+"""Three of our nodes beside Mooncake Store (its master and two segments, TCP) and Redis Cluster
+(three servers).
 
 1. Put and get of 16 pages a call, the contenders in turns; the bytes that come back are compared.
-2. 96 pages of 1 MiB are put, then one server is killed. For 20 s batches of them are got and new ones are put. `back
-   at first` and `at last`: of 96 pages, in the first round and the last; `puts well after`: seconds until all of a
-   batch of new pages were taken, and from then on.
+2. 96 pages of 1 MiB are put, then one server is killed. For 20 s batches of them are got and new
+   ones are put. `back at first` and `at last`: of 96 pages, in the first round and the last; `puts
+   well after`: seconds until all of a batch of new pages were taken, and from then on.
 
-Each deadline is 1 s where the store lets it be said. Our checksums are on; neither rival has any. A pipeline of
-redis-py's that raises is done again key by key.
+Each deadline is 1 s where the store lets it be said. Our checksums are on; neither rival has any. A
+pipeline of redis-py's that raises is done again key by key.
 
     python -m venv .venv-rivals
     .venv-rivals/bin/pip install -e '.[node]' mooncake-transfer-engine-non-cuda 'redis[hiredis]'
@@ -58,23 +59,35 @@ class Turns:
         for _ in range(TURN):
             keys, taken, back = keys_of(BATCH), [], []
             seconds["put"].append(
-                timed(lambda keys=keys, taken=taken: taken.extend(self._store.put(keys, self._pages)))
+                timed(
+                    lambda keys=keys, taken=taken: taken.extend(self._store.put(keys, self._pages))
+                )
             )
             for buffer in self._buffers:
                 buffer[:] = bytes(len(buffer))
-            seconds["get"].append(timed(lambda keys=keys, back=back: back.extend(self._store.get(keys, self._buffers))))
+            seconds["get"].append(
+                timed(
+                    lambda keys=keys, back=back: back.extend(self._store.get(keys, self._buffers))
+                )
+            )
             assert all(taken), f"{taken.count(False)} of {BATCH} pages were not taken"
             assert all(back), f"{back.count(False)} of {BATCH} pages did not come back"
-            assert self._buffers == self._pages, "the bytes that came back are not those that were put"
+            assert self._buffers == self._pages, (
+                "the bytes that came back are not those that were put"
+            )
             self._store.forget(keys)
         return {way: values[1:] for way, values in seconds.items()}
 
 
-def speeds(makes: dict[str, Make], mib: int, count: int, tick: Callable[[], None]) -> list[dict[str, Any]]:
+def speeds(
+    makes: dict[str, Make], mib: int, count: int, tick: Callable[[], None]
+) -> list[dict[str, Any]]:
     nbytes = mib << 20
     stores = {name: make(nbytes, RAM_NBYTES) for name, make in makes.items()}
     try:
-        samples = rounds({name: Turns(store, nbytes) for name, store in stores.items()}, count, 1, tick)
+        samples = rounds(
+            {name: Turns(store, nbytes) for name, store in stores.items()}, count, 1, tick
+        )
     finally:
         for store in stores.values():
             store.close()
@@ -84,7 +97,9 @@ def speeds(makes: dict[str, Make], mib: int, count: int, tick: Callable[[], None
         row: dict[str, Any] = {"page MiB": mib, "store": name}
         for way in ("put", "get"):
             row[f"{way} GB/s"] = round(gb / median(found[way]), 2)
-            row[f"{way}, kvstore is"] = round(median(found[way]) / median(samples["kvstore"][way]), 2)
+            row[f"{way}, kvstore is"] = round(
+                median(found[way]) / median(samples["kvstore"][way]), 2
+            )
         shown.append(row)
     return shown
 
@@ -120,7 +135,10 @@ def killed(name: str, store: Any, kill: Callable[[], None]) -> dict[str, Any]:
         for keys in kept:
             hits = watch(lambda keys=keys: store.get(keys, buffers))
             back[-1] += sum(hits)
-            wrong += sum(hit and buffer != page for hit, buffer, page in zip(hits, buffers, pages, strict=True))
+            wrong += sum(
+                hit and buffer != page
+                for hit, buffer, page in zip(hits, buffers, pages, strict=True)
+            )
         fresh = keys_of(BATCH)
         taken = all(watch(lambda keys=fresh: store.put(keys, pages)))
         well = (time.monotonic() - start if well is None else well) if taken else None
@@ -140,11 +158,23 @@ def kills(lacking: dict[str, str], replicas: int) -> list[dict[str, Any]]:
     nbytes = 1 << 20
     scenes: dict[str, tuple[str, Callable[[], Any], str]] = {
         "kvstore, R=1, a node": ("kvstore", lambda: Ours(nbytes, RAM_NBYTES), "kill"),
-        f"kvstore, R={replicas}, a node": ("kvstore", lambda: Ours(nbytes, RAM_NBYTES, replicas), "kill"),
+        f"kvstore, R={replicas}, a node": (
+            "kvstore",
+            lambda: Ours(nbytes, RAM_NBYTES, replicas),
+            "kill",
+        ),
         "Mooncake, a segment": ("Mooncake", lambda: Mooncake(nbytes, RAM_NBYTES), "kill"),
         "Mooncake, the master": ("Mooncake", lambda: Mooncake(nbytes, RAM_NBYTES), "kill_master"),
-        "Redis Cluster, a server": ("Redis Cluster", lambda: RedisCluster(nbytes, RAM_NBYTES), "kill"),
-        "the same, full coverage off": ("Redis Cluster", lambda: RedisCluster(nbytes, RAM_NBYTES, False), "kill"),
+        "Redis Cluster, a server": (
+            "Redis Cluster",
+            lambda: RedisCluster(nbytes, RAM_NBYTES),
+            "kill",
+        ),
+        "the same, full coverage off": (
+            "Redis Cluster",
+            lambda: RedisCluster(nbytes, RAM_NBYTES, False),
+            "kill",
+        ),
     }
     shown = []
     for name, (rival, make, how) in scenes.items():
@@ -160,7 +190,9 @@ def kills(lacking: dict[str, str], replicas: int) -> list[dict[str, Any]]:
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
-    options.add_argument("--replicas", type=int, default=2, help="of ours, in a second row (%(default)s)")
+    options.add_argument(
+        "--replicas", type=int, default=2, help="of ours, in a second row (%(default)s)"
+    )
     args = options.parse_args(argv)
     lacking = rivals_missing()
     notes = [f"{name} is left out; missing here: {what}" for name, what in lacking.items()]

@@ -1,11 +1,13 @@
-"""Several nodes as one store beside one node: `Lookup` of 256 keys and get of 64 pages, by one or more clients.
+"""Several nodes as one store beside one node: `Lookup` of 256 keys and get of 64 pages, by one or
+more clients.
 
     1        a node that is alone
     2, 4, 8  members of a cluster, each key with one owner, so that a call is divided among all of them
 
-All are up at once and take turns; clients are processes, all in step; a turn's first call does not count. Every
-page that comes back is compared once, before the rounds. Speeds are sums over the clients, each in the time of its own
-calls; CPU seconds are those of all nodes and clients. Aim: not below one node on 2 cores, growing with the nodes on 16.
+All are up at once and take turns; clients are processes, all in step; a turn's first call does not
+count. Every page that comes back is compared once, before the rounds. Speeds are sums over the
+clients, each in the time of its own calls; CPU seconds are those of all nodes and clients. Aim: not
+below one node on 2 cores, growing with the nodes on 16.
 
     python benchmarks/cluster_scale.py [--nodes 1,2,4,8] [--clients N] [--rounds 5] [--json]
 """
@@ -63,7 +65,9 @@ class Caller:
 
 
 def work(addresses: dict[int, str], order: Any, barrier: Any, said: Any) -> None:
-    """A client process: turns of (contender, what, calls) until None is asked for; says seconds and CPU seconds."""
+    """A client process: turns of (contender, what, calls) until None is asked for; says seconds and
+    CPU seconds.
+    """
     callers = {count: Caller(address) for count, address in addresses.items()}
     while (asked := order.get()) is not None:
         count, op, calls = asked
@@ -88,7 +92,8 @@ class Clients:
         self._barrier, self._said = context.Barrier(count), context.Queue()
         self._orders = [context.Queue() for _ in range(count)]
         self._processes = [
-            context.Process(target=work, args=(addresses, order, self._barrier, self._said)) for order in self._orders
+            context.Process(target=work, args=(addresses, order, self._barrier, self._said))
+            for order in self._orders
         ]
         for process in self._processes:
             process.start()
@@ -133,7 +138,9 @@ def row(count: int, turns: list[dict[str, float]], one: list[dict[str, float]]) 
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
     options.add_argument("--nodes", default="1,2,4,8", help="contenders (%(default)s)")
-    options.add_argument("--clients", type=int, default=max(1, (os.cpu_count() or 1) // 4), help="%(default)s")
+    options.add_argument(
+        "--clients", type=int, default=max(1, (os.cpu_count() or 1) // 4), help="%(default)s"
+    )
     options.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
     args = options.parse_args(argv)
     counts = [int(count) for count in args.nodes.split(",")]
@@ -143,7 +150,12 @@ def main(argv: list[str]) -> None:
     with contextlib.ExitStack() as stack:
         addresses, pids = {}, {}
         for count in counts:
-            flags = ("--ram-bytes", str(2 * pages_nbytes // count + (64 << 20)), "--log-level", "ERROR")
+            flags = (
+                "--ram-bytes",
+                str(2 * pages_nbytes // count + (64 << 20)),
+                "--log-level",
+                "ERROR",
+            )
             if count == 1:
                 node = stack.enter_context(NodeProcess(*flags))
                 addresses[1], pids[1] = node.address, [node.pid]
@@ -160,7 +172,9 @@ def main(argv: list[str]) -> None:
                 turns[count].append(measured(clients, count, pids[count]))
             tick()
     report.rows = [row(count, turns[count], turns[counts[0]]) for count in counts]
-    report.notes.append(f"medians of {args.rounds} rounds; nodes and clients share the machine's cores")
+    report.notes.append(
+        f"medians of {args.rounds} rounds; nodes and clients share the machine's cores"
+    )
     report.show(args.json)
 
 

@@ -37,8 +37,16 @@ NODE_FLAGS = ("--ram-bytes", "1GiB", "--extent-bytes", "64MiB")
 
 
 def run_child(role: str, address: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Runs demo_process.py in a fresh interpreter; its result. Ends the demo with its words if it fails."""
-    flags = {"text": args.text, "tokens": args.tokens, "page-tokens": args.page_tokens, "size": args.size}
+    """Runs demo_process.py in a fresh interpreter; its result.
+
+    Ends the demo with its words if it fails.
+    """
+    flags = {
+        "text": args.text,
+        "tokens": args.tokens,
+        "page-tokens": args.page_tokens,
+        "size": args.size,
+    }
     if args.model:
         flags["model"] = args.model
     command = [sys.executable, str(HERE / "demo_process.py"), role, "--address", address]
@@ -65,8 +73,14 @@ def step(text: str) -> Iterator[None]:
 def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     with_ms = result["lookup_ms"] + result["load_ms"] + result["prefill_with_ms"]
     return [
-        ("model", f"{result['model']}, {result['layers']} layers, {result['dtype']}, {result['device']}"),
-        ("prompt", f"{result['document_tokens']:,} tokens of document + {result['question_tokens']} of question"),
+        (
+            "model",
+            f"{result['model']}, {result['layers']} layers, {result['dtype']}, {result['device']}",
+        ),
+        (
+            "prompt",
+            f"{result['document_tokens']:,} tokens of document + {result['question_tokens']} of question",
+        ),
         ("pages loaded", f"{result['pages']}, over the {result['wire']} wire"),
         ("MiB loaded", f"{result['mib']:.1f}"),
         ("save, process 1", f"{result['save_ms']:.1f} ms"),
@@ -74,10 +88,16 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("load", f"{result['load_ms']:.1f} ms"),
         ("prefill with the store", f"{result['prefill_with_ms']:.1f} ms (the question only)"),
         ("prefill without", f"{result['prefill_without_ms']:.1f} ms"),
-        ("speed-up", f"{result['speed_up']:.1f}x ({with_ms:.1f} ms instead of {result['prefill_without_ms']:.1f})"),
+        (
+            "speed-up",
+            f"{result['speed_up']:.1f}x ({with_ms:.1f} ms instead of {result['prefill_without_ms']:.1f})",
+        ),
         ("KV, process 1 and 2", "equal bit by bit" if result["kv_equal"] else "DIFFERENT"),
         ("logits, same split", "equal bit by bit" if result["logits_equal"] else "DIFFERENT"),
-        (f"{result['generated_tokens']} generated tokens", "equal" if result["tokens_equal"] else "DIFFERENT"),
+        (
+            f"{result['generated_tokens']} generated tokens",
+            "equal" if result["tokens_equal"] else "DIFFERENT",
+        ),
         (
             "logits, one-shot prefill",
             f"max difference {result['one_shot_difference_max']:.2g}, "
@@ -99,8 +119,14 @@ def show(result: dict[str, Any]) -> None:
 
 
 def hints(result: dict[str, Any], address: str, folder: str) -> list[str]:
-    """Commands to look around with, as they can be typed here; writes the document's tokens into `folder`."""
-    command = "kvstore" if shutil.which("kvstore") else os.path.relpath(Path(sys.executable).with_name("kvstore"))
+    """Commands to look around with, as they can be typed here; writes the document's tokens into
+    `folder`.
+    """
+    command = (
+        "kvstore"
+        if shutil.which("kvstore")
+        else os.path.relpath(Path(sys.executable).with_name("kvstore"))
+    )
     base = f"{command} --address {address}"
     tokens = Path(folder, "tokens.json")
     tokens.write_text(json.dumps(result["document"]))
@@ -130,38 +156,65 @@ def demo(args: argparse.Namespace) -> int:
         else:
             show(result)
             if not whole:
-                print(f"only {result['tokens_loaded']} of {result['document_tokens']} tokens came back")
+                print(
+                    f"only {result['tokens_loaded']} of {result['document_tokens']} tokens came back"
+                )
         if args.keep:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-"))
             lines = hints(result, node.address, folder)
-            print("\nThe node runs until Ctrl-C. In another terminal:", *lines, sep="\n  ", file=sys.stderr, flush=True)
+            print(
+                "\nThe node runs until Ctrl-C. In another terminal:",
+                *lines,
+                sep="\n  ",
+                file=sys.stderr,
+                flush=True,
+            )
             with contextlib.suppress(KeyboardInterrupt):
                 while True:
                     time.sleep(3600)
         elif not args.json:
-            print("\nThe node is gone now. To look around with the CLI, keep it: make demo ARGS=--keep")
+            print(
+                "\nThe node is gone now. To look around with the CLI, keep it: make demo ARGS=--keep"
+            )
             print("  then try: kvstore status | ls | lookup | get --decode | top, each with --help")
     return 0 if equal else 1
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--model", metavar="PATH", help="directory of a model; default: random weights, fixed seed")
-    found.add_argument(
-        "--text", default=str(HERE.parent / "LICENSE"), metavar="FILE", help="the document (%(default)s)"
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("--tokens", type=int, default=4096, help="tokens of the document at most (%(default)s)")
+    found.add_argument(
+        "--model", metavar="PATH", help="directory of a model; default: random weights, fixed seed"
+    )
+    found.add_argument(
+        "--text",
+        default=str(HERE.parent / "LICENSE"),
+        metavar="FILE",
+        help="the document (%(default)s)",
+    )
+    found.add_argument(
+        "--tokens", type=int, default=4096, help="tokens of the document at most (%(default)s)"
+    )
     found.add_argument("--page-tokens", type=int, default=64, help="tokens per page (%(default)s)")
     found.add_argument(
-        "--size", choices=("auto", "tiny", "cpu", "gpu"), default="auto", help="size of the random model (%(default)s)"
+        "--size",
+        choices=("auto", "tiny", "cpu", "gpu"),
+        default="auto",
+        help="size of the random model (%(default)s)",
     )
     found.add_argument("--json", action="store_true", help="print one JSON object")
-    found.add_argument("--keep", action="store_true", help="keep the node until Ctrl-C, to try the CLI")
+    found.add_argument(
+        "--keep", action="store_true", help="keep the node until Ctrl-C, to try the CLI"
+    )
     return found
 
 
 def status_of(run: Callable[[], int], name: str = "demo", *errors: type[Exception]) -> int:
-    """Exit status of a demo. An error of the store, or one of these, is its last word; no node of it outlives it."""
+    """Exit status of a demo.
+
+    An error of the store, or one of these, is its last word; no node of it outlives it.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run()

@@ -6,8 +6,9 @@
                    n2 is stopped for 5 s (SIGSTOP) and goes on
                    n4 joins (with etcd only)
 
-Without etcd, or with --static, the members are a fixed list. Exit status 0 only if no call raised, none came back later
-than its deadline + 0.1 s (and what this machine makes a sleep late), and no byte was wrong.
+Without etcd, or with --static, the members are a fixed list. Exit status 0 only if no call raised,
+none came back later than its deadline + 0.1 s (and what this machine makes a sleep late), and no
+byte was wrong.
 """
 
 import argparse
@@ -52,13 +53,18 @@ def events(fleet: Fleet, joins: bool) -> list[Event]:
 def show(trial: Trial, report: ReplayReport) -> None:
     """The plot over time, then the sums."""
     share = -(-len(trial.seconds) // COLUMNS)  # seconds that one column stands for
-    columns = [merged(trial.seconds[start : start + share]) for start in range(0, len(trial.seconds), share)]
+    columns = [
+        merged(trial.seconds[start : start + share])
+        for start in range(0, len(trial.seconds), share)
+    ]
     speeds = [column.nbytes / share / 1e6 for column in columns]
     print(f"\n  one column: {share} s, {len(trial.seconds)} s in all\n")
     print(f"  MB/s    {plot(speeds, max(speeds))}  at most {max(speeds):.0f}")
     rates = [column.hit / column.asked if column.asked else None for column in columns]
     print(f"  hits    {plot(rates, 1.0)}  1.0 would be all pages")
-    print(f"  errors  {''.join('!' if column.errors else '.' for column in columns)}  {trial.errors.total()}")
+    print(
+        f"  errors  {''.join('!' if column.errors else '.' for column in columns)}  {trial.errors.total()}"
+    )
     for second, name in trial.events:
         print(f"          {' ' * (second // share)}^ {name}")
     print()
@@ -75,11 +81,23 @@ def merged(seconds: Sequence[Second]) -> Second:
 
 def rows(trial: Trial, report: ReplayReport) -> list[tuple[str, str]]:
     return [
-        ("requests", f"{report.requests:,} in {report.seconds:.1f} s, pages of {report.page_nbytes >> 10} KiB"),
-        ("pages hit", f"{report.pages_hit:,} of {report.pages_asked:,}: {report.prefix_hit_rate:.3f}"),
-        ("loaded and verified", f"{report.bytes_verified / 1e6:,.0f} MB, {report.mismatches} pages wrong"),
+        (
+            "requests",
+            f"{report.requests:,} in {report.seconds:.1f} s, pages of {report.page_nbytes >> 10} KiB",
+        ),
+        (
+            "pages hit",
+            f"{report.pages_hit:,} of {report.pages_asked:,}: {report.prefix_hit_rate:.3f}",
+        ),
+        (
+            "loaded and verified",
+            f"{report.bytes_verified / 1e6:,.0f} MB, {report.mismatches} pages wrong",
+        ),
         ("calls that raised", str(trial.errors.total())),
-        ("latest after its deadline", f"{max(0.0, trial.late_s) * 1e3:.0f} ms (a sleep: {trial.lag_s * 1e3:.0f} ms)"),
+        (
+            "latest after its deadline",
+            f"{max(0.0, trial.late_s) * 1e3:.0f} ms (a sleep: {trial.lag_s * 1e3:.0f} ms)",
+        ),
     ]
 
 
@@ -91,7 +109,11 @@ def etcd_here(args: argparse.Namespace) -> EtcdProcess | None:
     """None, and the reason is told, if there is to be none."""
     if not args.static and shutil.which(args.etcd):
         return EtcdProcess(program=args.etcd)
-    why = "as you asked" if args.static else f"there is no {args.etcd} here (Debian: apt-get install etcd-server)"
+    why = (
+        "as you asked"
+        if args.static
+        else f"there is no {args.etcd} here (Debian: apt-get install etcd-server)"
+    )
     print(f"  without etcd, {why}: a fixed list of members, nobody joins", file=sys.stderr)
     return None
 
@@ -104,14 +126,26 @@ def demo(args: argparse.Namespace) -> int:
         if etcd := etcd_here(args):
             stack.callback(etcd.close)
         flags = ("--ram-bytes", args.ram_bytes, *NODE_FLAGS)
-        fleet = stack.enter_context(Fleet([HERE] * NODES, *flags, replicas=args.replicas, etcd=etcd))
-        client = stack.enter_context(fleet.client(timeout_s=args.timeout_s, connect_timeout_s=args.timeout_s))
-        print(f"  {NODES} nodes, {args.replicas} of them for each page: {client.config.address}", file=sys.stderr)
+        fleet = stack.enter_context(
+            Fleet([HERE] * NODES, *flags, replicas=args.replicas, etcd=etcd)
+        )
+        client = stack.enter_context(
+            fleet.client(timeout_s=args.timeout_s, connect_timeout_s=args.timeout_s)
+        )
+        print(
+            f"  {NODES} nodes, {args.replicas} of them for each page: {client.config.address}",
+            file=sys.stderr,
+        )
         tick = stack.enter_context(progress(len(requests)))
-        trial = Trial(client, replay_namespace(args.page_kib << 10), events(fleet, etcd is not None), tick)
+        trial = Trial(
+            client, replay_namespace(args.page_kib << 10), events(fleet, etcd is not None), tick
+        )
         report = trial.run(requests)
     if args.json:
-        found: dict[str, Any] = report.as_dict() | {"errors": dict(trial.errors), "overdue_s": trial.overdue_s}
+        found: dict[str, Any] = report.as_dict() | {
+            "errors": dict(trial.errors),
+            "overdue_s": trial.overdue_s,
+        }
         print(json.dumps(found | {"good": good(trial, report)}))
     else:
         show(trial, report)
@@ -119,15 +153,25 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--trace", type=Path, help="JSONL, one request a line; default: chats that nobody had")
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument(
+        "--trace", type=Path, help="JSONL, one request a line; default: chats that nobody had"
+    )
     found.add_argument("--requests", type=int, default=2000, help="so many of them (%(default)s)")
     found.add_argument("--page-kib", type=int, default=16, help="size of each page (%(default)s)")
     found.add_argument("--ram-bytes", default="1GiB", help="of each node (%(default)s)")
-    found.add_argument("--replicas", type=int, default=2, help="nodes that have each page (%(default)s)")
-    found.add_argument("--timeout-s", type=float, default=1.0, help="deadline of each call (%(default)s)")
+    found.add_argument(
+        "--replicas", type=int, default=2, help="nodes that have each page (%(default)s)"
+    )
+    found.add_argument(
+        "--timeout-s", type=float, default=1.0, help="deadline of each call (%(default)s)"
+    )
     found.add_argument("--etcd", default="etcd", help="the program (%(default)s)")
-    found.add_argument("--static", action="store_true", help="a fixed list of members, without etcd")
+    found.add_argument(
+        "--static", action="store_true", help="a fixed list of members, without etcd"
+    )
     found.add_argument("--json", action="store_true", help="print one JSON object")
     return found
 

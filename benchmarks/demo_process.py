@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from gpu_agent import SaveResult
 from gpu_agent.engines.transformers import TransformersAdapter, cache_argument
@@ -26,9 +32,24 @@ DOCUMENT_NBYTES_MAX = 768 << 20
 # Random weights with a fixed seed; token ids are the bytes of the text. Every size has its prefill
 # take long enough to be worth a load: seconds on two CPU cores, a third of a second on a large GPU.
 SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "cpu": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
-    "gpu": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 12, "num_attention_heads": 32},
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "cpu": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    },
+    "gpu": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 32,
+    },
 }
 KV_HEADS = {"tiny": 4, "cpu": 4, "gpu": 2}
 GPU_NBYTES_MIN = 20 << 30  # "gpu" has 8.2 GB of float32 weights, and prefill needs room beside them
@@ -50,12 +71,16 @@ class Subject:
             with self.device:  # the seed gives other numbers on another kind of device
                 self.model, document, question = _random(size, text)
         self.model = self.model.to(self.device).eval()
-        self.adapter = TransformersAdapter(client, self.model, self.name, page_tokens=args.page_tokens)
+        self.adapter = TransformersAdapter(
+            client, self.model, self.name, page_tokens=args.page_tokens
+        )
         layout = self.adapter.namespace.layout
         pages = min(args.tokens, len(document), self._positions() - 256) // args.page_tokens
         self.pages = min(pages, DOCUMENT_NBYTES_MAX // layout.page_nbytes)
         if self.pages < 1:
-            raise SystemExit(f"{args.text} gives {len(document)} tokens, less than a page of {args.page_tokens}")
+            raise SystemExit(
+                f"{args.text} gives {len(document)} tokens, less than a page of {args.page_tokens}"
+            )
         self.document = document[: self.pages * args.page_tokens]
         self.prompt = self.document + question
 
@@ -91,23 +116,34 @@ class Subject:
 
 
 def _size_for(device: torch.device) -> str:
-    large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= GPU_NBYTES_MIN
+    large = (
+        device.type == "cuda"
+        and torch.cuda.get_device_properties(device).total_memory >= GPU_NBYTES_MIN
+    )
     return "gpu" if large else "cpu"
 
 
 def _random(size: str, text: str) -> tuple[Any, list[int], list[int]]:
     torch.manual_seed(0)
     heads = KV_HEADS[size]
-    config = LlamaConfig(vocab_size=256, num_key_value_heads=heads, max_position_embeddings=16384, **SIZES[size])
+    config = LlamaConfig(
+        vocab_size=256, num_key_value_heads=heads, max_position_embeddings=16384, **SIZES[size]
+    )
     return LlamaForCausalLM(config), list(text.encode()), list(QUESTION.encode())
 
 
 def _pretrained(path: str, text: str) -> tuple[Any, list[int], list[int]]:
     if not Path(path).is_dir():
-        raise SystemExit(f"{path} is not a directory; MODEL is the path of a model saved by transformers")
+        raise SystemExit(
+            f"{path} is not a directory; MODEL is the path of a model saved by transformers"
+        )
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype="auto")
-    return model, tokenizer(text)["input_ids"], tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
+    return (
+        model,
+        tokenizer(text)["input_ids"],
+        tokenizer(QUESTION, add_special_tokens=False)["input_ids"],
+    )
 
 
 def kv_digest(cache: DynamicCache, count: int) -> str:
@@ -131,7 +167,12 @@ def save_document(subject: Subject, client: Client) -> dict[str, Any]:
     if saved.dropped:
         raise SystemExit(f"{saved.dropped} pages were not stored: {saved.reason}")
     digest = kv_digest(cache, len(subject.document))
-    return {"document_prefill_ms": prefill_ms, "save_ms": save_ms, "pages_stored": saved.stored, "kv_saved": digest}
+    return {
+        "document_prefill_ms": prefill_ms,
+        "save_ms": save_ms,
+        "pages_stored": saved.stored,
+        "kv_saved": digest,
+    }
 
 
 def answer_question(subject: Subject, client: Client) -> dict[str, Any]:
@@ -187,12 +228,16 @@ ROLES = {"save": save_document, "answer": answer_question}
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("role", choices=ROLES)
     parser.add_argument("--address", required=True, help="the node")
     parser.add_argument("--text", required=True, help="file of the document")
     parser.add_argument("--model", help="directory of a model; default: random weights")
-    parser.add_argument("--size", choices=("auto", *SIZES), default="auto", help="size of the random model")
+    parser.add_argument(
+        "--size", choices=("auto", *SIZES), default="auto", help="size of the random model"
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the document at most")
     parser.add_argument("--page-tokens", type=int, default=64, help="tokens per page")
     args = parser.parse_args(argv)

@@ -4,7 +4,8 @@
       server 1     vLLM's OpenAI-compatible server: computes a long prompt, and stores its KV
       server 2     another one, new: is asked the same, and finds the KV in the store
 
-Exit status 0 only if the second server found every full block of the prompt and its tokens equal the first one's.
+Exit status 0 only if the second server found every full block of the prompt and its tokens equal
+the first one's.
 """
 
 import argparse
@@ -54,7 +55,9 @@ def ask(model: Path, address: str, prompt: list[int], wait_pages: int) -> dict[s
     config = store_config(address, lookup_timeout_s=10.0)
     with Server(model, config, max_model_len=len(prompt) + GENERATED_TOKENS) as server:
         server.wait_up()
-        server.complete([7] * 16)  # a process's first request is slow; this one is too short to be stored
+        server.complete(
+            [7] * 16
+        )  # a process's first request is slow; this one is too short to be stored
         answer = server.complete(prompt, GENERATED_TOKENS)
         stored = server.wait_metric("vllm:kvstore_pages_saved_total", wait_pages)
         found = server.metrics()
@@ -80,7 +83,9 @@ def demo(args: argparse.Namespace) -> int:
             save_llama(folder / "model", args.layers, args.hidden, VOCABULARY)
         with step("starting a node with 1 GiB of RAM tier"):
             python = os.environ.get("KVSTORE_NODE_PYTHON", sys.executable)
-            node = stack.enter_context(NodeProcess("--ram-bytes", "1GiB", "--extent-bytes", "64MiB", python=python))
+            node = stack.enter_context(
+                NodeProcess("--ram-bytes", "1GiB", "--extent-bytes", "64MiB", python=python)
+            )
         with step("server 1 starts, computes the prompt, stores its KV and ends"):
             first = ask(folder / "model", node.address, prompt, blocks)
         with step("server 2 starts and answers from it"):
@@ -92,7 +97,9 @@ def demo(args: argparse.Namespace) -> int:
         "tokens_equal": first["tokens"] == second["tokens"],
         "all_found": second["cached_tokens"] >= (args.tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS,
     }
-    equal = bool(result["tokens_equal"] and result["all_found"] and len(first["tokens"]) == GENERATED_TOKENS)
+    equal = bool(
+        result["tokens_equal"] and result["all_found"] and len(first["tokens"]) == GENERATED_TOKENS
+    )
     if args.json:
         print(json.dumps(result | {"equal": equal}))
     else:
@@ -107,7 +114,11 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("", "server 1", "server 2"),
         ("prompt tokens", f"{result['prompt_tokens']:,}", f"{result['prompt_tokens']:,}"),
         ("of them from the store", f"{first['cached_tokens']:,}", f"{second['cached_tokens']:,}"),
-        ("time to first token", f"{first['ttft_s'] * 1e3:,.0f} ms", f"{second['ttft_s'] * 1e3:,.0f} ms ({faster})"),
+        (
+            "time to first token",
+            f"{first['ttft_s'] * 1e3:,.0f} ms",
+            f"{second['ttft_s'] * 1e3:,.0f} ms ({faster})",
+        ),
         ("pages stored", str(first["pages_stored"]), str(second["pages_stored"])),
         (
             "pages loaded",
@@ -130,10 +141,14 @@ def show(result: dict[str, Any]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--tokens", type=int, default=2000, help="of the prompt (%(default)s)")
     found.add_argument("--layers", type=int, default=12, help="of the random model (%(default)s)")
-    found.add_argument("--hidden", type=int, default=768, help="its width, a multiple of 192 (%(default)s)")
+    found.add_argument(
+        "--hidden", type=int, default=768, help="its width, a multiple of 192 (%(default)s)"
+    )
     found.add_argument("--json", action="store_true", help="print one JSON object")
     return found
 

@@ -1,4 +1,5 @@
-"""Pages through the disk tier, beside bare direct file I/O and beside RocksDB with the pages inside.
+"""Pages through the disk tier, beside bare direct file I/O and beside RocksDB with the pages
+inside.
 
     limit     as many threads doing `pwrite` and `pread` of the same sizes, from and to the same arena,
               on preallocated files in the same directory, `O_DIRECT` where it works: no rows, no
@@ -7,13 +8,14 @@
               makes them (slot, bytes, row), `begin` and `read` with verification of every page
     RocksDB   BlobDB and SST files, see disk_rivals.py
 
-Three operations: the first write of an empty store, sustained writing into a full one, where each new
-page displaces the oldest, and reading in random order. Each write ends with everything on the medium:
-`fdatasync` of the limit's files, `sync` of the tier, `flush` of RocksDB. The contenders take turns of 256 MiB, and
-RocksDB ends its compactions in its own turn, untimed. GB/s: 10^9 page bytes in the median turn.
-Written / page bytes: bytes that the kernel counts as sent to storage by the writing process in a contender's
-turns, over the page bytes of those turns; the file system's journal is not in it.
-Aim: sustained write and read at least 0.85 of the limit; at most 1.05 bytes written per page byte.
+Three operations: the first write of an empty store, sustained writing into a full one, where each
+new page displaces the oldest, and reading in random order. Each write ends with everything on the
+medium: `fdatasync` of the limit's files, `sync` of the tier, `flush` of RocksDB. The contenders
+take turns of 256 MiB, and RocksDB ends its compactions in its own turn, untimed. GB/s: 10^9 page
+bytes in the median turn. Written / page bytes: bytes that the kernel counts as sent to storage by
+the writing process in a contender's turns, over the page bytes of those turns; the file system's
+journal is not in it. Aim: sustained write and read at least 0.85 of the limit; at most 1.05 bytes
+written per page byte.
 
     python benchmarks/disk.py [--dir DIR] [--page-kib 1024 4096] [--gib 2] [--json]
 """
@@ -56,8 +58,10 @@ SUSTAINED, FIRST = "sustained write", "first write"
 
 
 class Store(Protocol):
-    """`write` returns when the pages are on the medium; `read` when the page is in the slot. `pid`: of the
-    process that writes."""
+    """`write` returns when the pages are on the medium; `read` when the page is in the slot.
+
+    `pid`: of the process that writes.
+    """
 
     pid: int
 
@@ -67,12 +71,16 @@ class Store(Protocol):
 
 
 class Pages:
-    """Pages of one size, number after number; their bytes lie in the arena, turn after turn the same."""
+    """Pages of one size, number after number; their bytes lie in the arena, turn after turn the
+    same.
+    """
 
     def __init__(self, arena: Arena, page_nbytes: int) -> None:
         self._arena = arena
         account = TenantUsage(SlotAllocator(arena.nbytes, arena.nbytes), list).of("default")
-        self._index = NamespaceIndex(Namespace(model="benchmark", layout=opaque_layout(page_nbytes)), account)
+        self._index = NamespaceIndex(
+            Namespace(model="benchmark", layout=opaque_layout(page_nbytes)), account
+        )
         self.turn_count = arena.nbytes // page_nbytes
         self.made: list[Page] = []
 
@@ -82,7 +90,9 @@ class Pages:
         for slot in range(self.turn_count):
             page = Page(self._index, secrets.token_bytes(32), 0)
             page.offset, page.state = slot * nbytes, State.VISIBLE
-            page.checksum = checksum(self._arena.view(page.offset, nbytes), self._index.seed(page.prefix_hash))
+            page.checksum = checksum(
+                self._arena.view(page.offset, nbytes), self._index.seed(page.prefix_hash)
+            )
             self.made.append(page)
         return self.made[-self.turn_count :]
 
@@ -109,7 +119,10 @@ class BareFiles:
         used = set()
         for page in pages:
             slot = self._where[page.prefix_hash] = self._free.pop()
-            fd, within = self._fds[slot // self._per_file], slot % self._per_file * self._page_nbytes
+            fd, within = (
+                self._fds[slot // self._per_file],
+                slot % self._per_file * self._page_nbytes,
+            )
             moved = os.pwritev(fd, [self._arena.view(page.offset, self._page_nbytes)], within)
             assert moved == self._page_nbytes
             used.add(fd)
@@ -133,9 +146,13 @@ class BareFiles:
 class Tier:
     """The node's own."""
 
-    def __init__(self, directory: Path, arena: Arena, capacity: int, page_nbytes: int, vault: Vault = PLAIN) -> None:
+    def __init__(
+        self, directory: Path, arena: Arena, capacity: int, page_nbytes: int, vault: Vault = PLAIN
+    ) -> None:
         self._page_nbytes = page_nbytes
-        kept = ProcessStorage(directory, capacity * page_nbytes, EXTENT_NBYTES, arena.fd, key_mark=vault.mark)
+        kept = ProcessStorage(
+            directory, capacity * page_nbytes, EXTENT_NBYTES, arena.fd, key_mark=vault.mark
+        )
         self.pid = kept.process.pid
         self._tier = DiskTier(kept, arena.view, queue_nbytes_max=0, vault=vault)
 
@@ -145,16 +162,18 @@ class Tier:
         for start in range(0, len(pages), count):
             self._tier.store(pages[start : start + count])
         self._tier.sync()
-        assert self._tier.present(pages[0].namespace.digest, [page.prefix_hash for page in pages + gone]) == (
-            [True] * len(pages) + [False] * len(gone)
-        )
+        assert self._tier.present(
+            pages[0].namespace.digest, [page.prefix_hash for page in pages + gone]
+        ) == ([True] * len(pages) + [False] * len(gone))
 
     def read(self, page: Page, offset: int) -> None:
         target = Page(page.namespace, page.prefix_hash, 0)
         target.offset = offset
         found = self._tier.reading.begin(page.namespace.digest, [page.prefix_hash])
         assert found, "a page is not on disk"
-        assert self._tier.reading.read(found[page.prefix_hash], target), "a page on disk is not what was written"
+        assert self._tier.reading.read(found[page.prefix_hash], target), (
+            "a page on disk is not what was written"
+        )
 
     def settle(self) -> None:
         """Nothing is left to do."""
@@ -174,13 +193,17 @@ class Written:
         self.device_nbytes: dict[str, int] = {}
         self.page_nbytes: dict[str, int] = {}
 
-    def turn(self, name: str, store: Store, turns: Iterator[tuple[list[Page], list[Page]]]) -> Samples:
+    def turn(
+        self, name: str, store: Store, turns: Iterator[tuple[list[Page], list[Page]]]
+    ) -> Samples:
         pages, gone = next(turns)
         before, start = written_nbytes(store.pid), time.perf_counter()
         store.write(pages, gone)
         seconds = time.perf_counter() - start
         store.settle()
-        self.device_nbytes[name] = self.device_nbytes.get(name, 0) + written_nbytes(store.pid) - before
+        self.device_nbytes[name] = (
+            self.device_nbytes.get(name, 0) + written_nbytes(store.pid) - before
+        )
         self.page_nbytes[name] = self.page_nbytes.get(name, 0) + TURN_NBYTES
         return {"turn": [seconds]}
 
@@ -188,14 +211,21 @@ class Written:
         return self.device_nbytes[name] / self.page_nbytes[name]
 
 
-def write_turns(stores: dict[str, Store], turns: list[tuple[list[Page], list[Page]]], tick: Callable[[], None]) -> Any:
+def write_turns(
+    stores: dict[str, Store], turns: list[tuple[list[Page], list[Page]]], tick: Callable[[], None]
+) -> Any:
     """(samples, bytes written) of turns that every store takes in the same order."""
     written = Written()
-    contenders = {name: functools.partial(written.turn, name, store, iter(turns)) for name, store in stores.items()}
+    contenders = {
+        name: functools.partial(written.turn, name, store, iter(turns))
+        for name, store in stores.items()
+    }
     return rounds(contenders, len(turns), 0, tick), written
 
 
-def read_turn(pool: ThreadPoolExecutor, threads: int, read: Callable[[Page, int], None], pages: list[Page]) -> Samples:
+def read_turn(
+    pool: ThreadPoolExecutor, threads: int, read: Callable[[Page, int], None], pages: list[Page]
+) -> Samples:
     """One turn's bytes, read in random order by several threads, each into its own slots."""
     nbytes = pages[0].namespace.page_nbytes
     chosen = random.sample(pages, TURN_NBYTES // nbytes)
@@ -209,7 +239,9 @@ def read_turn(pool: ThreadPoolExecutor, threads: int, read: Callable[[Page, int]
     return {"turn": [time.perf_counter() - start]}
 
 
-def size_rows(directory: Path, arena: Arena, page_nbytes: int, nbytes: int, tick: Callable[[], None]) -> list[Any]:
+def size_rows(
+    directory: Path, arena: Arena, page_nbytes: int, nbytes: int, tick: Callable[[], None]
+) -> list[Any]:
     pages = Pages(arena, page_nbytes)
     count, capacity = nbytes // TURN_NBYTES, nbytes // page_nbytes
     fill: list[tuple[list[Page], list[Page]]] = [(pages.turn(), []) for _ in range(count)]
@@ -218,7 +250,12 @@ def size_rows(directory: Path, arena: Arena, page_nbytes: int, nbytes: int, tick
     tier = Tier(directory / "tier", arena, capacity, page_nbytes)
     blob = RocksPages(directory / "blob", arena, blobs=True)
     sst = RocksPages(directory / "sst", arena, blobs=False)
-    stores: dict[str, Store] = {"limit": bare, "tier": tier, "RocksDB BlobDB": blob, "RocksDB SST": sst}
+    stores: dict[str, Store] = {
+        "limit": bare,
+        "tier": tier,
+        "RocksDB BlobDB": blob,
+        "RocksDB SST": sst,
+    }
     rows = []
     for op, turns in ((FIRST, fill), (SUSTAINED, more)):
         samples, written = write_turns(stores, turns, tick)
@@ -231,16 +268,24 @@ def size_rows(directory: Path, arena: Arena, page_nbytes: int, nbytes: int, tick
     for threads in READ_THREADS:
         with ThreadPoolExecutor(threads) as pool:
             contenders = {
-                name: functools.partial(read_turn, pool, threads, read, there) for name, read in reads.items()
+                name: functools.partial(read_turn, pool, threads, read, there)
+                for name, read in reads.items()
             }
             samples = rounds(contenders, count, 1, tick)
-        rows += op_rows(page_nbytes, f"random read, {threads} threads" if threads > 1 else "random read", samples, None)
+        rows += op_rows(
+            page_nbytes,
+            f"random read, {threads} threads" if threads > 1 else "random read",
+            samples,
+            None,
+        )
     for store in stores.values():
         store.close()
     return rows
 
 
-def op_rows(page_nbytes: int, op: str, samples: dict[str, Samples], written: Written | None) -> list[dict[str, Any]]:
+def op_rows(
+    page_nbytes: int, op: str, samples: dict[str, Samples], written: Written | None
+) -> list[dict[str, Any]]:
     seconds = {name: median(found["turn"]) for name, found in samples.items()}
     rows = []
     for name, spent in seconds.items():
@@ -263,18 +308,24 @@ def op_rows(page_nbytes: int, op: str, samples: dict[str, Samples], written: Wri
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
     add_dir(options)
-    options.add_argument("--page-kib", type=int, nargs="+", default=PAGE_KIB, help="page sizes (%(default)s)")
+    options.add_argument(
+        "--page-kib", type=int, nargs="+", default=PAGE_KIB, help="page sizes (%(default)s)"
+    )
     options.add_argument("--gib", type=float, default=2.0, help="data of each store (%(default)s)")
     args = options.parse_args(argv)
     nbytes = max(2, int(args.gib * (1 << 30)) // TURN_NBYTES) * TURN_NBYTES
-    report = Report(f"The disk tier, {nbytes / (1 << 30):g} GiB a store", "python benchmarks/disk.py")
+    report = Report(
+        f"The disk tier, {nbytes / (1 << 30):g} GiB a store", "python benchmarks/disk.py"
+    )
     arena = Arena(TURN_NBYTES)
     for start in range(0, TURN_NBYTES, 1 << 20):
         arena.view(start, 1 << 20)[:] = os.urandom(1 << 20)
     count = nbytes // TURN_NBYTES
     with workplace(args.dir, SPACE_FACTOR * nbytes) as base:
         direct = "O_DIRECT" if direct_works(base) else "the page cache: O_DIRECT does not work here"
-        report.notes.append(f"{file_system(base)}, {direct}; medians of {count} turns; random bytes, no compression")
+        report.notes.append(
+            f"{file_system(base)}, {direct}; medians of {count} turns; random bytes, no compression"
+        )
         with progress(len(args.page_kib) * (2 * count + len(READ_THREADS) * (count + 1))) as tick:
             for kib in args.page_kib:
                 with workplace(base) as directory:

@@ -2,19 +2,19 @@
 
     idle             nobody else talks to the node with the disk
     bare writes      another process writes as many bytes to the same file system with `O_DIRECT`, 1 MiB
-                     a call, and does nothing else: what the disk's traffic costs a get on this machine,
-                     whoever causes it
+                     a call, and does nothing else: what the disk's traffic costs a get on this
+                     machine, whoever causes it
     disk writes      another process has put pages, the disk is full, so that they wait in RAM until they
-                     are due; now it flushes the node: all of them are written, as fast as the disk can,
-                     each in the place of an older one, and there are no puts
+                     are due; now it flushes the node: all of them are written, as fast as the disk
+                     can, each in the place of an older one, and there are no puts
     puts and disk    that process keeps putting new pages, and the disk writes as many
     same puts, RAM   the same puts at the same rate to a node without a disk: what the load of serving
                      them costs by itself, on as many cores as this machine has
 
-A get asks for one page over the bulk wire; the pages are pinned in RAM, and the run fails if a single one
-comes from the disk. Puts are batches of 1 MiB pages on a schedule; a batch that is late by more than
-50 ms is not made up for. The conditions take turns.
-Aim: p99 while the disk writes at most 2 times that of the idle node.
+A get asks for one page over the bulk wire; the pages are pinned in RAM, and the run fails if a
+single one comes from the disk. Puts are batches of 1 MiB pages on a schedule; a batch that is late
+by more than 50 ms is not made up for. The conditions take turns. Aim: p99 while the disk writes at
+most 2 times that of the idle node.
 
 Where bare writes cost more than that, the ratio to them tells what is the node's own.
 
@@ -60,7 +60,13 @@ PRIMED_NBYTES = 18 << 26
 WITH_DISK = ("--ram-bytes", "2GiB", "--disk-queue-bytes", "2GiB", "--scrub-bytes-per-s", "0")
 DISK_NBYTES = 2 << 30  # full after the first turns
 RAM_ONLY_FLAGS = ("--ram-bytes", "1GiB")
-IDLE, BARE, WRITING, BOTH, RAM_ONLY = "idle", "bare writes", "disk writes", "puts and disk", "same puts, RAM"
+IDLE, BARE, WRITING, BOTH, RAM_ONLY = (
+    "idle",
+    "bare writes",
+    "disk writes",
+    "puts and disk",
+    "same puts, RAM",
+)
 
 
 class Load(NamedTuple):
@@ -89,7 +95,11 @@ def put_pages(pipe: Connection) -> None:
         putter = loaders.setdefault(order.address, Putter(order.address))
         putter.put(order.first_nbytes)
         pipe.send("ready")
-        pipe.send(putter.steady(order.put_nbytes_per_s, pipe) if order.put_nbytes_per_s else putter.flush())
+        pipe.send(
+            putter.steady(order.put_nbytes_per_s, pipe)
+            if order.put_nbytes_per_s
+            else putter.flush()
+        )
 
 
 class Putter:
@@ -102,7 +112,9 @@ class Putter:
 
     def put(self, nbytes: int) -> None:
         for _ in range(nbytes // (BATCH * LOAD_PAGE_NBYTES)):
-            self._client.put(self._namespace, [secrets.token_bytes(32) for _ in self._pages], self._pages)
+            self._client.put(
+                self._namespace, [secrets.token_bytes(32) for _ in self._pages], self._pages
+            )
 
     def _written(self) -> int:
         return self._client.node_status().disk.nbytes_written
@@ -128,7 +140,11 @@ class Putter:
 
 def write_bare(pipe: Connection, path: str) -> None:
     """Writes FLUSHED_NBYTES for each order, until it is told None; each is answered with a Load."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct_works(Path(path).parent) else 0), 0o600)
+    fd = os.open(
+        path,
+        os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct_works(Path(path).parent) else 0),
+        0o600,
+    )
     os.posix_fallocate(fd, 0, FLUSHED_NBYTES)
     memory = mmap.mmap(-1, LOAD_PAGE_NBYTES)
     memory[:] = os.urandom(LOAD_PAGE_NBYTES)
@@ -173,7 +189,9 @@ class Probe:
             buffer = bytearray(kib << 10)
             self.client.put(namespace, hashes, [os.urandom(kib << 10) for _ in hashes])
             assert all(self.client.pin(namespace, hashes, PIN_S))
-            self._calls[f"{kib}"] = [functools.partial(self._get, namespace, h, buffer) for h in hashes]
+            self._calls[f"{kib}"] = [
+                functools.partial(self._get, namespace, h, buffer) for h in hashes
+            ]
 
     def _get(self, namespace: Namespace, prefix_hash: bytes, buffer: bytearray) -> None:
         assert self.client.get(namespace, [prefix_hash], [buffer]) == [True]
@@ -236,14 +254,20 @@ def rows(samples: dict[str, Samples], loads: dict[str, list[Load]]) -> list[dict
                 {
                     "page KiB": size,
                     "condition": name,
-                    "put GB/s": round(median([load.put_nbytes for load in done]) / 1e9, 2) if done else None,
-                    "disk GB/s": round(median([load.written_nbytes for load in done]) / 1e9, 2) if done else None,
+                    "put GB/s": round(median([load.put_nbytes for load in done]) / 1e9, 2)
+                    if done
+                    else None,
+                    "disk GB/s": round(median([load.written_nbytes for load in done]) / 1e9, 2)
+                    if done
+                    else None,
                     "calls": len(sizes[size]),
                     "p50 µs": round(p50 * 1e6),
                     "p99 µs": round(p99 * 1e6),
                     "p99 to idle": round(p99 / idle, 2),
                     "p99 to bare": round(p99 / bare, 2),
-                    f"aim {AIM:g}": ("met" if p99 <= AIM * idle else "missed") if name in (WRITING, BOTH) else None,
+                    f"aim {AIM:g}": ("met" if p99 <= AIM * idle else "missed")
+                    if name in (WRITING, BOTH)
+                    else None,
                 }
             )
     return found
@@ -252,10 +276,16 @@ def rows(samples: dict[str, Samples], loads: dict[str, list[Load]]) -> list[dict
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
     add_dir(options)
-    options.add_argument("--rounds", type=int, default=10, help="turns of each condition (%(default)s)")
-    options.add_argument("--put-gb-s", type=float, default=0.5, help="page bytes put per second, 10^9 (%(default)s)")
+    options.add_argument(
+        "--rounds", type=int, default=10, help="turns of each condition (%(default)s)"
+    )
+    options.add_argument(
+        "--put-gb-s", type=float, default=0.5, help="page bytes put per second, 10^9 (%(default)s)"
+    )
     args = options.parse_args(argv)
-    report = Report("Get of one page from RAM while the disk tier writes", "python benchmarks/disk_latency.py")
+    report = Report(
+        "Get of one page from RAM while the disk tier writes", "python benchmarks/disk_latency.py"
+    )
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(workplace(args.dir, DISK_NBYTES + (2 << 30)))
         data = ("--data-dir", str(directory / "data"), "--disk-bytes", str(DISK_NBYTES))
@@ -278,7 +308,9 @@ def main(argv: list[str]) -> None:
         status = probe.client.node_status().disk
         assert status.pages_read == 0, "a page came from the disk"
         report.notes.append(f"{file_system(directory)}; puts in batches of {BATCH} pages of 1 MiB")
-        report.notes.append(f"{status.pages_refused} of the pages put were refused by the write queue")
+        report.notes.append(
+            f"{status.pages_refused} of the pages put were refused by the write queue"
+        )
         for found in (probe, ram_probe):
             found.client.close()
     report.show(args.json)

@@ -4,8 +4,8 @@
     range         `get_ranges` of 1 MiB that is one leaf of the page
     page          `get` of the page
 
-One caller, one page a call. The pages of a size are three times what the RAM holds, and before each call one is
-chosen that is not there, untimed. The contenders take turns.
+One caller, one page a call. The pages of a size are three times what the RAM holds, and before each
+call one is chosen that is not there, untimed. The contenders take turns.
 
     python benchmarks/disk_ranges.py [--dir DIR] [--page-mib 16 64] [--rounds 10] [--json]
 """
@@ -69,13 +69,24 @@ class Pages:
 
     def _on_disk_only(self) -> bytes:
         stats = zip(self._hashes, self._client.stat(self._namespace, self._hashes), strict=True)
-        return random.choice([prefix_hash for prefix_hash, stat in stats if stat.on_disk and not stat.in_ram])
+        return random.choice(
+            [prefix_hash for prefix_hash, stat in stats if stat.on_disk and not stat.in_ram]
+        )
 
     def page(self) -> Samples:
-        return {"call": [timed(functools.partial(self._get, self._on_disk_only())) for _ in range(CALLS)]}
+        return {
+            "call": [
+                timed(functools.partial(self._get, self._on_disk_only())) for _ in range(CALLS)
+            ]
+        }
 
     def range(self) -> Samples:
-        return {"call": [timed(functools.partial(self._get_range, self._on_disk_only())) for _ in range(CALLS)]}
+        return {
+            "call": [
+                timed(functools.partial(self._get_range, self._on_disk_only()))
+                for _ in range(CALLS)
+            ]
+        }
 
     def _get(self, prefix_hash: bytes) -> None:
         assert self._client.get(self._namespace, [prefix_hash], [self._page]) == [True]
@@ -83,7 +94,9 @@ class Pages:
     def _get_range(self, prefix_hash: bytes) -> None:
         offset = random.randrange(self._page_nbytes // RANGE_NBYTES) * RANGE_NBYTES
         part = ByteRange(offset, RANGE_NBYTES)
-        assert self._client.get_ranges(self._namespace, [prefix_hash], [part], [self._range]) == [True]
+        assert self._client.get_ranges(self._namespace, [prefix_hash], [part], [self._range]) == [
+            True
+        ]
 
     def close(self) -> None:
         self._client.close()
@@ -99,7 +112,9 @@ def bare(paths: list[Path], memory: mmap.mmap, direct: bool) -> Samples:
     return {"call": samples}
 
 
-def size_rows(directory: Path, page_nbytes: int, count: int, tick: Callable[[], None]) -> list[dict[str, Any]]:
+def size_rows(
+    directory: Path, page_nbytes: int, count: int, tick: Callable[[], None]
+) -> list[dict[str, Any]]:
     data = ("--data-dir", str(directory), "--disk-bytes", str(2 * PAGES_NBYTES))
     with NodeProcess(*FLAGS, *data) as node, mmap.mmap(-1, RANGE_NBYTES) as memory:
         pages = {wire: Pages(node.address, wire, page_nbytes) for wire in WIRES}
@@ -130,12 +145,18 @@ def size_rows(directory: Path, page_nbytes: int, count: int, tick: Callable[[], 
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
     add_dir(options)
-    options.add_argument("--page-mib", type=int, nargs="+", default=PAGE_MIB, help="page sizes (%(default)s)")
-    options.add_argument("--rounds", type=int, default=10, help="turns of each contender (%(default)s)")
+    options.add_argument(
+        "--page-mib", type=int, nargs="+", default=PAGE_MIB, help="page sizes (%(default)s)"
+    )
+    options.add_argument(
+        "--rounds", type=int, default=10, help="turns of each contender (%(default)s)"
+    )
     args = options.parse_args(argv)
     report = Report("A range of 1 MiB of a page on disk", "python benchmarks/disk_ranges.py")
     with workplace(args.dir, 3 * PAGES_NBYTES) as directory:
-        report.notes.append(f"{file_system(directory)}; one caller, random pages that are not in RAM")
+        report.notes.append(
+            f"{file_system(directory)}; one caller, random pages that are not in RAM"
+        )
         with progress(len(args.page_mib) * (args.rounds + 1)) as tick:
             for mib in args.page_mib:
                 report.rows += size_rows(directory / str(mib), mib << 20, args.rounds, tick)

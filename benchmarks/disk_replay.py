@@ -1,10 +1,12 @@
 """Prefix hit rate of a real trace through a node with a small RAM tier and a disk tier under it.
 
 Each request counts the leading pages that are stored, loads and verifies them, then stores all its
-pages (`kvstore.tools.replay`). Beside it the same trace with RAM only, and what a cache that forgets nothing
-would reach. Aim: 0.355 with 5,000 pages of RAM and 50,000 on disk, and no page that differs.
+pages (`kvstore.tools.replay`). Beside it the same trace with RAM only, and what a cache that
+forgets nothing would reach. Aim: 0.355 with 5,000 pages of RAM and 50,000 on disk, and no page that
+differs.
 
-    python benchmarks/disk_replay.py traces/conversation_trace.jsonl [--dir DIR] [--limit N] [--json]
+    python benchmarks/disk_replay.py traces/conversation_trace.jsonl [--dir DIR] [--limit N]
+    [--json]
 """
 
 import contextlib
@@ -40,20 +42,28 @@ def unbounded(requests: Sequence[TraceRequest]) -> dict[str, Any]:
     return row("unbounded, simulated", hit / asked, asked, hit)
 
 
-def live(requests: Sequence[TraceRequest], name: str, flags: Sequence[str], tick: Callable[[], None]) -> dict[str, Any]:
+def live(
+    requests: Sequence[TraceRequest], name: str, flags: Sequence[str], tick: Callable[[], None]
+) -> dict[str, Any]:
     """Through a node whose RAM is one extent of exactly so many pages, and its disk another."""
     ram = str(RAM_PAGES * PAGE_NBYTES)
     with (
-        NodeProcess("--ram-bytes", ram, "--extent-bytes", ram, "--log-level", "WARNING", *flags) as node,
+        NodeProcess(
+            "--ram-bytes", ram, "--extent-bytes", ram, "--log-level", "WARNING", *flags
+        ) as node,
         Client(client_config(address=node.address, timeout_s=TIMEOUT_S)) as client,
     ):
-        found = replay(client, requests, replay_namespace(PAGE_NBYTES), on_progress=lambda report: tick())
+        found = replay(
+            client, requests, replay_namespace(PAGE_NBYTES), on_progress=lambda report: tick()
+        )
         disk = client.node_status().disk
     line = row(name, found.prefix_hit_rate, found.pages_asked, found.pages_hit)
     line |= {"mismatches": found.mismatches, "seconds": round(found.seconds, 1)}
     if flags:
         line |= {"read from disk": disk.pages_read, "never reached disk": disk.pages_refused}
-        line[f"aim {AIM}"] = "met" if found.prefix_hit_rate >= AIM and not found.mismatches else "missed"
+        line[f"aim {AIM}"] = (
+            "met" if found.prefix_hit_rate >= AIM and not found.mismatches else "missed"
+        )
     return line
 
 
@@ -84,13 +94,22 @@ def main(argv: list[str]) -> None:
         directory = stack.enter_context(workplace(args.dir, 2 * DISK_PAGES * PAGE_NBYTES))
         tick = stack.enter_context(progress(2 * len(requests)))
         disk = str(DISK_PAGES * PAGE_NBYTES)
-        flags = ("--data-dir", str(directory / "data"), "--disk-bytes", disk, "--disk-extent-bytes", disk)
+        flags = (
+            "--data-dir",
+            str(directory / "data"),
+            "--disk-bytes",
+            disk,
+            "--disk-extent-bytes",
+            disk,
+        )
         report.rows.append(live(requests, f"RAM {RAM_PAGES:,} + disk {DISK_PAGES:,}", flags, tick))
         report.rows.append(live(requests, f"RAM {RAM_PAGES:,}", (), tick))
         report.rows.append(unbounded(requests))
         if args.limit:  # the aim is of the whole trace
             report.rows[0][f"aim {AIM}"] = None
-        report.notes.append(f"data directory on {file_system(directory)}; requests one after the other")
+        report.notes.append(
+            f"data directory on {file_system(directory)}; requests one after the other"
+        )
     report.show(args.json)
 
 

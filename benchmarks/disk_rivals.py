@@ -1,7 +1,8 @@
-"""RocksDB with the pages inside, beside the disk tier: BlobDB and plain SST files, through rocksdict.
+"""RocksDB with the pages inside, beside the disk tier: BlobDB and plain SST files, through
+rocksdict.
 
-No WAL, no compression, direct I/O for flush, compaction and reads. rocksdict takes and gives `bytes`
-only, so each page is copied once on its way from and to the arena, which is in the time.
+No WAL, no compression, direct I/O for flush, compaction and reads. rocksdict takes and gives
+`bytes` only, so each page is copied once on its way from and to the arena, which is in the time.
 """
 
 import contextlib
@@ -16,7 +17,11 @@ from node.memory.arena import Arena
 from node.memory.page import Page
 
 SETTLE_S = 60.0
-_UNSETTLED = ("rocksdb.num-running-flushes", "rocksdb.num-running-compactions", "rocksdb.compaction-pending")
+_UNSETTLED = (
+    "rocksdb.num-running-flushes",
+    "rocksdb.num-running-compactions",
+    "rocksdb.compaction-pending",
+)
 
 
 class RocksPages:
@@ -53,12 +58,19 @@ class RocksPages:
     def settle(self) -> None:
         """Until the compactions that the writes made necessary are over."""
         end = time.monotonic() + SETTLE_S
-        while any(self._db.property_int_value(name) for name in _UNSETTLED) and time.monotonic() < end:
+        while (
+            any(self._db.property_int_value(name) for name in _UNSETTLED) and time.monotonic() < end
+        ):
             time.sleep(0.01)
 
     def read(self, page: Page, offset: int, verified: bool) -> None:
-        """Into the slot at `offset`. `verified`: RocksDB checks its own checksum; else we check ours."""
-        [value] = self._db.get([page.prefix_hash], read_opt=self._reads[verified])  # a list: releases the GIL
+        """Into the slot at `offset`.
+
+        `verified`: RocksDB checks its own checksum; else we check ours.
+        """
+        [value] = self._db.get(
+            [page.prefix_hash], read_opt=self._reads[verified]
+        )  # a list: releases the GIL
         self._arena.view(offset, page.namespace.page_nbytes)[:] = value
         if not verified:
             assert checksum(value, page.namespace.seed(page.prefix_hash)) == page.checksum

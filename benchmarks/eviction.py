@@ -1,8 +1,8 @@
 """Prefix hit rate of a real trace through a live node, beside exact LRU.
 
 Each request counts the leading pages that are stored, loads and verifies them, then stores all its
-pages (`kvstore.tools.replay`). The limit is what an exact LRU of the same capacity reaches on the same
-trace if a request's pages are used from the tail to the head, simulated here in a few lines.
+pages (`kvstore.tools.replay`). The limit is what an exact LRU of the same capacity reaches on the
+same trace if a request's pages are used from the tail to the head, simulated here in a few lines.
 Aim: within 0.003 of it at every capacity, and no page that differs from what was stored.
 
     python benchmarks/eviction.py traces/conversation_trace.jsonl [--limit N] [--capacities 5000]
@@ -48,10 +48,14 @@ def live(requests: Sequence[TraceRequest], capacity: int, tick: Callable[[], Non
         throwaway_node(capacity, PAGE_NBYTES) as node,
         Client(client_config(address=node.address, timeout_s=60.0)) as client,
     ):
-        return replay(client, requests, replay_namespace(PAGE_NBYTES), on_progress=lambda report: tick())
+        return replay(
+            client, requests, replay_namespace(PAGE_NBYTES), on_progress=lambda report: tick()
+        )
 
 
-def row(requests: Sequence[TraceRequest], capacity: int, name: str, tick: Callable[[], None]) -> dict[str, Any]:
+def row(
+    requests: Sequence[TraceRequest], capacity: int, name: str, tick: Callable[[], None]
+) -> dict[str, Any]:
     limit = exact_lru([request.hash_ids for request in requests], capacity)
     found = live(requests, capacity, tick)
     difference = found.prefix_hit_rate - limit
@@ -74,7 +78,11 @@ def main(argv: list[str]) -> None:
     options.add_argument("trace", type=Path, metavar="TRACE", help="JSONL, one request a line")
     options.add_argument("--limit", type=int, help="only so many requests")
     options.add_argument(
-        "--capacities", type=int, nargs="+", default=CAPACITIES, help="pages; unbounded is measured too"
+        "--capacities",
+        type=int,
+        nargs="+",
+        default=CAPACITIES,
+        help="pages; unbounded is measured too",
     )
     args = options.parse_args(argv)
     shown = [args.trace.name if arg == str(args.trace) else arg for arg in argv]
@@ -89,7 +97,9 @@ def main(argv: list[str]) -> None:
         options.error(f"{args.trace} holds no request with pages")
     with progress(len(requests) * (1 + len(args.capacities))) as tick:
         report.rows.append(row(requests, distinct, f"unbounded ({distinct})", tick))
-        report.rows += [row(requests, capacity, str(capacity), tick) for capacity in args.capacities]
+        report.rows += [
+            row(requests, capacity, str(capacity), tick) for capacity in args.capacities
+        ]
     report.show(args.json)
 
 

@@ -1,20 +1,24 @@
 """Strangers who flood a node's gRPC port, and what those feel who are served by it.
 
-For each way to ask who calls, each attack and each number of addresses, a new node, and clients that look up 16 keys
-and get a page of 1 MiB over the bulk wire, shared memory and gRPC, each in a process of its own. They are measured
+For each way to ask who calls, each attack and each number of addresses, a new node, and clients
+that look up 16 keys and get a page of 1 MiB over the bulk wire, shared memory and gRPC, each in a
+process of its own. They are measured
 
     quiet      alone
     control    beside the same attackers that flood another process of this machine, which takes all they send
     attack     beside the attackers at the node's gRPC port
 
-The node must stay inside the memory that docs/operations.md documents. If this machine lets us make a control group,
-the kernel ends what has more; else that is watched, and the attack ends when all together have more.
+The node must stay inside the memory that docs/operations.md documents. If this machine lets us make
+a control group, the kernel ends what has more; else that is watched, and the attack ends when all
+together have more.
 
-Aims: the node's private memory grows by at most 16 MiB. Over bulk and shared memory no call fails, and the p99 is at
-most 2 times the higher one of quiet and control. Over gRPC a client is served again within 2 s of the attack's end,
-and with client certificates (mtls) no call fails during it. The node is not restarted.
+Aims: the node's private memory grows by at most 16 MiB. Over bulk and shared memory no call fails,
+and the p99 is at most 2 times the higher one of quiet and control. Over gRPC a client is served
+again within 2 s of the attack's end, and with client certificates (mtls) no call fails during it.
+The node is not restarted.
 
-    python benchmarks/floods.py [--modes open,token,mtls] [--attacks continuation-12,...] [--sources one,many]
+    python benchmarks/floods.py [--modes open,token,mtls] [--attacks continuation-12,...] [--sources
+    one,many]
         [--seconds 60] [--quiet-seconds 10] [--attackers 1] [--node-flags ...] [--json]
 """
 
@@ -34,7 +38,18 @@ from kvstore import Client, KVStoreError, client_config
 
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
 from attacks import ATTACKS
-from besieged import LIMIT_NBYTES, MODES, SOURCES, Attackers, MemoryGroup, Mode, Watch, mode_of, sink, start_node
+from besieged import (
+    LIMIT_NBYTES,
+    MODES,
+    SOURCES,
+    Attackers,
+    MemoryGroup,
+    Mode,
+    Watch,
+    mode_of,
+    sink,
+    start_node,
+)
 from innocents import Call
 
 INNOCENT = Path(__file__).parent.parent / "tests" / "helpers" / "innocents.py"
@@ -74,7 +89,10 @@ class Innocents:
         for process in self._processes.values():
             _pipe(process.stdin).write("\n")
             _pipe(process.stdin).flush()
-        answers = {wire: json.loads(_pipe(process.stdout).readline()) for wire, process in self._processes.items()}
+        answers = {
+            wire: json.loads(_pipe(process.stdout).readline())
+            for wire, process in self._processes.items()
+        }
         return {wire: [Call(*call) for call in calls] for wire, calls in answers.items()}
 
     def __exit__(self, *_: object) -> None:
@@ -111,7 +129,9 @@ def latencies(calls: Calls) -> dict[str, dict[str, float | int | None]]:
     for wire in WIRES:
         for op in OPS:
             seconds = [call.seconds for call in calls[wire] if call.op == op and not call.error]
-            p50, p99 = (round(percentile(seconds, p) * 1e3, 3) if seconds else None for p in (50, 99))
+            p50, p99 = (
+                round(percentile(seconds, p) * 1e3, 3) if seconds else None for p in (50, 99)
+            )
             found[f"{wire} {op}"] = {"calls": len(seconds), "p50 ms": p50, "p99 ms": p99}
     return found
 
@@ -131,8 +151,12 @@ def status_of(address: str, mode: Mode) -> tuple[int, bytes] | None:
     return status.pid, status.instance_id
 
 
-def served_again(address: str, mode: Mode, since: float) -> tuple[float | None, tuple[int, bytes] | None]:
-    """Seconds from then until a new connection over gRPC is served (None: not within AGAIN_S_MAX), and by whom."""
+def served_again(
+    address: str, mode: Mode, since: float
+) -> tuple[float | None, tuple[int, bytes] | None]:
+    """Seconds from then until a new connection over gRPC is served (None: not within AGAIN_S_MAX),
+    and by whom.
+    """
     while time.monotonic() - since < AGAIN_S_MAX:
         status = status_of(address, mode)
         if status is not None:
@@ -180,7 +204,9 @@ def case(mode: Mode, attack: str, sources: str, args: Any) -> dict[str, Any]:
             "attacked s": round(attacked_s, 1),
             "failed": failures(calls),
             "failed later": failures(late),
-            "errors": sorted({f"{wire}: {c.error[:120]}" for wire in WIRES for c in calls[wire] if c.error})[:8],
+            "errors": sorted(
+                {f"{wire}: {c.error[:120]}" for wire in WIRES for c in calls[wire] if c.error}
+            )[:8],
             "again s": again_s,
             "known again s": known_again(late, attackers.ended_at),
             "watched after s": round(rest_s, 1),
@@ -241,7 +267,12 @@ def missed(found: dict[str, Any]) -> list[str]:
 
 # ---- the table -----------------------------------------------------------------------------
 
-COLUMNS = ("node MiB, quiet → highest", "gateways MiB", "ends", *(f"{wire} {op} ms" for wire in WIRES for op in OPS))
+COLUMNS = (
+    "node MiB, quiet → highest",
+    "gateways MiB",
+    "ends",
+    *(f"{wire} {op} ms" for wire in WIRES for op in OPS),
+)
 COLUMNS += ("failed b/s/g", "again s", "aims")
 
 
@@ -279,13 +310,21 @@ def main(argv: Sequence[str]) -> None:
     options = parser(__doc__)
     options.add_argument("--modes", default=",".join(MODES), help="(%(default)s)")
     options.add_argument("--attacks", default=",".join(ATTACKS), help="(%(default)s)")
-    options.add_argument("--sources", default=",".join(SOURCES), help="strangers' addresses (%(default)s)")
+    options.add_argument(
+        "--sources", default=",".join(SOURCES), help="strangers' addresses (%(default)s)"
+    )
     options.add_argument("--seconds", type=float, default=60.0, help="of each attack (%(default)s)")
-    options.add_argument("--quiet-seconds", type=float, default=10.0, help="of quiet and of control (%(default)s)")
-    options.add_argument("--attackers", type=int, default=1, help="processes that attack (%(default)s)")
+    options.add_argument(
+        "--quiet-seconds", type=float, default=10.0, help="of quiet and of control (%(default)s)"
+    )
+    options.add_argument(
+        "--attackers", type=int, default=1, help="processes that attack (%(default)s)"
+    )
     options.add_argument("--node-flags", default="", help="more flags of the node, in one argument")
     args = options.parse_args(argv)
-    report = Report(f"Floods of {args.seconds:g} s", " ".join(["python benchmarks/floods.py", *argv]))
+    report = Report(
+        f"Floods of {args.seconds:g} s", " ".join(["python benchmarks/floods.py", *argv])
+    )
     all_cases = list(cases(args))
     whole = []
     with tempfile.TemporaryDirectory() as folder, progress(len(all_cases)) as tick:
@@ -296,16 +335,26 @@ def main(argv: Sequence[str]) -> None:
                 modes[mode] = mode_of(mode, Path(folder) / mode)
             try:
                 whole.append(case(modes[mode], attack, sources, args))
-            except (KVStoreError, RuntimeError, OSError) as error:  # the other cases are worth their time all the same
+            except (
+                KVStoreError,
+                RuntimeError,
+                OSError,
+            ) as error:  # the other cases are worth their time all the same
                 why = f"not measured: {type(error).__name__}: {error}"
                 whole.append({"mode": mode, "attack": attack, "from": sources, "missed": [why]})
-            print(f"{mode} {attack} {sources}: {whole[-1]['missed'] or 'met'}", file=sys.stderr, flush=True)
+            print(
+                f"{mode} {attack} {sources}: {whole[-1]['missed'] or 'met'}",
+                file=sys.stderr,
+                flush=True,
+            )
             tick()
     report.rows = whole if args.json else list(map(shown, whole))
     report.notes.append(
         f"memory limit {LIMIT_NBYTES >> 20} MiB: {whole[0]['limit']}; private memory, without the arena"
     )
-    report.notes.append("ms: p50/p99 of the calls that succeeded, quiet · control · attack; failed over bulk/shm/gRPC")
+    report.notes.append(
+        "ms: p50/p99 of the calls that succeeded, quiet · control · attack; failed over bulk/shm/gRPC"
+    )
     report.show(args.json)
 
 

@@ -1,4 +1,5 @@
-"""gRPC through a node's gateway processes: throughput, lookups, processor time, start and memory, of two checkouts.
+"""gRPC through a node's gateway processes: throughput, lookups, processor time, start and memory,
+of two checkouts.
 
     put, get      16 pages of 1 MiB over gRPC: one client, and --clients processes at a time; GB/s, 10^9 page bytes
     lookup        of 16 keys, all stored, one client: p50, p99, and the processor time that a lookup costs the node and
@@ -7,12 +8,14 @@
     start         from the spawn of the node to its line "ready"
     memory        private memory (RssAnon) of the idle node and of its gateways
 
-Each round starts nodes of each checkout anew, in turn, with clients of the same checkout. A figure is the median over
-the rounds, with the least and the greatest. With --repo, aims are about this checkout ("after") beside that one
-("before"): put and get of one client at least 0.85, of many at least 3 times; the lookup's p50 not higher; lookups
-over bulk beside the load at most 1.2 times alone; a start at most 0.3 s longer.
+Each round starts nodes of each checkout anew, in turn, with clients of the same checkout. A figure
+is the median over the rounds, with the least and the greatest. With --repo, aims are about this
+checkout ("after") beside that one ("before"): put and get of one client at least 0.85, of many at
+least 3 times; the lookup's p50 not higher; lookups over bulk beside the load at most 1.2 times
+alone; a start at most 0.3 s longer.
 
-    python benchmarks/gateway.py [--repo PATH] [--rounds 3] [--clients 8] [--grpc-processes 1] [--json]
+    python benchmarks/gateway.py [--repo PATH] [--rounds 3] [--clients 8] [--grpc-processes 1]
+    [--json]
 """
 
 import argparse
@@ -49,7 +52,8 @@ LOAD_S = 5.0
 WAIT_S = 120.0
 IDLE_S = 2.0
 NODE_FLAGS = ("--ram-bytes", "1GiB", "--extent-bytes", "64MiB", "--log-level", "WARNING")
-# Name of a figure: unit, and what it is to be beside the other checkout's: "at least"/"at most" so many times.
+# Name of a figure: unit, and what it is to be beside the other checkout's: "at least"/"at most" so
+# many times.
 AIMS: dict[str, tuple[str, float]] = {
     "put, 1 client, GB/s": (">=", 0.85),
     "get, 1 client, GB/s": (">=", 0.85),
@@ -125,10 +129,14 @@ class Crowd:
 
     def __init__(self, address: str, count: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._barrier, self._said = context.Barrier(count), context.Queue()  # kept: the processes find it by name
+        self._barrier, self._said = (
+            context.Barrier(count),
+            context.Queue(),
+        )  # kept: the processes find it by name
         self._orders = [context.Queue() for _ in range(count)]
         self._workers = [
-            context.Process(target=work, args=(address, order, self._barrier, self._said)) for order in self._orders
+            context.Process(target=work, args=(address, order, self._barrier, self._said))
+            for order in self._orders
         ]
 
     def __enter__(self) -> "Crowd":
@@ -177,12 +185,17 @@ class Lookups:
         for percent in (50, 99):
             yield f"lookup {wire} p{percent}, µs", percentile(seconds, percent) * 1e6
         for name, pids in processes.items():
-            yield f"lookup {wire}, {name} CPU, µs", (sum(map(cpu_s, pids)) - before[name]) / LOOKUPS * 1e6
+            yield (
+                f"lookup {wire}, {name} CPU, µs",
+                (sum(map(cpu_s, pids)) - before[name]) / LOOKUPS * 1e6,
+            )
 
 
 def measure_once(args: argparse.Namespace) -> dict[str, float]:
     """All figures of the checkout that this process imports."""
-    assert Path(kvstore.__file__).is_relative_to(Path.cwd()), f"{kvstore.__file__} is of another checkout"
+    assert Path(kvstore.__file__).is_relative_to(Path.cwd()), (
+        f"{kvstore.__file__} is of another checkout"
+    )
     flags = (*NODE_FLAGS, *args.node_flags.split())
     found: dict[str, float] = {}
 
@@ -212,7 +225,9 @@ def measure_once(args: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def beside(node: NodeProcess, bulk: Client, lookups: Lookups, clients: int) -> Iterator[tuple[str, float]]:
+def beside(
+    node: NodeProcess, bulk: Client, lookups: Lookups, clients: int
+) -> Iterator[tuple[str, float]]:
     """What all clients together move, and how long lookups over bulk take meanwhile."""
     with Crowd(node.address, clients) as crowd:
         crowd.ask(0)
@@ -251,7 +266,9 @@ def once(repo: Path, args: argparse.Namespace) -> dict[str, float]:
     ]
     environment = {**os.environ, "PYTHONPATH": str(repo)}
     # In its directory: what `python -m` finds there comes before all other paths.
-    done = subprocess.run(command, env=environment, cwd=repo, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=repo, stdout=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{repo}: {' '.join(command)} ended with {done.returncode}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -271,7 +288,9 @@ def verdict(name: str, middle: dict[str, dict[str, float]]) -> str | None:
     if name not in AIMS:
         return None
     way, times = AIMS[name]
-    good = after[name] >= times * before[name] if way == ">=" else after[name] <= times * before[name]
+    good = (
+        after[name] >= times * before[name] if way == ">=" else after[name] <= times * before[name]
+    )
     return f"{way} {times:g} ×: {_met(good)}"
 
 
@@ -279,7 +298,9 @@ def _met(good: bool) -> str:
     return "met" if good else "missed"
 
 
-def row(name: str, runs: dict[str, list[dict[str, float]]], middle: dict[str, dict[str, float]]) -> dict[str, Any]:
+def row(
+    name: str, runs: dict[str, list[dict[str, float]]], middle: dict[str, dict[str, float]]
+) -> dict[str, Any]:
     found: dict[str, Any] = {"figure": name}
     for label, each in runs.items():
         values = [run[name] for run in each]
@@ -292,11 +313,20 @@ def row(name: str, runs: dict[str, list[dict[str, float]]], middle: dict[str, di
 
 def main(argv: Sequence[str]) -> None:
     options = parser(__doc__)
-    options.add_argument("--repo", type=Path, help="another checkout, whose node and client are measured in turn")
+    options.add_argument(
+        "--repo", type=Path, help="another checkout, whose node and client are measured in turn"
+    )
     options.add_argument("--rounds", type=int, default=3, help="of each checkout (%(default)s)")
     options.add_argument("--clients", type=int, default=8, help="processes at a time (%(default)s)")
-    options.add_argument("--grpc-processes", type=int, default=1, help="gateways, where a node has them (%(default)s)")
-    options.add_argument("--node-flags", default="", help="more flags of the nodes, in one argument")
+    options.add_argument(
+        "--grpc-processes",
+        type=int,
+        default=1,
+        help="gateways, where a node has them (%(default)s)",
+    )
+    options.add_argument(
+        "--node-flags", default="", help="more flags of the nodes, in one argument"
+    )
     options.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     args = options.parse_args(argv)
     if args.once:
@@ -312,7 +342,10 @@ def main(argv: Sequence[str]) -> None:
                 runs[label].append(once(repos[label], args))
                 tick()
     names = list(runs["after"][0])
-    middle = {label: {name: median([run[name] for run in each]) for name in names} for label, each in runs.items()}
+    middle = {
+        label: {name: median([run[name] for run in each]) for name in names}
+        for label, each in runs.items()
+    }
     report.rows = [row(name, runs, middle) for name in names]
     report.notes.append(f"median (least–greatest) of {args.rounds} rounds")
     if args.json:

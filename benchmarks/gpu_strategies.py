@@ -37,8 +37,10 @@ class NotedEvent(cupy.cuda.Event):
 
 
 class TimedDevice(CudaDevice):
-    """Knows when the first operation since `restart` began, at the price of one event, and when the last
-    one ended: the pipeline records an event behind each chunk, and its streams end in any order."""
+    """Knows when the first operation since `restart` began, at the price of one event, and when the
+    last one ended: the pipeline records an event behind each chunk, and its streams end in any
+    order.
+    """
 
     first: Any = None
 
@@ -47,7 +49,9 @@ class TimedDevice(CudaDevice):
         self.last: dict[int, Any] = {}
 
     def seconds(self) -> float:
-        return max(cupy.cuda.get_elapsed_time(self.first, last) for last in self.last.values()) / 1e3
+        return (
+            max(cupy.cuda.get_elapsed_time(self.first, last) for last in self.last.values()) / 1e3
+        )
 
     def event(self) -> Any:
         return NotedEvent(self)
@@ -136,7 +140,9 @@ class StagedLayerwise(Staged):
     name = "staged pipeline, layer by layer"
 
     def scatter(self) -> None:
-        self.transfer.scatter(self.work.pool, self.table, self.work.pages, None, placed=lambda *_: None)
+        self.transfer.scatter(
+            self.work.pool, self.table, self.work.pages, None, placed=lambda *_: None
+        )
 
 
 class TorchIndex(Strategy):
@@ -171,7 +177,9 @@ class CopyPerPage(Strategy):
     checked = False
 
     def prepare(self) -> None:
-        self.staged = torch.empty((self.work.count, self.work.page_nbytes), dtype=torch.uint8, device="cuda")
+        self.staged = torch.empty(
+            (self.work.count, self.work.page_nbytes), dtype=torch.uint8, device="cuda"
+        )
 
     def gather(self) -> None:
         for page, row in zip(self.work.pages, self.staged, strict=True):
@@ -230,10 +238,14 @@ class Direct(Strategy):
         torch.cuda.synchronize()
 
     def gather(self) -> None:
-        self.device.launch("gather", self.arguments, cupy.cuda.ExternalStream(self.stream.cuda_stream))
+        self.device.launch(
+            "gather", self.arguments, cupy.cuda.ExternalStream(self.stream.cuda_stream)
+        )
 
     def scatter(self) -> None:
-        self.device.launch("scatter", self.arguments, cupy.cuda.ExternalStream(self.stream.cuda_stream))
+        self.device.launch(
+            "scatter", self.arguments, cupy.cuda.ExternalStream(self.stream.cuda_stream)
+        )
 
 
 class DirectFromHost(Direct):
@@ -281,11 +293,15 @@ BACKGROUND: tuple[type[Strategy], ...] = (Staged, CopyPerPage, Direct)
 
 
 def products() -> Iterator[tuple[str, Callable[[], float]]]:
-    """Matrix products as an engine makes them: a name, and a function that gives the seconds of one.
+    """Matrix products as an engine makes them: a name, and a function that gives the seconds of
+    one.
 
     They are replayed from a CUDA graph: what is measured is the GPU, not who holds Python's lock.
     """
-    for name, sizes, count in (("4096^3", (4096, 4096, 4096), 20), ("64x4096x14336", (64, 4096, 14336), 200)):
+    for name, sizes, count in (
+        ("4096^3", (4096, 4096, 4096), 20),
+        ("64x4096x14336", (64, 4096, 14336), 200),
+    ):
         rows, inner, columns = sizes
         left = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
         right = torch.randn(inner, columns, device="cuda", dtype=torch.bfloat16)
@@ -297,7 +313,9 @@ def products() -> Iterator[tuple[str, Callable[[], float]]]:
             for _ in range(count):
                 torch.mm(left, right, out=out)
 
-        def seconds(graph: Any = graph, count: int = count, _alive: Any = (left, right, out)) -> float:
+        def seconds(
+            graph: Any = graph, count: int = count, _alive: Any = (left, right, out)
+        ) -> float:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()

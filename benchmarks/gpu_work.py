@@ -1,5 +1,6 @@
-"""What benchmarks/transfer.py moves: pools of known engines' shapes, pages as in a node's arena, and
-the check of their bytes."""
+"""What benchmarks/transfer.py moves: pools of known engines' shapes, pages as in a node's arena,
+and the check of their bytes.
+"""
 
 import mmap
 import time
@@ -30,7 +31,9 @@ class Shape:
     @property
     def layout(self) -> PageLayout:
         planes = tuple(Plane(name, self.dtype, self.unit) for name in self.planes)
-        return PageLayout(PAGE_TOKENS, (LayerGroup("attention", tuple(range(self.layers)), planes),))
+        return PageLayout(
+            PAGE_TOKENS, (LayerGroup("attention", tuple(range(self.layers)), planes),)
+        )
 
 
 SHAPES = (
@@ -42,7 +45,8 @@ SHAPES = (
 
 
 class Work:
-    """A pool on `device` with a quarter more slots than are used, and as many pages as fit `nbytes`.
+    """A pool on `device` with a quarter more slots than are used, and as many pages as fit
+    `nbytes`.
 
     `units`: random token slots; `runs`: the same count, each page's tokens next to each other.
     `pages`: buffers at random places of one shared mapping, `arena`.
@@ -54,10 +58,13 @@ class Work:
         self.count = max(1, nbytes // self.page_nbytes)
         slots = (self.count + -(-self.count // 4)) * PAGE_TOKENS
         self.memory = random_bytes(
-            shape.layers * len(shape.planes) * slots * layout.groups[0].planes[0].unit_nbytes, device
+            shape.layers * len(shape.planes) * slots * layout.groups[0].planes[0].unit_nbytes,
+            device,
         )
         whole = self.memory.view(getattr(torch, shape.dtype)).view(-1, slots, *shape.unit)
-        names = [("attention", layer, plane) for layer in range(shape.layers) for plane in shape.planes]
+        names = [
+            ("attention", layer, plane) for layer in range(shape.layers) for plane in shape.planes
+        ]
         self.pool = KVPool(layout, dict(zip(names, whole, strict=True)))
         self.units = torch.randperm(slots)[: self.count * PAGE_TOKENS]
         starts = torch.randperm(slots // PAGE_TOKENS)[: self.count] * PAGE_TOKENS
@@ -89,7 +96,9 @@ class Work:
         assert torch.equal(found, self.arena), f"{self.name}: gathered bytes are wrong"
 
     def check_scatter(self, scatter: Callable[[], None], units: torch.Tensor) -> None:
-        """Fresh bytes in the pages, poison in the pool, guards between; AssertionError if a byte is wrong."""
+        """Fresh bytes in the pages, poison in the pool, guards between; AssertionError if a byte is
+        wrong.
+        """
         self.arena.copy_(random_bytes(len(self.arena), "cpu"))
         self.memory.fill_(POISON)
         synchronize()
@@ -103,7 +112,9 @@ class Work:
 
 def random_bytes(nbytes: int, device: str | torch.device) -> torch.Tensor:
     """Drawn eight at a time; `nbytes` may end anywhere."""
-    words = torch.randint(-(1 << 63), (1 << 63) - 1, (-(-nbytes // 8),), dtype=torch.int64, device=device)
+    words = torch.randint(
+        -(1 << 63), (1 << 63) - 1, (-(-nbytes // 8),), dtype=torch.int64, device=device
+    )
     return words.view(torch.uint8)[:nbytes]
 
 
@@ -112,7 +123,9 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def wait_locked(client: Client, namespace: Namespace, stored: list[bytes], transfer: Transfer) -> None:
+def wait_locked(
+    client: Client, namespace: Namespace, stored: list[bytes], transfer: Transfer
+) -> None:
     """Until the node's arena is page-locked, for which an agent's first jobs do not wait."""
     end = time.monotonic() + LOCK_S
     with client.open_get(namespace, stored[:1]) as slots:

@@ -1,15 +1,16 @@
 """Put and get of 16 pages over the gRPC wire, beside what a bare stream of Python's gRPC can do.
 
     limit      a stream each way between this process and a server of its own: messages of the size of ours, whose only
-               field is `bytes`, by generated code; they lie ready before the clock starts, and who gets one
-               counts its bytes: no node, no keys, no checksum, no copy to any place
+               field is `bytes`, by generated code; they lie ready before the clock starts, and who
+               gets one counts its bytes: no node, no keys, no checksum, no copy to any place
     no codec   the same with the bytes themselves as messages, which generated code would copy twice at either end
     gRPC       ours as it is: put reserves, sends and commits, get looks up, holds and sends; the page's checksum is
-               made by the writer and verified by the reader; the bytes end in the node's slots, the caller's buffers
+               made by the writer and verified by the reader; the bytes end in the node's slots, the
+               caller's buffers
 
-The server is the one with threads, which moves more than the one of asyncio, and takes frames of HTTP/2 as large as our
-node does. The contenders take turns as in `bulk.py`. GB/s: 10^9 page bytes in the median of all calls.
-Aim: put and get each at least 0.8 of the limit.
+The server is the one with threads, which moves more than the one of asyncio, and takes frames of
+HTTP/2 as large as our node does. The contenders take turns as in `bulk.py`. GB/s: 10^9 page bytes
+in the median of all calls. Aim: put and get each at least 0.8 of the limit.
 
     python benchmarks/grpc_stream.py [--rounds 15] [--page-kib 4096] [--json]
 """
@@ -51,9 +52,14 @@ BARE = (None, None, lambda data: data, lambda m: m)
 
 
 def serve(pipe: Any, nbytes: int, batch_count: int, codec: bool) -> None:
-    """The other process. Each batch comes from a place of its own, as in a node."""
+    """The other process.
+
+    Each batch comes from a place of its own, as in a node.
+    """
     to_wire, from_wire, message, data_of = CODEC if codec else BARE
-    sizes = [min(GRPC_CHUNK_NBYTES, nbytes - start) for start in range(0, nbytes, GRPC_CHUNK_NBYTES)]
+    sizes = [
+        min(GRPC_CHUNK_NBYTES, nbytes - start) for start in range(0, nbytes, GRPC_CHUNK_NBYTES)
+    ]
     places = [[os.urandom(size) for size in sizes] for _ in range(batch_count)]
 
     def put(messages: Iterator[Any], context: Any) -> Any:
@@ -77,7 +83,9 @@ def serve(pipe: Any, nbytes: int, batch_count: int, codec: bool) -> None:
 def stream(batches: Batches, codec: bool) -> Iterator[Contender]:
     spawned = multiprocessing.get_context("spawn")
     here, there = spawned.Pipe()
-    process = spawned.Process(target=serve, args=(there, batches.nbytes, len(batches.all), codec), daemon=True)
+    process = spawned.Process(
+        target=serve, args=(there, batches.nbytes, len(batches.all), codec), daemon=True
+    )
     process.start()
     to_wire, from_wire, message, data_of = CODEC if codec else BARE
     whole = [b"".join(batch.pages) for batch in batches.all]
@@ -120,9 +128,14 @@ def page_rows(client: Client, batches: Batches, count: int, tick: Callable[[], N
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
     options.add_argument(
-        "--rounds", type=int, default=15, help="rounds per page size, of 4 counted puts and gets each (%(default)s)"
+        "--rounds",
+        type=int,
+        default=15,
+        help="rounds per page size, of 4 counted puts and gets each (%(default)s)",
     )
-    options.add_argument("--page-kib", type=int, nargs="+", default=PAGE_KIB, help="page sizes (%(default)s)")
+    options.add_argument(
+        "--page-kib", type=int, nargs="+", default=PAGE_KIB, help="page sizes (%(default)s)"
+    )
     args = options.parse_args(argv)
     title = f"Put and get of {BATCH} pages over gRPC, medians of {args.rounds * (TURN - 1)} calls"
     report = Report(title, " ".join(["python benchmarks/grpc_stream.py", *argv]))

@@ -1,13 +1,13 @@
-"""SGLang's HiCache between its host pool and a store: backup and prefetch through SGLang's own controller and
-threads, with this store behind it and with SGLang's own `file` backend, in turns.
+"""SGLang's HiCache between its host pool and a store: backup and prefetch through SGLang's own
+controller and threads, with this store behind it and with SGLang's own `file` backend, in turns.
 
     backup     from `write_storage` until the node's host slots are released
     query      hashing of the prompt and the question how much of it is stored
     prefetch   from the allocated host slots until the last page is in them
 
-Batches of 128 MiB of new keys. limits, in the same run: one copy of as many bytes within memory; as many through one
-TCP connection, which nobody looks at. `file` calls no fsync: on a disk it is measured into the page cache. Every
-prefetched byte is compared.
+Batches of 128 MiB of new keys. limits, in the same run: one copy of as many bytes within memory; as
+many through one TCP connection, which nobody looks at. `file` calls no fsync: on a disk it is
+measured into the page cache. Every prefetched byte is compared.
 
 After `make test-sglang`; the node runs in the environment that has one (two minutes; no GPU):
 
@@ -50,7 +50,9 @@ MEMORY = Path("/dev/shm")
 class Backend:
     """One engine over a host pool: its first half is backed up, its second half prefetched into."""
 
-    def __init__(self, entry: Any, pages: int, options: dict[str, Any], storage: str = "dynamic") -> None:
+    def __init__(
+        self, entry: Any, pages: int, options: dict[str, Any], storage: str = "dynamic"
+    ) -> None:
         self._engine = harness.Engine([entry], options, storage=storage)
         self._source = torch.arange(pages * PAGE_TOKENS)
         self._target = self._source + pages * PAGE_TOKENS
@@ -124,9 +126,13 @@ while True:
 
 @contextlib.contextmanager
 def tcp() -> Iterator[Callable[[], Samples]]:
-    """To a process that has received all of it, as the store's wire would without checksums, and back."""
+    """To a process that has received all of it, as the store's wire would without checksums, and
+    back.
+    """
     memory = memoryview(bytearray(BATCH_NBYTES))
-    chunks = [memory[start : start + CHUNK_NBYTES] for start in range(0, BATCH_NBYTES, CHUNK_NBYTES)]
+    chunks = [
+        memory[start : start + CHUNK_NBYTES] for start in range(0, BATCH_NBYTES, CHUNK_NBYTES)
+    ]
 
     def turn() -> Samples:
         start = time.perf_counter()
@@ -152,15 +158,21 @@ def tcp() -> Iterator[Callable[[], Samples]]:
 
 
 @contextlib.contextmanager
-def backends(entries: dict[str, Any], pages: int, address: str, directories: dict[str, Path]) -> Iterator[Any]:
+def backends(
+    entries: dict[str, Any], pages: int, address: str, directories: dict[str, Path]
+) -> Iterator[Any]:
     ours = harness.options(address, revision="1", load_timeout_s=60.0, save_timeout_s=60.0)
     made = {
         "this store, shm": Backend(entries["default"], pages, {**ours, "wire": "shm"}),
-        "this store, shm, memfd pool": Backend(entries["shm"], pages, {**ours, "wire": "shm", "revision": "2"}),
+        "this store, shm, memfd pool": Backend(
+            entries["shm"], pages, {**ours, "wire": "shm", "revision": "2"}
+        ),
         "this store, shm, generic": Backend(
             entries["default"], pages, {**ours, "wire": "shm", "interface_v1": 0, "revision": "3"}
         ),
-        "this store, bulk TCP": Backend(entries["default"], pages, {**ours, "wire": "bulk", "revision": "4"}),
+        "this store, bulk TCP": Backend(
+            entries["default"], pages, {**ours, "wire": "bulk", "revision": "4"}
+        ),
     }
     for name, directory in directories.items():
         made[f"SGLang file, {name}"] = Backend(
@@ -173,12 +185,16 @@ def backends(entries: dict[str, Any], pages: int, address: str, directories: dic
             backend.close()
 
 
-def measured(shape: tuple[int, int, int], directories: dict[str, Path], count: int) -> dict[str, Samples]:
+def measured(
+    shape: tuple[int, int, int], directories: dict[str, Path], count: int
+) -> dict[str, Samples]:
     layers, heads, dim = shape
     pages = BATCH_NBYTES // (2 * layers * PAGE_TOKENS * heads * dim * 2)
     slots = 2 * pages * PAGE_TOKENS
     entries = {
-        allocator: harness.mha(slots=slots, page=PAGE_TOKENS, layers=layers, heads=heads, dim=dim, allocator=allocator)
+        allocator: harness.mha(
+            slots=slots, page=PAGE_TOKENS, layers=layers, heads=heads, dim=dim, allocator=allocator
+        )
         for allocator in ("default", "shm")
     }
     for entry in entries.values():
@@ -196,7 +212,9 @@ def measured(shape: tuple[int, int, int], directories: dict[str, Path], count: i
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--dir", type=Path, default=Path("."), help="where `file` writes (%(default)s)")
+    options.add_argument(
+        "--dir", type=Path, default=Path("."), help="where `file` writes (%(default)s)"
+    )
     options.add_argument("--rounds", type=int, default=ROUNDS, help="(%(default)s)")
     chosen = options.parse_args()
     report = Report(

@@ -5,16 +5,16 @@
 put     put of 64 pages over bulk TCP into one node
 near    get of 64 pages from a near node that has none of them: it fetches them from their owner
 hit     a hit of the block connector: scheduler, lookups and agents in processes of their own, a load.
-        It is the path below `gpu_agent/engines/vllm.py`, which imports vLLM and is left out, so that
-        a real vLLM hit touches the files of that adapter, too
+        It is the path below `gpu_agent/engines/vllm.py`, which imports vLLM and is left out, so
+        that a real vLLM hit touches the files of that adapter, too
 
-Nodes, clients and the engine's side run in this process, and a profiler's hook sees all threads. The
-two processes beside the engine run the same hook and write what they saw. Frames count that lie in
-kvstore, node or gpu_agent, generated stubs left out; a stack is that of one thread. A journey is
+Nodes, clients and the engine's side run in this process, and a profiler's hook sees all threads.
+The two processes beside the engine run the same hook and write what they saw. Frames count that lie
+in kvstore, node or gpu_agent, generated stubs left out; a stack is that of one thread. A journey is
 made a few times before it is recorded, so that connections, namespaces and imports are there, and
-then several times with new pages. What every recording has is counted, as threads that do other work
-in the background come and go; the stack is the shallowest recording's deepest one. Up to Python 3.11
-a comprehension is a frame, too.
+then several times with new pages. What every recording has is counted, as threads that do other
+work in the background come and go; the stack is the shallowest recording's deepest one. Up to
+Python 3.11 a comprehension is a frame, too.
 """
 
 import argparse
@@ -68,7 +68,10 @@ def our_file(path: str) -> str:
 
 
 class Recorder:
-    """A profiler's hook for all threads that start after `install`. It notes calls while `on`."""
+    """A profiler's hook for all threads that start after `install`.
+
+    It notes calls while `on`.
+    """
 
     def __init__(self) -> None:
         self.on = False
@@ -171,8 +174,13 @@ class Result:
     stack: list[str]
 
 
-def recorded(journey: str, call: Callable[[bool], None], children: Children | None = None) -> Result:
-    """Make a journey until it is warm, then record it. `call(False)` prepares what a call needs."""
+def recorded(
+    journey: str, call: Callable[[bool], None], children: Children | None = None
+) -> Result:
+    """Make a journey until it is warm, then record it.
+
+    `call(False)` prepares what a call needs.
+    """
     seen: list[Seen] = []
     for number in range(WARM + RECORDED):
         call(False)
@@ -236,7 +244,11 @@ def near_journey() -> Result:
     """Record a get of 64 pages that the near node has to fetch."""
     namespace, pages = pages_of_one_namespace()
     buffers = [bytearray(PAGE_NBYTES) for _ in pages]
-    with nodes(2) as (near, owner), client_of(near, near="n0") as client, client_of(owner, near="none") as writer:
+    with (
+        nodes(2) as (near, owner),
+        client_of(near, near="n0") as client,
+        client_of(owner, near="none") as writer,
+    ):
         view = near.membership.view
         assert view is not None
         keys: list[bytes] = []
@@ -280,11 +292,16 @@ class Engine:
         from gpu_agent.worker.lookup_client import ProcessLookups
         from gpu_agent.worker.process_backend import ProcessBackend
 
-        views = {f"layers.{i}": torch.randint(0, 256, (POOL, 2, BLOCK, 64), dtype=torch.uint8) for i in (0, 1)}
+        views = {
+            f"layers.{i}": torch.randint(0, 256, (POOL, 2, BLOCK, 64), dtype=torch.uint8)
+            for i in (0, 1)
+        }
         pool = table_pool(views, POOL, BLOCK)
         self.namespace, client = Namespace("journeys", pool.layout), ClientConfig(address)
         self.client = Client(client)  # beside the journey: to see what is stored
-        home = ProcessBackend([GroupPool(self.namespace, pool)], client, AgentConfig(), children.command)
+        home = ProcessBackend(
+            [GroupPool(self.namespace, pool)], client, AgentConfig(), children.command
+        )
         self.rank = BlockRank(home, writes=True)
 
         def ready() -> bool:
@@ -296,7 +313,9 @@ class Engine:
         assert asker.await_ready(WAIT_S)
         self.lookups = Lookups(asker, 5.0)
         plan = SavePlan(1, 4 * PAGES, 4, lambda _: None, lambda _: None)
-        self.scheduler = BlockScheduler([BlockGroup(BLOCK)], [[self.namespace]], BLOCK, BLOCK, self.lookups, plan)
+        self.scheduler = BlockScheduler(
+            [BlockGroup(BLOCK)], [[self.namespace]], BLOCK, BLOCK, self.lookups, plan
+        )
 
     def matched(self, prompt: Prompt) -> int:
         """Ask until the answer is there, as an engine does in its steps."""
@@ -332,7 +351,9 @@ class Engine:
     def hit(self, prompt: Prompt, blocks: list[int]) -> None:
         """Find and load all blocks but the last, which an engine computes."""
         tokens = self.matched(prompt)
-        assert tokens == prompt.num_tokens // BLOCK * BLOCK, f"{tokens} tokens of {prompt.num_tokens} hit"
+        assert tokens == prompt.num_tokens // BLOCK * BLOCK, (
+            f"{tokens} tokens of {prompt.num_tokens} hit"
+        )
         self.scheduler.allocated(prompt, [blocks], tokens)
         wait_until(lambda: self.step({}, blocks).finished)
 
@@ -389,11 +410,17 @@ def main(words: list[str]) -> None:
         return
     print("| journey | files | deepest stack | aim |\n| --- | --: | --: | --- |")
     for name, result in results.items():
-        print(f"| {result.journey} | {len(result.files)} | {len(result.stack)} | {JOURNEYS[name][1]} |")
+        print(
+            f"| {result.journey} | {len(result.files)} | {len(result.stack)} | {JOURNEYS[name][1]} |"
+        )
     if given.frames:
         for result in results.values():
             print(f"\n{result.journey}")
-            print("\n".join(f"    {number:2}  {frame}" for number, frame in enumerate(result.stack, 1)))
+            print(
+                "\n".join(
+                    f"    {number:2}  {frame}" for number, frame in enumerate(result.stack, 1)
+                )
+            )
 
 
 if __name__ == "__main__":

@@ -168,7 +168,9 @@ def lonely_protocols(found: list[Source]) -> tuple[list[str], int]:
     lonely = []
     for protocol in protocols:
         wanted = everything(protocol)
-        count = sum(protocol.name in base_names(node) or wanted <= everything(node) for node in concrete)
+        count = sum(
+            protocol.name in base_names(node) or wanted <= everything(node) for node in concrete
+        )
         if count == 1:
             lonely.append(protocol.name)
     return sorted(lonely), len(protocols)
@@ -181,7 +183,11 @@ def option_count(root: Path) -> int | None:
     command = [sys.executable, "-m", "node.main", "--help"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     found = re.findall(r"^\s+-[\w-]+(?:, --[\w-]+)?", done.stdout, re.MULTILINE)
-    return sum(not option.endswith(("--help", "--version")) for option in found) if done.returncode == 0 else None
+    return (
+        sum(not option.endswith(("--help", "--version")) for option in found)
+        if done.returncode == 0
+        else None
+    )
 
 
 def share(part: int, whole: int) -> str:
@@ -199,7 +205,9 @@ def measure(root: Path) -> list[Row]:
     options = option_count(root)
     return [
         Row("files · lines", f"{len(found)} · {sum(lines):,}", "≤ 250 · fewer"),
-        Row("median · largest file", f"{statistics.median(lines):g} · {max(lines)}", "~170 · ≤ 600"),
+        Row(
+            "median · largest file", f"{statistics.median(lines):g} · {max(lines)}", "~170 · ≤ 600"
+        ),
         Row("functions over 70 lines", str(long_functions(found)), "0"),
         Row("fragments", f"{broken} of {docstrings}, {share(broken, docstrings)}", "< 3 %"),
         Row("lines over 100 characters", f"{wide}, {share(wide, all_lines)}", "0"),

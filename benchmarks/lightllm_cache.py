@@ -1,4 +1,5 @@
-"""Pages of LightLLM's CPU cache into the store and back, through its module `light_mem`, beside `memcpy`.
+"""Pages of LightLLM's CPU cache into the store and back, through its module `light_mem`, beside
+`memcpy`.
 
     persist    create "w", until the pages may be reused (data_safe) and until they are stored (ready)
     load       create "r", until ready
@@ -6,7 +7,8 @@
     memcpy     the same rows copied into other memory, one after the other: no store, no checksum
 
 The same calls in the same order as LightLLM's disk worker makes them, which polls as it does, every
-millisecond; LightLLM itself is not needed. Contenders take turns; the bytes of the first round are compared.
+millisecond; LightLLM itself is not needed. Contenders take turns; the bytes of the first round are
+compared.
 
     python benchmarks/lightllm_cache.py [--rounds 7] [--page-mib 8] [--pages 16] [--json]
 """
@@ -36,11 +38,15 @@ def wait(condition: Callable[[], bool]) -> None:
 
 
 class Shim:
-    """A pool of twice as many pages as a batch has: the first half is stored, the second half read into."""
+    """A pool of twice as many pages as a batch has: the first half is stored, the second half read
+    into.
+    """
 
     def __init__(self, wire: str, address: str, pages: int, page_nbytes: int) -> None:
         os.environ.update({"KVSTORE_ADDRESS": address, "KVSTORE_WIRE": wire, "KVSTORE_SALT": wire})
-        os.environ.update({"KVSTORE_AGENT_LOAD_TIMEOUT_S": "30", "KVSTORE_AGENT_LOOKUP_TIMEOUT_S": "10"})
+        os.environ.update(
+            {"KVSTORE_AGENT_LOAD_TIMEOUT_S": "30", "KVSTORE_AGENT_LOOKUP_TIMEOUT_S": "10"}
+        )
         self.memory = torch.randint(0, 256, (2 * pages, page_nbytes), dtype=torch.uint8)
         self._service = PyLocalCacheService(kvcache_tensor=self.memory, file="", storage_size=0)
         self._sources = torch.arange(pages, dtype=torch.int32)
@@ -86,7 +92,11 @@ def memcpy(memory: torch.Tensor, other: torch.Tensor) -> Callable[[], dict[str, 
 
 def row(name: str, samples: list[dict[str, float]], nbytes: int) -> dict[str, Any]:
     def rate(step: str) -> float | None:
-        return nbytes / median([sample[step] for sample in samples]) / 1e9 if step in samples[0] else None
+        return (
+            nbytes / median([sample[step] for sample in samples]) / 1e9
+            if step in samples[0]
+            else None
+        )
 
     asked = median([sample["query"] for sample in samples]) * 1e6 if "query" in samples[0] else None
     return {
@@ -105,11 +115,16 @@ def main(argv: list[str]) -> None:
     options.add_argument("--pages", type=int, default=16, help="pages of a batch (%(default)s)")
     args = options.parse_args(argv)
     page_nbytes, nbytes = args.page_mib << 20, args.pages * args.page_mib << 20
-    report = Report("Pages of LightLLM's CPU cache, node on the same host", "python benchmarks/lightllm_cache.py")
+    report = Report(
+        "Pages of LightLLM's CPU cache, node on the same host",
+        "python benchmarks/lightllm_cache.py",
+    )
     ram = nbytes * 32  # what a query found is held for two seconds, gigabytes at this rate
     with (
         tempfile.TemporaryDirectory() as model,
-        NodeProcess("--ram-bytes", str(ram), "--extent-bytes", "64MiB", "--log-level", "WARNING") as node,
+        NodeProcess(
+            "--ram-bytes", str(ram), "--extent-bytes", "64MiB", "--log-level", "WARNING"
+        ) as node,
     ):
         (Path(model) / "config.json").write_text("{}")
         (Path(model) / "model.safetensors").write_bytes(b"none")
@@ -118,7 +133,9 @@ def main(argv: list[str]) -> None:
         )
         shims = {wire: Shim(wire, node.address, args.pages, page_nbytes) for wire in WIRES}
         memory = shims[WIRES[0]].memory[: args.pages]
-        contenders: dict[str, Callable[[], dict[str, float]]] = {name: shim.round for name, shim in shims.items()}
+        contenders: dict[str, Callable[[], dict[str, float]]] = {
+            name: shim.round for name, shim in shims.items()
+        }
         contenders["memcpy"] = memcpy(memory, torch.zeros_like(memory))
         samples: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
         for number in range(args.rounds + 1):
@@ -129,7 +146,9 @@ def main(argv: list[str]) -> None:
         for shim in shims.values():
             shim.close()
     report.rows = [row(name, found, nbytes) for name, found in samples.items()]
-    report.notes.append(f"{args.pages} pages of {args.page_mib} MiB a batch; medians of {args.rounds} rounds")
+    report.notes.append(
+        f"{args.pages} pages of {args.page_mib} MiB a batch; medians of {args.rounds} rounds"
+    )
     report.show(args.json)
 
 

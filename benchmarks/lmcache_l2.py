@@ -1,23 +1,27 @@
 """LMCache's objects through us, through Redis and through LMCache's own `lm://` server, in one run.
 
-The measuring functions are those of `lmcache bench l2` (0.5.6), with its setting of 16 keys a call and two calls at
-a time; contenders are the adapters that LMCache makes of their JSON:
+The measuring functions are those of `lmcache bench l2` (0.5.6), with its setting of 16 keys a call
+and two calls at a time; contenders are the adapters that LMCache makes of their JSON:
 
     kvstore, shm     native_plugin over shared memory with a node on this host
     kvstore, bulk    the same over TCP
     Redis            LMCache's own C++ connector, `resp`, 4 threads
     lm://            the connector of LMCache's in-process mode, one call after the other, as it works
 
-They take turns in one process; a turn is four times store, lookup and load of 32 new objects, of which the first does
-not count. After a turn the objects are deleted; `lm://` can not and overwrites, which is the faster case for it.
-Bytes that came back are compared in every turn. MB/s: 2^20 bytes, as the tool has it, in the median of all calls.
-Aim for objects of 1 MiB and above: store and load each at least twice the better of Redis and `lm://` over shared
-memory, 1.2 times over TCP. torch's threads do not spin when they are done (OMP_WAIT_POLICY): the tool zeroes its
-buffers right before a load, and a thread that spins would have one of two cores while that is measured.
+They take turns in one process; a turn is four times store, lookup and load of 32 new objects, of
+which the first does not count. After a turn the objects are deleted; `lm://` can not and
+overwrites, which is the faster case for it. Bytes that came back are compared in every turn. MB/s:
+2^20 bytes, as the tool has it, in the median of all calls. Aim for objects of 1 MiB and above:
+store and load each at least twice the better of Redis and `lm://` over shared memory, 1.2 times
+over TCP. torch's threads do not spin when they are done (OMP_WAIT_POLICY): the tool zeroes its
+buffers right before a load, and a thread that spins would have one of two cores while that is
+measured.
 
-Run it with LMCache's environment (`make test-lmcache` makes .venv-lmcache-0.5.6) and name a python that has the node:
+Run it with LMCache's environment (`make test-lmcache` makes .venv-lmcache-0.5.6) and name a python
+that has the node:
 
-    .venv-lmcache-0.5.6/bin/python benchmarks/lmcache_l2.py --node-python .venv/bin/python [--rounds 5] [--json]
+    .venv-lmcache-0.5.6/bin/python benchmarks/lmcache_l2.py --node-python .venv/bin/python [--rounds
+    5] [--json]
 """
 
 import asyncio
@@ -60,7 +64,9 @@ Contender = Callable[[], Samples]
 
 
 class Objects:
-    """Buffers to store from and to load into: the same for all contenders, other bytes in each object."""
+    """Buffers to store from and to load into: the same for all contenders, other bytes in each
+    object.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -76,7 +82,9 @@ class Objects:
 
     def new_keys(self) -> list[Any]:
         self._first += KEYS * IN_FLIGHT
-        return [data.make_object_keys(KEYS, key_offset=self._first + i * KEYS) for i in range(IN_FLIGHT)]
+        return [
+            data.make_object_keys(KEYS, key_offset=self._first + i * KEYS) for i in range(IN_FLIGHT)
+        ]
 
     def check(self) -> None:
         assert torch.equal(self._sent, self._received), "what came back is not what was stored"
@@ -88,15 +96,22 @@ def adapter_turn(adapter: Any, objects: Objects) -> Samples:
     keys = [objects.new_keys() for _ in range(TURN)]
     common = {"in_flight": IN_FLIGHT, "num_keys": KEYS, "rounds": 1, "log": lambda line: None}
     for number, batches in enumerate(keys):
-        sized = common | {"data_size": objects.nbytes, "keys_for_round": lambda r, batches=batches: batches}
+        sized = common | {
+            "data_size": objects.nbytes,
+            "keys_for_round": lambda r, batches=batches: batches,
+        }
         found = {
             "store": runner.bench_store(adapter, objs_for_round=lambda r: objects.sources, **sized),
-            "lookup": runner.bench_lookup(adapter, keys_for_round=sized["keys_for_round"], **common),
+            "lookup": runner.bench_lookup(
+                adapter, keys_for_round=sized["keys_for_round"], **common
+            ),
             "load": runner.bench_load(adapter, objs_for_round=lambda r: objects.targets, **sized),
         }
         objects.check()
         for operation, result in found.items():
-            assert result.success_counts == [KEYS * IN_FLIGHT], f"{operation}: {result.success_counts}"
+            assert result.success_counts == [KEYS * IN_FLIGHT], (
+                f"{operation}: {result.success_counts}"
+            )
             if number:
                 samples[operation] += result.round_durations
     adapter.delete([key for batches in keys for batch in batches for key in batch])
@@ -120,12 +135,16 @@ class LmConnector(LMCServerConnector):
 async def lm_turn(connector: LmConnector, objects: Objects) -> Samples:
     samples: Samples = {operation: [] for operation in OPERATIONS}
     sources = [item for batch in objects.sources for item in batch]
-    keys = [CacheEngineKey("bench-model", 1, 0, number, torch.uint8) for number in range(len(sources))]
+    keys = [
+        CacheEngineKey("bench-model", 1, 0, number, torch.uint8) for number in range(len(sources))
+    ]
     for number in range(TURN):
         start = time.perf_counter()
         for key, item in zip(keys, sources, strict=True):
             await connector.put(key, item)
-        assert await connector.exists(keys[-1])  # puts are not answered; this is, when they are done
+        assert await connector.exists(
+            keys[-1]
+        )  # puts are not answered; this is, when they are done
         stored = time.perf_counter()
         assert all([await connector.exists(key) for key in keys])
         found = time.perf_counter()
@@ -149,7 +168,10 @@ def lm_server() -> Iterator[int]:
     try:
         end = time.monotonic() + START_S
         while True:
-            with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port)):
+            with (
+                contextlib.suppress(ConnectionError),
+                socket.create_connection(("127.0.0.1", port)),
+            ):
                 break
             assert process.poll() is None, "lmcache.v1.server did not start"
             assert time.monotonic() < end, "lmcache.v1.server does not listen"
@@ -175,24 +197,36 @@ def opened(spec: dict[str, Any]) -> Iterator[Any]:
 
 
 def ours(address: str, wire: str) -> dict[str, Any]:
-    params = {"address": address, "wire": wire, "revision": "bench", "kv_format": "bytes", "salt": wire}
+    params = {
+        "address": address,
+        "wire": wire,
+        "revision": "bench",
+        "kv_format": "bytes",
+        "salt": wire,
+    }
     names = {"module_path": "gpu_agent.engines.lmcache", "class_name": "NodeConnector"}
     return {"type": "native_plugin", **names, "adapter_params": params}
 
 
-def size_rows(turns: dict[str, Callable[[Objects], Samples]], kib: int, count: int, tick: Callable[[], None]) -> Any:
+def size_rows(
+    turns: dict[str, Callable[[Objects], Samples]], kib: int, count: int, tick: Callable[[], None]
+) -> Any:
     """Rows of one object size."""
     objects = Objects(kib << 10)
     contenders = {name: partial(turn, objects) for name, turn in turns.items()}
     samples = rounds(contenders, count, WARMUPS, tick)
     mib = KEYS * IN_FLIGHT * kib / 1024
-    seconds = {name: {op: median(values) for op, values in ops.items()} for name, ops in samples.items()}
+    seconds = {
+        name: {op: median(values) for op, values in ops.items()} for name, ops in samples.items()
+    }
     rivals = [found for name, found in seconds.items() if not name.startswith("kvstore")]
     for name, found in seconds.items():
         row: dict[str, Any] = {"object KiB": kib, "contender": name}
         for op in ("store", "load"):
             row[f"{op} MB/s"] = round(mib / found[op])
-            row[f"{op} to best rival"] = round(min(rival[op] for rival in rivals) / found[op], 2) if rivals else None
+            row[f"{op} to best rival"] = (
+                round(min(rival[op] for rival in rivals) / found[op], 2) if rivals else None
+            )
         row["lookup keys/s"] = round(KEYS * IN_FLIGHT / found["lookup"])
         aim = AIMS.get(name) if kib >= AIM_KIB_MIN and rivals else None
         met = aim and min(row["store to best rival"], row["load to best rival"]) >= aim
@@ -201,9 +235,15 @@ def size_rows(turns: dict[str, Callable[[Objects], Samples]], kib: int, count: i
 
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=5, help="turns of each contender per size (%(default)s)")
-    options.add_argument("--object-kib", type=int, nargs="+", default=OBJECT_KIB, help="sizes (%(default)s)")
-    options.add_argument("--node-python", default=sys.executable, help="a python that has the node (%(default)s)")
+    options.add_argument(
+        "--rounds", type=int, default=5, help="turns of each contender per size (%(default)s)"
+    )
+    options.add_argument(
+        "--object-kib", type=int, nargs="+", default=OBJECT_KIB, help="sizes (%(default)s)"
+    )
+    options.add_argument(
+        "--node-python", default=sys.executable, help="a python that has the node (%(default)s)"
+    )
     args = options.parse_args(argv)
     title = f"LMCache: {IN_FLIGHT} calls of {KEYS} objects, medians of {args.rounds * (TURN - 1)}"
     report = Report(title, " ".join(["python benchmarks/lmcache_l2.py", *argv]))
@@ -215,9 +255,15 @@ def main(argv: list[str]) -> None:
         redis = stack.enter_context(redis_client(report.notes))
         if redis is not None:
             port = redis.connection_pool.connection_kwargs["port"]
-            adapters["Redis"] = {"type": "resp", "host": "127.0.0.1", "port": port, "num_workers": 4}
+            adapters["Redis"] = {
+                "type": "resp",
+                "host": "127.0.0.1",
+                "port": port,
+                "num_workers": 4,
+            }
         turns: dict[str, Callable[[Objects], Samples]] = {
-            name: partial(adapter_turn, stack.enter_context(opened(spec))) for name, spec in adapters.items()
+            name: partial(adapter_turn, stack.enter_context(opened(spec)))
+            for name, spec in adapters.items()
         }
         connector = LmConnector(stack.enter_context(lm_server()), loop)
         stack.callback(connector.client_socket.close)

@@ -1,8 +1,8 @@
 """How long the RAM tier's lock is held at most, with few and with many pages.
 
-The longest hold of each operation in CPU time of its thread, which other processes do not lengthen; garbage
-collections as in a node. The median over runs. No hold may grow with the pages, but for a dict of Python's that
-doubles: `reserve`, in a tier that is not full, meets that.
+The longest hold of each operation in CPU time of its thread, which other processes do not lengthen;
+garbage collections as in a node. The median over runs. No hold may grow with the pages, but for a
+dict of Python's that doubles: `reserve`, in a tier that is not full, meets that.
 
     python benchmarks/locks.py [--pages 16384 262144] [--runs 3] [--json]
 """
@@ -49,7 +49,11 @@ class Box:
         self.now_ms = 1
         self.slots = SlotAllocator(pages * PAGE_NBYTES, EXTENT_NBYTES)
         self.tier = RamTier(
-            Namespaces(64, EXTENT_NBYTES), self.slots, lambda *_: None, lambda *_: None, lambda: self.now_ms
+            Namespaces(64, EXTENT_NBYTES),
+            self.slots,
+            lambda *_: None,
+            lambda *_: None,
+            lambda: self.now_ms,
         )
         self.digest = self.open(PAGE_NBYTES)
         self.keys = [number.to_bytes(32, "big") for number in range(pages)]
@@ -129,11 +133,14 @@ WORK = {
 
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
-    options.add_argument("--pages", type=int, nargs="+", default=[16_384, 262_144], help="(%(default)s)")
+    options.add_argument(
+        "--pages", type=int, nargs="+", default=[16_384, 262_144], help="(%(default)s)"
+    )
     options.add_argument("--runs", type=int, default=3, help="(%(default)s)")
     args = options.parse_args(argv)
     report = Report(
-        "Longest hold of the RAM tier's lock, ms of CPU time", f"python benchmarks/locks.py {' '.join(argv)}"
+        "Longest hold of the RAM tier's lock, ms of CPU time",
+        f"python benchmarks/locks.py {' '.join(argv)}",
     )
     SeldomCollections()
     with progress(len(WORK) * len(args.pages) * args.runs) as tick:
@@ -144,7 +151,9 @@ def main(argv: list[str]) -> None:
                 for _ in range(args.runs):
                     held_ms.append(1000 * work(pages))
                     tick()
-                row[f"{pages} pages"] = f"{median(held_ms):.1f} ({min(held_ms):.1f}–{max(held_ms):.1f})"
+                row[f"{pages} pages"] = (
+                    f"{median(held_ms):.1f} ({min(held_ms):.1f}–{max(held_ms):.1f})"
+                )
             report.rows.append(row)
     report.show(args.json)
 

@@ -50,14 +50,22 @@ class Subject:
         return self.turn(lambda hashes: client.lookup(self.namespace, hashes).prefix_pages)
 
     def rival(self, client: Any) -> Samples:
-        keys = {id(hashes): [self.namespace.digest + h for h in hashes] for hashes in (self.stored, self.absent)}
+        keys = {
+            id(hashes): [self.namespace.digest + h for h in hashes]
+            for hashes in (self.stored, self.absent)
+        }
         return self.turn(lambda hashes: client.exists(*keys[id(hashes)]))
 
     def store(self, client: Client, redis: Any) -> None:
         pages = [bytes(PAGE_NBYTES)] * KEYS
         client.put(self.namespace, self.stored, pages)
         if redis is not None:
-            redis.mset({self.namespace.digest + h: page for h, page in zip(self.stored, pages, strict=True)})
+            redis.mset(
+                {
+                    self.namespace.digest + h: page
+                    for h, page in zip(self.stored, pages, strict=True)
+                }
+            )
 
 
 def rows(samples: dict[str, Samples]) -> list[dict[str, Any]]:
@@ -86,14 +94,17 @@ def rows(samples: dict[str, Samples]) -> list[dict[str, Any]]:
 
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=120, help=f"turns of {CALLS} calls each (%(default)s)")
+    options.add_argument(
+        "--rounds", type=int, default=120, help=f"turns of {CALLS} calls each (%(default)s)"
+    )
     args = options.parse_args(argv)
     report = Report(f"Lookup of {KEYS} keys", " ".join(["python benchmarks/lookup.py", *argv]))
     subject = Subject()
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(NodeProcess(*NODE_FLAGS))
         bulk, grpc = (
-            stack.enter_context(Client(client_config(address=node.address, wire=wire))) for wire in ("bulk", "grpc")
+            stack.enter_context(Client(client_config(address=node.address, wire=wire)))
+            for wire in ("bulk", "grpc")
         )
         redis = stack.enter_context(redis_client(report.notes))
         subject.store(bulk, redis)

@@ -59,7 +59,10 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def rounds(
-    contenders: Mapping[str, Callable[[], Samples]], count: int, warmups: int, tick: Callable[[], None]
+    contenders: Mapping[str, Callable[[], Samples]],
+    count: int,
+    warmups: int,
+    tick: Callable[[], None],
 ) -> dict[str, Samples]:
     """Samples of each contender from `count` rounds, after `warmups` that do not count.
 
@@ -89,18 +92,36 @@ def redis_client(notes: list[str]) -> Iterator[Any]:
     """
     program = shutil.which("redis-server")
     if program is None or redis is None:
-        lacking = "redis-server (Debian: apt-get install redis-server)" if program is None else "pip install redis"
+        lacking = (
+            "redis-server (Debian: apt-get install redis-server)"
+            if program is None
+            else "pip install redis"
+        )
         notes.append(f"Redis rows are left out; missing here: {lacking}")
         yield None
         return
     with tempfile.TemporaryDirectory() as directory:
         port = free_port()
-        command = [program, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
+        command = [
+            program,
+            "--bind",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
         process = subprocess.Popen(command, cwd=directory, stdout=subprocess.DEVNULL)
         client = redis.Redis("127.0.0.1", port)
         try:
             _wait_for_redis(client)
-            hiredis = "with hiredis" if redis.utils.HIREDIS_AVAILABLE else "without hiredis (pip install hiredis)"
+            hiredis = (
+                "with hiredis"
+                if redis.utils.HIREDIS_AVAILABLE
+                else "without hiredis (pip install hiredis)"
+            )
             notes.append(
                 f"redis-server {client.info('server')['redis_version']}, redis-py {redis.__version__} {hiredis}"
             )
@@ -142,9 +163,21 @@ def progress(total: int) -> Iterator[Callable[[], None]]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on. `load` is the load average before the start."""
-    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
-    memory_kib = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    """What the figures were measured on.
+
+    `load` is the load average before the start.
+    """
+    cpu = next(
+        (
+            line.split(":")[1].strip()
+            for line in _lines("/proc/cpuinfo")
+            if line.startswith("model name")
+        ),
+        "?",
+    )
+    memory_kib = next(
+        (int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0
+    )
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "cpu": cpu,
@@ -165,8 +198,9 @@ def _lines(path: str) -> list[str]:
 class Report:
     """A table with what was measured, as Markdown or as one JSON object.
 
-    `command` is what gives the figures again. `rows` are dicts with the same keys, one per line; None
-    is shown as a dash. Make the report before the measurement begins: it notes the machine's load.
+    `command` is what gives the figures again. `rows` are dicts with the same keys, one per line;
+    None is shown as a dash. Make the report before the measurement begins: it notes the machine's
+    load.
     """
 
     title: str
@@ -180,8 +214,12 @@ class Report:
             print(json.dumps(vars(self), ensure_ascii=False))
             return
         m = self.machine
-        print(f"{self.title}\n\n`{self.command}` on {m['date']}, {m['cores']} cores {m['cpu']}, {m['memory_gib']} GiB,")
-        print(f"kernel {m['kernel']}, Python {m['python']}, kvstore {m['kvstore']}, load before {m['load']}\n")
+        print(
+            f"{self.title}\n\n`{self.command}` on {m['date']}, {m['cores']} cores {m['cpu']}, {m['memory_gib']} GiB,"
+        )
+        print(
+            f"kernel {m['kernel']}, Python {m['python']}, kvstore {m['kvstore']}, load before {m['load']}\n"
+        )
         print(*_table(self.rows), sep="\n")
         print(*(f"\n* {note}" for note in self.notes), sep="")
 
@@ -191,7 +229,11 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     for line in lines:
-        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        yield (
+            "| "
+            + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            + " |"
+        )
 
 
 def shown(value: object) -> str:
@@ -205,6 +247,8 @@ def shown(value: object) -> str:
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """With --json; `doc` is the script's own description."""
-    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--json", action="store_true", help="print one JSON object")
     return found

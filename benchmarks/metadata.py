@@ -39,7 +39,9 @@ class Store:
     def put(self, count: int) -> list[bytes]:
         """Stores a batch under new random keys."""
         hashes = [secrets.token_bytes(32) for _ in range(count)]
-        assert set(self._client.put(self._namespace, hashes, [self._page] * count)) == {PutOutcome.STORED}
+        assert set(self._client.put(self._namespace, hashes, [self._page] * count)) == {
+            PutOutcome.STORED
+        }
         return hashes
 
     def warm_up(self) -> None:
@@ -61,7 +63,14 @@ def main(argv: list[str]) -> None:
         " ".join(["python benchmarks/metadata.py", *argv]),
     )
     ram_nbytes = -(-(max(args.pages, WARMUP_PAGES) * PAGE_NBYTES) // EXTENT_NBYTES) * EXTENT_NBYTES
-    flags = ("--ram-bytes", str(ram_nbytes), "--extent-bytes", str(EXTENT_NBYTES), "--log-level", "WARNING")
+    flags = (
+        "--ram-bytes",
+        str(ram_nbytes),
+        "--extent-bytes",
+        str(EXTENT_NBYTES),
+        "--log-level",
+        "WARNING",
+    )
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(NodeProcess(*flags))
         client = stack.enter_context(Client(client_config(address=node.address, timeout_s=60.0)))
@@ -71,7 +80,9 @@ def main(argv: list[str]) -> None:
         before = client.node_status().rss_nbytes
         store.fill(args.pages, tick)
         status = client.node_status()
-    assert status.ram.page_count == args.pages, f"{status.ram.page_count} pages are stored, not {args.pages}"
+    assert status.ram.page_count == args.pages, (
+        f"{status.ram.page_count} pages are stored, not {args.pages}"
+    )
     each = round((status.rss_nbytes - before) / args.pages)
     report.rows.append(
         {
@@ -82,7 +93,9 @@ def main(argv: list[str]) -> None:
             f"aim {AIM_NBYTES}": "met" if each <= AIM_NBYTES else "missed",
         }
     )
-    report.notes.append(f"before: after {WARMUP_PAGES} pages were put and removed, so one-time buffers do not count")
+    report.notes.append(
+        f"before: after {WARMUP_PAGES} pages were put and removed, so one-time buffers do not count"
+    )
     report.show(args.json)
 
 

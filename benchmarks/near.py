@@ -1,4 +1,5 @@
-"""A client with a near node, beside a client of one node alone and beside one that asks the owner itself.
+"""A client with a near node, beside a client of one node alone and beside one that asks the owner
+itself.
 
     alone        one node, shared memory: put, get, and get in place (`open_get`) of 16 pages
     near, held   two nodes, of which the first is near: the same of pages that it has, owned or copies
@@ -8,10 +9,11 @@
                  each call
     one page     the time of a get of one page, by each way
 
-All move the same pages, 128 MiB of each size, batch after batch, which no cache holds; nodes are processes on this
-host, so that the network is the loopback interface. They take turns, and the bytes that came back are compared in the
-first of each. GB/s: 10^9 page bytes in the median of all calls. In place nothing is copied by the client: what it
-costs is the node's work. Aims: near, held at least 0.97 of alone; near, far at least 0.8 of owner, bulk.
+All move the same pages, 128 MiB of each size, batch after batch, which no cache holds; nodes are
+processes on this host, so that the network is the loopback interface. They take turns, and the
+bytes that came back are compared in the first of each. GB/s: 10^9 page bytes in the median of all
+calls. In place nothing is copied by the client: what it costs is the node's work. Aims: near, held
+at least 0.97 of alone; near, far at least 0.8 of owner, bulk.
 
     python benchmarks/near.py [--rounds 8] [--json]
 """
@@ -45,7 +47,9 @@ def owned(client: Client, batch: Batch, member: str) -> list[bytes]:
     assert view is not None
     drawn = [secrets.token_bytes(32) for _ in range(16 * len(batch.hashes))]
     owners = view.owners.owners(batch.namespace.digest, drawn)
-    return [key for key, some in zip(drawn, owners, strict=True) if some == (member,)][: len(batch.hashes)]
+    return [key for key, some in zip(drawn, owners, strict=True) if some == (member,)][
+        : len(batch.hashes)
+    ]
 
 
 def in_place(client: Client, batch: Batch) -> None:
@@ -58,18 +62,26 @@ def one_page(client: Client, batch: Batch) -> None:
 
 
 def held(client: Client, nodes: Sequence[Client], batch: Batch, calm: bool = False) -> Samples:
-    """The client's node has what it was given. `nodes`: each alone, its own the first, to forget it before."""
+    """The client's node has what it was given.
+
+    `nodes`: each alone, its own the first, to forget it before.
+    """
     for node in nodes:
         node.remove(batch.namespace, batch.hashes)
     samples = {"put": [timed(lambda: put(client, batch))]}
     while calm and nodes[0].node_status().peers.queue_pages:
         time.sleep(0.001)
     calls: dict[str, Call] = {"get": get, "get in place": in_place, "one page": one_page}
-    return samples | {op: [timed(functools.partial(call, client, batch))] for op, call in calls.items()}
+    return samples | {
+        op: [timed(functools.partial(call, client, batch))] for op, call in calls.items()
+    }
 
 
 def from_owner(client: Client, batch: Batch) -> Samples:
-    return {"get": [timed(lambda: get(client, batch))], "one page": [timed(lambda: one_page(client, batch))]}
+    return {
+        "get": [timed(lambda: get(client, batch))],
+        "one page": [timed(lambda: one_page(client, batch))],
+    }
 
 
 def fetched(client: Client, near: Client, batch: Batch) -> Samples:
@@ -84,32 +96,52 @@ def fetched(client: Client, near: Client, batch: Batch) -> Samples:
     return {"get in place": in_slots, "one page": one, "get": anew(get)}
 
 
-def rows(clients: dict[str, Client], page_nbytes: int, count: int, tick: Callable[[], None]) -> list[dict[str, Any]]:
-    """Of one page size. What only the second node has is put there by its own client."""
+def rows(
+    clients: dict[str, Client], page_nbytes: int, count: int, tick: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """Of one page size.
+
+    What only the second node has is put there by its own client.
+    """
     own, far = Batches(page_nbytes, BATCH), Batches(page_nbytes, BATCH)
     for batch in far.all:
         batch.hashes = owned(clients["near"], batch, "n1")
         clients["second"].put(batch.namespace, batch.hashes, batch.pages)
     ways: dict[str, tuple[Contender, Batches]] = {
         "alone": (functools.partial(held, clients["alone"], [clients["alone"]]), own),
-        "near, held": (functools.partial(held, clients["near"], [clients["first"], clients["second"]]), own),
-        "near, calm": (functools.partial(held, clients["near"], [clients["first"], clients["second"]], calm=True), own),
+        "near, held": (
+            functools.partial(held, clients["near"], [clients["first"], clients["second"]]),
+            own,
+        ),
+        "near, calm": (
+            functools.partial(
+                held, clients["near"], [clients["first"], clients["second"]], calm=True
+            ),
+            own,
+        ),
         "owner, bulk": (functools.partial(from_owner, clients["second"]), far),
         "near, far": (functools.partial(fetched, clients["near"], clients["first"]), far),
     }
-    turns = {name: functools.partial(turn, call, batches.cycle()) for name, (call, batches) in ways.items()}
+    turns = {
+        name: functools.partial(turn, call, batches.cycle())
+        for name, (call, batches) in ways.items()
+    }
     samples = rounds(turns, count, WARMUPS, tick)
     for name in ("alone", "first", "second"):
         for batches in (own, far):
             batches.forget(clients[name])
-    seconds = {name: {op: median(values) for op, values in ops.items()} for name, ops in samples.items()}
+    seconds = {
+        name: {op: median(values) for op, values in ops.items()} for name, ops in samples.items()
+    }
     made = []
     for name, found in seconds.items():
         limit = seconds["owner, bulk" if name in ("owner, bulk", "near, far") else "alone"]
         row: dict[str, Any] = {"page KiB": page_nbytes >> 10, "way": name}
         for op in ("put", "get", "get in place"):
             row[f"{op} GB/s"] = round(own.nbytes / found[op] / 1e9, 2) if op in found else None
-            row[f"{op}, of limit"] = round(limit.get(op, limit["get"]) / found[op], 2) if op in found else None
+            row[f"{op}, of limit"] = (
+                round(limit.get(op, limit["get"]) / found[op], 2) if op in found else None
+            )
         made.append(row | {"one page µs": round(found["one page"] * 1e6)})
     return made
 
@@ -121,7 +153,15 @@ def two_nodes() -> Iterator[list[NodeProcess]]:
     members = ",".join(f"n{number}=127.0.0.1:{port}" for number, port in enumerate(ports))
     with contextlib.ExitStack() as nodes:
         flags = [
-            (*NODE_FLAGS, "--port", str(port), "--member", f"n{number}", "--cluster", f"static:near/{members}")
+            (
+                *NODE_FLAGS,
+                "--port",
+                str(port),
+                "--member",
+                f"n{number}",
+                "--cluster",
+                f"static:near/{members}",
+            )
             for number, port in enumerate(ports)
         ]
         yield [nodes.enter_context(NodeProcess(*some)) for some in flags]
@@ -129,8 +169,12 @@ def two_nodes() -> Iterator[list[NodeProcess]]:
 
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=8, help="turns of each contender (%(default)s)")
-    options.add_argument("--page-kib", type=int, nargs="+", default=PAGE_KIB, help="page sizes (%(default)s)")
+    options.add_argument(
+        "--rounds", type=int, default=8, help="turns of each contender (%(default)s)"
+    )
+    options.add_argument(
+        "--page-kib", type=int, nargs="+", default=PAGE_KIB, help="page sizes (%(default)s)"
+    )
     args = options.parse_args(argv)
     with contextlib.ExitStack() as stack:
         alone = stack.enter_context(NodeProcess(*NODE_FLAGS))

@@ -1,11 +1,12 @@
-"""Runs a benchmark several times, each in a process of its own, and prints its tables with the median and the range.
+"""Runs a benchmark several times, each in a process of its own, and prints its tables with the
+median and the range.
 
     python benchmarks/repeat.py 3 benchmarks/bulk.py
     python benchmarks/repeat.py 5 benchmarks/disk.py --dir /data
 
-A figure of one run says nothing about the next one: what README and RESULTS.md quote as several runs comes from here.
-A cell is `median (least–greatest)` where the runs differ; where they agree, and where it is no number, what it was in
-each.
+A figure of one run says nothing about the next one: what README and RESULTS.md quote as several
+runs comes from here. A cell is `median (least–greatest)` where the runs differ; where they agree,
+and where it is no number, what it was in each.
 """
 
 import argparse
@@ -21,15 +22,21 @@ RUNS_MIN = 2
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("runs", type=int, help=f"how often, at least {RUNS_MIN}")
-    options.add_argument("command", nargs=argparse.REMAINDER, help="the benchmark's file and its arguments")
+    options.add_argument(
+        "command", nargs=argparse.REMAINDER, help="the benchmark's file and its arguments"
+    )
     chosen = options.parse_args()
     if chosen.runs < RUNS_MIN or not chosen.command:
         options.error(f"needs at least {RUNS_MIN} runs, and a benchmark")
     runs = [reports([sys.executable, *chosen.command, "--json"]) for _ in range(chosen.runs)]
     if len({tuple(len(report["rows"]) for report in run) for run in runs}) != 1:
-        raise SystemExit("the runs have tables of different lengths; run the benchmark by hand to see why")
+        raise SystemExit(
+            "the runs have tables of different lengths; run the benchmark by hand to see why"
+        )
     for same in zip(*runs, strict=True):
         merged(list(same)).show(as_json=False)
         print()
@@ -44,7 +51,10 @@ def reports(command: list[str]) -> list[dict[str, Any]]:
 
 
 def merged(same: list[dict[str, Any]]) -> Report:
-    """One table of several runs. The notes are the first run's, each once."""
+    """One table of several runs.
+
+    The notes are the first run's, each once.
+    """
     first = same[0]
     loads = [report["machine"]["load"] for report in same]
     rows = [
@@ -53,7 +63,9 @@ def merged(same: list[dict[str, Any]]) -> Report:
     ]
     notes = list(dict.fromkeys(note for report in same for note in report["notes"]))
     notes.append(f"median (least–greatest) of {len(same)} runs")
-    return Report(first["title"], first["command"], notes, rows, {**first["machine"], "load": cell(loads)})
+    return Report(
+        first["title"], first["command"], notes, rows, {**first["machine"], "load": cell(loads)}
+    )
 
 
 def cell(values: list[Any]) -> Any:

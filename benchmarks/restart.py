@@ -1,14 +1,15 @@
 """Start of a node on a data directory with 1,000,000 pages, and what a page on disk costs in RAM.
 
-Rows are made as the disk tier makes them, in random order of keys, slots and uses; the pages themselves
-are not there: a start never reads them, and the scrub that would is off. The limit is reading and
-checking the rows alone, in this process, right before. "cold": the rows' files were dropped from the
-page cache. CPU: what the node used until it served, in user and system mode, all threads, without its
-keeper, which reads the rows meanwhile. Resident bytes: RssAnon of the node then, less that of a node with
-no rows, per page.
-Aim: ready to serve in 10 s; about 64 resident bytes a page.
+Rows are made as the disk tier makes them, in random order of keys, slots and uses; the pages
+themselves are not there: a start never reads them, and the scrub that would is off. The limit is
+reading and checking the rows alone, in this process, right before. "cold": the rows' files were
+dropped from the page cache. CPU: what the node used until it served, in user and system mode, all
+threads, without its keeper, which reads the rows meanwhile. Resident bytes: RssAnon of the node
+then, less that of a node with no rows, per page. Aim: ready to serve in 10 s; about 64 resident
+bytes a page.
 
-    python benchmarks/restart.py [--dir DIR] [--pages 1000000] [--page-kib 1024] [--starts 3] [--json]
+    python benchmarks/restart.py [--dir DIR] [--pages 1000000] [--page-kib 1024] [--starts 3]
+    [--json]
 """
 
 import os
@@ -53,7 +54,8 @@ class Population:
         per_extent = EXTENT_NBYTES // page_nbytes
         self.capacity_nbytes = max(1, -(-count // per_extent)) * EXTENT_NBYTES
         self._offsets = [
-            number // per_extent * EXTENT_NBYTES + number % per_extent * page_nbytes for number in range(count)
+            number // per_extent * EXTENT_NBYTES + number % per_extent * page_nbytes
+            for number in range(count)
         ]
         random.shuffle(self._offsets)
 
@@ -77,7 +79,9 @@ class Population:
     def scan(self) -> None:
         """The limit: every row, checked, and nothing done with it."""
         rows = Rows(self.directory / "rows", EXTENT_NBYTES)
-        assert sum(parse_page_row(key, value) is not None for key, value in rows.pages()) == self.count
+        assert (
+            sum(parse_page_row(key, value) is not None for key, value in rows.pages()) == self.count
+        )
         rows.close()
 
     def drop_cache(self) -> None:
@@ -96,11 +100,15 @@ class Population:
             start = Start(time.perf_counter() - begun, cpu_s(node.pid), private_nbytes(node.pid))
             with Client(client_config(address=node.address, timeout_s=30.0)) as client:
                 found = client.node_status().disk
-            assert (found.page_count, found.rows_damaged) == (self.count, 0), "not every row became a page"
+            assert (found.page_count, found.rows_damaged) == (self.count, 0), (
+                "not every row became a page"
+            )
         return start
 
 
-def rows_of(full: Population, empty: Population, starts: int, tick: Callable[[], None]) -> list[dict[str, Any]]:
+def rows_of(
+    full: Population, empty: Population, starts: int, tick: Callable[[], None]
+) -> list[dict[str, Any]]:
     nothing = [empty.start() for _ in range(starts)]
     base_nbytes = median([start.nbytes for start in nothing])
     found = []
@@ -137,9 +145,13 @@ def main(argv: list[str]) -> None:
     add_dir(options)
     options.add_argument("--pages", type=int, default=1_000_000, help="rows (%(default)s)")
     options.add_argument("--page-kib", type=int, default=1024, help="page size (%(default)s)")
-    options.add_argument("--starts", type=int, default=3, help="starts, cold and warm each (%(default)s)")
+    options.add_argument(
+        "--starts", type=int, default=3, help="starts, cold and warm each (%(default)s)"
+    )
     args = options.parse_args(argv)
-    report = Report(f"Start of a node with {args.pages:,} pages on disk", "python benchmarks/restart.py")
+    report = Report(
+        f"Start of a node with {args.pages:,} pages on disk", "python benchmarks/restart.py"
+    )
     with workplace(args.dir, args.pages * 1024) as directory:
         full = Population(directory / "full", args.pages, args.page_kib << 10)
         empty = Population(directory / "empty", 0, args.page_kib << 10)
@@ -149,7 +161,9 @@ def main(argv: list[str]) -> None:
             full.write(tick)
             empty.write(tick)
             report.rows = rows_of(full, empty, args.starts, tick)
-        report.notes.append(f"{file_system(directory)}; pages of {args.page_kib} KiB; medians of {args.starts} starts")
+        report.notes.append(
+            f"{file_system(directory)}; pages of {args.page_kib} KiB; medians of {args.starts} starts"
+        )
         report.notes.append(f"aim of the resident bytes: about {AIM_NBYTES}")
     report.show(args.json)
 

@@ -1,4 +1,5 @@
-"""Stores of several servers that keep values under keys, all used alike: our nodes, Mooncake Store, Redis Cluster.
+"""Stores of several servers that keep values under keys, all used alike: our nodes, Mooncake Store,
+Redis Cluster.
 
     store.put(keys, pages)    whether each was taken
     store.get(keys, buffers)  whether each came back
@@ -33,7 +34,9 @@ from kvstore.tools.replay import replay_namespace
 TIMEOUT_S = 1.0  # of a call, where a store lets it be said
 START_S = 20.0
 HERE_IP = "127.0.0.1"
-os.environ.setdefault("GLOG_minloglevel", "3")  # Mooncake's client tells of every page that it lacks
+os.environ.setdefault(
+    "GLOG_minloglevel", "3"
+)  # Mooncake's client tells of every page that it lacks
 
 
 class Ours:
@@ -46,7 +49,10 @@ class Ours:
         self._namespace = replay_namespace(page_nbytes)
 
     def put(self, keys: Sequence[bytes], pages: Sequence[bytearray]) -> list[bool]:
-        return [outcome is PutOutcome.STORED for outcome in self._client.put(self._namespace, keys, pages)]
+        return [
+            outcome is PutOutcome.STORED
+            for outcome in self._client.put(self._namespace, keys, pages)
+        ]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[bytearray]) -> list[bool]:
         return self._client.get(self._namespace, keys, buffers)
@@ -141,7 +147,10 @@ time.sleep(86400)
 
     def put(self, keys: Sequence[bytes], pages: Sequence[bytearray]) -> list[bool]:
         sizes = [self._page_nbytes] * len(keys)
-        return [code == 0 for code in self._client.batch_put_from(names(keys), self._places(pages), sizes)]
+        return [
+            code == 0
+            for code in self._client.batch_put_from(names(keys), self._places(pages), sizes)
+        ]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[bytearray]) -> list[bool]:
         sizes = [self._page_nbytes] * len(keys)
@@ -164,8 +173,10 @@ time.sleep(86400)
 
 
 class RedisCluster:
-    """Three servers that keep nothing on disk, and redis-py. `whole`: as Redis has it by default, nobody answers while
-    some of the keys can not be had."""
+    """Three servers that keep nothing on disk, and redis-py.
+
+    `whole`: as Redis has it by default, nobody answers while some of the keys can not be had.
+    """
 
     def __init__(self, page_nbytes: int, ram_nbytes: int, whole: bool = True) -> None:
         import redis
@@ -180,7 +191,9 @@ class RedisCluster:
             self._servers.start("redis-server", *words, ready=lambda port=port: listens(port))
         every = [f"{HERE_IP}:{port}" for port in ports]
         subprocess.run(
-            ["redis-cli", "--cluster", "create", *every, "--cluster-yes"], check=True, stdout=subprocess.DEVNULL
+            ["redis-cli", "--cluster", "create", *every, "--cluster-yes"],
+            check=True,
+            stdout=subprocess.DEVNULL,
         )
         nodes = [redis.cluster.ClusterNode(HERE_IP, port) for port in ports]
         self._client = self._settled(
@@ -219,8 +232,10 @@ class RedisCluster:
         self._all([("DEL", key) for key in keys])
 
     def _all(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """In one pipeline; one by one if that raises, as it does when one of the servers is gone. Raises if none of
-        them is answered."""
+        """In one pipeline; one by one if that raises, as it does when one of the servers is gone.
+
+        Raises if none of them is answered.
+        """
         pipeline = self._client.pipeline()
         for call in calls:
             pipeline.execute_command(*call)
@@ -264,5 +279,7 @@ def rivals_missing() -> dict[str, str]:
     except ImportError:
         lacking["Redis Cluster"] = "pip install 'redis[hiredis]'"
     if shutil.which("redis-server") is None or shutil.which("redis-cli") is None:
-        lacking["Redis Cluster"] = "redis-server and redis-cli (Debian: apt-get install redis-server)"
+        lacking["Redis Cluster"] = (
+            "redis-server and redis-cli (Debian: apt-get install redis-server)"
+        )
     return lacking

@@ -1,4 +1,5 @@
-"""Put and get of 32 pages over the shared-memory wire, beside `memcpy`; and what a question costs on it.
+"""Put and get of 32 pages over the shared-memory wire, beside `memcpy`; and what a question costs
+on it.
 
     memcpy     the pages copied into memory of the node's kind (a memfd, mapped and touched before), and
                from there into the buffers: no node, no keys, no checksum
@@ -6,17 +7,18 @@
                copy and releases
     others     ours without the checksum, ours over bulk TCP
 
-All copy from the same pages, into as many places, and back into the same buffers: 128 MiB each, batch after batch,
-which no cache holds. They take turns; a turn is five puts and gets, of
-which the first does not count, and in which the bytes that came back are compared. GB/s: 10^9 page bytes
-in the median of all calls. Aim: put and get each at least 0.8 of memcpy for pages of 1 MiB and above.
+All copy from the same pages, into as many places, and back into the same buffers: 128 MiB each,
+batch after batch, which no cache holds. They take turns; a turn is five puts and gets, of which the
+first does not count, and in which the bytes that came back are compared. GB/s: 10^9 page bytes in
+the median of all calls. Aim: put and get each at least 0.8 of memcpy for pages of 1 MiB and above.
 
-The second table is of 64 keys that are stored: `Lookup`, and `Acquire` (what a zero-copy reader does:
-enter `open_get`, which returns checksums and places of all pages, and leave it).
+The second table is of 64 keys that are stored: `Lookup`, and `Acquire` (what a zero-copy reader
+does: enter `open_get`, which returns checksums and places of all pages, and leave it).
 
-With --threads the first two, by as many threads of this process at the same time, each with pages of its own and 8
-of them a batch; all share one client. GB/s: the bytes of all threads in the time from the first one's start to the
-last one's end. Aim: 4 threads at least 3 x one where there are cores for them.
+With --threads the first two, by as many threads of this process at the same time, each with pages
+of its own and 8 of them a batch; all share one client. GB/s: the bytes of all threads in the time
+from the first one's start to the last one's end. Aim: 4 threads at least 3 x one where there are
+cores for them.
 
     python benchmarks/shm.py [--rounds 15] [--json]
     python benchmarks/shm.py --threads 1,4
@@ -97,10 +99,14 @@ def copy_rows(
         "shm without checksum": functools.partial(without_checksum, clients["shm"]),
         "bulk": functools.partial(ours, clients["bulk"]),
     }
-    turns = {name: functools.partial(turn, call, batches.cycle()) for name, call in contenders.items()}
+    turns = {
+        name: functools.partial(turn, call, batches.cycle()) for name, call in contenders.items()
+    }
     samples = rounds(turns, count, WARMUPS, tick)
     batches.forget(clients["shm"])
-    seconds = {name: {op: median(values) for op, values in ops.items()} for name, ops in samples.items()}
+    seconds = {
+        name: {op: median(values) for op, values in ops.items()} for name, ops in samples.items()
+    }
     rows = []
     for name, found in seconds.items():
         row: dict[str, Any] = {"page KiB": batches.page_nbytes >> 10, "contender": name}
@@ -167,11 +173,15 @@ def thread_rows(
         return samples
 
     with ThreadPoolExecutor(threads) as pool:
-        samples = rounds({name: functools.partial(side, name, pool) for name in work}, count, WARMUPS, tick)
+        samples = rounds(
+            {name: functools.partial(side, name, pool) for name in work}, count, WARMUPS, tick
+        )
     for batches in own:
         batches.forget(client)
     nbytes = sum(batches.nbytes * len(batches.all) for batches in own)
-    seconds = {name: {op: median(values) for op, values in ops.items()} for name, ops in samples.items()}
+    seconds = {
+        name: {op: median(values) for op, values in ops.items()} for name, ops in samples.items()
+    }
     rows = []
     for name, found in seconds.items():
         row: dict[str, Any] = {"page KiB": page_nbytes >> 10, "threads": threads, "contender": name}
@@ -185,7 +195,9 @@ def thread_rows(
 # ---- questions ---------------------------------------------------------------------------
 
 
-def question_rows(clients: dict[str, Client], count: int, tick: Callable[[], None]) -> list[dict[str, Any]]:
+def question_rows(
+    clients: dict[str, Client], count: int, tick: Callable[[], None]
+) -> list[dict[str, Any]]:
     batch = Batches(4096, KEYS).all[0]
     clients["shm"].put(batch.namespace, batch.hashes, batch.pages)
 
@@ -210,7 +222,9 @@ def question_rows(clients: dict[str, Client], count: int, tick: Callable[[], Non
     def asking(question: Callable[[], None]) -> Question:
         return lambda: {"call": [timed(question) for _ in range(CALLS)]}
 
-    samples = rounds({name: asking(question) for name, question in asked.items()}, count, WARMUPS, tick)
+    samples = rounds(
+        {name: asking(question) for name, question in asked.items()}, count, WARMUPS, tick
+    )
     return [
         {
             "question": name,
@@ -224,15 +238,30 @@ def question_rows(clients: dict[str, Client], count: int, tick: Callable[[], Non
 
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=15, help="turns of each contender (%(default)s)")
-    options.add_argument("--page-kib", type=int, nargs="+", default=PAGE_KIB, help="page sizes (%(default)s)")
-    options.add_argument("--threads", type=counts, help="numbers of threads, such as 1,4: instead of the other tables")
+    options.add_argument(
+        "--rounds", type=int, default=15, help="turns of each contender (%(default)s)"
+    )
+    options.add_argument(
+        "--page-kib", type=int, nargs="+", default=PAGE_KIB, help="page sizes (%(default)s)"
+    )
+    options.add_argument(
+        "--threads",
+        type=counts,
+        help="numbers of threads, such as 1,4: instead of the other tables",
+    )
     args = options.parse_args(argv)
     command = " ".join(["python benchmarks/shm.py", *argv])
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(NodeProcess(*NODE_FLAGS))
-        settings = {"address": node.address, "timeout_s": 60.0, "connections_max": max(args.threads or [8])}
-        clients = {wire: stack.enter_context(Client(client_config(wire=wire, **settings))) for wire in ("shm", "bulk")}
+        settings = {
+            "address": node.address,
+            "timeout_s": 60.0,
+            "connections_max": max(args.threads or [8]),
+        }
+        clients = {
+            wire: stack.enter_context(Client(client_config(wire=wire, **settings)))
+            for wire in ("shm", "bulk")
+        }
         tables = len(args.page_kib) * len(args.threads) if args.threads else len(args.page_kib) + 1
         tick = stack.enter_context(progress(tables * (args.rounds + WARMUPS)))
         if args.threads:
@@ -241,7 +270,9 @@ def main(argv: list[str]) -> None:
                 report.rows += thread_rows(clients["shm"], threads, kib << 10, args.rounds, tick)
             report.show(args.json)
             return
-        copies = Report(f"Put and get of {BATCH} pages, medians of {args.rounds * (TURN - 1)} calls", command)
+        copies = Report(
+            f"Put and get of {BATCH} pages, medians of {args.rounds * (TURN - 1)} calls", command
+        )
         questions = Report(f"Questions about {KEYS} stored keys", command)
         for kib in args.page_kib:
             copies.rows += copy_rows(clients, Batches(kib << 10, BATCH), args.rounds, tick)

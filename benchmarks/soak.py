@@ -1,9 +1,9 @@
 """Whether a node's private memory grows with what has come and gone.
 
-Each round fills a namespace of its own with pages of 4 KiB and empties it again: by removing it, or, with
-`--evict`, by what comes after. The node's private resident memory (RssAnon, as NodeStatus tells it; the
-arena is not in it) is printed after each round. What one round needs is there after the first few; from
-then on it may not grow: aim at most 128 KiB a round.
+Each round fills a namespace of its own with pages of 4 KiB and empties it again: by removing it,
+or, with `--evict`, by what comes after. The node's private resident memory (RssAnon, as NodeStatus
+tells it; the arena is not in it) is printed after each round. What one round needs is there after
+the first few; from then on it may not grow: aim at most 128 KiB a round.
 
     python benchmarks/soak.py [--rounds 64] [--pages 16384] [--evict] [--disk] [--json]
 """
@@ -33,14 +33,28 @@ def fill(client: Client, namespace: Namespace, pages: int) -> None:
 
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=64, help="namespaces, one after the other (%(default)s)")
+    options.add_argument(
+        "--rounds", type=int, default=64, help="namespaces, one after the other (%(default)s)"
+    )
     options.add_argument("--pages", type=int, default=16_384, help="pages of each (%(default)s)")
-    options.add_argument("--evict", action="store_true", help="never remove: let the next round evict")
+    options.add_argument(
+        "--evict", action="store_true", help="never remove: let the next round evict"
+    )
     options.add_argument("--disk", action="store_true", help="with a disk tier")
     args = options.parse_args(argv)
-    report = Report("Private memory of the node, namespaces coming and going", f"python benchmarks/soak.py {argv}")
+    report = Report(
+        "Private memory of the node, namespaces coming and going",
+        f"python benchmarks/soak.py {argv}",
+    )
     ram_nbytes = -(-args.pages * PAGE_NBYTES // (16 << 20)) * (16 << 20)
-    flags = ["--ram-bytes", str(ram_nbytes), "--extent-bytes", str(16 << 20), "--log-level", "WARNING"]
+    flags = [
+        "--ram-bytes",
+        str(ram_nbytes),
+        "--extent-bytes",
+        str(16 << 20),
+        "--log-level",
+        "WARNING",
+    ]
     with contextlib.ExitStack() as stack:
         if args.disk:
             directory = stack.enter_context(tempfile.TemporaryDirectory(dir="."))
@@ -57,10 +71,14 @@ def main(argv: list[str]) -> None:
             private.append(client.node_status().rss_nbytes)
             tick()
     report.rows += [{"round": n, "private, KiB": nbytes >> 10} for n, nbytes in enumerate(private)]
-    quarter = max(1, len(private) // 4)  # what the first rounds take, later ones use again; it goes up and down
+    quarter = max(
+        1, len(private) // 4
+    )  # what the first rounds take, later ones use again; it goes up and down
     growth = (max(private[-quarter:]) - max(private[-2 * quarter : -quarter])) // quarter
     verdict = "met" if growth <= AIM_NBYTES else "missed"
-    report.notes.append(f"highest of the last quarter above that of the one before, a round: {growth} bytes")
+    report.notes.append(
+        f"highest of the last quarter above that of the one before, a round: {growth} bytes"
+    )
     report.notes.append(f"aim at most {AIM_NBYTES}: {verdict}")
     report.show(args.json)
 

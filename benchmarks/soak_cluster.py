@@ -1,13 +1,16 @@
-"""Three nodes with RAM and disk under mixed load and faults for half an hour: what must stay flat, and be right.
+"""Three nodes with RAM and disk under mixed load and faults for half an hour: what must stay flat,
+and be right.
 
     load      THREADS threads of two clients (bulk, gRPC) look up, put (durable ones, some with a time to live), get,
-              get ranges, pin and remove pages of three sizes; namespaces come and go. All pages follow from their keys
+              get ranges, pin and remove pages of three sizes; namespaces come and go. All pages
+              follow from their keys
     faults    n1 is killed and started again; n2 is stopped for some seconds; strangers say half a frame to n3
     looks     every LOOK_S: private memory, descriptors and threads of each node; calls and errors
 
-n2 and n3 live from the beginning to the end. Exit status 0 only if no byte was wrong, no call was refused as wrong, no
-node found anything inconsistent when it stopped, and in n2 and n3 private memory, descriptors and threads of the last
-quarter are those of the second: medians, at most GROWTH more.
+n2 and n3 live from the beginning to the end. Exit status 0 only if no byte was wrong, no call was
+refused as wrong, no node found anything inconsistent when it stopped, and in n2 and n3 private
+memory, descriptors and threads of the last quarter are those of the second: medians, at most GROWTH
+more.
 
     python benchmarks/soak_cluster.py [--minutes 30] [--json]
 """
@@ -41,7 +44,16 @@ KEYS = 1500  # of each namespace: 1,500 pages of each size do not fit in the RAM
 CHAIN = 12  # pages of a call, at most
 LOOK_S = 5.0
 FAULT_S = 20.0  # from one to the next
-FLAGS = ("--ram-bytes", "96MiB", "--extent-bytes", "4MiB", "--disk-bytes", "512MiB", "--log-level", "ERROR")
+FLAGS = (
+    "--ram-bytes",
+    "96MiB",
+    "--extent-bytes",
+    "4MiB",
+    "--disk-bytes",
+    "512MiB",
+    "--log-level",
+    "ERROR",
+)
 FLAT = ("private, MiB", "descriptors", "threads")
 GROWTH = {"private, MiB": 16.0, "descriptors": 16.0, "threads": 16.0}
 COLUMNS = 72
@@ -56,7 +68,9 @@ class Load:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.over = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(THREADS)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,)) for number in range(THREADS)
+        ]
 
     def __enter__(self) -> "Load":
         for thread in self._threads:
@@ -107,12 +121,21 @@ class Load:
             return
         buffers = [bytearray(space.layout.page_nbytes) for _ in keys[:found]]
         hits = client.get(space, keys[:found], buffers)
-        self._compare(space, [(key, bytes(page)) for key, page, hit in zip(keys, buffers, hits, strict=False) if hit])
+        self._compare(
+            space,
+            [
+                (key, bytes(page))
+                for key, page, hit in zip(keys, buffers, hits, strict=False)
+                if hit
+            ],
+        )
 
     def _put(self, client: Client, rng: random.Random) -> None:
         space, keys = some(rng)
         pages = [page_content(space.digest, key, space.layout.page_nbytes) for key in keys]
-        client.put(space, keys, pages, Keep(durable=rng.random() < 0.1, ttl_s=rng.choice([0.0, 0.0, 5.0])))
+        client.put(
+            space, keys, pages, Keep(durable=rng.random() < 0.1, ttl_s=rng.choice([0.0, 0.0, 5.0]))
+        )
 
     def _ranges(self, client: Client, rng: random.Random) -> None:
         space, keys = some(rng)
@@ -202,13 +225,17 @@ def look(pid: int) -> dict[str, float]:
 
 def soak(args: argparse.Namespace) -> int:
     end = time.monotonic() + args.minutes * 60
-    looks: dict[str, dict[str, list[float]]] = {node: {what: [] for what in FLAT} for node in ("n2", "n3")}
+    looks: dict[str, dict[str, list[float]]] = {
+        node: {what: [] for what in FLAT} for node in ("n2", "n3")
+    }
     calls: list[float] = []
     said: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=args.dir)))
         fleet = stack.enter_context(Fleet([HERE] * 3, *FLAGS, replicas=2, data=folder))
-        clients = [stack.enter_context(fleet.client(wire=wire, timeout_s=5.0)) for wire in ("bulk", "grpc")]
+        clients = [
+            stack.enter_context(fleet.client(wire=wire, timeout_s=5.0)) for wire in ("bulk", "grpc")
+        ]
         tick = stack.enter_context(progress(int(args.minutes * 60 / LOOK_S)))
         with Load(clients) as load:
             next_fault, coming = time.monotonic() + FAULT_S, faults(fleet)
@@ -240,20 +267,41 @@ def told(
     said: dict[str, str],
 ) -> int:
     """The picture, the sums, and whether all is well."""
-    grown = {f"{node}: {what}": growth(values) for node, found in looks.items() for what, values in found.items()}
+    grown = {
+        f"{node}: {what}": growth(values)
+        for node, found in looks.items()
+        for what, values in found.items()
+    }
     flat = all(grown[f"{node}: {what}"] <= GROWTH[what] for node in looks for what in FLAT)
-    found = [f"{node}: {line}" for node, text in said.items() for line in text.splitlines() if "inconsistent" in line]
+    found = [
+        f"{node}: {line}"
+        for node, text in said.items()
+        for line in text.splitlines()
+        if "inconsistent" in line
+    ]
     good = flat and not load.wrong and not found
     errors = {name: count for name, count in load.counts.items() if ":" in name}
     if args.json:
-        values: dict[str, Any] = {"counts": dict(load.counts), "wrong": load.wrong, "inconsistent": found}
-        print(json.dumps({**values, "grown": grown, "looks": looks, "calls_per_s": calls, "good": good}))
+        values: dict[str, Any] = {
+            "counts": dict(load.counts),
+            "wrong": load.wrong,
+            "inconsistent": found,
+        }
+        print(
+            json.dumps(
+                {**values, "grown": grown, "looks": looks, "calls_per_s": calls, "good": good}
+            )
+        )
         return 0 if good else 1
-    print(f"\n  one column: {len(calls) * LOOK_S / min(COLUMNS, len(calls)):.0f} s, {args.minutes:g} minutes in all\n")
+    print(
+        f"\n  one column: {len(calls) * LOOK_S / min(COLUMNS, len(calls)):.0f} s, {args.minutes:g} minutes in all\n"
+    )
     print(f"  {'calls a second':24} {picture(calls)} {min(calls):.0f} to {max(calls):.0f}")
     for node, what in ((node, what) for node in looks for what in FLAT):
         some_, name = looks[node][what], f"{node}: {what}"
-        print(f"  {name:24} {picture(some_)} {min(some_):.0f} to {max(some_):.0f}, grown by {grown[name]:+.1f}")
+        print(
+            f"  {name:24} {picture(some_)} {min(some_):.0f} to {max(some_):.0f}, grown by {grown[name]:+.1f}"
+        )
     print(f"\n  calls    {load.counts.total():,}, of them errors {errors or 'none'}")
     print(f"  wrong    {len(load.wrong)} {load.wrong[:3] or ''}")
     print(f"  check    {len(found)} found inconsistent at the end {found[:3] or ''}")
@@ -269,14 +317,18 @@ def growth(values: list[float]) -> float:
 
 def picture(values: list[float]) -> str:
     share = -(-len(values) // COLUMNS)
-    columns = [statistics.mean(values[start : start + share]) for start in range(0, len(values), share)]
+    columns = [
+        statistics.mean(values[start : start + share]) for start in range(0, len(values), share)
+    ]
     return plot(columns, max(columns))
 
 
 def main(argv: list[str]) -> int:
     options = parser(__doc__)
     options.add_argument("--minutes", type=float, default=30.0, help="%(default)s")
-    options.add_argument("--dir", help="where the nodes' data directories are made; default: a temporary directory")
+    options.add_argument(
+        "--dir", help="where the nodes' data directories are made; default: a temporary directory"
+    )
     args = options.parse_args(argv)
     return status_of(lambda: soak(args), "soak")
 

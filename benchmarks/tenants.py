@@ -1,13 +1,17 @@
-"""A tenant that behaves, alone and beside one that does not: its hit rate and how long its calls take.
+"""A tenant that behaves, alone and beside one that does not: its hit rate and how long its calls
+take.
 
-The node has two tenants with half of the RAM each, with --disk of the disk, too. The one that behaves replays a trace
-of chains by popularity: a lookup, a get of what is there, a put of what is not, a pause. The other's processes attack
-without end, at the lowest priority, since they share the cores with the node and with who measures: on a machine of few
-cores they take time from both all the same. How much, a third kind of turn says: the same attack on another node of the
-same machine. The three take turns; each begins with an empty node, and its first third is not measured. Aim: a hit rate
-within 0.01 and a p99 within 2 times of being alone; of the attack elsewhere, where cores are few.
+The node has two tenants with half of the RAM each, with --disk of the disk, too. The one that
+behaves replays a trace of chains by popularity: a lookup, a get of what is there, a put of what is
+not, a pause. The other's processes attack without end, at the lowest priority, since they share the
+cores with the node and with who measures: on a machine of few cores they take time from both all
+the same. How much, a third kind of turn says: the same attack on another node of the same machine.
+The three take turns; each begins with an empty node, and its first third is not measured. Aim: a
+hit rate within 0.01 and a p99 within 2 times of being alone; of the attack elsewhere, where cores
+are few.
 
-    python benchmarks/tenants.py [--rounds 3] [--attacks flood,pins] [--limits none,quotas,rates] [--disk]
+    python benchmarks/tenants.py [--rounds 3] [--attacks flood,pins] [--limits none,quotas,rates]
+    [--disk]
         [--json]
 """
 
@@ -44,9 +48,21 @@ QUOTA = "ram=64MiB disk=512MiB"
 LIMITS = {
     "none": [],
     "quotas": [f"tenant quiet {QUOTA}", f"tenant loud {QUOTA} pins=1000 connections=32"],
-    "rates": [f"tenant quiet {QUOTA}", f"tenant loud {QUOTA} pins=1000 connections=32 requests=200/s bytes=64MiB/s"],
+    "rates": [
+        f"tenant quiet {QUOTA}",
+        f"tenant loud {QUOTA} pins=1000 connections=32 requests=200/s bytes=64MiB/s",
+    ],
 }
-NODE_FLAGS = ("--ram-bytes", "128MiB", "--extent-bytes", "4MiB", "--disk-bytes", "1GiB", "--log-level", "ERROR")
+NODE_FLAGS = (
+    "--ram-bytes",
+    "128MiB",
+    "--extent-bytes",
+    "4MiB",
+    "--disk-bytes",
+    "1GiB",
+    "--log-level",
+    "ERROR",
+)
 WHO = ["alone", "elsewhere", "beside"]
 ATTACKERS = 2  # processes, of THREADS each
 THREADS = 4
@@ -73,7 +89,11 @@ def pins(client: Client, rng: random.Random) -> None:
 
 def sizes(client: Client, rng: random.Random) -> None:
     nbytes = rng.randrange(1, 200) * 2500
-    client.put(dataclasses.replace(LOUD, layout=opaque_layout(nbytes)), keys_of(rng, 4), [bytes(nbytes)] * 4)
+    client.put(
+        dataclasses.replace(LOUD, layout=opaque_layout(nbytes)),
+        keys_of(rng, 4),
+        [bytes(nbytes)] * 4,
+    )
 
 
 def descriptions(client: Client, rng: random.Random) -> None:
@@ -108,7 +128,9 @@ def attack(name: str, address: str, token: str) -> None:
     def run(number: int) -> None:
         rng = random.Random()
         wire = "grpc" if number % 4 == 3 else "bulk"
-        with Client(client_config(address=address, wire=wire, token=token, backoff_s_max=0.1)) as client:
+        with Client(
+            client_config(address=address, wire=wire, token=token, backoff_s_max=0.1)
+        ) as client:
             while True:
                 with contextlib.suppress(Exhausted, KVStoreError, OSError):
                     ATTACKS[name](client, rng)
@@ -123,7 +145,9 @@ def attacked(name: str, address: str, token: str) -> Iterator[None]:
     command = [sys.executable, __file__, "--attack", name, "--address", address]
     environment = {**os.environ, "KVSTORE_TOKEN": token}
     count = 0 if name == "alone" else ATTACKERS
-    processes = [subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) for _ in range(count)]
+    processes = [
+        subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) for _ in range(count)
+    ]
     try:
         threading.Event().wait(1.0 if count else 0.0)
         yield
@@ -150,7 +174,11 @@ def turn(client: Client) -> dict[str, Any]:
         found: list[LookupResult] = []
         lookup_s = timed(lambda chain=chain, found=found: found.append(client.lookup(QUIET, chain)))  # type: ignore[misc]
         there = found[0].prefix_pages
-        get_s = timed(lambda chain=chain, n=there: client.get(QUIET, chain[:n], buffers[:n])) if there else None  # type: ignore[misc]
+        get_s = (
+            timed(lambda chain=chain, n=there: client.get(QUIET, chain[:n], buffers[:n]))
+            if there
+            else None
+        )  # type: ignore[misc]
         if there < CHAIN_PAGES:
             client.put(QUIET, chain[there:], pages[there:])
         pause.wait(PAUSE_S)
@@ -183,12 +211,16 @@ def row(limits: str, name: str, turns: Mapping[str, Sequence[dict[str, Any]]]) -
     }
     for op in ("lookup", "get"):
         for percent in (50, 99):
-            ms = {who: [percentile(one[op], percent) * 1e3 for one in of] for who, of in turns.items()}
+            ms = {
+                who: [percentile(one[op], percent) * 1e3 for one in of] for who, of in turns.items()
+            }
             what = f"{op} p{percent}"
             found[f"{what} ms"] = " / ".join(f"{statistics.median(ms[who]):.2f}" for who in WHO)
             for other in WHO[:-1] if percent == 99 else ():
                 ratios = sorted(b / a for a, b in zip(ms[other], ms["beside"], strict=True))
-                found[f"{what} x {other}"] = f"{statistics.median(ratios):.1f} ({ratios[0]:.1f}-{ratios[-1]:.1f})"
+                found[f"{what} x {other}"] = (
+                    f"{statistics.median(ratios):.1f} ({ratios[0]:.1f}-{ratios[-1]:.1f})"
+                )
     return found
 
 
@@ -196,23 +228,33 @@ def row(limits: str, name: str, turns: Mapping[str, Sequence[dict[str, Any]]]) -
 def node_of(tokens: Mapping[str, str], limits: str, disk: bool) -> Iterator[NodeProcess]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        lines = [token_line(name, tokens[name], tenant=name, role="write") for name in ("quiet", "loud")]
+        lines = [
+            token_line(name, tokens[name], tenant=name, role="write") for name in ("quiet", "loud")
+        ]
         lines.append(token_line("operator", tokens["operator"], tenant="*", role="admin"))
         (folder / "identities").write_text("\n".join([*lines, *LIMITS[limits]]) + "\n")
         data_dir = ("--data-dir", str(folder / "data")) if disk else ()
-        with NodeProcess(*NODE_FLAGS, "--identities", str(folder / "identities"), *data_dir) as node:
+        with NodeProcess(
+            *NODE_FLAGS, "--identities", str(folder / "identities"), *data_dir
+        ) as node:
             yield node
 
 
-def measured(limits: str, attacks: Sequence[str], count: int, disk: bool, tick: Any) -> list[dict[str, Any]]:
+def measured(
+    limits: str, attacks: Sequence[str], count: int, disk: bool, tick: Any
+) -> list[dict[str, Any]]:
     tokens = {name: new_token(name) for name in ("quiet", "loud")} | {"operator": new_token("all")}
     with contextlib.ExitStack() as stack:
-        here, elsewhere = (stack.enter_context(node_of(tokens, limits, disk)).address for _ in range(2))
+        here, elsewhere = (
+            stack.enter_context(node_of(tokens, limits, disk)).address for _ in range(2)
+        )
         clients = {
             name: stack.enter_context(Client(client_config(address=here, wire="bulk", token=token)))
             for name, token in tokens.items()
         }
-        other = stack.enter_context(Client(client_config(address=elsewhere, wire="bulk", token=tokens["operator"])))
+        other = stack.enter_context(
+            Client(client_config(address=elsewhere, wire="bulk", token=tokens["operator"]))
+        )
         found: list[dict[str, Any]] = []
         for name in attacks:
             turns: dict[str, list[dict[str, Any]]] = {who: [] for who in WHO}
@@ -230,19 +272,27 @@ def measured(limits: str, attacks: Sequence[str], count: int, disk: bool, tick: 
 
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=3, help="turns alone and beside each attack (%(default)s)")
+    options.add_argument(
+        "--rounds", type=int, default=3, help="turns alone and beside each attack (%(default)s)"
+    )
     options.add_argument("--attacks", default=",".join(ATTACKS), help="%(default)s")
     options.add_argument(
-        "--limits", default="none,quotas,rates", help="what the node has for its tenants (%(default)s)"
+        "--limits",
+        default="none,quotas,rates",
+        help="what the node has for its tenants (%(default)s)",
     )
     options.add_argument("--disk", action="store_true", help="a node with a disk tier")
-    options.add_argument("--attack", help="one attack, without end, at --address: what this does to itself")
+    options.add_argument(
+        "--attack", help="one attack, without end, at --address: what this does to itself"
+    )
     options.add_argument("--address", default="")
     args = options.parse_args(argv)
     if args.attack:
         attack(args.attack, args.address, os.environ["KVSTORE_TOKEN"])
         return
-    report = Report("A tenant beside another that attacks", " ".join(["python benchmarks/tenants.py", *argv]))
+    report = Report(
+        "A tenant beside another that attacks", " ".join(["python benchmarks/tenants.py", *argv])
+    )
     limits, attacks = args.limits.split(","), args.attacks.split(",")
     with progress(3 * len(limits) * len(attacks) * args.rounds) as tick:
         for each in limits:

@@ -1,13 +1,15 @@
-"""Put and get of 16 pages with TLS beside the same without, and beside what Python's own TLS socket can do.
+"""Put and get of 16 pages with TLS beside the same without, and beside what Python's own TLS socket
+can do.
 
     limit      two Python processes, `sendall` and `recv_into` page by page, as in `bulk.py`: plain, and over `ssl`
     bulk       ours as it is, plain and with TLS: encrypted in memory beside the socket (`kvstore.transports.tls`)
     gRPC       ours as it is, plain and with TLS: gRPC's own library encrypts, in its threads
 
-TLS 1.3 with certificates on P-256 on both sides, made for this run. The contenders take turns as in `bulk.py`. GB/s:
-10^9 page bytes in the median of all calls, and between which speeds nine of ten calls were; the ratio is that to the
-same wire without TLS. `--busy` adds a thread to this process that runs Python all the time, as an engine's may: each
-record of 16 KiB then waits for its turn at the interpreter.
+TLS 1.3 with certificates on P-256 on both sides, made for this run. The contenders take turns as in
+`bulk.py`. GB/s: 10^9 page bytes in the median of all calls, and between which speeds nine of ten
+calls were; the ratio is that to the same wire without TLS. `--busy` adds a thread to this process
+that runs Python all the time, as an engine's may: each record of 16 KiB then waits for its turn at
+the interpreter.
 
     python benchmarks/tls.py [--rounds 10] [--page-kib 1024 4096] [--busy] [--json]
 """
@@ -33,7 +35,11 @@ from kvstore.cli.authority import Authority
 from kvstore.tools.node_process import NodeProcess
 
 PAGE_KIB = (1024, 4096)
-PLAIN = {"sockets, TLS": "sockets", "bulk, TLS": "bulk", "gRPC, TLS": "gRPC"}  # beside what each is held
+PLAIN = {
+    "sockets, TLS": "sockets",
+    "bulk, TLS": "bulk",
+    "gRPC, TLS": "gRPC",
+}  # beside what each is held
 
 
 # ---- Python's own TLS --------------------------------------------------------------------
@@ -43,7 +49,9 @@ def serve(port: int, page_nbytes: int, batch_count: int, cert: str, key: str) ->
     """The other process, as in `bulk.py`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
-    places = [[memoryview(bytearray(page_nbytes)) for _ in range(BATCH)] for _ in range(batch_count)]
+    places = [
+        [memoryview(bytearray(page_nbytes)) for _ in range(BATCH)] for _ in range(batch_count)
+    ]
     plain = socket.create_connection(("127.0.0.1", port))
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     number = 0
@@ -68,7 +76,9 @@ def tls_sockets(batches: Batches, ca: str, pair: tuple[str, str]) -> Iterator[Co
         plain = listener.accept()[0]
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     plain.settimeout(None)
-    with ssl.create_default_context(cafile=ca).wrap_socket(plain, server_hostname="localhost") as sock:
+    with ssl.create_default_context(cafile=ca).wrap_socket(
+        plain, server_hostname="localhost"
+    ) as sock:
 
         def contender(batch: Any) -> Samples:
             buffers = [memoryview(buffer) for buffer in batch.buffers]
@@ -102,7 +112,10 @@ def page_rows(
     with limit(batches) as plain, tls_sockets(batches, *files) as tls:
         contenders: dict[str, Contender] = {"sockets": plain, "sockets, TLS": tls}
         contenders |= {name: functools.partial(ours, client) for name, client in clients.items()}
-        turns = {name: functools.partial(turn, call, batches.cycle()) for name, call in contenders.items()}
+        turns = {
+            name: functools.partial(turn, call, batches.cycle())
+            for name, call in contenders.items()
+        }
         samples = rounds(turns, count, WARMUPS, tick)
     for client in clients.values():
         batches.forget(client)
@@ -110,11 +123,15 @@ def page_rows(
     for name, ops in samples.items():
         row: dict[str, Any] = {"page KiB": batches.page_nbytes >> 10, "contender": name}
         for op, seconds in ops.items():
-            slow, fast = (batches.nbytes / percentile(seconds, percent) / 1e9 for percent in (95, 5))
+            slow, fast = (
+                batches.nbytes / percentile(seconds, percent) / 1e9 for percent in (95, 5)
+            )
             row[f"{op} GB/s"] = round(batches.nbytes / median(seconds) / 1e9, 2)
             row[f"{op} 90 %"] = f"{slow:.2f}-{fast:.2f}"
             beside = samples.get(PLAIN.get(name, ""))
-            row[f"{op} of plain"] = round(median(beside[op]) / median(seconds), 2) if beside else None
+            row[f"{op} of plain"] = (
+                round(median(beside[op]) / median(seconds), 2) if beside else None
+            )
         rows.append(row)
     return rows
 
@@ -140,11 +157,15 @@ def busy(wanted: bool) -> Iterator[None]:
             thread.join()
 
 
-def clients_of(plain: NodeProcess, secured: NodeProcess, files: dict[str, str], stack: Any) -> dict[str, Client]:
+def clients_of(
+    plain: NodeProcess, secured: NodeProcess, files: dict[str, str], stack: Any
+) -> dict[str, Client]:
     clients = {}
     for name, wire in (("bulk", "bulk"), ("gRPC", "grpc")):
         for node, tls, suffix in ((plain, {}, ""), (secured, files, ", TLS")):
-            config = client_config(address=node.address, wire=wire, timeout_s=60.0, connect_timeout_s=20.0, **tls)
+            config = client_config(
+                address=node.address, wire=wire, timeout_s=60.0, connect_timeout_s=20.0, **tls
+            )
             clients[name + suffix] = stack.enter_context(Client(config))
     return clients
 
@@ -152,10 +173,17 @@ def clients_of(plain: NodeProcess, secured: NodeProcess, files: dict[str, str], 
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
     options.add_argument(
-        "--rounds", type=int, default=10, help="rounds per page size, of 4 counted puts and gets each (%(default)s)"
+        "--rounds",
+        type=int,
+        default=10,
+        help="rounds per page size, of 4 counted puts and gets each (%(default)s)",
     )
-    options.add_argument("--page-kib", type=int, nargs="+", default=PAGE_KIB, help="page sizes (%(default)s)")
-    options.add_argument("--busy", action="store_true", help="beside a thread of this process that runs Python")
+    options.add_argument(
+        "--page-kib", type=int, nargs="+", default=PAGE_KIB, help="page sizes (%(default)s)"
+    )
+    options.add_argument(
+        "--busy", action="store_true", help="beside a thread of this process that runs Python"
+    )
     args = options.parse_args(argv)
     title = f"Put and get of {BATCH} pages with TLS, medians of {args.rounds * (TURN - 1)} calls"
     report = Report(title, " ".join(["python benchmarks/tls.py", *argv]))
@@ -163,12 +191,17 @@ def main(argv: list[str]) -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         authority = Authority.found(folder, "benchmark", 1.0)
-        ca, node = str(authority.path), tuple(map(str, authority.node("node", ["localhost", "127.0.0.1"], 1.0)))
+        ca, node = (
+            str(authority.path),
+            tuple(map(str, authority.node("node", ["localhost", "127.0.0.1"], 1.0))),
+        )
         shown = tuple(map(str, authority.client("client", "reader", 1.0)))
         flags = ("--tls-cert", node[0], "--tls-key", node[1], "--tls-client-ca", ca)
         plain = stack.enter_context(NodeProcess(*NODE_FLAGS))
         secured = stack.enter_context(NodeProcess(*NODE_FLAGS, *flags))
-        clients = clients_of(plain, secured, {"tls_ca": ca, "tls_cert": shown[0], "tls_key": shown[1]}, stack)
+        clients = clients_of(
+            plain, secured, {"tls_ca": ca, "tls_cert": shown[0], "tls_key": shown[1]}, stack
+        )
         tick = stack.enter_context(progress(len(args.page_kib) * (args.rounds + WARMUPS)))
         stack.enter_context(busy(args.busy))
         for kib in args.page_kib:

@@ -1,12 +1,13 @@
-"""How fast KV moves between an engine's pool on a GPU and pages in host memory, and what it costs other work.
+"""How fast KV moves between an engine's pool on a GPU and pages in host memory, and what it costs
+other work.
 
     python benchmarks/transfer.py                 on a machine with an NVIDIA GPU and CuPy (about two minutes)
     python benchmarks/transfer.py --cpu           the reference on the CPU, small: proves the script
 
 Every strategy's bytes are checked with fresh random data and poisoned destinations before it is
-timed. GB/s = payload / median of CUDA-event times, from the first operation on the GPU to the end of the
-last; `of limit` compares with one big copy in the same run.
-Wall GB/s counts from the call to the return. Page-locked memory is a registered shared mapping.
+timed. GB/s = payload / median of CUDA-event times, from the first operation on the GPU to the end
+of the last; `of limit` compares with one big copy in the same run. Wall GB/s counts from the call
+to the return. Page-locked memory is a registered shared mapping.
 """
 
 import argparse
@@ -37,7 +38,9 @@ DIRECTIONS = ("gather", "scatter")
 
 
 def attempt(what: str, step: Callable[[], Any]) -> Any:
-    """The step's value; None and a message on stderr if it broke: the rest of the table is still wanted."""
+    """The step's value; None and a message on stderr if it broke: the rest of the table is still
+    wanted.
+    """
     try:
         return step()
     except Exception:
@@ -78,7 +81,9 @@ def work_rows(gpu: Any, work: Work, runs: int) -> Iterator[dict[str, Any]]:
     for kind in gpu.STRATEGIES:
         strategy = attempt(f"{work.name}: {kind.name}", partial(kind, work))
         for direction in DIRECTIONS if strategy else ():
-            found = attempt(f"{work.name}: {kind.name}: {direction}", partial(speeds, strategy, direction, runs))
+            found = attempt(
+                f"{work.name}: {kind.name}: {direction}", partial(speeds, strategy, direction, runs)
+            )
             if found and kind is gpu.Limit:
                 limits[direction] = found[0]
             if found:
@@ -120,7 +125,9 @@ def both_ways(kind: Any, work: Work) -> float:
         for _ in range(BOTH_WAYS_MOVES // kind.jobs):
             strategy.run(getattr(strategy, direction))
 
-    threads = [threading.Thread(target=loop, args=(direction,)) for direction in DIRECTIONS * kind.jobs]
+    threads = [
+        threading.Thread(target=loop, args=(direction,)) for direction in DIRECTIONS * kind.jobs
+    ]
     for thread in threads:
         thread.start()
     barrier.wait(BARRIER_S)
@@ -137,7 +144,9 @@ def tiny_rows(runs: int) -> Iterator[dict[str, Any]]:
     work = Work(next(shape for shape in SHAPES if shape.name == "tp8"), "cuda", 1)
     gpu.HOST.register(work.arena.data_ptr(), work.arena.nbytes)
     for kind in gpu.TINY:
-        found = attempt(f"tiny load: {kind.name}", lambda kind=kind: seconds_of(kind(work), "scatter", runs))
+        found = attempt(
+            f"tiny load: {kind.name}", lambda kind=kind: seconds_of(kind(work), "scatter", runs)
+        )
         if found:
             yield {
                 "work": "tiny load: 1 page of tp8",
@@ -182,7 +191,9 @@ def slowdown_rows(nbytes: int) -> Iterator[dict[str, Any]]:
         gpu.HOST.unregister(work.arena.data_ptr())
 
 
-def during(kind: Any, work: Work, direction: str, seconds: Callable[[], float]) -> tuple[float, float]:
+def during(
+    kind: Any, work: Work, direction: str, seconds: Callable[[], float]
+) -> tuple[float, float]:
     """Median seconds of a product while a strategy moves, and the GB/s it moved at meanwhile."""
     strategy = kind(work)
     stop, moving, moves = threading.Event(), threading.Event(), 0
@@ -217,18 +228,33 @@ def cpu_rows(nbytes: int, runs: int) -> Iterator[dict[str, Any]]:
     for shape in SHAPES:
         work = Work(shape, "cpu", max(nbytes, 2 * shape.layout.page_nbytes))
         for direction in DIRECTIONS:
-            move = partial(getattr(transfer, direction), work.pool, work.table(work.units), work.pages, None)
+            move = partial(
+                getattr(transfer, direction), work.pool, work.table(work.units), work.pages, None
+            )
             getattr(work, f"check_{direction}")(move, work.units)
             seconds = median([timed(move) for _ in range(runs)])
-            yield row(work.name, "reference on the CPU", direction, work.nbytes / seconds / 1e9, None, None)
+            yield row(
+                work.name,
+                "reference on the CPU",
+                direction,
+                work.nbytes / seconds / 1e9,
+                None,
+                None,
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cpu", action="store_true", help="no GPU: the reference transfer, small")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write all rows as JSON")
-    parser.add_argument("--nbytes", type=int, help=f"payload of a move (default {NBYTES}, with --cpu {CPU_NBYTES})")
-    parser.add_argument("--runs", type=int, default=RUNS, help=f"timed moves of each strategy (default {RUNS})")
+    parser.add_argument(
+        "--nbytes", type=int, help=f"payload of a move (default {NBYTES}, with --cpu {CPU_NBYTES})"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=RUNS, help=f"timed moves of each strategy (default {RUNS})"
+    )
     arguments = parser.parse_args()
     logging.basicConfig(format="%(message)s")
     nbytes = arguments.nbytes or (CPU_NBYTES if arguments.cpu else NBYTES)
@@ -237,8 +263,12 @@ def main() -> None:
     if arguments.cpu:
         reports[0].rows.extend(cpu_rows(nbytes, min(arguments.runs, 3)))
     else:
-        reports[0].notes.append(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-        reports[0].notes.append(f"{nbytes} bytes a move, random token slots, median of {arguments.runs}")
+        reports[0].notes.append(
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+        )
+        reports[0].notes.append(
+            f"{nbytes} bytes a move, random token slots, median of {arguments.runs}"
+        )
         reports.append(Report("Other work on the GPU while transfers run back to back", command))
         reports.append(Report("Latency of a tiny load", command))
         sources = gpu_rows(nbytes, arguments.runs), slowdown_rows(nbytes), tiny_rows(arguments.runs)

@@ -1,7 +1,9 @@
-"""Time to first token on a GPU: cold prefill against loading the prompt's KV from a node on the same host.
+"""Time to first token on a GPU: cold prefill against loading the prompt's KV from a node on the
+same host.
 
-A real transformers model of Llama architecture with 1.2 B random parameters (the shape of Llama 3.2 1B),
-bfloat16. A prompt of 8k and of 32k tokens, all but the last 64 of which another request had before.
+A real transformers model of Llama architecture with 1.2 B random parameters (the shape of Llama 3.2
+1B), bfloat16. A prompt of 8k and of 32k tokens, all but the last 64 of which another request had
+before.
 
     cold       one forward pass over the prompt
     stored     lookup, load, then a forward pass over the last tokens
@@ -38,7 +40,13 @@ ONE_B = {
     "vocab_size": 128256,
     "max_position_embeddings": 65536,
 }
-TINY = {**ONE_B, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY = {
+    **ONE_B,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 TINY |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256}
 QUESTION_TOKENS = 64
 RUNS = 5
@@ -70,7 +78,9 @@ def copy_gb_s(nbytes: int) -> float:
 
 
 @torch.inference_mode()
-def measure(client: Client, adapter: TransformersAdapter, model: Any, tokens: int, runs: int) -> dict[str, Any]:
+def measure(
+    client: Client, adapter: TransformersAdapter, model: Any, tokens: int, runs: int
+) -> dict[str, Any]:
     device = model.device
     ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=device)
     prompt = ids[0].tolist()
@@ -82,12 +92,20 @@ def measure(client: Client, adapter: TransformersAdapter, model: Any, tokens: in
     def stored() -> Any:
         load_s, (cache, count) = seconds(lambda: adapter.load(prompt[:-1]))
         assert count >= tokens - QUESTION_TOKENS - adapter.namespace.layout.page_tokens, count
-        return load_s, count, model(ids[:, count:], **{cache_argument(model): cache}, logits_to_keep=1).logits
+        return (
+            load_s,
+            count,
+            model(ids[:, count:], **{cache_argument(model): cache}, logits_to_keep=1).logits,
+        )
 
     cold()
     cold_s, (expected, cache) = min((seconds(cold) for _ in range(2)), key=lambda pair: pair[0])
     colds = [cold_s] + [seconds(cold)[0] for _ in range(runs - 1)]
-    keep = (tokens - QUESTION_TOKENS) // adapter.namespace.layout.page_tokens * adapter.namespace.layout.page_tokens
+    keep = (
+        (tokens - QUESTION_TOKENS)
+        // adapter.namespace.layout.page_tokens
+        * adapter.namespace.layout.page_tokens
+    )
     saved = adapter.save(cache, prompt[:keep]).done.result(60.0)
     assert saved.dropped == 0, saved
     del cache
@@ -112,7 +130,9 @@ def measure(client: Client, adapter: TransformersAdapter, model: Any, tokens: in
 
 
 def main(argv: list[str]) -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--cpu", action="store_true", help="no GPU: a tiny model, short prompts")
     options.add_argument("--json", action="store_true")
     args = options.parse_args(argv)
@@ -124,13 +144,19 @@ def main(argv: list[str]) -> None:
     lengths = (256, 512) if args.cpu else (8192, 32768)
     report = Report("Time to first token", "python benchmarks/ttft.py")
     with (
-        NodeProcess("--ram-bytes", "1GiB" if args.cpu else "8GiB", "--log-level", "WARNING") as node,
+        NodeProcess(
+            "--ram-bytes", "1GiB" if args.cpu else "8GiB", "--log-level", "WARNING"
+        ) as node,
         Client(client_config(address=node.address, timeout_s=60.0)) as client,
         TransformersAdapter(client, model, f"benchmark {uuid.uuid4()}", "random") as adapter,
     ):
-        report.rows = [measure(client, adapter, model, tokens, 2 if args.cpu else RUNS) for tokens in lengths]
+        report.rows = [
+            measure(client, adapter, model, tokens, 2 if args.cpu else RUNS) for tokens in lengths
+        ]
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        report.notes.append(f"{parameters / 1e9:.2f} B parameters, {model.dtype}; over the {client.wire_name} wire")
+        report.notes.append(
+            f"{parameters / 1e9:.2f} B parameters, {model.dtype}; over the {client.wire_name} wire"
+        )
         report.notes.append(f"moved by {type(transfer_for(model.device)).__name__}")
     report.show(args.json)
 

@@ -1,4 +1,5 @@
-"""The connectors that vllm_gpu.py compares: what an engine is told, and the servers that stand beside it.
+"""The connectors that vllm_gpu.py compares: what an engine is told, and the servers that stand
+beside it.
 
     none             no connector
     store            ours, with a node on this host
@@ -39,8 +40,11 @@ REMOTE_SAVE_S = 6.0  # lm:// takes a few hundred megabytes a second
 
 @dataclass(frozen=True)
 class Connector:
-    """`config`: vLLM's kv_transfer_config. `forget`: what else a hit must not come from. `saves_s`: how long saving may
-    go on behind an answer, at most. `skips`: requests can stay out of it."""
+    """`config`: vLLM's kv_transfer_config.
+
+    `forget`: what else a hit must not come from. `saves_s`: how long saving may go on behind an
+    answer, at most. `skips`: requests can stay out of it.
+    """
 
     config: dict[str, Any] | None
     forget: Callable[[], object] = lambda: None
@@ -50,14 +54,24 @@ class Connector:
 
 def available(names: list[str]) -> list[str]:
     """Of these, those that can run here; says which can not."""
-    lacking = [name for name in names if name.startswith("lmcache")] if not importlib.util.find_spec("lmcache") else []
+    lacking = (
+        [name for name in names if name.startswith("lmcache")]
+        if not importlib.util.find_spec("lmcache")
+        else []
+    )
     if lacking:
-        print(f"LMCache is not installed here (pip install lmcache==0.5.6): no {', '.join(lacking)}", file=sys.stderr)
+        print(
+            f"LMCache is not installed here (pip install lmcache==0.5.6): no {', '.join(lacking)}",
+            file=sys.stderr,
+        )
     return [name for name in names if name not in lacking]
 
 
 def connector(name: str, address: str, gib: int, stack: contextlib.ExitStack) -> Connector:
-    """`gib`: of RAM; `address`: of the node, which has as much. What was started ends with `stack`."""
+    """`gib`: of RAM; `address`: of the node, which has as much.
+
+    What was started ends with `stack`.
+    """
     if name == "none":
         return Connector(None)
     if name == "store":
@@ -73,7 +87,9 @@ def connector(name: str, address: str, gib: int, stack: contextlib.ExitStack) ->
         return Connector(_config("LMCacheConnectorV1", **remote, **memory), saves_s=REMOTE_SAVE_S)
     behind = address if name == "lmcache-store" else None
     port, http_port = stack.enter_context(_lmcache_server(gib, behind))
-    config = _config("LMCacheMPConnector", **{"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port})
+    config = _config(
+        "LMCacheMPConnector", **{"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+    )
     return Connector(config, forget=lambda: _clear(http_port)) if behind else Connector(config)
 
 
@@ -97,16 +113,31 @@ def _lmcache_server(gib: int, address: str | None) -> Iterator[tuple[int, int]]:
     flags += ["--prometheus-port", str(metrics_port), "--eviction-policy", "LRU"]
     flags += ["--l1-size-gb", str(gib), "--l1-init-size-gb", str(gib)]
     if address:
-        params = {"address": address, "revision": "dummy", "kv_format": "vllm 0.33 bf16 kv=bf16", "workers": 8}
+        params = {
+            "address": address,
+            "revision": "dummy",
+            "kv_format": "vllm 0.33 bf16 kv=bf16",
+            "workers": 8,
+        }
         form = {"module_path": "gpu_agent.engines.lmcache", "class_name": "NodeAdapter"}
-        flags += ["--l2-adapter", json.dumps({"type": "plugin", "shared": True, **form, "adapter_params": params})]
+        flags += [
+            "--l2-adapter",
+            json.dumps({"type": "plugin", "shared": True, **form, "adapter_params": params}),
+        ]
     with _process("lmcache.cli.main", "server", *flags) as alive:
-        _wait(lambda: urllib.request.urlopen(f"http://127.0.0.1:{http_port}/healthcheck", timeout=5.0).close(), alive)
+        _wait(
+            lambda: urllib.request.urlopen(
+                f"http://127.0.0.1:{http_port}/healthcheck", timeout=5.0
+            ).close(),
+            alive,
+        )
         yield port, http_port
 
 
 def _clear(http_port: int) -> None:
-    request = urllib.request.Request(f"http://127.0.0.1:{http_port}/cache/clear", b"", method="POST")
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{http_port}/cache/clear", b"", method="POST"
+    )
     urllib.request.urlopen(request, timeout=START_S).close()
 
 
@@ -114,11 +145,15 @@ def _clear(http_port: int) -> None:
 def _process(module: str, *arguments: str) -> Iterator[Callable[[], None]]:
     """A function that ends the run, with what the process said, if it has ended."""
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=said, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], stdout=said, stderr=subprocess.STDOUT
+        )
 
         def alive() -> None:
             if process.poll() is not None:
-                raise SystemExit(f"{module} ended:\n{Path(f'/proc/self/fd/{said.fileno()}').read_text()[-3000:]}")
+                raise SystemExit(
+                    f"{module} ended:\n{Path(f'/proc/self/fd/{said.fileno()}').read_text()[-3000:]}"
+                )
 
         try:
             yield alive

@@ -1,19 +1,22 @@
-"""vLLM on a GPU with the store, without, and with others' connectors: first tokens and throughput, in turns.
+"""vLLM on a GPU with the store, without, and with others' connectors: first tokens and throughput,
+in turns.
 
-One engine for each connector (vllm_connectors.py), with the same model (dummy weights: what is computed does not
-matter), stays up on one GPU, and a node on the same host. One at a time works. LMCache's are left out where it is not
-installed.
+One engine for each connector (vllm_connectors.py), with the same model (dummy weights: what is
+computed does not matter), stays up on one GPU, and a node on the same host. One at a time works.
+LMCache's are left out where it is not installed.
 
     computed   an engine without a connector
     miss       computed, and saved behind it; skip: the same engine, a request that stays out of the store
     hit        its own cache was emptied before, so that the KV comes from the store, or from where others keep it
     local      a hit in its own cache
 
-Seconds are those of `LLM.generate` with one token. Throughput: requests of new prompts at once, their prompt's and
-answer's tokens. Prompts are new in each round, the same for all engines, and the order changes from round to round. A
-machine's speed changes more from minute to minute than connectors change it: engines are compared within a round.
+Seconds are those of `LLM.generate` with one token. Throughput: requests of new prompts at once,
+their prompt's and answer's tokens. Prompts are new in each round, the same for all engines, and the
+order changes from round to round. A machine's speed changes more from minute to minute than
+connectors change it: engines are compared within a round.
 
-    PYTHONPATH=. python benchmarks/vllm_gpu.py [--model 0.9b] [--rounds 5] [--connectors none store ...]
+    PYTHONPATH=. python benchmarks/vllm_gpu.py [--model 0.9b] [--rounds 5] [--connectors none store
+    ...]
                     [--tokens 131079 --first-tokens] [--json]
                     with a python that has vLLM, CuPy and the node: see `make gpu-test-vllm`
 """
@@ -31,7 +34,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # as users have it: the engine's loop in a process of its own
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+    "1"  # as users have it: the engine's loop in a process of its own
+)
 
 from engine_handle import EngineHandle
 from measure import Report, Samples, median, parser, progress, rounds
@@ -81,7 +86,9 @@ class Contender:
         found = {"new": [self._seconds([prompts() for _ in range(REQUESTS)], ANSWER_TOKENS)]}
         if self._connector.skips:
             self._forget()
-            found["skip"] = [self._seconds([prompts() for _ in range(REQUESTS)], ANSWER_TOKENS, skip=True)]
+            found["skip"] = [
+                self._seconds([prompts() for _ in range(REQUESTS)], ANSWER_TOKENS, skip=True)
+            ]
         return found
 
     def _hit(self, prompt: list[int]) -> list[float]:
@@ -90,13 +97,17 @@ class Contender:
         cached = found["requests"][0]["cached"] or 0
         if cached >= len(prompt) * 9 // 10:
             return [float(found["seconds"])]
-        print(f"{self._name}: a prompt of {len(prompt)} tokens was a hit of {cached}", file=sys.stderr)
+        print(
+            f"{self._name}: a prompt of {len(prompt)} tokens was a hit of {cached}", file=sys.stderr
+        )
         if self._name == "store":
             raise SystemExit(self._engine.said()[-3000:])
         return []
 
     def _seconds(self, prompts: list[list[int]], tokens: int, skip: bool = False) -> float:
-        found = self._engine.ask("generate", prompts=prompts, max_tokens=tokens, logprobs=None, skip=skip)
+        found = self._engine.ask(
+            "generate", prompts=prompts, max_tokens=tokens, logprobs=None, skip=skip
+        )
         return float(found["seconds"])
 
     def _forget(self) -> None:
@@ -129,7 +140,9 @@ def contenders(
     with contextlib.ExitStack() as stack:
         connectors = {name: connector(name, node.address, tier_gib, stack) for name in names}
         engines = {
-            name: EngineHandle(name, {**arguments, **({"kv_transfer_config": one.config} if one.config else {})})
+            name: EngineHandle(
+                name, {**arguments, **({"kv_transfer_config": one.config} if one.config else {})}
+            )
             for name, one in connectors.items()
         }
         for engine in engines.values():
@@ -189,15 +202,26 @@ def spread(samples: list[float], unit: float) -> str:
     return f"{median(values):.{digits}f} ({values[0]:.{digits}f}–{values[-1]:.{digits}f})"
 
 
-def first_token_rows(names: dict[str, Contender], tokens: int, count: int, new: Prompts, tick: Tick) -> Iterator[Row]:
-    calls = {name: lambda one=one: one.first_tokens(lambda: new(tokens)) for name, one in names.items()}
+def first_token_rows(
+    names: dict[str, Contender], tokens: int, count: int, new: Prompts, tick: Tick
+) -> Iterator[Row]:
+    calls = {
+        name: lambda one=one: one.first_tokens(lambda: new(tokens)) for name, one in names.items()
+    }
     for name, samples in rounds(calls, count, WARMUPS, tick).items():
-        found = {op: spread(samples[op], 1e3) if samples.get(op) else None for op in ("computed", *OPS)}
+        found = {
+            op: spread(samples[op], 1e3) if samples.get(op) else None for op in ("computed", *OPS)
+        }
         yield {"prompt tokens": tokens, "connector": name, **found}
 
 
-def throughput_rows(names: dict[str, Contender], count: int, new: Prompts, tick: Tick) -> Iterator[Row]:
-    calls = {name: lambda one=one: one.throughput(lambda: new(PROMPT_TOKENS)) for name, one in names.items()}
+def throughput_rows(
+    names: dict[str, Contender], count: int, new: Prompts, tick: Tick
+) -> Iterator[Row]:
+    calls = {
+        name: lambda one=one: one.throughput(lambda: new(PROMPT_TOKENS))
+        for name, one in names.items()
+    }
     tokens = REQUESTS * (PROMPT_TOKENS + ANSWER_TOKENS)
     samples_of = rounds(calls, count, WARMUPS, tick)
     bare = samples_of.get("none", {}).get("new", [])
@@ -205,25 +229,43 @@ def throughput_rows(names: dict[str, Contender], count: int, new: Prompts, tick:
         for op, seconds in samples.items():
             what = f"{name}, all skip" if op == "skip" else name
             rate = spread([tokens / value for value in seconds], 1e-3)
-            beside = [one / value for one, value in zip(bare, seconds, strict=False)]  # in the same round
-            ratio = f"{median(beside):.2f} ({min(beside):.2f}–{max(beside):.2f})" if beside else None
+            beside = [
+                one / value for one, value in zip(bare, seconds, strict=False)
+            ]  # in the same round
+            ratio = (
+                f"{median(beside):.2f} ({min(beside):.2f}–{max(beside):.2f})" if beside else None
+            )
             yield {"connector": what, "thousand tokens/s": rate, "of none, by rounds": ratio}
 
 
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
     options.add_argument("--model", choices=MODELS, default="0.9b", help="(%(default)s)")
-    options.add_argument("--rounds", type=int, default=5, help="of each length, and of the throughput (%(default)s)")
-    options.add_argument("--connectors", choices=NAMES, nargs="+", default=NAMES[:-1], help="(%(default)s)")
-    options.add_argument("--tokens", type=int, nargs="+", default=LENGTHS, help="prompt lengths (%(default)s)")
-    options.add_argument("--first-tokens", action="store_true", help="no throughput")
-    options.add_argument("--kv-gib", type=int, default=12, help="KV cache of each engine (%(default)s)")
     options.add_argument(
-        "--tier-gib", type=int, default=12, help="RAM of the node, and of each that keeps KV elsewhere (%(default)s)"
+        "--rounds", type=int, default=5, help="of each length, and of the throughput (%(default)s)"
+    )
+    options.add_argument(
+        "--connectors", choices=NAMES, nargs="+", default=NAMES[:-1], help="(%(default)s)"
+    )
+    options.add_argument(
+        "--tokens", type=int, nargs="+", default=LENGTHS, help="prompt lengths (%(default)s)"
+    )
+    options.add_argument("--first-tokens", action="store_true", help="no throughput")
+    options.add_argument(
+        "--kv-gib", type=int, default=12, help="KV cache of each engine (%(default)s)"
+    )
+    options.add_argument(
+        "--tier-gib",
+        type=int,
+        default=12,
+        help="RAM of the node, and of each that keeps KV elsewhere (%(default)s)",
     )
     args = options.parse_args(argv)
     command = " ".join(["python benchmarks/vllm_gpu.py", *argv])
-    firsts, sums = Report("vLLM's first token on a GPU, ms", command), Report("vLLM's throughput on a GPU", command)
+    firsts, sums = (
+        Report("vLLM's first token on a GPU, ms", command),
+        Report("vLLM's throughput on a GPU", command),
+    )
     numbers = random.Random(time.time_ns())
     vocabulary = MODELS[args.model][-1]
 
@@ -231,14 +273,19 @@ def main(argv: list[str]) -> None:
         return [numbers.randrange(3, vocabulary) for _ in range(tokens)]
 
     with contextlib.ExitStack() as stack:
-        model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-bench-"))) / "model"
+        model = (
+            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-bench-")))
+            / "model"
+        )
         save_config(args.model, model)
         python = os.environ.get("KVSTORE_NODE_PYTHON", sys.executable)
         flags = ("--ram-bytes", f"{args.tier_gib}GiB", "--log-level", "WARNING")
         node = stack.enter_context(NodeProcess(*flags, python=python))
         longest = max(*args.tokens, PROMPT_TOKENS + ANSWER_TOKENS)
         names = available(args.connectors)
-        engines = stack.enter_context(contenders(names, model, node, args.kv_gib, args.tier_gib, longest))
+        engines = stack.enter_context(
+            contenders(names, model, node, args.kv_gib, args.tier_gib, longest)
+        )
         tick = stack.enter_context(progress((args.rounds + WARMUPS) * (len(args.tokens) + 1)))
         for tokens in args.tokens:
             firsts.rows += first_token_rows(engines, tokens, args.rounds, new, tick)
@@ -252,7 +299,9 @@ def main(argv: list[str]) -> None:
 
 
 def _show(report: Report, args: argparse.Namespace) -> None:
-    report.notes.append(f"median (least–greatest) of {args.rounds} rounds; all engines up, one at a time works")
+    report.notes.append(
+        f"median (least–greatest) of {args.rounds} rounds; all engines up, one at a time works"
+    )
     report.show(args.json)
     print(flush=True)
 

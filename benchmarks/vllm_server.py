@@ -1,5 +1,6 @@
-"""vLLM's OpenAI-compatible server in a process of its own, with or without the store: for the demo, the
-benchmark and the tests. Needs an environment with vLLM (tests/engines/vllm/install.sh)."""
+"""vLLM's OpenAI-compatible server in a process of its own, with or without the store: for the demo,
+the benchmark and the tests. Needs an environment with vLLM (tests/engines/vllm/install.sh).
+"""
 
 import contextlib
 import json
@@ -84,7 +85,10 @@ def save_llama(directory: Path, layers: int, hidden: int, vocabulary: int = 512)
 
 @dataclass(frozen=True)
 class Answer:
-    """`ttft_s`: from the request to its first token. `cached_tokens`: prompt tokens that were not computed."""
+    """`ttft_s`: from the request to its first token.
+
+    `cached_tokens`: prompt tokens that were not computed.
+    """
 
     tokens: list[int]
     ttft_s: float
@@ -92,21 +96,44 @@ class Answer:
 
 
 class Server:
-    """On a free port of the loopback interface. `flags` are vLLM's own, without the dashes."""
+    """On a free port of the loopback interface.
 
-    def __init__(self, model: Path | str, store: dict[str, Any] | None = None, **flags: Any) -> None:
+    `flags` are vLLM's own, without the dashes.
+    """
+
+    def __init__(
+        self, model: Path | str, store: dict[str, Any] | None = None, **flags: Any
+    ) -> None:
         port = free_port()
         self._base = f"http://127.0.0.1:{port}"
-        values: dict[str, Any] = {"dtype": "float32", "max-model-len": 512, "block-size": 32, "port": port, **flags}
+        values: dict[str, Any] = {
+            "dtype": "float32",
+            "max-model-len": 512,
+            "block-size": 32,
+            "port": port,
+            **flags,
+        }
         if store is not None:
             values["kv-transfer-config"] = json.dumps(store)
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--host",
+            "127.0.0.1",
+        ]
         command += ["--model", str(model), "--served-model-name", "model"]
         command += ["--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details"]
-        command += [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        command += [
+            word
+            for name, value in values.items()
+            for word in (f"--{name.replace('_', '-')}", str(value))
+        ]
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed by `close`
         env = environment(VLLM_SERVER_DEV_MODE="1")  # it serves /reset_prefix_cache then
-        self._process = subprocess.Popen(command, stdout=self._said, stderr=subprocess.STDOUT, env=env)
+        self._process = subprocess.Popen(
+            command, stdout=self._said, stderr=subprocess.STDOUT, env=env
+        )
 
     def wait_up(self) -> None:
         """Raises ServerFailed."""
@@ -116,7 +143,9 @@ class Server:
                 urllib.request.urlopen(f"{self._base}/health", timeout=5.0).close()
                 return
             if self._process.poll() is not None or time.monotonic() > end:
-                raise ServerFailed(f"vLLM's server did not come up; it said:\n{self.said()[-4000:]}")
+                raise ServerFailed(
+                    f"vLLM's server did not come up; it said:\n{self.said()[-4000:]}"
+                )
             time.sleep(0.2)
 
     def said(self) -> str:
@@ -180,7 +209,9 @@ class Server:
             time.sleep(0.1)
 
     def close(self, timeout_s: float = 60.0, how: signal.Signals = signal.SIGINT) -> int:
-        """As Ctrl-C does, or a service manager (SIGTERM); its exit status, that of a kill if it did not end."""
+        """As Ctrl-C does, or a service manager (SIGTERM); its exit status, that of a kill if it did
+        not end.
+        """
         if self._process.poll() is None:
             self._process.send_signal(how)
         try:

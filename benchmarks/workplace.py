@@ -12,19 +12,28 @@ TMPFS = frozenset(("tmpfs", "ramfs", "devtmpfs"))
 
 
 def add_dir(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--dir", type=Path, default=Path("."), help="write under this directory (%(default)s)")
+    options.add_argument(
+        "--dir", type=Path, default=Path("."), help="write under this directory (%(default)s)"
+    )
 
 
 @contextlib.contextmanager
 def workplace(directory: Path, needed_nbytes: int = 0) -> Iterator[Path]:
-    """A new directory under `directory`. Ends the benchmark with a message if that is memory instead of
-    a disk or has not `needed_nbytes` free."""
+    """A new directory under `directory`.
+
+    Ends the benchmark with a message if that is memory instead of a disk or has not `needed_nbytes`
+    free.
+    """
     kind = file_system(directory)
     if kind in TMPFS:
-        raise SystemExit(f"{directory} is in memory ({kind}); name a directory on a disk with --dir")
+        raise SystemExit(
+            f"{directory} is in memory ({kind}); name a directory on a disk with --dir"
+        )
     free = shutil.disk_usage(directory).free
     if free < needed_nbytes:
-        raise SystemExit(f"{directory} has {free >> 20} MiB free, {needed_nbytes >> 20} are needed; see --dir, --help")
+        raise SystemExit(
+            f"{directory} has {free >> 20} MiB free, {needed_nbytes >> 20} are needed; see --dir, --help"
+        )
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=directory) as name:
         yield Path(name)
 
@@ -51,8 +60,10 @@ def direct_works(directory: Path) -> bool:
 
 
 def written_nbytes(pid: int) -> int:
-    """Bytes that a process sent to storage since it began, as the kernel counts them: direct writes,
-    and pages of the page cache when they become dirty. The file system's journal is not in it."""
+    """Bytes that a process sent to storage since it began, as the kernel counts them: direct
+    writes, and pages of the page cache when they become dirty. The file system's journal is not in
+    it.
+    """
     for line in Path(f"/proc/{pid}/io").read_text().splitlines():
         if line.startswith("write_bytes:"):
             return int(line.split()[1])

@@ -2,9 +2,11 @@
 
     python3 add_agent.py /wheels [cuda12|cuda13]
 
-    what is installed --constraints--> pip install wheel[extra] --> the same, and more --> the agent can be imported
+    what is installed --constraints--> pip install wheel[extra] --> the same, and more --> the agent
+    can be imported
 
-Runs by the engine's own Python. Status 0: added. 1: it can not be, and what would have to change is told.
+Runs by the engine's own Python. Status 0: added. 1: it can not be, and what would have to change is
+told.
 """
 
 import importlib
@@ -27,25 +29,42 @@ NO_PIP = "has no pip; install it in an image of your own, FROM this one"
 
 def main(arguments: list[str]) -> int:
     if not 1 <= len(arguments) <= 2 or (arguments[1:] or [""])[0] not in EXTRAS:
-        return _failed("say where the wheel is, and cuda12, cuda13 or nothing: add_agent.py /wheels cuda12")
+        return _failed(
+            "say where the wheel is, and cuda12, cuda13 or nothing: add_agent.py /wheels cuda12"
+        )
     wheels, extra = sorted(Path(arguments[0]).glob("kvstore_llm-*.whl")), "".join(arguments[1:])
     if len(wheels) != 1:
         return _failed(f"{arguments[0]} holds {len(wheels)} wheels kvstore_llm-*.whl, and not one")
-    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        [sys.executable, "-m", "pip", "--version"], capture_output=True, check=False
+    ).returncode:
         return _failed(f"{sys.executable} {NO_PIP}")
     before = installed()
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "engine.txt"
-        pins = [f"{name}=={version}\n" for name, version in before.items() if VERSION.fullmatch(version)]
+        pins = [
+            f"{name}=={version}\n" for name, version in before.items() if VERSION.fullmatch(version)
+        ]
         constraints.write_text("".join(pins))
         wanted = f"{OURS}[{extra}] @ {wheels[0].resolve().as_uri()}" if extra else str(wheels[0])
-        words = ["install", "--disable-pip-version-check", "--no-input", "--constraint", str(constraints), wanted]
+        words = [
+            "install",
+            "--disable-pip-version-check",
+            "--no-input",
+            "--constraint",
+            str(constraints),
+            wanted,
+        ]
         # An engine's image is often a system's Python, of which pip would keep away.
         done = subprocess.run(
-            [sys.executable, "-m", "pip", *words], check=False, env={**os.environ, "PIP_BREAK_SYSTEM_PACKAGES": "1"}
+            [sys.executable, "-m", "pip", *words],
+            check=False,
+            env={**os.environ, "PIP_BREAK_SYSTEM_PACKAGES": "1"},
         )
     if done.returncode:
-        return _failed("pip finds nothing that leaves the engine's packages as they are; what it says above names them")
+        return _failed(
+            "pip finds nothing that leaves the engine's packages as they are; what it says above names them"
+        )
     after = installed()
     changed = [
         f"{name} {version} -> {after.get(name, 'gone')}"
@@ -57,12 +76,19 @@ def main(arguments: list[str]) -> int:
     tried = subprocess.run([sys.executable, "-c", TRIED], check=False)
     if tried.returncode:
         return _failed("the agent can not be imported beside the engine")
-    print("added:", ", ".join(f"{name} {version}" for name, version in sorted(after.items()) if name not in before))
+    print(
+        "added:",
+        ", ".join(
+            f"{name} {version}" for name, version in sorted(after.items()) if name not in before
+        ),
+    )
     return 0
 
 
 def installed() -> dict[str, str]:
-    """Version of each distribution but our own that this Python sees; of several, of the one that is imported."""
+    """Version of each distribution but our own that this Python sees; of several, of the one that
+    is imported.
+    """
     importlib.invalidate_caches()
     seen: dict[str, str] = {}
     for found in importlib.metadata.distributions():

@@ -2,11 +2,13 @@
 
     python docker/audit.py PYTHON SBOM CONSTRAINTS
 
-PYTHON is an environment into which was installed what the image gets. SBOM is written, CycloneDX JSON, the same bytes
-for the same packages. The vulnerability service is asked by pip-audit about these and the pins of CONSTRAINTS.
+PYTHON is an environment into which was installed what the image gets. SBOM is written, CycloneDX
+JSON, the same bytes for the same packages. The vulnerability service is asked by pip-audit about
+these and the pins of CONSTRAINTS.
 
-Status 0: all of them were looked up, and nothing is known. 1: something is. 3: the service was not asked about all of
-them, as where it can not be reached; nothing is known then, which is not the same as that all is well.
+Status 0: all of them were looked up, and nothing is known. 1: something is. 3: the service was not
+asked about all of them, as where it can not be reached; nothing is known then, which is not the
+same as that all is well.
 """
 
 import json
@@ -32,7 +34,15 @@ def tool(*command: str) -> subprocess.CompletedProcess[str]:
 
 def write_sbom(python: str, path: Path) -> Any:
     path.parent.mkdir(parents=True, exist_ok=True)
-    options = ("--output-reproducible", "--of", "JSON", "--pyproject", "pyproject.toml", "-o", str(path))
+    options = (
+        "--output-reproducible",
+        "--of",
+        "JSON",
+        "--pyproject",
+        "pyproject.toml",
+        "-o",
+        str(path),
+    )
     done = tool("cyclonedx-py", "environment", *options, python)
     if done.returncode:
         sys.exit(f"cyclonedx-py ended with status {done.returncode}: {done.stderr[-2000:]}")
@@ -60,7 +70,9 @@ def _licence(said: Any) -> str:
 
 def ask(*what: str) -> str:
     """What pip-audit says, as JSON; empty if it could not ask."""
-    done = tool("pip-audit", "--format", "json", "--progress-spinner", "off", "--timeout", "15", *what)
+    done = tool(
+        "pip-audit", "--format", "json", "--progress-spinner", "off", "--timeout", "15", *what
+    )
     return done.stdout
 
 
@@ -69,19 +81,31 @@ def verdict(said: str) -> tuple[int, list[str]]:
     try:
         dependencies = [some for some in json.loads(said)["dependencies"] if some["name"] != OURS]
     except (ValueError, KeyError, TypeError):
-        return NOT_ASKED, ["the vulnerability service can not be reached from here: NOTHING IS KNOWN"]
+        return NOT_ASKED, [
+            "the vulnerability service can not be reached from here: NOTHING IS KNOWN"
+        ]
     known = [(some, flaw) for some in dependencies for flaw in some.get("vulns", [])]
     skipped = [some for some in dependencies if "vulns" not in some]
-    lines = [f"VULNERABLE  {some['name']} {some['version']}: {flaw['id']}, {_mended(flaw)}" for some, flaw in known]
+    lines = [
+        f"VULNERABLE  {some['name']} {some['version']}: {flaw['id']}, {_mended(flaw)}"
+        for some, flaw in known
+    ]
     if skipped or not dependencies:
         lines.append(f"NOT LOOKED UP: {len(skipped)} of {len(dependencies)}")
-        lines += [f"    {some['name']}: {some.get('skip_reason', 'no reason given')}" for some in skipped[:LINES_MAX]]
+        lines += [
+            f"    {some['name']}: {some.get('skip_reason', 'no reason given')}"
+            for some in skipped[:LINES_MAX]
+        ]
         lines += [f"    and {len(skipped) - LINES_MAX} more"] if len(skipped) > LINES_MAX else []
     return (VULNERABLE if known else NOT_ASKED if skipped or not dependencies else WELL), lines
 
 
 def _mended(flaw: Any) -> str:
-    return f"mended in {', '.join(flaw['fix_versions'])}" if flaw.get("fix_versions") else "not mended yet"
+    return (
+        f"mended in {', '.join(flaw['fix_versions'])}"
+        if flaw.get("fix_versions")
+        else "not mended yet"
+    )
 
 
 def main(python: str, sbom: str, constraints: str) -> int:
@@ -102,7 +126,11 @@ def main(python: str, sbom: str, constraints: str) -> int:
     for name, what in questions.items():
         status, lines = verdict(ask(*what))
         statuses.append(status)
-        print(f"{name}: {'nothing is known against any of them' if status == WELL else ''}", *lines, sep="\n    ")
+        print(
+            f"{name}: {'nothing is known against any of them' if status == WELL else ''}",
+            *lines,
+            sep="\n    ",
+        )
     return VULNERABLE if VULNERABLE in statuses else max(statuses)
 
 

@@ -1,4 +1,5 @@
-"""By what Prometheus and Grafana of docker/compose.monitoring.yaml are let in: made once, in a folder for each.
+"""By what Prometheus and Grafana of docker/compose.monitoring.yaml are let in: made once, in a
+folder for each.
 
     python first_scrape.py /secrets /prometheus /grafana HOST:PORT...
 
@@ -8,10 +9,11 @@
 /prometheus/nodes.json         what it scrapes: each HOST:PORT whose HOST the nodes' certificate names
 /grafana/admin.password        of Grafana's user admin
 
-It runs before each start of Prometheus, after first_start.py. A token and a password that are there stay as they are,
-so one that was revoked stays so; the other files are made anew. A HOST that the certificate does not name could
-not be scraped: it is left out, so that one list does for several compose files. The files are for their owner's group,
-which the two containers have beside their own.
+It runs before each start of Prometheus, after first_start.py. A token and a password that are there
+stay as they are, so one that was revoked stays so; the other files are made anew. A HOST that the
+certificate does not name could not be scraped: it is left out, so that one list does for several
+compose files. The files are for their owner's group, which the two containers have beside their
+own.
 """
 
 import json
@@ -34,7 +36,9 @@ PASSWORD_NBYTES = 18
 
 def main(arguments: Sequence[str]) -> int:
     if len(arguments) < 4 or not all(arguments):
-        return _failed("say which folders and nodes: first_scrape.py /secrets /prometheus /grafana HOST:PORT...")
+        return _failed(
+            "say which folders and nodes: first_scrape.py /secrets /prometheus /grafana HOST:PORT..."
+        )
     known, prometheus, grafana = map(Path, arguments[:3])
     try:
         there = _scraped(known / "node.pem", arguments[3:])
@@ -43,12 +47,16 @@ def main(arguments: Sequence[str]) -> int:
         write_whole(prometheus / "nodes.json", json.dumps([{"targets": there}]).encode(), MODE)
         _introduce(known / "identities", prometheus / "prometheus.token")
         if not (grafana / "admin.password").exists():
-            write_whole(grafana / "admin.password", secrets.token_urlsafe(PASSWORD_NBYTES).encode(), MODE)
+            write_whole(
+                grafana / "admin.password", secrets.token_urlsafe(PASSWORD_NBYTES).encode(), MODE
+            )
     except ConfigError as error:
         return _failed(str(error))
     except OSError as error:
         return _failed(f"{error.filename}: {error.strerror}")
-    print(f"Prometheus scrapes {', '.join(there)}; the password of Grafana's admin is in {grafana}/admin.password")
+    print(
+        f"Prometheus scrapes {', '.join(there)}; the password of Grafana's admin is in {grafana}/admin.password"
+    )
     return 0
 
 
@@ -56,7 +64,9 @@ def _scraped(certificate: Path, nodes: Sequence[str]) -> list[str]:
     hosts = hosts_of(certificate)
     for node in nodes:
         if not node.endswith(f":{split_address(node)[1]}"):
-            raise ConfigError(f"{node} is not HOST:PORT; the port is that of the node's metrics, 7442 by default")
+            raise ConfigError(
+                f"{node} is not HOST:PORT; the port is that of the node's metrics, 7442 by default"
+            )
     there = [node for node in nodes if split_address(node)[0] in hosts]
     if not there:
         raise ConfigError(
@@ -67,8 +77,10 @@ def _scraped(certificate: Path, nodes: Sequence[str]) -> list[str]:
 
 
 def _introduce(identities: Path, token_file: Path) -> None:
-    """The token comes last and says that it is known. A run that was killed before that has left an identity whose
-    token nobody has: it goes."""
+    """The token comes last and says that it is known.
+
+    A run that was killed before that has left an identity whose token nobody has: it goes.
+    """
     if token_file.exists():
         return
     token = identity_file.new_token(ALL)

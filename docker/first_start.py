@@ -1,18 +1,21 @@
-"""Whom the nodes of a compose project let in, and by what clients know them: made once, in a folder of theirs.
+"""Whom the nodes of a compose project let in, and by what clients know them: made once, in a folder
+of theirs.
 
     python first_start.py /secrets NAME...
 
 ca.pem  ca.key        an authority of its own
 node.pem  node.key    the nodes' certificate: for the NAMEs, hosts or addresses, and for localhost and 127.0.0.1
-client.pem client.key what all clients show: without it nobody gets as far as HTTP/2. It names nobody: tokens do
+client.pem client.key what all clients show: without it nobody gets as far as HTTP/2. It names
+nobody: tokens do
 operator.token        of all tenants (*), role admin
 member.token          of all tenants, role node: what nodes show each other
 engine.token          tenant default, role write: what engines show
 identities            who has these tokens: what the nodes read
 
-What is there stays as it is, so this may run before each start of a node. Each file is written whole; of a pair the
-certificate, and of tokens and identities the latter, comes last and says that all of it is there. So a run that is
-killed is gone on with by the next one, and a token that was revoked or taken away does not come back.
+What is there stays as it is, so this may run before each start of a node. Each file is written
+whole; of a pair the certificate, and of tokens and identities the latter, comes last and says that
+all of it is there. So a run that is killed is gone on with by the next one, and a token that was
+revoked or taken away does not come back.
 """
 
 import fcntl
@@ -31,22 +34,32 @@ from kvstore.secrets import DEFAULT_TENANT, token_of, write_whole
 CA_NAME, DAYS = "kvstore compose CA", 3650.0  # nobody is there to renew them
 HERE = ("localhost", "127.0.0.1")
 CLIENT = "client"
-WHO = {"operator": (ALL, "admin"), "member": (ALL, "node"), "engine": (DEFAULT_TENANT, "write")}  # (tenant, role)
+WHO = {
+    "operator": (ALL, "admin"),
+    "member": (ALL, "node"),
+    "engine": (DEFAULT_TENANT, "write"),
+}  # (tenant, role)
 
 
 def main(arguments: Sequence[str]) -> int:
     if len(arguments) < 2 or not all(arguments):
-        return _failed("say which folder, and by which names clients reach the nodes: first_start.py /secrets NAME...")
+        return _failed(
+            "say which folder, and by which names clients reach the nodes: first_start.py /secrets NAME..."
+        )
     folder, names = Path(arguments[0]), [name.strip("[]") for name in arguments[1:]]
     try:
         made = _make(folder, list(dict.fromkeys([*names, *HERE])))
     except ConfigError as error:
         return _failed(str(error))
     except OSError as error:
-        return _failed(f"{error.filename or folder}: {error.strerror}; user {os.geteuid()} must be able to write there")
+        return _failed(
+            f"{error.filename or folder}: {error.strerror}; user {os.geteuid()} must be able to write there"
+        )
     if made:
         print(f"{folder}: made {', '.join(made)}")
-        print(f"clients need ca.pem, client.pem, client.key, engine.token: docker cp CONTAINER:{folder}/ca.pem . , ...")
+        print(
+            f"clients need ca.pem, client.pem, client.key, engine.token: docker cp CONTAINER:{folder}/ca.pem . , ..."
+        )
     else:
         print(f"{folder}: all is there already")
     return 0
@@ -78,9 +91,14 @@ def _found(folder: Path) -> list[str]:
 
 
 def _admit(folder: Path) -> list[str]:
-    """Without the authority's key, of an authority of one's own, nothing: then that makes clients' certificates."""
+    """Without the authority's key, of an authority of one's own, nothing: then that makes clients'
+    certificates.
+    """
     if not (folder / "ca.key").exists():
-        print(f"{folder} has no client.pem, and no ca.key to make it with: clients show one of ca.pem", file=sys.stderr)
+        print(
+            f"{folder} has no client.pem, and no ca.key to make it with: clients show one of ca.pem",
+            file=sys.stderr,
+        )
         return []
     Authority.open(folder).client(CLIENT, CLIENT, DAYS, force=True)
     return ["client.pem"]
@@ -98,7 +116,9 @@ def _introduce(folder: Path) -> list[str]:
         if not token:
             raise ConfigError(f"{path} is empty; remove it, and a token is made")
         lines.append(identities.token_line(name, token, tenant=tenant, role=role))
-    write_whole(folder / "identities", "".join(f"{line}\n" for line in lines).encode(), identities.MODE_NEW)
+    write_whole(
+        folder / "identities", "".join(f"{line}\n" for line in lines).encode(), identities.MODE_NEW
+    )
     return [*made, "identities"]
 
 

@@ -1,10 +1,12 @@
 """Health check of a container: exit 0 if this node serves, 1 with a line on stderr if not.
 
-Asks /health at the metrics' port, and not grpc.health.v1 at the gRPC port: a gateway that strangers end is back within
-a second, and the node serves its other clients meanwhile. Ports and files of TLS are found as the node finds them, so
-a node in a container gets them from the environment (KVSTORE_NODE_PORT), not from flags. Like a kubelet's probe it does
-not verify the node's certificate. To a node that asks for client certificates it shows the node's own. A node that
-refuses that one lives and serves others, so it stays healthy: files that were spoiled must not end it.
+Asks /health at the metrics' port, and not grpc.health.v1 at the gRPC port: a gateway that strangers
+end is back within a second, and the node serves its other clients meanwhile. Ports and files of TLS
+are found as the node finds them, so a node in a container gets them from the environment
+(KVSTORE_NODE_PORT), not from flags. Like a kubelet's probe it does not verify the node's
+certificate. To a node that asks for client certificates it shows the node's own. A node that
+refuses that one lives and serves others, so it stays healthy: files that were spoiled must not end
+it.
 """
 
 import http.client
@@ -36,7 +38,10 @@ def main() -> int:
 
 
 def _asked(sock: socket.socket, host: str, config: NodeConfig) -> tuple[int, str]:
-    """Return the status of /health, and its text. Raise OSError or HTTPException."""
+    """Return the status of /health, and its text.
+
+    Raise OSError or HTTPException.
+    """
     connection = http.client.HTTPConnection(host, config.metrics_port)
     connection.sock = sock
     try:
@@ -49,7 +54,10 @@ def _asked(sock: socket.socket, host: str, config: NodeConfig) -> tuple[int, str
         if not config.tls_client_ca:
             raise
         # In TLS 1.3 the handshake is over here before the node has seen the certificate.
-        print(f"the node hung up; it may refuse the certificate in {config.tls_cert}: {error}", file=sys.stderr)
+        print(
+            f"the node hung up; it may refuse the certificate in {config.tls_cert}: {error}",
+            file=sys.stderr,
+        )
         return 200, ""
     finally:
         connection.close()
@@ -62,7 +70,9 @@ def _context(config: NodeConfig) -> ssl.SSLContext:
         try:
             context.load_cert_chain(config.tls_cert, config.tls_key)
         except OSError as error:
-            print(f"{config.tls_cert} and {config.tls_key} can not be shown: {error}", file=sys.stderr)
+            print(
+                f"{config.tls_cert} and {config.tls_key} can not be shown: {error}", file=sys.stderr
+            )
     return context
 
 

@@ -1,10 +1,12 @@
-"""Write the packages of the node's image and of its build, pinned and with the hashes of their files.
+"""Write the packages of the node's image and of its build, pinned and with the hashes of their
+files.
 
     python docker/lock.py
 
-docker/requirements.txt: what the image gets. docker/build-requirements.txt: what makes the wheel in it.
-Asks pip, for each processor and each Python that the image may have, what it would install under constraints.txt.
-Run it after a change of constraints.txt or of the dependencies in pyproject.toml. It takes minutes.
+docker/requirements.txt: what the image gets. docker/build-requirements.txt: what makes the wheel in
+it. Asks pip, for each processor and each Python that the image may have, what it would install
+under constraints.txt. Run it after a change of constraints.txt or of the dependencies in
+pyproject.toml. It takes minutes.
 """
 
 import json
@@ -18,8 +20,8 @@ from typing import Any
 import tomllib
 
 ROOT = Path(__file__).parent.parent
-# pip reads the conditions of packages (python_version < "3.11") for the Python that it runs on. They are the same for
-# these, so this runs on any of them.
+# pip reads the conditions of packages (python_version < "3.11") for the Python that it runs on.
+# They are the same for these, so this runs on any of them.
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PROCESSORS = ("x86_64", "aarch64")
 GLIBCS = (36, 34, 31, 28, 27, 17)  # of Debian 12 and all before
@@ -29,25 +31,41 @@ HEAD = """# The packages of {whose} with the hashes of their files, for pip --re
 
 
 def wanted() -> dict[str, tuple[str, list[str]]]:
-    """Return what each file is for, and what is asked for: the base install, the extras `node` and `cli`, and the
-    build's tools."""
+    """Return what each file is for, and what is asked for: the base install, the extras `node` and
+    `cli`, and the build's tools.
+    """
     said = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, extras = said["project"], said["project"]["optional-dependencies"]
     image = [*project["dependencies"], *extras["node"], *extras["cli"]]
     return {
         "requirements.txt": ("the node's image", image),
-        "build-requirements.txt": ("the build of the node's image", said["build-system"]["requires"]),
+        "build-requirements.txt": (
+            "the build of the node's image",
+            said["build-system"]["requires"],
+        ),
     }
 
 
 def resolved(python: str, processor: str, packages: Sequence[str]) -> list[dict[str, Any]]:
     """Return pip's report of what it would install for this Python and processor."""
     tags = [f"manylinux_2_{minor}_{processor}" for minor in GLIBCS] + [f"manylinux2014_{processor}"]
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed", "--report", "-"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--quiet",
+        "--ignore-installed",
+        "--report",
+        "-",
+    ]
     command += ["--disable-pip-version-check", "--only-binary", ":all:", "--target", "/nonexistent"]
     command += ["--constraint", str(ROOT / "constraints.txt"), "--python-version", python]
     command += [f"--platform={tag}" for tag in tags]
-    said = subprocess.run([*command, *packages], stdout=subprocess.PIPE, check=True, text=True).stdout
+    said = subprocess.run(
+        [*command, *packages], stdout=subprocess.PIPE, check=True, text=True
+    ).stdout
     found: list[dict[str, Any]] = json.loads(said)["install"]
     return found
 
@@ -65,7 +83,11 @@ def locked(whose: str, packages: Sequence[str]) -> str:
         sys.exit(f"several versions of {', '.join(sorted(twice))}: pin them in constraints.txt")
     lines = [HEAD.format(whose=whose, pythons=", ".join(PYTHONS), processors=", ".join(PROCESSORS))]
     for (name, version), of_files in sorted(hashes.items()):
-        lines.append(f"{name}=={version}" + "".join(f" \\\n    --hash=sha256:{one}" for one in sorted(of_files)) + "\n")
+        lines.append(
+            f"{name}=={version}"
+            + "".join(f" \\\n    --hash=sha256:{one}" for one in sorted(of_files))
+            + "\n"
+        )
     return "".join(lines)
 
 

@@ -2,11 +2,12 @@
 
     python3 docker/runtime.py /opt/kvstore /runtime
 
-    interpreter --> its standard library --> the environment --> the libraries that all of these are linked with
+    interpreter --> its standard library --> the environment --> the libraries that all of these are
+    linked with
 
-No shell, no package manager, no compiler, no pip: whoever gets to run something in a node finds Python and the node.
-Runs in the build stage, which has `ldd`. Two runs make the same: byte code is known by its source's hash, and all that
-is there has the time SOURCE_DATE_EPOCH.
+No shell, no package manager, no compiler, no pip: whoever gets to run something in a node finds
+Python and the node. Runs in the build stage, which has `ldd`. Two runs make the same: byte code is
+known by its source's hash, and all that is there has the time SOURCE_DATE_EPOCH.
 """
 
 import compileall
@@ -19,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from py_compile import PycInvalidationMode
 
-# Of the standard library: what installs, shows windows, tests or edits, and byte code with times in it.
+# Of the standard library: what installs, shows windows, tests or edits, and byte code with times in
+# it.
 LEFT_OUT = (
     "test",
     "tests",
@@ -35,7 +37,13 @@ LEFT_OUT += ("config-*", "_tkinter*", "__pycache__")
 # Libraries that are opened by name: glibc's, for a thread that ends, and for names of hosts.
 BY_NAME = ("libgcc_s.so.1", "libnss_dns.so.2", "libnss_files.so.2", "libresolv.so.2")
 # How names are resolved, where libraries are, who is who, and the authorities that TLS trusts.
-FILES = ("/etc/nsswitch.conf", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/ssl/certs/ca-certificates.crt")
+FILES = (
+    "/etc/nsswitch.conf",
+    "/etc/ld.so.cache",
+    "/etc/passwd",
+    "/etc/group",
+    "/etc/ssl/certs/ca-certificates.crt",
+)
 
 BUILT_S = int(os.environ.get("SOURCE_DATE_EPOCH") or 0)
 
@@ -50,7 +58,8 @@ def main(environment: Path, target: Path) -> None:
             target / folder.relative_to("/"),
             quiet=2,
             stripdir=str(target),
-            invalidation_mode=PycInvalidationMode.UNCHECKED_HASH,  # and nobody changes sources in it
+            # and nobody changes sources in it
+            invalidation_mode=PycInvalidationMode.UNCHECKED_HASH,
         )
     for path in _interpreters(environment, interpreter):
         _copy(path, target)
@@ -60,7 +69,13 @@ def main(environment: Path, target: Path) -> None:
     for name in (*_by_name(), *FILES):
         if Path(name).exists():
             _copy(Path(name), target)
-    for name, mode in (("tmp", 0o1777), ("proc", 0o555), ("sys", 0o555), ("dev", 0o755), ("etc", 0o755)):
+    for name, mode in (
+        ("tmp", 0o1777),
+        ("proc", 0o555),
+        ("sys", 0o555),
+        ("dev", 0o755),
+        ("etc", 0o755),
+    ):
         (target / name).mkdir(exist_ok=True)
         (target / name).chmod(mode)
     for path in [*target.rglob("*"), target]:
@@ -82,7 +97,10 @@ def _elf(folder: Path) -> Iterator[Path]:
 
 
 def _linked(path: Path) -> Iterator[Path]:
-    """Shared libraries, as this system finds them. One that is part of a package has been copied with it."""
+    """Shared libraries, as this system finds them.
+
+    One that is part of a package has been copied with it.
+    """
     said = subprocess.run(["ldd", path], capture_output=True, text=True, check=False).stdout
     for line in said.splitlines():
         found = line.split("=>")[-1].split("(")[0].strip()
@@ -114,7 +132,9 @@ def _copy(path: Path, target: Path) -> None:
 
 def _copy_tree(folder: Path, target: Path, left_out: tuple[str, ...]) -> None:
     place = target / folder.relative_to("/")
-    shutil.copytree(folder, place, symlinks=True, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
+    shutil.copytree(
+        folder, place, symlinks=True, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True
+    )
 
 
 if __name__ == "__main__":

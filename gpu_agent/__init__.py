@@ -1,9 +1,12 @@
-"""gpu_agent: per-GPU agent that moves KV between an engine's pool and the store. Needs torch.
+"""gpu_agent: per-GPU agent that moves KV between an engine's pool and the store.
 
-engine's tensors --- pool.py: a view --- transfer.py: pages <-> slots --- agent.py: jobs --- kvstore.Client
+Needs torch.
 
-What is named here is imported when it is used: torch takes seconds and 200 MB, and the process that asks the store for
-an engine's scheduler does without.
+engine's tensors --- pool.py: a view --- transfer.py: pages <-> slots --- agent.py: jobs ---
+kvstore.Client
+
+What is named here is imported when it is used: torch takes seconds and 200 MB, and the process that
+asks the store for an engine's scheduler does without.
 """
 
 import importlib

@@ -22,7 +22,15 @@ import torch
 
 from gpu_agent.bounded_executor import BoundedExecutor
 from gpu_agent.kernels.available import transfer_for
-from gpu_agent.load_pipeline import DEPTH, LoadJob, LoadResult, LoadTask, SaveJob, SaveResult, SaveTask
+from gpu_agent.load_pipeline import (
+    DEPTH,
+    LoadJob,
+    LoadResult,
+    LoadTask,
+    SaveJob,
+    SaveResult,
+    SaveTask,
+)
 from gpu_agent.options import AgentConfig, agent_config
 from gpu_agent.outage_log import OutageLog
 from gpu_agent.pool import KVPool, Units
@@ -70,7 +78,10 @@ class AgentStats:
 
 
 class AgentCounts:
-    """Count for `AgentStats`, and log each job that did not end well. Thread-safe."""
+    """Count for `AgentStats`, and log each job that did not end well.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,7 +93,9 @@ class AgentCounts:
                 setattr(self._stats, name, getattr(self._stats, name) + count)
 
     def saved(self, result: SaveResult) -> SaveResult:
-        self.add(pages_stored=result.stored, pages_existing=result.existing, pages_dropped=result.dropped)
+        self.add(
+            pages_stored=result.stored, pages_existing=result.existing, pages_dropped=result.dropped
+        )
         if result.dropped:
             count = result.stored + result.existing + result.dropped
             log.info("%d of %d pages were not stored: %s", result.dropped, count, result.reason)
@@ -101,7 +114,9 @@ class AgentCounts:
 
 
 class Agent:
-    """Look up, save and load pages for one GPU. Thread-safe.
+    """Look up, save and load pages for one GPU.
+
+    Thread-safe.
 
     `client` may be shared and is not closed here. `pool`: the engine's own, for calls that name
     none. Engines whose cache tensors come and go (Hugging Face transformers) pass None and name a
@@ -129,7 +144,9 @@ class Agent:
         page_nbytes = namespace.layout.page_nbytes
         buffer_pages = self.config.staging_nbytes // page_nbytes
         if not buffer_pages:
-            raise ConfigError(f"staging_nbytes={self.config.staging_nbytes} must hold a page of {page_nbytes} bytes")
+            raise ConfigError(
+                f"staging_nbytes={self.config.staging_nbytes} must hold a page of {page_nbytes} bytes"
+            )
         self._hashers = ThreadPool(self.config.hashers, "kvstore-hash")
         self._ahead = ThreadPool(DEPTH * self.config.workers, "kvstore-ahead")
         limits = (self.config.workers, (buffer_pages, page_nbytes), self.config.pending_nbytes_max)
@@ -153,7 +170,9 @@ class Agent:
         """Return the number of leading stored pages; 0 if the store does not answer in time."""
         return [*self.present(prefix_hashes), False].index(False)
 
-    def present(self, prefix_hashes: Sequence[bytes], timeout_s: float | None = None) -> tuple[bool, ...]:
+    def present(
+        self, prefix_hashes: Sequence[bytes], timeout_s: float | None = None
+    ) -> tuple[bool, ...]:
         """Return which pages are stored; none if the store can not be asked in time.
 
         `timeout_s`: here and in `ask`, `save` and `load`, by default the configured deadline.
@@ -178,7 +197,9 @@ class Agent:
                 # Pins end in the order in which they begin, and a page becomes the newest then. The
                 # head of the chain must be last.
                 tail_first = list(reversed(prefix_hashes))
-                found = tuple(reversed(self._client.pin(namespace, tail_first, hold_s, timeout_s=timeout_s)))
+                found = tuple(
+                    reversed(self._client.pin(namespace, tail_first, hold_s, timeout_s=timeout_s))
+                )
             else:
                 found = self._client.lookup(namespace, prefix_hashes, timeout_s=timeout_s).present
         except InvalidRequest:
@@ -291,7 +312,9 @@ class Agent:
         try:
             self._client.open(self.namespace, self.config.lookup_timeout_s)
             if self._client.maps_arena and not self.namespace.key_id:
-                with self._client.open_get(self.namespace, nobody, timeout_s=self.config.lookup_timeout_s) as slots:
+                with self._client.open_get(
+                    self.namespace, nobody, timeout_s=self.config.lookup_timeout_s
+                ) as slots:
                     self._transfer.host_memory(slots.arena.memory)
         except KVStoreError as failure:
             error = failure
@@ -348,7 +371,9 @@ class Agent:
         A member of a cluster that hangs must not cost the others the time of the save.
         """
         timeout_s = pages.deadline.remaining() / 2
-        return self._client.lookup(self.namespace, pages.prefix_hashes, touch=True, timeout_s=timeout_s).present
+        return self._client.lookup(
+            self.namespace, pages.prefix_hashes, touch=True, timeout_s=timeout_s
+        ).present
 
     def _touch(self, pages: PageBatch, prefix_hashes: list[bytes]) -> None:
         """Put the chain's age in order again, tail oldest, after it was aged chunk by chunk.
@@ -356,14 +381,21 @@ class Agent:
         The pages have moved already, so a failure costs nothing but the order.
         """
         try:
-            self._client.lookup(self.namespace, prefix_hashes, touch=True, timeout_s=pages.deadline.remaining())
+            self._client.lookup(
+                self.namespace, prefix_hashes, touch=True, timeout_s=pages.deadline.remaining()
+            )
         except KVStoreError as error:
             log.info("could not touch a chain of %d pages: %s", len(prefix_hashes), error)
 
     # ---- the caller's mistakes -------------------------------------------------------------
 
     def _pages(
-        self, prefix_hashes: Sequence[bytes], units: Units, pool: KVPool | None, timeout_s: float, fence: Fence
+        self,
+        prefix_hashes: Sequence[bytes],
+        units: Units,
+        pool: KVPool | None,
+        timeout_s: float,
+        fence: Fence,
     ) -> PageBatch:
         pool = pool or self._pool
         if pool is None:
@@ -374,7 +406,14 @@ class Agent:
         if hashes:
             check_prefix_hashes(hashes, PREFIX_HASHES_MAX, distinct=True)
         table = pool.unit_table(units, len(hashes))
-        return PageBatch(self.namespace, hashes, pool, table, fence or self._transfer.fence(pool), Deadline(timeout_s))
+        return PageBatch(
+            self.namespace,
+            hashes,
+            pool,
+            table,
+            fence or self._transfer.fence(pool),
+            Deadline(timeout_s),
+        )
 
     def _check_pool(self, pool: KVPool) -> None:
         if pool.layout != self.namespace.layout:

@@ -27,23 +27,31 @@ Result = TypeVar("Result")
 
 
 class BoundedExecutor(Generic[Result]):
-    """A bounded queue and its threads. Thread-safe.
+    """A bounded queue and its threads.
+
+    Thread-safe.
 
     `submit` never blocks and never raises; its future always gets a result.
 
     `failed(reason, nbytes)` makes the result of a job that was refused, cancelled, or broke.
     """
 
-    def __init__(self, name: str, workers: int, buffer_shape: tuple[int, int], pending_nbytes_max: int) -> None:
+    def __init__(
+        self, name: str, workers: int, buffer_shape: tuple[int, int], pending_nbytes_max: int
+    ) -> None:
         self._name = name
         self._workers = workers
         self._pending_nbytes_max = pending_nbytes_max
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for _ in range(workers):  # as many as jobs can run; written once, so that the memory is really there
+        for _ in range(
+            workers
+        ):  # as many as jobs can run; written once, so that the memory is really there
             self._buffers.put(torch.empty(buffer_shape, dtype=torch.uint8).zero_())
         self._executor = ThreadPool(workers, f"kvstore-{name}")
         self._lock = threading.Lock()
-        self._active: dict[concurrent.futures.Future[Result], int] = {}  # future -> page bytes of its job
+        self._active: dict[
+            concurrent.futures.Future[Result], int
+        ] = {}  # future -> page bytes of its job
         self._pending_nbytes = 0  # their sum: there may be thousands
         self._running = 0
         self._closed = False
@@ -53,7 +61,10 @@ class BoundedExecutor(Generic[Result]):
     def submit(
         self, nbytes: int, work: Callable[[torch.Tensor], Result], failed: Callable[[str], Result]
     ) -> concurrent.futures.Future[Result]:
-        """Run `work(buffer)` later. `nbytes`: what the job counts against the limit."""
+        """Run `work(buffer)` later.
+
+        `nbytes`: what the job counts against the limit.
+        """
         done: concurrent.futures.Future[Result] = Future()
         done.set_running_or_notify_cancel()  # from here on nobody can cancel it but we
         with self._lock:
@@ -111,7 +122,9 @@ class BoundedExecutor(Generic[Result]):
         try:
             with span(f"kvstore.{self._name}"):
                 result = failed("the agent is closed") if self.stopping.is_set() else work(buffer)
-        except Exception as error:  # the edge of a thread: whatever broke, the engine gets its answer
+        except (
+            Exception
+        ) as error:  # the edge of a thread: whatever broke, the engine gets its answer
             log.exception("a %s job broke", self._name)
             result = failed(f"internal error: {error!r}")
         with self._lock:
@@ -145,7 +158,9 @@ class BoundedExecutor(Generic[Result]):
             found = []
             free, pending = self._buffers.qsize(), self._pending_nbytes
             if pending != sum(self._active.values()):
-                found.append(f"{self._name}: {pending} bytes pending, but {sum(self._active.values())} of known jobs")
+                found.append(
+                    f"{self._name}: {pending} bytes pending, but {sum(self._active.values())} of known jobs"
+                )
             if free + self._running != self._workers:
                 found.append(
                     f"{self._name}: {free} free and {self._running} used buffers, expected {self._workers} in all"
@@ -155,7 +170,9 @@ class BoundedExecutor(Generic[Result]):
                     f"{self._name}: {pending} bytes pending, over pending_nbytes_max={self._pending_nbytes_max}"
                 )
             if self._running > len(self._active):
-                found.append(f"{self._name}: {self._running} jobs run, only {len(self._active)} are known")
+                found.append(
+                    f"{self._name}: {self._running} jobs run, only {len(self._active)} are known"
+                )
             if any(done.done() for done in self._active):
                 found.append(f"{self._name}: a finished job still counts as pending")
             return found

@@ -63,7 +63,10 @@ class LoadResult:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """`gathered`: the engine may reuse the slots. `done`: the outcome; always comes."""
+    """`gathered`: the engine may reuse the slots.
+
+    `done`: the outcome; always comes.
+    """
 
     gathered: concurrent.futures.Future[None]
     done: concurrent.futures.Future[SaveResult]
@@ -71,18 +74,25 @@ class SaveJob:
 
 @dataclass(frozen=True)
 class LoadJob:
-    """`done`: the outcome; always comes. Until then the slots must not be used."""
+    """`done`: the outcome; always comes.
+
+    Until then the slots must not be used.
+    """
 
     done: concurrent.futures.Future[LoadResult]
 
 
 class SaveTask:
-    """Store the pages of a chain that are missing, head first. One thread runs it.
+    """Store the pages of a chain that are missing, head first.
+
+    One thread runs it.
 
     `gathered`: done when the engine may reuse the slots. `stopping`: set when the agent closes.
     """
 
-    def __init__(self, pages: PageBatch, gathered: concurrent.futures.Future[None], stopping: Event) -> None:
+    def __init__(
+        self, pages: PageBatch, gathered: concurrent.futures.Future[None], stopping: Event
+    ) -> None:
         self.pages = pages
         self.reason: str | None = None  # of pages that are dropped
         self.chunked = False  # several calls have aged the chain
@@ -144,7 +154,9 @@ class SaveTask:
 
 
 class LoadTask:
-    """Put the leading stored pages of a chain into their slots. One thread runs it.
+    """Put the leading stored pages of a chain into their slots.
+
+    One thread runs it.
 
     `skip_tokens`, `placed`: as in `Agent.load`. `ahead`: threads that move later parts. `stopping`:
     set when the agent closes.
@@ -201,7 +213,9 @@ class LoadTask:
         else:
             yield from self._moved_in_turn(path, parts)
 
-    def _moved_in_parallel(self, path: TransferPath, parts: Sequence[range]) -> Generator[int, None, None]:
+    def _moved_in_parallel(
+        self, path: TransferPath, parts: Sequence[range]
+    ) -> Generator[int, None, None]:
         running: collections.deque[concurrent.futures.Future[int]] = collections.deque()
         try:
             for part in parts:
@@ -219,7 +233,9 @@ class LoadTask:
         finally:
             end(running)
 
-    def _moved_in_turn(self, path: TransferPath, parts: Sequence[range]) -> Generator[int, None, None]:
+    def _moved_in_turn(
+        self, path: TransferPath, parts: Sequence[range]
+    ) -> Generator[int, None, None]:
         next_one: concurrent.futures.Future[Fetched] | None = None
         try:
             for part, following in zip(parts, [*parts[1:], None], strict=True):
@@ -246,7 +262,9 @@ class LoadTask:
     def _place(self, path: TransferPath, part: range, fetched: Fetched) -> int:
         skip = self._skip_tokens - part.start * self.pages.namespace.layout.page_tokens
         placed = self._placed if part.stop == len(self.pages) else None
-        return path.place(fetched, max(0, skip), placed)  # it skips less than a page, of the first part
+        return path.place(
+            fetched, max(0, skip), placed
+        )  # it skips less than a page, of the first part
 
 
 class _PathLost(Exception):

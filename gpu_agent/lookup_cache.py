@@ -61,7 +61,9 @@ def together(pools: Sequence[Sequence[int]]) -> list[int]:
 
 
 class LayerBatch:
-    """Loads that an engine waits for together, layer by layer. Thread-safe.
+    """Loads that an engine waits for together, layer by layer.
+
+    Thread-safe.
 
     `ready(layer)` is called once a layer of all `loads` is in its slots, ascending per load.
     `failed(error)` is called once if a load ends early, and `ready` never after it.
@@ -98,7 +100,11 @@ class LayerBatch:
         with self._lock:
             if result.pages < pages and not self._over:
                 self._over = True
-                self._failed(RuntimeError(f"{result.pages} of {pages} pages: {result.error or 'the rest is gone'}"))
+                self._failed(
+                    RuntimeError(
+                        f"{result.pages} of {pages} pages: {result.error or 'the rest is gone'}"
+                    )
+                )
 
 
 class _Lookup:
@@ -118,7 +124,9 @@ class _Lookup:
 
 
 class LookupCache:
-    """Answers by key. The engine's thread calls all methods; only `close` waits.
+    """Answers by key.
+
+    The engine's thread calls all methods; only `close` waits.
 
     `ask(keys)` runs on a thread of its own. Its queue is bounded by the keys of the requests that
     live.
@@ -196,9 +204,15 @@ class LookupCache:
 
     def check(self) -> list[str]:
         """Return violated invariants; an empty list if there are none."""
-        asked = {(request, key) for key, lookup in self._lookups.items() for request in lookup.requests}
+        asked = {
+            (request, key) for key, lookup in self._lookups.items() for request in lookup.requests
+        }
         known = {(request, key) for request, keys in self._keys_of.items() for key in keys}
-        found = [] if asked == known else [f"lookups: {len(asked ^ known)} requests are known on one side only"]
+        found = (
+            []
+            if asked == known
+            else [f"lookups: {len(asked ^ known)} requests are known on one side only"]
+        )
         if not set(self._new) <= set(self._lookups):
             found.append("lookups: a key is new that no request asked for")
         return found
@@ -210,7 +224,11 @@ class LookupCache:
                 if self._closed:
                     return
                 wanted, self._wanted = self._wanted, {}
-            waiting = {key: lookup for key, lookup in wanted.items() if lookup.found is None and lookup.requests}
+            waiting = {
+                key: lookup
+                for key, lookup in wanted.items()
+                if lookup.found is None and lookup.requests
+            }
             if not waiting:
                 continue
             with for_request(*dict.fromkeys(lookup.asker for lookup in waiting.values())):

@@ -34,16 +34,28 @@ class AgentConfig:
     """
 
     workers: int = setting(2, "threads for saves, and as many for loads", 1, 64)
-    staging_nbytes: int = setting(32 << 20, "page buffer of one thread; at least one page", 4096, 4 << 30)
+    staging_nbytes: int = setting(
+        32 << 20, "page buffer of one thread; at least one page", 4096, 4 << 30
+    )
     hashers: int = setting(
-        0, "threads for checksums of pages in a node's mapped memory; 0: half of the CPUs, 2 to 16", 0, 256
+        0,
+        "threads for checksums of pages in a node's mapped memory; 0: half of the CPUs, 2 to 16",
+        0,
+        256,
     )
     pending_nbytes_max: int = setting(
-        2 << 30, "page bytes of saves (and of loads) accepted and not done; more are refused", 4096, 1 << 40
+        2 << 30,
+        "page bytes of saves (and of loads) accepted and not done; more are refused",
+        4096,
+        1 << 40,
     )
     lookup_timeout_s: float = setting(1.0, "deadline of a lookup", 0.001, 60.0)
-    save_timeout_s: float = setting(20.0, "deadline of a save, its wait for a thread included", 0.001, 600.0)
-    load_timeout_s: float = setting(10.0, "deadline of a load, its wait for a thread included", 0.001, 600.0)
+    save_timeout_s: float = setting(
+        20.0, "deadline of a save, its wait for a thread included", 0.001, 600.0
+    )
+    load_timeout_s: float = setting(
+        10.0, "deadline of a load, its wait for a thread included", 0.001, 600.0
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -63,25 +75,40 @@ def agent_config(**values: Any) -> AgentConfig:
 
 @dataclass(frozen=True)
 class Identity(PageKeyConfig):
-    """Whose pages, of which weights, sealed with which key. Environment: KVSTORE_TENANT, KVSTORE_MODEL, ..."""
+    """Whose pages, of which weights, sealed with which key.
 
-    tenant: str = setting(DEFAULT_TENANT, "pages of other tenants are never seen; that of the token, if there is one")
-    model: str = setting("", "name of the weights to everyone who shares the store; empty: the engine's name for them")
+    Environment: KVSTORE_TENANT, KVSTORE_MODEL, ...
+    """
+
+    tenant: str = setting(
+        DEFAULT_TENANT, "pages of other tenants are never seen; that of the token, if there is one"
+    )
+    model: str = setting(
+        "",
+        "name of the weights to everyone who shares the store; empty: the engine's name for them",
+    )
     revision: str = setting("", "which weights of that name, such as a commit or a date")
     salt: str = setting("", "anything else that tells pages apart")
-    epoch: int = setting(0, "raised by hand after a weight update under one name and revision", 0, (1 << 63) - 1)
+    epoch: int = setting(
+        0, "raised by hand after a weight update under one name and revision", 0, (1 << 63) - 1
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
 
     @cached_property
     def key_id(self) -> str:
-        """Of the key that pages are sealed with, if one is set. Raises ConfigError."""
+        """Of the key that pages are sealed with, if one is set.
+
+        Raises ConfigError.
+        """
         keys = page_keys(self)
         return keys.key_id if keys else ""
 
     def namespace(self, layout: PageLayout, facts: str, **shard: int) -> Namespace:
-        """The namespace of one shard (`tp_rank`, `tp_size`, ...); `facts` are the engine's, of `facts_text`."""
+        """The namespace of one shard (`tp_rank`, `tp_size`, ...); `facts` are the engine's, of
+        `facts_text`.
+        """
         salt = f"{facts} salt={self.salt}" if self.salt else facts
         return Namespace(
             model=self.model,
@@ -108,14 +135,20 @@ class Options:
 def read_options(
     values: Mapping[str, Any], own: Collection[str] = (), defaults: Mapping[str, Any] | None = None
 ) -> Options:
-    """`defaults`: the adapter's, for what neither `values` nor the environment gives. Raises ConfigError naming an
-    option that nobody knows, or its range."""
+    """`defaults`: the adapter's, for what neither `values` nor the environment gives.
+
+    Raises ConfigError naming an option that nobody knows, or its range.
+    """
     kinds = (Identity, ClientConfig, AgentConfig)
     known = {field.name for kind in kinds for field in dataclasses.fields(kind)} | set(own)
     unknown = sorted(set(values) - known)
     if unknown:
-        raise ConfigError(f"unknown option {unknown[0]!r} for the store; known are {', '.join(sorted(known))}")
-    secrets = {field.name for field in dataclasses.fields(ClientConfig) if field.metadata.get("secret")}
+        raise ConfigError(
+            f"unknown option {unknown[0]!r} for the store; known are {', '.join(sorted(known))}"
+        )
+    secrets = {
+        field.name for field in dataclasses.fields(ClientConfig) if field.metadata.get("secret")
+    }
     for name in sorted(secrets & set(values)):
         raise ConfigError(
             f"{name} is a secret, and everybody on the host can read an engine's arguments; set KVSTORE_{name.upper()}"
@@ -129,12 +162,18 @@ def read_options(
 
 
 def identity_of(values: Mapping[str, Any]) -> Identity:
-    """Whose pages, of options that may hold others too. Raises ConfigError, also for a token that should say the tenant
-    and can not be read."""
+    """Whose pages, of options that may hold others too.
+
+    Raises ConfigError, also for a token that should say the tenant and can not be read.
+    """
     identity = load(Identity, "KVSTORE", values, defaults={"tenant": ""})
     if identity.tenant:
         return identity
-    client = load(ClientConfig, "KVSTORE", {name: values.get(name) for name in ("tenant", "token", "token_file")})
+    client = load(
+        ClientConfig,
+        "KVSTORE",
+        {name: values.get(name) for name in ("tenant", "token", "token_file")},
+    )
     return dataclasses.replace(identity, tenant=tenant_of(client))
 
 
@@ -147,7 +186,8 @@ def _one_word(fact: Any) -> str:
 def facts_text(engine: str, **facts: Any) -> str:
     """`"vllm backend=FLASH_ATTN kv_dtype=fp8"`: for a namespace's salt, in the order of the names.
 
-    Readable, so that `kvstore ls` shows why two engines do not share; too long, it ends in a digest.
+    Readable, so that `kvstore ls` shows why two engines do not share; too long, it ends in a
+    digest.
     """
     text = " ".join([engine, *(f"{name}={_one_word(facts[name])}" for name in sorted(facts))])
     room = TEXT_NBYTES_MAX // 2

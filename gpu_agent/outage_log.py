@@ -1,11 +1,12 @@
-"""Log when the store stops serving this engine and when it serves again: one line each, not one per request.
+"""Log when the store stops serving this engine and when it serves again: one line each, not one per
+request.
 
     served   --no answer-->           away      "the store failed, the engine recomputes until it is back"
     any      --unknown credential-->  refused   "the store refuses this engine, which recomputes until it is served"
     any      --a served request-->    served    "the store answers again", or "... serves this engine again"
 
-Only a served request ends `away` and `refused`. Between two refusals the client's circuit breaker is open,
-which looks like a node that is away, so that does not end `refused`.
+Only a served request ends `away` and `refused`. Between two refusals the client's circuit breaker
+is open, which looks like a node that is away, so that does not end `refused`.
 """
 
 import enum
@@ -28,7 +29,8 @@ from kvstore.tracing import NamesRequest
 log = logging.getLogger(__name__)
 log.addFilter(NamesRequest())
 
-# A node that serves, but refuses one request, may take the next: such lines come this seldom. So do outages.
+# A node that serves, but refuses one request, may take the next: such lines come this seldom. So do
+# outages.
 REFUSALS_S = 10.0
 OUTAGES_S = 10.0
 _NO_ANSWER = (Unavailable, DeadlineExceeded, ProtocolError)
@@ -41,7 +43,10 @@ class _State(enum.Enum):
     REFUSED = "the store refuses this engine, which recomputes until it is served"
 
 
-_ENDS = {_State.AWAY: "the store answers again", _State.REFUSED: "the store serves this engine again"}
+_ENDS = {
+    _State.AWAY: "the store answers again",
+    _State.REFUSED: "the store serves this engine again",
+}
 
 
 def startup_warning(error: KVStoreError) -> str:
@@ -52,7 +57,10 @@ def startup_warning(error: KVStoreError) -> str:
 
 
 class OutageLog:
-    """Thread-safe. `report` takes what each request met, None for one that was served."""
+    """Thread-safe.
+
+    `report` takes what each request met, None for one that was served.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -74,7 +82,9 @@ class OutageLog:
         if error is None:
             if not self._serves:  # unlocked on purpose: the common case takes no lock
                 self._served()
-        elif isinstance(error, _NO_CREDENTIAL) or (isinstance(error, Forbidden) and not self._serves):
+        elif isinstance(error, _NO_CREDENTIAL) or (
+            isinstance(error, Forbidden) and not self._serves
+        ):
             self._not_served(_State.REFUSED, error)
         elif isinstance(error, _NO_ANSWER):
             self._not_served(_State.AWAY, error)

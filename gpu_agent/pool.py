@@ -20,8 +20,8 @@ import torch
 from kvstore.errors import InvalidRequest
 from kvstore.layout import DTYPE_NBYTES, PageLayout, PlaneSlice
 
-# The slots of a caller's pages: `pages * page_tokens / unit_tokens` int64 indices in the order of the
-# tokens; for a pool with several spaces one such tensor per space.
+# The slots of a caller's pages: `pages * page_tokens / unit_tokens` int64 indices in the order of
+# the tokens; for a pool with several spaces one such tensor per space.
 Units: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor]
 
 
@@ -33,7 +33,8 @@ class Space(NamedTuple):
 
 
 class UnitTable:
-    """Checked indices of whole pages: per space a contiguous int64 CPU tensor `[pages * units per page]`.
+    """Checked indices of whole pages: per space a contiguous int64 CPU tensor `[pages * units per
+    page]`.
 
     Made by `KVPool.unit_table`, which copies what the caller gave: engines reuse their index
     buffers. Immutable.
@@ -54,19 +55,32 @@ class UnitTable:
         if chosen == every:  # mostly: what torch takes to index is spared
             return self
         which = pages if isinstance(pages, slice) else list(pages)
-        picked = {space: rows.view(self.page_count, -1)[which].reshape(-1) for space, rows in self._rows.items()}
+        picked = {
+            space: rows.view(self.page_count, -1)[which].reshape(-1)
+            for space, rows in self._rows.items()
+        }
         return UnitTable(picked, len(chosen))
 
 
 def checked_rows(
-    name: str, space: Space, indices: torch.Tensor, page_count: int, page_tokens: int, device: torch.device
+    name: str,
+    space: Space,
+    indices: torch.Tensor,
+    page_count: int,
+    page_tokens: int,
+    device: torch.device,
 ) -> torch.Tensor:
-    """A copy of `indices` on the CPU. Raises InvalidRequest."""
+    """A copy of `indices` on the CPU.
+
+    Raises InvalidRequest.
+    """
     if not isinstance(indices, torch.Tensor) or indices.dtype != torch.int64:
         kind = indices.dtype if isinstance(indices, torch.Tensor) else type(indices).__name__
         raise InvalidRequest(f"units of space {name!r} must be a torch.int64 tensor, not {kind}")
     if not indices.is_cpu and indices.device != device:
-        raise InvalidRequest(f"units of space {name!r} are on {indices.device}; allowed are cpu and {device}")
+        raise InvalidRequest(
+            f"units of space {name!r} are on {indices.device}; allowed are cpu and {device}"
+        )
     per_page = page_tokens // space.unit_tokens
     if indices.dim() != 1 or indices.numel() != page_count * per_page:
         raise InvalidRequest(
@@ -78,7 +92,9 @@ def checked_rows(
         low, high = (int(bound) for bound in mine.aminmax())
         if low < 0 or high >= space.slots:
             wrong = low if low < 0 else high
-            raise InvalidRequest(f"units of space {name!r} name slot {wrong}; allowed are 0..{space.slots - 1}")
+            raise InvalidRequest(
+                f"units of space {name!r} name slot {wrong}; allowed are 0..{space.slots - 1}"
+            )
     return mine
 
 
@@ -90,9 +106,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The layout's name of a torch dtype. Raises InvalidRequest if a layout can not hold it."""
+    """The layout's name of a torch dtype.
+
+    Raises InvalidRequest if a layout can not hold it.
+    """
     if dtype not in _NAMES:
-        raise InvalidRequest(f"{dtype} has no name in a layout; known are {', '.join(DTYPE_NBYTES)}")
+        raise InvalidRequest(
+            f"{dtype} has no name in a layout; known are {', '.join(DTYPE_NBYTES)}"
+        )
     return _NAMES[dtype]
 
 
@@ -139,7 +160,9 @@ class KVPool:
             planes.append(PoolPlane(piece, bits, space))
         unknown = set(named) - {(group, plane) for group, _, plane in wanted}
         if unknown:
-            raise InvalidRequest(f"spaces names planes that the layout does not have: {sorted(unknown)}")
+            raise InvalidRequest(
+                f"spaces names planes that the layout does not have: {sorted(unknown)}"
+            )
         self.planes = tuple(planes)
         self.device = planes[0].bits.device
         for plane in planes:
@@ -152,7 +175,8 @@ class KVPool:
 
     def unit_table(self, units: Units, page_count: int) -> UnitTable:
         """Checks indices for `page_count` pages (space, dtype, device, length, range) and copies
-        them to the CPU; for indices on a GPU that waits for its stream. Raises InvalidRequest."""
+        them to the CPU; for indices on a GPU that waits for its stream. Raises InvalidRequest.
+        """
         if isinstance(units, torch.Tensor):
             if len(self.spaces) > 1:
                 raise InvalidRequest(
@@ -162,16 +186,22 @@ class KVPool:
             units = {next(iter(self.spaces)): units}
         _same_names("units", set(units), set(self.spaces))
         rows = {
-            name: checked_rows(name, space, units[name], page_count, self.layout.page_tokens, self.device)
+            name: checked_rows(
+                name, space, units[name], page_count, self.layout.page_tokens, self.device
+            )
             for name, space in self.spaces.items()
         }
         return UnitTable(rows, page_count)
 
     def check_skip(self, skip_tokens: int, page_count: int) -> None:
-        """Raises InvalidRequest unless `skip_tokens` leading tokens of so many pages are whole units."""
+        """Raises InvalidRequest unless `skip_tokens` leading tokens of so many pages are whole
+        units.
+        """
         tokens = page_count * self.layout.page_tokens
         if not 0 <= skip_tokens <= tokens:
-            raise InvalidRequest(f"skip_tokens {skip_tokens} is not in 0..{tokens}, the tokens of {page_count} pages")
+            raise InvalidRequest(
+                f"skip_tokens {skip_tokens} is not in 0..{tokens}, the tokens of {page_count} pages"
+            )
         for name, space in self.spaces.items():
             if skip_tokens % space.unit_tokens:
                 raise InvalidRequest(
@@ -187,7 +217,9 @@ def _where(piece: PlaneSlice) -> str:
 def _same_names(what: str, given: set[Any], wanted: set[Any]) -> None:
     missing, extra = sorted(wanted - given), sorted(given - wanted)
     if missing or extra:
-        problem = f"lacks {missing[0]!r}" if missing else f"has {extra[0]!r}, which is not in the pool"
+        problem = (
+            f"lacks {missing[0]!r}" if missing else f"has {extra[0]!r}, which is not in the pool"
+        )
         raise InvalidRequest(f"{what}: {problem} ({len(missing)} missing, {len(extra)} unknown)")
 
 
@@ -202,8 +234,12 @@ def _check_tensor(piece: PlaneSlice, tensor: torch.Tensor) -> None:
         raise InvalidRequest(
             f"{_where(piece)}: shape is {list(tensor.shape)}, expected [slots, {', '.join(map(str, plane.unit_shape))}]"
         )
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise InvalidRequest(f"{_where(piece)}: strides {tensor.stride()} put several elements at one address")
+    if any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise InvalidRequest(
+            f"{_where(piece)}: strides {tensor.stride()} put several elements at one address"
+        )
 
 
 def _spaces(planes: tuple[PoolPlane, ...]) -> dict[str, Space]:

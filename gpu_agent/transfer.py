@@ -4,7 +4,8 @@
     scatter   pages --> slots      written by load
 
 `TorchTransfer` is the CPU path and the oracle that every kernel is tested against. It also moves
-CUDA tensors, one staged copy per plane: correct, not fast. `gpu_agent.kernels.cuda` is the fast one.
+CUDA tensors, one staged copy per plane: correct, not fast. `gpu_agent.kernels.cuda` is the fast
+one.
 """
 
 import contextlib
@@ -25,15 +26,18 @@ Gathered: TypeAlias = Callable[[], None]
 Landed: TypeAlias = Callable[[range], None]
 # Called by both: the leaves (`kvstore.checksum`) of all pages, as they were in GPU memory.
 Summed: TypeAlias = Callable[[list[bytes]], None]
-# Called by `scatter`: this layer is in its slots once the event has happened (None: it is there now).
+# Called by `scatter`: this layer is in its slots once the event has happened (None: it is there
+# now).
 Placed: TypeAlias = Callable[[int, Fence], None]
 # Called by `scatter` before it reads these pages.
 Ready: TypeAlias = Callable[[range], None]
 
 
 class MappedPages(Sequence[torch.Tensor]):
-    """Pages of `nbytes` bytes at `offsets` of mapped memory, which begins at `base`: their addresses at once, a tensor
-    when one is asked for. A tensor costs a microsecond, a load has hundreds of pages."""
+    """Pages of `nbytes` bytes at `offsets` of mapped memory, which begins at `base`: their
+    addresses at once, a tensor when one is asked for. A tensor costs a microsecond, a load has
+    hundreds of pages.
+    """
 
     def __init__(self, memory: memoryview, base: int, offsets: Sequence[int], nbytes: int) -> None:
         self._memory, self._base, self._offsets, self.nbytes = memory, base, offsets, nbytes
@@ -55,28 +59,36 @@ class MappedPages(Sequence[torch.Tensor]):
     def __getitem__(self, index: int | slice) -> "torch.Tensor | MappedPages":
         if isinstance(index, slice):
             return MappedPages(self._memory, self._base, self._offsets[index], self.nbytes)
-        return torch.frombuffer(self._memory, dtype=torch.uint8, count=self.nbytes, offset=self._offsets[index])
+        return torch.frombuffer(
+            self._memory, dtype=torch.uint8, count=self.nbytes, offset=self._offsets[index]
+        )
 
 
 class Transfer(Protocol):
-    """Thread-safe. `pages`: one contiguous uint8 CPU tensor `[layout.page_nbytes]` for each page of
-    `units`, anywhere in memory, in the byte order of `PageLayout`. Both moves have ended when they
-    return, and both begin after `fence`. A slot that `units` does not name is neither read nor written.
+    """Thread-safe.
 
-    Callbacks run on the calling thread, before the move returns. One that raises ends the move: what
-    was under way has stopped when the exception arrives.
+    `pages`: one contiguous uint8 CPU tensor `[layout.page_nbytes]` for each page of `units`,
+    anywhere in memory, in the byte order of `PageLayout`. Both moves have ended when they return,
+    and both begin after `fence`. A slot that `units` does not name is neither read nor written.
+
+    Callbacks run on the calling thread, before the move returns. One that raises ends the move:
+    what was under way has stopped when the exception arrives.
     """
 
     def fence(self, pool: KVPool) -> Fence:
         """Called on the engine's thread: a mark behind all work enqueued there so far."""
 
     def makes_leaves(self, pool: KVPool) -> bool:
-        """Whether the moves can make the leaves of this pool's pages in GPU memory: what happens to the bytes on
-        the link and in host memory is found then, and no core hashes them."""
+        """Whether the moves can make the leaves of this pool's pages in GPU memory: what happens to
+        the bytes on the link and in host memory is found then, and no core hashes them.
+        """
 
     def pieces(self, pool: KVPool, units: UnitTable) -> list[Pieces] | None:
-        """The pages as they lie in the slots, for whoever can do without either move. None: they are to be moved: the
-        slots are no host memory, too small, or the engine's also where a load fails."""
+        """The pages as they lie in the slots, for whoever can do without either move.
+
+        None: they are to be moved: the slots are no host memory, too small, or the engine's also
+        where a load fails.
+        """
 
     def gather(
         self,
@@ -88,10 +100,13 @@ class Transfer(Protocol):
         landed: Landed | None = None,
         summed: Summed | None = None,
     ) -> None:
-        """Fills `pages` from the slots. `gathered` is called once, as soon as all slots are read: they
-        may be reused, the last pages may still travel. `landed` is called for runs of pages that are
-        complete, in order, each page once, while later ones travel. `summed` is called at the end, with leaves made
-        before the bytes left; only where `makes_leaves`."""
+        """Fills `pages` from the slots.
+
+        `gathered` is called once, as soon as all slots are read: they may be reused, the last pages
+        may still travel. `landed` is called for runs of pages that are complete, in order, each
+        page once, while later ones travel. `summed` is called at the end, with leaves made before
+        the bytes left; only where `makes_leaves`.
+        """
 
     def scatter(
         self,
@@ -104,34 +119,47 @@ class Transfer(Protocol):
         ready: Ready | None = None,
         summed: Summed | None = None,
     ) -> None:
-        """Fills the slots from `pages`, without those of the first `skip_tokens` tokens: the
-        engine has these already, and other requests may share their slots.
+        """Fills the slots from `pages`, without those of the first `skip_tokens` tokens: the engine
+        has these already, and other requests may share their slots.
 
-        With `placed` the layers go one after the other, ascending, and it is called for each as soon
-        as its writes are enqueued: a stream that waits for the event may compute that layer while
-        later ones travel. Small layers may go together and share an event.
+        With `placed` the layers go one after the other, ascending, and it is called for each as
+        soon as its writes are enqueued: a stream that waits for the event may compute that layer
+        while later ones travel. Small layers may go together and share an event.
 
-        `ready` is called for runs of pages before they are read, in order, each page once, while earlier
-        ones travel. If it raises, slots of that run and of later pages are untouched. Not with `placed`.
+        `ready` is called for runs of pages before they are read, in order, each page once, while
+        earlier ones travel. If it raises, slots of that run and of later pages are untouched. Not
+        with `placed`.
 
-        `summed` is called at the end, with leaves made of what arrived: who asks for them is told of damage when the
-        slots have been written. Only where `makes_leaves`, not with `placed`."""
+        `summed` is called at the end, with leaves made of what arrived: who asks for them is told
+        of damage when the slots have been written. Only where `makes_leaves`, not with `placed`.
+        """
 
     def host_memory(self, memory: memoryview) -> bool:
-        """Says that pages are going to lie in `memory`, all of one mapping, so that what makes copies to
-        and from it fast can be done once, in the background. Whether it is done; if it can not be, moves
-        are only slower."""
+        """Says that pages are going to lie in `memory`, all of one mapping, so that what makes
+        copies to and from it fast can be done once, in the background. Whether it is done; if it
+        can not be, moves are only slower.
+        """
 
     def await_host_memory(self, timeout_s: float) -> bool:
-        """Waits while that is being done; False if it still is. Meanwhile a GPU's driver lets nobody in this
-        process do anything, for a second per 10 GB: who begins a move then can not end it in time."""
+        """Waits while that is being done; False if it still is.
+
+        Meanwhile a GPU's driver lets nobody in this process do anything, for a second per 10 GB:
+        who begins a move then can not end it in time.
+        """
 
 
 class TorchTransfer:
-    """Index gather and scatter, a plane at a time. Makes no leaves."""
+    """Index gather and scatter, a plane at a time.
+
+    Makes no leaves.
+    """
 
     def fence(self, pool: KVPool) -> Fence:
-        return torch.cuda.current_stream(pool.device).record_event() if pool.device.type == "cuda" else None
+        return (
+            torch.cuda.current_stream(pool.device).record_event()
+            if pool.device.type == "cuda"
+            else None
+        )
 
     def makes_leaves(self, pool: KVPool) -> bool:
         return False
@@ -188,8 +216,11 @@ class TorchTransfer:
                         continue
                     skip = skip_tokens // plane.piece.plane.unit_tokens
                     start, nbytes = plane.piece.offset, plane.piece.nbytes
-                    # In memory of its own: inside a page a plane may start at any byte, an int32 may not.
-                    data = torch.stack([page[start : start + nbytes] for page in pages]).to(pool.device)
+                    # In memory of its own: inside a page a plane may start at any byte, an int32
+                    # may not.
+                    data = torch.stack([page[start : start + nbytes] for page in pages]).to(
+                        pool.device
+                    )
                     values = data.view(-1).view(plane.bits.dtype).view(-1, *plane.bits.shape[1:])
                     plane.bits[indices[plane.space][skip:]] = values[skip:]
                 if placed:

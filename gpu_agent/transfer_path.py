@@ -41,8 +41,8 @@ log.addFilter(NamesRequest())
 # tasks cost more than they spread, larger ones end late (H200).
 HASHED_NBYTES_MIN, HASHED_NBYTES_MAX = 1 << 20, 8 << 20
 HASHED_TASKS = 16
-# How long a save and a load wait while a node's memory is page-locked, at its first use. A load waits
-# less, because computing is sooner done.
+# How long a save and a load wait while a node's memory is page-locked, at its first use. A load
+# waits less, because computing is sooner done.
 SAVE_WAIT_S, LOAD_WAIT_S = 5.0, 0.25
 
 
@@ -88,7 +88,10 @@ class TransferPath(Protocol):
         """Return whether pages are verified in their slots, so chunks may be placed in parallel."""
 
     def save(self, chunk: PageBatch, gathered: Gathered | None) -> list[PutOutcome]:
-        """Store a chunk. `gathered` is called when its slots have been read, if any is wanted."""
+        """Store a chunk.
+
+        `gathered` is called when its slots have been read, if any is wanted.
+        """
 
     def fetch(self, chunk: PageBatch) -> "Fetched":
         """Begin a load: find where the pages are, and start to verify them."""
@@ -119,8 +122,19 @@ class Fetched:
     def intact(self, first: int, leaves: Sequence[bytes]) -> int:
         """Count the leading pages from `first` on whose `leaves` match their checksums."""
         assert self.slots is not None
-        digest, keys = self.chunk.namespace.digest, self.chunk.prefix_hashes[first : first + len(leaves)]
-        return leading(list(map(eq, roots(leaves, digest, keys), self.slots.checksums[first : first + len(leaves)])))
+        digest, keys = (
+            self.chunk.namespace.digest,
+            self.chunk.prefix_hashes[first : first + len(leaves)],
+        )
+        return leading(
+            list(
+                map(
+                    eq,
+                    roots(leaves, digest, keys),
+                    self.slots.checksums[first : first + len(leaves)],
+                )
+            )
+        )
 
     def close(self) -> None:
         self.held.close()
@@ -169,8 +183,13 @@ class BufferedPath:
         pages = list(self._buffer[: len(chunk)])
         hits = self._get(chunk, pages)
         if hits:
-            table, all_placed = chunk.table.select(slice(hits)), placed if hits == len(chunk) else None
-            self._transfer.scatter(chunk.pool, table, pages[:hits], chunk.fence, skip_tokens, all_placed)
+            table, all_placed = (
+                chunk.table.select(slice(hits)),
+                placed if hits == len(chunk) else None,
+            )
+            self._transfer.scatter(
+                chunk.pool, table, pages[:hits], chunk.fence, skip_tokens, all_placed
+            )
         return hits
 
     def _put(self, chunk: PageBatch, pages: Sequence[Any]) -> list[PutOutcome]:
@@ -180,7 +199,9 @@ class BufferedPath:
     def _get(self, chunk: PageBatch, pages: Sequence[Any]) -> int:
         """Fill `pages` and return the number of leading hits."""
         timeout_s = chunk.deadline.remaining()
-        hits = self._client.get(chunk.namespace, chunk.prefix_hashes, pages, prefix=True, timeout_s=timeout_s)
+        hits = self._client.get(
+            chunk.namespace, chunk.prefix_hashes, pages, prefix=True, timeout_s=timeout_s
+        )
         return [*hits, False].index(False)
 
 
@@ -195,7 +216,11 @@ class MappedPath:
     overlaps = True
 
     def __init__(
-        self, client: Client, transfer: Transfer, hashers: concurrent.futures.Executor, chunk_pages: int
+        self,
+        client: Client,
+        transfer: Transfer,
+        hashers: concurrent.futures.Executor,
+        chunk_pages: int,
     ) -> None:
         self._client = client
         self._transfer = transfer
@@ -211,7 +236,9 @@ class MappedPath:
 
     def save(self, chunk: PageBatch, gathered: Gathered | None) -> list[PutOutcome]:
         timeout_s = chunk.deadline.remaining()
-        with self._client.open_put(chunk.namespace, chunk.prefix_hashes, timeout_s=timeout_s) as slots:
+        with self._client.open_put(
+            chunk.namespace, chunk.prefix_hashes, timeout_s=timeout_s
+        ) as slots:
             outcomes = put_outcomes(slots.verdicts)
             wanted = [i for i, outcome in enumerate(outcomes) if outcome is PutOutcome.STORED]
             if not wanted:
@@ -220,10 +247,14 @@ class MappedPath:
             table = chunk.table if len(wanted) == len(outcomes) else chunk.table.select(wanted)
             leaves: list[bytes] = []
             if self._transfer.makes_leaves(chunk.pool):
-                self._transfer.gather(chunk.pool, table, pages, chunk.fence, gathered, summed=leaves.extend)
+                self._transfer.gather(
+                    chunk.pool, table, pages, chunk.fence, gathered, summed=leaves.extend
+                )
             else:
                 with _LeafHashes(self._hashers, slots.pages) as hashes:
-                    self._transfer.gather(chunk.pool, table, pages, chunk.fence, gathered, hashes.begin)
+                    self._transfer.gather(
+                        chunk.pool, table, pages, chunk.fence, gathered, hashes.begin
+                    )
                     leaves.extend(hashes.of(page) for page in range(len(wanted)))
             slots.commit(leaves)
             return outcomes
@@ -231,14 +262,20 @@ class MappedPath:
     def fetch(self, chunk: PageBatch) -> Fetched:
         timeout_s = chunk.deadline.remaining()
         with contextlib.ExitStack() as held:
-            opened = self._client.open_get(chunk.namespace, chunk.prefix_hashes, prefix=True, timeout_s=timeout_s)
+            opened = self._client.open_get(
+                chunk.namespace, chunk.prefix_hashes, prefix=True, timeout_s=timeout_s
+            )
             slots = held.enter_context(opened)
             hits = [*slots.hits, False].index(False)
             pages = self._mapped(slots.arena, slots.offsets[:hits], chunk, LOAD_WAIT_S)
-            hashes = None if self._transfer.makes_leaves(chunk.pool) else self._hashed(held, slots, hits)
+            hashes = (
+                None if self._transfer.makes_leaves(chunk.pool) else self._hashed(held, slots, hits)
+            )
             return Fetched(chunk, held.pop_all(), pages, slots, hashes)
 
-    def _hashed(self, held: contextlib.ExitStack, slots: AcquiredSlots, count: int) -> "_LeafHashes":
+    def _hashed(
+        self, held: contextlib.ExitStack, slots: AcquiredSlots, count: int
+    ) -> "_LeafHashes":
         hashes = held.enter_context(_LeafHashes(self._hashers, slots.pages[:count]))
         hashes.begin(range(count))
         return hashes
@@ -260,7 +297,9 @@ class MappedPath:
         """
         chunk, pages, leaves = fetched.chunk, fetched.pages, list[bytes]()
         table = chunk.table.select(slice(len(pages)))
-        self._transfer.scatter(chunk.pool, table, pages, chunk.fence, skip_tokens, summed=leaves.extend)
+        self._transfer.scatter(
+            chunk.pool, table, pages, chunk.fence, skip_tokens, summed=leaves.extend
+        )
         return fetched.intact(0, leaves)  # a page without leaves does not count
 
     def _verify_and_scatter(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
@@ -283,29 +322,52 @@ class MappedPath:
                 verify(range(count))
             elif count:
                 table = chunk.table.select(slice(count))
-                self._transfer.scatter(chunk.pool, table, pages, chunk.fence, skip_tokens, ready=verify)
+                self._transfer.scatter(
+                    chunk.pool, table, pages, chunk.fence, skip_tokens, ready=verify
+                )
                 return count
         except _Damaged as damaged:
             count = damaged.page
         if count:  # the pages in front of a damaged one, or all of them layer by layer
-            table, all_placed = chunk.table.select(slice(count)), placed if count == len(chunk) else None
-            self._transfer.scatter(chunk.pool, table, pages[:count], chunk.fence, skip_tokens, all_placed)
+            table, all_placed = (
+                chunk.table.select(slice(count)),
+                placed if count == len(chunk) else None,
+            )
+            self._transfer.scatter(
+                chunk.pool, table, pages[:count], chunk.fence, skip_tokens, all_placed
+            )
         return count
 
-    def _mapped(self, arena: ArenaMap, offsets: Sequence[int], chunk: PageBatch, wait_s: float) -> MappedPages:
-        """Return pages of the arena. Raises Exhausted while it is still made ready for copies."""
+    def _mapped(
+        self, arena: ArenaMap, offsets: Sequence[int], chunk: PageBatch, wait_s: float
+    ) -> MappedPages:
+        """Return pages of the arena.
+
+        Raises Exhausted while it is still made ready for copies.
+        """
         if not self._transfer.host_memory(arena.memory):
             wait_s = min(wait_s, chunk.deadline.remaining())
             if not self._transfer.await_host_memory(wait_s):
-                raise Exhausted(f"the node's memory is still being page-locked after {wait_s:.1f} s")
+                raise Exhausted(
+                    f"the node's memory is still being page-locked after {wait_s:.1f} s"
+                )
         return MappedPages(arena.memory, arena.address, offsets, chunk.namespace.layout.page_nbytes)
 
     def _report(self, chunk: PageBatch, page: int) -> None:
-        """Let the node check its copy and drop it. The load has ended before that page anyway."""
+        """Let the node check its copy and drop it.
+
+        The load has ended before that page anyway.
+        """
         prefix_hash = chunk.prefix_hashes[page]
-        log.error("page %s of model %s did not match its checksum", short(prefix_hash), chunk.namespace.model)
+        log.error(
+            "page %s of model %s did not match its checksum",
+            short(prefix_hash),
+            chunk.namespace.model,
+        )
         try:
-            self._client.verify(chunk.namespace, [prefix_hash], timeout_s=chunk.deadline.remaining())
+            self._client.verify(
+                chunk.namespace, [prefix_hash], timeout_s=chunk.deadline.remaining()
+            )
         except KVStoreError as error:
             log.warning("could not report a damaged page: %s", error)
 
@@ -330,7 +392,9 @@ class _LeafHashes:
         nbytes = sum(page.nbytes for page in pages)
         self._cuts = cuts(pages[0].nbytes) if pages else ()
         wanted = min(max(nbytes // HASHED_TASKS, HASHED_NBYTES_MIN), HASHED_NBYTES_MAX)
-        self._step = max(1, wanted * len(pages) * len(self._cuts) // nbytes) if nbytes else 1  # parts of a task
+        self._step = (
+            max(1, wanted * len(pages) * len(self._cuts) // nbytes) if nbytes else 1
+        )  # parts of a task
         # page -> for each of its parts the task that hashes it, and the part's index in the task
         self._tasks: dict[int, list[tuple[concurrent.futures.Future[list[bytes]], int]]] = {}
 

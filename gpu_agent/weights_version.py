@@ -5,8 +5,8 @@ removed: others with the same weights go on using it, and a process that starts 
 weights finds it.
 
 Ranks that share pages must come to the same epoch without a word, in the same order of calls. Its
-numbers are therefore drawn from a seed that torch's ranks agree on once. The state belongs to the process:
-an adapter that is closed and made again must not bring the old pages back.
+numbers are therefore drawn from a seed that torch's ranks agree on once. The state belongs to the
+process: an adapter that is closed and made again must not bring the old pages back.
 """
 
 import hashlib
@@ -22,7 +22,10 @@ _STORE_KEY = "kvstore/epoch-seed"
 
 
 class WeightsVersions:
-    """Thread-safe. `seed`: equal on ranks that share pages, different in every launch."""
+    """Thread-safe.
+
+    `seed`: equal on ranks that share pages, different in every launch.
+    """
 
     def __init__(self, seed: str) -> None:
         self._seed = seed
@@ -47,7 +50,10 @@ _epochs: WeightsVersions | None = None
 
 
 def process_epochs() -> WeightsVersions:
-    """This process's. The first call may ask torch's store, so it belongs into the start."""
+    """This process's.
+
+    The first call may ask torch's store, so it belongs into the start.
+    """
     global _epochs
     with _lock:
         if _epochs is None:
@@ -63,6 +69,10 @@ def _agreed_seed() -> str:
     try:
         store = torch.distributed.distributed_c10d._get_default_store()
         return str(store.compare_set(_STORE_KEY, "", mine).decode())
-    except RuntimeError as error:  # nothing is wrong but that ranks will not find each other's pages after a clear
-        log.warning("ranks did not agree on an epoch, shared pages will miss after a clear: %s", error)
+    except (
+        RuntimeError
+    ) as error:  # nothing is wrong but that ranks will not find each other's pages after a clear
+        log.warning(
+            "ranks did not agree on an epoch, shared pages will miss after a clear: %s", error
+        )
         return mine

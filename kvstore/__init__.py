@@ -1,7 +1,9 @@
-"""kvstore: a distributed KV-cache store for LLM inference. This package is what clients need.
+"""kvstore: a distributed KV-cache store for LLM inference.
 
-What is named here is imported when it is first used: a node's I/O process needs the errors and the checksum, and would
-otherwise start with gRPC and a whole client, in twice the time.
+This package is what clients need.
+
+What is named here is imported when it is first used: a node's I/O process needs the errors and the
+checksum, and would otherwise start with gRPC and a whole client, in twice the time.
 """
 
 from importlib import import_module

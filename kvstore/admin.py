@@ -38,7 +38,9 @@ RECOVER_TIMEOUT_S = 45.0  # a node gives a disk that hangs 30 s, and says so the
 
 
 class Admin:
-    """Administer one node, or all members of a cluster. `kvstore.Client` is one.
+    """Administer one node, or all members of a cluster.
+
+    `kvstore.Client` is one.
 
     What is done at all members raises what one of them raised; the others have done it then. With
     `away`, members that could not be asked are noted there, by id, and the call returns what the
@@ -54,8 +56,10 @@ class Admin:
         self._fan_out = FanOut(config)
 
     def open(self, namespace: Namespace, timeout_s: float | None = None) -> None:
-        """Register the namespace now, at the node that is alone or near. Every other call does it
-        by itself when needed."""
+        """Register the namespace now, at the node that is alone or near.
+
+        Every other call does it by itself when needed.
+        """
         self._fan_out.open(namespace, self._deadline(timeout_s))
 
     def verify(
@@ -74,7 +78,9 @@ class Admin:
             return [health for reply in replies for health in _healths(reply)]
 
         deadline = self._deadline(timeout_s)
-        found = self._fan_out.broadcast(ask, namespace, prefix_hashes, deadline, max, int(pb.PAGE_ABSENT), away)
+        found = self._fan_out.broadcast(
+            ask, namespace, prefix_hashes, deadline, max, int(pb.PAGE_ABSENT), away
+        )
         return VerifyResult(*map(found.count, (pb.PAGE_INTACT, pb.PAGE_DROPPED, pb.PAGE_ABSENT)))
 
     def remove(
@@ -84,7 +90,9 @@ class Admin:
         timeout_s: float | None = None,
         away: Away | None = None,
     ) -> list[bool]:
-        """Remove pages, pinned ones too. Return True for each that was there.
+        """Remove pages, pinned ones too.
+
+        Return True for each that was there.
 
         All members of a cluster are asked, also those of a view that arrives meanwhile. Pages that
         were there are removed again until none is: a member may have handed a page to another just
@@ -94,7 +102,11 @@ class Admin:
         deadline, nodes = self._deadline(timeout_s), self._fan_out.nodes
         view, every = nodes.found(deadline), list(range(len(prefix_hashes)))
         # A member that hangs costs the first round its time; it is left out of the others.
-        limit = deadline if view is None or away is None else deadline.sooner(deadline.remaining() * FIRST_SHARE)
+        limit = (
+            deadline
+            if view is None or away is None
+            else deadline.sooner(deadline.remaining() * FIRST_SHARE)
+        )
         removed, asked = [False] * len(prefix_hashes), every
         while asked:
             said = self._removed(namespace, select(prefix_hashes, asked), limit, away)
@@ -108,27 +120,41 @@ class Admin:
         return removed
 
     def _removed(
-        self, namespace: Namespace, prefix_hashes: Sequence[bytes], deadline: Deadline, away: Away | None
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        deadline: Deadline,
+        away: Away | None,
     ) -> list[bool]:
         """Remove pages at all members, once at each."""
 
         def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[bool]:
             hashes = select(prefix_hashes, indices)
             replies = keyed_replies(link, "remove", pb.RemoveRequest, namespace, hashes, deadline)
-            self._fan_out.nodes.hear(link, max((reply.view_number for reply in replies), default=0), deadline)
+            self._fan_out.nodes.hear(
+                link, max((reply.view_number for reply in replies), default=0), deadline
+            )
             return per_key(replies, "removed", hashes)
 
         return self._fan_out.broadcast(ask, namespace, prefix_hashes, deadline, or_, False, away)
 
     def pin(
-        self, namespace: Namespace, prefix_hashes: Sequence[bytes], ttl_s: float, timeout_s: float | None = None
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        ttl_s: float,
+        timeout_s: float | None = None,
     ) -> list[bool]:
-        """Keep pages from eviction for `ttl_s` seconds. Return True for each that is there, where
-        `get` finds it."""
+        """Keep pages from eviction for `ttl_s` seconds.
+
+        Return True for each that is there, where `get` finds it.
+        """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         message = functools.partial(pb.PinRequest, ttl_ms=max(0, round(ttl_s * 1000)))
         ask = _asks("pin", "pinned", message, namespace, prefix_hashes)
-        return self._fan_out.route(ask, namespace, prefix_hashes, self._deadline(timeout_s), not_, False)
+        return self._fan_out.route(
+            ask, namespace, prefix_hashes, self._deadline(timeout_s), not_, False
+        )
 
     def unpin(
         self,
@@ -137,10 +163,15 @@ class Admin:
         timeout_s: float | None = None,
         away: Away | None = None,
     ) -> list[bool]:
-        """Unpin all copies of pages. Return True for each page that was pinned."""
+        """Unpin all copies of pages.
+
+        Return True for each page that was pinned.
+        """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         ask = _asks("unpin", "unpinned", pb.UnpinRequest, namespace, prefix_hashes)
-        return self._fan_out.broadcast(ask, namespace, prefix_hashes, self._deadline(timeout_s), or_, False, away)
+        return self._fan_out.broadcast(
+            ask, namespace, prefix_hashes, self._deadline(timeout_s), or_, False, away
+        )
 
     def stat(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None
@@ -149,12 +180,19 @@ class Admin:
 
         def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[pb.PageStat]:
             hashes = select(prefix_hashes, indices)
-            return per_key(keyed_replies(link, "stat", pb.StatRequest, namespace, hashes, deadline), "pages", hashes)
+            return per_key(
+                keyed_replies(link, "stat", pb.StatRequest, namespace, hashes, deadline),
+                "pages",
+                hashes,
+            )
 
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
         absent, deadline = pb.PageStat(), self._deadline(timeout_s)
         found = self._fan_out.route(ask, namespace, prefix_hashes, deadline, _not_present, absent)
-        return [_of_key(page, prefix_hash) for page, prefix_hash in zip(found, prefix_hashes, strict=True)]
+        return [
+            _of_key(page, prefix_hash)
+            for page, prefix_hash in zip(found, prefix_hashes, strict=True)
+        ]
 
     def list_pages(
         self, namespace: Namespace, key_prefix: bytes = b"", limit: int = 0, after: bytes = b""
@@ -165,8 +203,12 @@ class Admin:
         `limit` 0: all. Of a cluster, yield the pages of the members that answer; a page that
         several of them have is listed once.
         """
-        first = pb.ListRequest(namespace=namespace.digest, key_prefix=key_prefix, page_token=after, limit=limit)
-        replies = answered(self._fan_out.each(_calls("list", first), namespace, self._deadline(None)))
+        first = pb.ListRequest(
+            namespace=namespace.digest, key_prefix=key_prefix, page_token=after, limit=limit
+        )
+        replies = answered(
+            self._fan_out.each(_calls("list", first), namespace, self._deadline(None))
+        )
         links = self._fan_out.nodes.all()
         parts = [
             self._list_of(links[address], namespace, first, reply)
@@ -174,7 +216,10 @@ class Admin:
             if address in links
         ]
         merged = heapq.merge(*parts, key=lambda page: page.prefix_hash)
-        distinct = (next(copies) for _, copies in itertools.groupby(merged, key=lambda page: page.prefix_hash))
+        distinct = (
+            next(copies)
+            for _, copies in itertools.groupby(merged, key=lambda page: page.prefix_hash)
+        )
         yield from itertools.islice(distinct, limit or None)
 
     def _list_of(
@@ -193,7 +238,9 @@ class Admin:
             request.limit = limit - count if limit else 0
             reply = link.run(_calls("list", request), namespace, self._deadline(None))
 
-    def namespaces(self, timeout_s: float | None = None) -> list[tuple[Namespace, pb.NamespaceInfo]]:
+    def namespaces(
+        self, timeout_s: float | None = None
+    ) -> list[tuple[Namespace, pb.NamespaceInfo]]:
         """Return all namespaces that the nodes know, with their counters: sums over the members
         that answer."""
         request, deadline = pb.ListNamespacesRequest(), self._deadline(timeout_s)
@@ -206,26 +253,43 @@ class Admin:
 
     def node_status(self, timeout_s: float | None = None) -> pb.NodeStatusReply:
         """Return the node's own status: state, memory, namespaces, counters, limits."""
-        return cast(pb.NodeStatusReply, self._only("node_status", pb.NodeStatusRequest(), timeout_s))
+        return cast(
+            pb.NodeStatusReply, self._only("node_status", pb.NodeStatusRequest(), timeout_s)
+        )
 
-    def statuses(self, timeout_s: float | None = None) -> dict[str, pb.NodeStatusReply | KVStoreError]:
+    def statuses(
+        self, timeout_s: float | None = None
+    ) -> dict[str, pb.NodeStatusReply | KVStoreError]:
         """Return each node's own status, or why it can not be asked, by address."""
-        return self._fan_out.each(_calls("node_status", pb.NodeStatusRequest()), None, self._deadline(timeout_s))
+        return self._fan_out.each(
+            _calls("node_status", pb.NodeStatusRequest()), None, self._deadline(timeout_s)
+        )
 
     def remove_namespace(self, namespace: Namespace, timeout_s: float | None = None) -> int:
-        """Remove a namespace and all its pages from every tier. Return how many entries were
-        removed."""
-        request = pb.RemoveNamespaceRequest(namespace=namespace.digest, removal=os.urandom(REMOVAL_NBYTES))
+        """Remove a namespace and all its pages from every tier.
+
+        Return how many entries were removed.
+        """
+        request = pb.RemoveNamespaceRequest(
+            namespace=namespace.digest, removal=os.urandom(REMOVAL_NBYTES)
+        )
         deadline = self._deadline(timeout_s)
         removed = 0
         while True:  # as `remove` does it
-            count = sum(int(reply.removed) for reply in self._all("remove_namespace", request, namespace, deadline))
+            count = sum(
+                int(reply.removed)
+                for reply in self._all("remove_namespace", request, namespace, deadline)
+            )
             removed = removed or count
             if not count or self._fan_out.nodes.view is None:
                 return removed
 
-    def forget(self, tenant: str, timeout_s: float = FORGET_TIMEOUT_S, away: Away | None = None) -> pb.ForgetReply:
-        """Erase all that a tenant has, in RAM and on disk. Return sums over the nodes.
+    def forget(
+        self, tenant: str, timeout_s: float = FORGET_TIMEOUT_S, away: Away | None = None
+    ) -> pb.ForgetReply:
+        """Erase all that a tenant has, in RAM and on disk.
+
+        Return sums over the nodes.
 
         `left` is 0 if nothing is left; `why` says what is. `plain_disk`: of a disk that is not
         encrypted, bytes may stay on the medium until other pages overwrite them. A page that the
@@ -252,7 +316,10 @@ class Admin:
         return total
 
     def flush(self, timeout_s: float | None = None, away: Away | None = None) -> int:
-        """Wait until all visible pages survive power loss. Return the number of pages on disk."""
+        """Wait until all visible pages survive power loss.
+
+        Return the number of pages on disk.
+        """
 
         def run(link: NodeConnection, deadline: Deadline) -> int:
             reply = link.wire.call("flush", pb.FlushRequest(wait_ms=wait_ms(deadline)), deadline)
@@ -260,19 +327,28 @@ class Admin:
 
         return sum(self._fan_out.all(run, None, self._deadline(timeout_s), away))
 
-    def scrub(self, cursor: bytes = b"", nbytes_max: int = 0, timeout_s: float | None = None) -> pb.ScrubReply:
-        """Have the node verify a part of its disk. Go on with `next_cursor` until it is empty."""
+    def scrub(
+        self, cursor: bytes = b"", nbytes_max: int = 0, timeout_s: float | None = None
+    ) -> pb.ScrubReply:
+        """Have the node verify a part of its disk.
+
+        Go on with `next_cursor` until it is empty.
+        """
         return cast(
-            pb.ScrubReply, self._only("scrub", pb.ScrubRequest(cursor=cursor, nbytes_max=nbytes_max), timeout_s)
+            pb.ScrubReply,
+            self._only("scrub", pb.ScrubRequest(cursor=cursor, nbytes_max=nbytes_max), timeout_s),
         )
 
     def recover(self, timeout_s: float = RECOVER_TIMEOUT_S) -> None:
-        """Have the node try its failed disk again. Raises Exhausted if it still fails, or hangs for
-        30 s."""
+        """Have the node try its failed disk again.
+
+        Raises Exhausted if it still fails, or hangs for 30 s.
+        """
         self._only("recover", pb.RecoverRequest(), timeout_s)
 
     def drain(self, end: bool = False, timeout_s: float | None = None) -> pb.DrainReply:
         """Drain the named member: it hands its pages to the members that own them without it.
+
         Return how far it is; `end`: it serves again.
 
         Raises InvalidRequest at a node that is in no cluster, or in one whose members are a fixed
@@ -286,7 +362,11 @@ class Admin:
         return cast(pb.SweepReply, self._only("sweep", pb.SweepRequest(dry=dry), timeout_s))
 
     def record(
-        self, seconds: float = 0.0, recording: bytes = b"", end: bool = False, timeout_s: float | None = None
+        self,
+        seconds: float = 0.0,
+        recording: bytes = b"",
+        end: bool = False,
+        timeout_s: float | None = None,
     ) -> pb.RecordReply:
         """Record the node's requests for so many seconds, or fetch what it has recorded since the
         last time.
@@ -299,7 +379,12 @@ class Admin:
     # ---- one call ------------------------------------------------------------------------
 
     def _all(
-        self, op: str, request: Any, namespace: Namespace | None, deadline: Deadline, away: Away | None = None
+        self,
+        op: str,
+        request: Any,
+        namespace: Namespace | None,
+        deadline: Deadline,
+        away: Away | None = None,
     ) -> list[Any]:
         return self._fan_out.all(_calls(op, request), namespace, deadline, away)
 
@@ -307,7 +392,9 @@ class Admin:
         return self._fan_out.one(_calls(op, request), None, self._deadline(timeout_s), op)
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
-        check_process(self._pid)  # before any lock, which a thread of the parent may hold for ever here
+        check_process(
+            self._pid
+        )  # before any lock, which a thread of the parent may hold for ever here
         return Deadline(self.config.timeout_s if timeout_s is None else timeout_s)
 
 
@@ -324,9 +411,20 @@ def summed(infos: Iterable[pb.NamespaceInfo]) -> list[tuple[Namespace, pb.Namesp
 
 
 def answered(outcomes: Mapping[str, Result | KVStoreError]) -> dict[str, Result]:
-    """Return the answers of the nodes that answered. Raises what one of them raised if none did."""
-    found = {address: outcome for address, outcome in outcomes.items() if not isinstance(outcome, KVStoreError)}
-    failed = {address: outcome for address, outcome in outcomes.items() if isinstance(outcome, KVStoreError)}
+    """Return the answers of the nodes that answered.
+
+    Raises what one of them raised if none did.
+    """
+    found = {
+        address: outcome
+        for address, outcome in outcomes.items()
+        if not isinstance(outcome, KVStoreError)
+    }
+    failed = {
+        address: outcome
+        for address, outcome in outcomes.items()
+        if isinstance(outcome, KVStoreError)
+    }
     if failed and not found:
         raise next(iter(failed.values()))
     for address, error in failed.items():
@@ -339,7 +437,9 @@ def _calls(op: str, request: Any) -> Call[Any]:
     return lambda link, limit: link.wire.call(op, request, limit)
 
 
-def _asks(op: str, field: str, message: Any, namespace: Namespace, prefix_hashes: Sequence[bytes]) -> Ask[bool]:
+def _asks(
+    op: str, field: str, message: Any, namespace: Namespace, prefix_hashes: Sequence[bytes]
+) -> Ask[bool]:
     """Return a function that makes this call about keys at a node, and reads `field` of its
     replies."""
 
@@ -352,7 +452,11 @@ def _asks(op: str, field: str, message: Any, namespace: Namespace, prefix_hashes
 
 def _healths(reply: pb.VerifyReply) -> Sequence[int]:
     """Return the health of each page; of an older node in any order: it has no copies elsewhere."""
-    counted = [pb.PAGE_INTACT] * reply.intact + [pb.PAGE_DROPPED] * reply.dropped + [pb.PAGE_ABSENT] * reply.absent
+    counted = (
+        [pb.PAGE_INTACT] * reply.intact
+        + [pb.PAGE_DROPPED] * reply.dropped
+        + [pb.PAGE_ABSENT] * reply.absent
+    )
     return list(reply.pages) or counted
 
 

@@ -1,7 +1,7 @@
 """View and copy callers' buffers: flat byte views without a copy, and without importing torch.
 
-Large copies let the process's other threads run on. A page's bytes lie in one run of memory or in several,
-as in an engine's pool whose K and V are far apart, and travel one piece after the other:
+Large copies let the process's other threads run on. A page's bytes lie in one run of memory or in
+several, as in an engine's pool whose K and V are far apart, and travel one piece after the other:
 
     a page     | piece 0 ... | piece 1 | piece 2 ....... |      buffers of the caller, in the page's order
     a slot     |                                         |      at a node it is one run
@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 from kvstore.errors import InvalidRequest
 
-# Copied, hashed or joined while the GIL is kept: 5 to 15 us. To give it up and get it back costs as much, and up to
-# `sys.getswitchinterval()`, 5 ms, beside a thread that computes.
+# Copied, hashed or joined while the GIL is kept: 5 to 15 us. To give it up and get it back costs as
+# much, and up to `sys.getswitchinterval()`, 5 ms, beside a thread that computes.
 HELD_NBYTES_MAX = 64 << 10
 
 Pieces: TypeAlias = tuple[memoryview, ...]  # flat views of bytes, one or more
@@ -27,7 +27,10 @@ _PyBUF_WRITABLE = 1
 
 
 class _PyBuffer(ctypes.Structure):
-    """Python's `Py_buffer`, part of its stable interface. `obj` is no py_object: the C functions count it."""
+    """Python's `Py_buffer`, part of its stable interface.
+
+    `obj` is no py_object: the C functions count it.
+    """
 
     _fields_ = (
         ("buf", ctypes.c_void_p),
@@ -44,7 +47,9 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-_python = ctypes.PyDLL(None)  # our own, because `ctypes.pythonapi` and its functions' types are everybody's
+_python = ctypes.PyDLL(
+    None
+)  # our own, because `ctypes.pythonapi` and its functions' types are everybody's
 _export, _release = _python.PyObject_GetBuffer, _python.PyBuffer_Release
 _export.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
 _release.argtypes = (ctypes.c_void_p,)
@@ -65,13 +70,18 @@ def byte_view(buffer: Any, writable: bool = False) -> memoryview:
     """
     view = _tensor_view(buffer) if hasattr(buffer, "data_ptr") else _buffer_view(buffer)
     if writable and view.readonly:
-        raise InvalidRequest(f"a {type(buffer).__name__} is read-only; pass a writable buffer to read into")
+        raise InvalidRequest(
+            f"a {type(buffer).__name__} is read-only; pass a writable buffer to read into"
+        )
     return view
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """`target[:] = source` for flat views of one length, read-only sources too. More than HELD_NBYTES_MAX bytes
-    are copied without the GIL, which the assignment keeps: other threads run meanwhile."""
+    """`target[:] = source` for flat views of one length, read-only sources too.
+
+    More than HELD_NBYTES_MAX bytes are copied without the GIL, which the assignment keeps: other
+    threads run meanwhile.
+    """
     if source.nbytes <= HELD_NBYTES_MAX:
         target[:] = source
         return
@@ -91,8 +101,10 @@ def fill(target: int, value: int, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def copying(target: memoryview, source: memoryview) -> Iterator[Callable[[int, int], None]]:
-    """`copy_piece(start, end)` copies these bytes of flat views of one length, without the GIL. To ask for the two
-    addresses takes as long as to copy 64 KiB from a cache: it is done once."""
+    """`copy_piece(start, end)` copies these bytes of flat views of one length, without the GIL.
+
+    To ask for the two addresses takes as long as to copy 64 KiB from a cache: it is done once.
+    """
     nbytes = source.nbytes
     assert target.nbytes == nbytes
     to = _exported(target, _PyBUF_WRITABLE)
@@ -113,8 +125,9 @@ def copying(target: memoryview, source: memoryview) -> Iterator[Callable[[int, i
 
 
 def advise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
-    """`memory.madvise(advice, start, nbytes)` without the GIL, which the method keeps: to fill page tables takes 75 us
-    a MiB. Raises OSError."""
+    """`memory.madvise(advice, start, nbytes)` without the GIL, which the method keeps: to fill page
+    tables takes 75 us a MiB. Raises OSError.
+    """
     found = _exported(memory, 0)
     try:
         if _libc.madvise(ctypes.c_void_p(found.buf + start), ctypes.c_size_t(nbytes), advice):
@@ -125,8 +138,10 @@ def advise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
 
 
 def _exported(buffer: Any, flags: int) -> _PyBuffer:
-    """A buffer's address, where its bytes stay until `_release`. ctypes gives none of read-only memory; the C function
-    behind every memoryview does. Raises BufferError if the buffer is not what `flags` ask for."""
+    """A buffer's address, where its bytes stay until `_release`. ctypes gives none of read-only
+    memory; the C function behind every memoryview does. Raises BufferError if the buffer is not
+    what `flags` ask for.
+    """
     found = _PyBuffer()
     _export(buffer, ctypes.byref(found), flags)
     return found
@@ -136,7 +151,9 @@ def _buffer_view(buffer: Any) -> memoryview:
     try:
         view = memoryview(buffer)
     except TypeError as error:
-        raise InvalidRequest(f"a {type(buffer).__name__} is neither a buffer nor a torch CPU tensor") from error
+        raise InvalidRequest(
+            f"a {type(buffer).__name__} is neither a buffer nor a torch CPU tensor"
+        ) from error
     if not view.c_contiguous:
         raise InvalidRequest(
             f"a {type(buffer).__name__} with strides {view.strides} is not contiguous; pass a contiguous one"
@@ -153,19 +170,28 @@ def _tensor_view(tensor: Any) -> memoryview:
             f"a tensor on {tensor.device} can not be sent from here; pass a CPU tensor or use the agent"
         )
     if not tensor.is_contiguous():
-        raise InvalidRequest(f"a tensor with strides {tuple(tensor.stride())} is not contiguous; pass a contiguous one")
-    memory = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+        raise InvalidRequest(
+            f"a tensor with strides {tuple(tensor.stride())} is not contiguous; pass a contiguous one"
+        )
+    memory = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(
+        tensor.data_ptr()
+    )
     memory.owner = tensor  # the view holds the ctypes array, which holds the tensor
     return memoryview(memory).cast("B")
 
 
 def page_segments(pages: Iterable[Any], nbytes: int, writable: bool = False) -> list[Pieces]:
-    """The callers' pages, each a buffer as `byte_view` takes it or a list or tuple of such; all of exactly `nbytes`
-    bytes. Raises InvalidRequest."""
+    """The callers' pages, each a buffer as `byte_view` takes it or a list or tuple of such; all of
+    exactly `nbytes` bytes. Raises InvalidRequest.
+    """
     found: list[Pieces] = []
     for page in pages:
         several = isinstance(page, list | tuple)
-        pieces = tuple([byte_view(piece, writable) for piece in page]) if several else (byte_view(page, writable),)
+        pieces = (
+            tuple([byte_view(piece, writable) for piece in page])
+            if several
+            else (byte_view(page, writable),)
+        )
         if (have := segments_nbytes(pieces)) != nbytes:
             of = f" in {len(pieces)} pieces" if len(pieces) > 1 else ""
             raise InvalidRequest(f"buffer {len(found)} has {have} bytes{of}, expected {nbytes}")
@@ -178,14 +204,18 @@ def segments_nbytes(pieces: Iterable[memoryview]) -> int:
 
 
 def chunks(pieces: Iterable[memoryview], sizes: Iterable[int]) -> Iterator[list[memoryview]]:
-    """The pieces one after the other, cut into groups of so many bytes; the last may be shorter. A piece is taken when
-    those before it are used up, and not behind the last size."""
+    """The pieces one after the other, cut into groups of so many bytes; the last may be shorter.
+
+    A piece is taken when those before it are used up, and not behind the last size.
+    """
     left = iter(sizes)
     group: list[memoryview] = []
     room = next(left, 0)
     for piece in pieces if room else ():
         while piece.nbytes:
-            some, piece = (piece, piece[:0]) if piece.nbytes <= room else (piece[:room], piece[room:])
+            some, piece = (
+                (piece, piece[:0]) if piece.nbytes <= room else (piece[:room], piece[room:])
+            )
             group.append(some)
             room -= some.nbytes
             if not room:

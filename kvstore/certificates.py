@@ -40,7 +40,10 @@ class Pems:
     key: bytes = field(default=b"", repr=False)
 
     def into(self, context: ssl.SSLContext) -> ssl.SSLContext:
-        """The context with all of it. Raises OSError for what does not belong together."""
+        """The context with all of it.
+
+        Raises OSError for what does not belong together.
+        """
         if self.roots:
             context.load_verify_locations(cadata=self.roots.decode("ascii"))
         if self.chain:
@@ -48,7 +51,9 @@ class Pems:
             try:
                 with open(fd, "wb", closefd=False) as both:
                     both.write(self.key + b"\n" + self.chain)
-                context.load_cert_chain(f"/proc/self/fd/{fd}", password="")  # nobody is asked for one
+                context.load_cert_chain(
+                    f"/proc/self/fd/{fd}", password=""
+                )  # nobody is asked for one
             finally:
                 os.close(fd)
         return context
@@ -59,10 +64,13 @@ class _NoPair(ConfigError):
 
 
 class PemFiles:
-    """Read the files of one side of a connection. Thread-safe.
+    """Read the files of one side of a connection.
 
-    `settings`: what the paths are called in its configuration. `check` raises ConfigError for content that is not to
-    come into force. A client has no check: the standard library reads no dates, and the node judges them.
+    Thread-safe.
+
+    `settings`: what the paths are called in its configuration. `check` raises ConfigError for
+    content that is not to come into force. A client has no check: the standard library reads no
+    dates, and the node judges them.
     """
 
     def __init__(
@@ -75,19 +83,23 @@ class PemFiles:
     ) -> None:
         self._check = check
         self._ca, self._cert, self._key = (
-            f"{setting}={path}" if path else "" for setting, path in zip(settings, (ca, cert, key), strict=True)
+            f"{setting}={path}" if path else ""
+            for setting, path in zip(settings, (ca, cert, key), strict=True)
         )
         self.problem = ""  # why what the files hold now is not in force
         self._looked_at = [
-            file for file in (self._ca, self._cert, self._key) if file and not file.endswith(f"={SYSTEM}")
+            file
+            for file in (self._ca, self._cert, self._key)
+            if file and not file.endswith(f"={SYSTEM}")
         ]
         self._lock = threading.Lock()
         self._good: Pems | None = None
         self._seen: list[tuple[int, ...]] | None = None
 
     def look(self) -> Pems:
-        """Return what is in force: what the files hold, or what they held when they were last good, which the log says.
-        Raises ConfigError if they never were."""
+        """Return what is in force: what the files hold, or what they held when they were last good,
+        which the log says. Raises ConfigError if they never were.
+        """
         with self._lock:
             try:
                 seen = [stamp(look_at(file)) for file in self._looked_at]
@@ -118,14 +130,18 @@ class PemFiles:
         try:
             pems.into(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
         except OSError as error:
-            wrong = _NoPair if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH" else ConfigError
+            wrong = (
+                _NoPair if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH" else ConfigError
+            )
             raise wrong(self._meaning(error)) from error
         if self._check is not None:
             self._check(pems)
         return pems
 
     def _read_pair(self) -> Pems:
-        """Two files are replaced one after the other: who comes between looks again, a moment later."""
+        """Two files are replaced one after the other: who comes between looks again, a moment
+        later.
+        """
         for _ in range(PAIR_TRIES - 1):
             try:
                 return self._read()
@@ -141,18 +157,24 @@ class PemFiles:
             return []
         found: list[bytes] = _CERTIFICATE.findall(read_guarded(file, 0, FILE_NBYTES_MAX))
         if not found:
-            raise ConfigError(f"{file} holds no certificate in PEM form (-----BEGIN CERTIFICATE-----)")
+            raise ConfigError(
+                f"{file} holds no certificate in PEM form (-----BEGIN CERTIFICATE-----)"
+            )
         return found
 
     def _private(self) -> bytes:
         key, about = read_guarded(self._key, _OTHERS, FILE_NBYTES_MAX), look_at(self._key)
         mode = stat.S_IMODE(about.st_mode)
-        lent = about.st_uid != os.geteuid() and not mode & (stat.S_IWGRP | stat.S_IXGRP)  # a secret's, by fsGroup
+        lent = about.st_uid != os.geteuid() and not mode & (
+            stat.S_IWGRP | stat.S_IXGRP
+        )  # a secret's, by fsGroup
         if mode & stat.S_IRWXG and not lent:
             path = path_of(self._key)
             log.warning("%s is open to its group (mode %04o); chmod 600 %s", self._key, mode, path)
         if b"ENCRYPTED" in key:
-            raise ConfigError(f"{self._key} is encrypted, and nobody can be asked for its passphrase; write it without")
+            raise ConfigError(
+                f"{self._key} is encrypted, and nobody can be asked for its passphrase; write it without"
+            )
         return key
 
     def _meaning(self, error: OSError) -> str:
@@ -168,8 +190,13 @@ def date(seconds: float) -> str:
 
 
 def system_roots() -> list[bytes]:
-    """The authorities that this host believes, or SSL_CERT_FILE. Raises ConfigError."""
+    """The authorities that this host believes, or SSL_CERT_FILE.
+
+    Raises ConfigError.
+    """
     found = ssl.create_default_context().get_ca_certs(binary_form=True)
     if not found:
-        raise ConfigError("tls_ca=system: this host has no file of authorities; install ca-certificates, or name one")
+        raise ConfigError(
+            "tls_ca=system: this host has no file of authorities; install ca-certificates, or name one"
+        )
     return [ssl.DER_cert_to_PEM_cert(der).strip().encode() for der in found]

@@ -1,11 +1,13 @@
-"""Page checksums in two levels: leaves over parts of a page, and a root over the leaves, bound to the page's key.
+"""Page checksums in two levels: leaves over parts of a page, and a root over the leaves, bound to
+the page's key.
 
     page      | part 0 ....... | part 1 ....... | ... | last part ........... |     parts of `leaf_nbytes`, see `cuts`
     leaf i    = xxh3_64 of part i                                                    made by any thread, or by a GPU
     checksum  = xxh3_128 of all leaves, seeded with the key
 
-Made where a page is made and checked where it is used, so one checksum covers wire, RAM and disk. A part is checked
-by its leaf alone. The seed binds the bytes to their key: an intact page under the wrong key does not match either.
+Made where a page is made and checked where it is used, so one checksum covers wire, RAM and disk. A
+part is checked by its leaf alone. The seed binds the bytes to their key: an intact page under the
+wrong key does not match either.
 """
 
 from collections.abc import Iterable
@@ -17,7 +19,8 @@ from kvstore.buffers import HELD_NBYTES_MAX
 
 CHECKSUM_NBYTES = 16
 LEAF_SUM_NBYTES = 8
-# Of a part. Smaller ones would ask for the GIL more often, each time up to 5 ms beside a thread that computes.
+# Of a part. Smaller ones would ask for the GIL more often, each time up to 5 ms beside a thread
+# that computes.
 LEAF_NBYTES = 1 << 20
 LEAVES_MAX = 64  # of a page; parts of larger pages are larger
 hash64 = xxhash.xxh3_64_intdigest  # of few bytes: it keeps the GIL
@@ -34,7 +37,10 @@ def leaf_nbytes(page_nbytes: int) -> int:
 
 @lru_cache(maxsize=256)
 def cuts(page_nbytes: int) -> tuple[tuple[int, int], ...]:
-    """(start, end) of each part. The last one takes what is left: less than twice a part, or all of a small page."""
+    """(start, end) of each part.
+
+    The last one takes what is left: less than twice a part, or all of a small page.
+    """
     step = leaf_nbytes(page_nbytes)
     starts = range(0, max(1, page_nbytes // step) * step, step)
     return tuple((start, page_nbytes if start == starts[-1] else start + step) for start in starts)
@@ -43,8 +49,9 @@ def cuts(page_nbytes: int) -> tuple[tuple[int, int], ...]:
 def leaf(part: memoryview | bytes) -> bytes:
     """8 bytes, big-endian as xxHash's canonical form.
 
-    In one call only while that is short: before 4.0 the package's one-shot digests keep the GIL however long they
-    take (5 ms delays in an engine), an object's `update` gives it up in every version that we allow.
+    In one call only while that is short: before 4.0 the package's one-shot digests keep the GIL
+    however long they take (5 ms delays in an engine), an object's `update` gives it up in every
+    version that we allow.
     """
     if len(part) <= HELD_NBYTES_MAX:
         return xxhash.xxh3_64_digest(part)
@@ -56,7 +63,9 @@ def leaf(part: memoryview | bytes) -> bytes:
 def leaves(page: memoryview | bytes) -> bytes:
     """The leaves of a page, one after the other."""
     parts = cuts(len(page))
-    return leaf(page) if len(parts) == 1 else b"".join([leaf(page[start:end]) for start, end in parts])
+    return (
+        leaf(page) if len(parts) == 1 else b"".join([leaf(page[start:end]) for start, end in parts])
+    )
 
 
 def parts_of(page_nbytes: int, ranges: Iterable[tuple[int, int]]) -> set[int]:
@@ -127,7 +136,9 @@ def root(of_leaves: bytes, seed: int) -> bytes:
     return xxhash.xxh3_128_digest(of_leaves, seed)
 
 
-def roots(of_leaves: Iterable[bytes], namespace_digest: bytes, prefix_hashes: Iterable[bytes]) -> list[bytes]:
+def roots(
+    of_leaves: Iterable[bytes], namespace_digest: bytes, prefix_hashes: Iterable[bytes]
+) -> list[bytes]:
     """`root` of each page's leaves, with the seed of its key."""
     checksum_of = xxhash.xxh3_128_digest
     return [
@@ -155,7 +166,9 @@ def joined_checksum(parts: Iterable[memoryview], nbytes: int, seed: int) -> byte
 
 
 def running_digest() -> "xxhash.xxh3_128":
-    """Object with `update(bytes)` and `digest()`, for what is no page: weights and scales in a namespace's name."""
+    """Object with `update(bytes)` and `digest()`, for what is no page: weights and scales in a
+    namespace's name.
+    """
     return xxhash.xxh3_128()
 
 

@@ -1,6 +1,7 @@
 """Store and read pages: batched, thread-safe, every call under a deadline.
 
-    Client -- routing: which nodes? -- channel: breaker, retry -- transport: shm, bulk or gRPC -- node
+    Client -- routing: which nodes? -- channel: breaker, retry -- transport: shm, bulk or gRPC --
+    node
 
 Page bytes move between the caller's buffers and the node's memory, or the socket, without a copy in
 between. Index 0 of every batch is the head of a prefix chain. A miss, a page that does not match
@@ -35,7 +36,14 @@ from kvstore.cluster.fan_out import Indices, select
 from kvstore.cluster.routing import ELSEWHERE
 from kvstore.config import ClientConfig, client_config
 from kvstore.deadline import Deadline
-from kvstore.errors import ConfigError, DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Exhausted,
+    InvalidRequest,
+    KVStoreError,
+    Unavailable,
+)
 from kvstore.keys import Namespace, check_prefix_hashes
 from kvstore.layout import ByteRange
 from kvstore.log_rate import LogRate
@@ -54,10 +62,12 @@ PROMISED = (PutOutcome.STORED, PutOutcome.EXISTS)  # outcomes for which a put's 
 
 
 class Client(Admin):
-    """A connection to the store. Make one per process and share it between threads.
+    """A connection to the store.
 
-    After a fork, calls in the child raise InvalidRequest. A signal handler may raise during a call: the client
-    stays usable.
+    Make one per process and share it between threads.
+
+    After a fork, calls in the child raise InvalidRequest. A signal handler may raise during a call:
+    the client stays usable.
     """
 
     def __init__(self, config: ClientConfig | None = None) -> None:
@@ -68,7 +78,9 @@ class Client(Admin):
     @property
     def stats(self) -> ClientStats:
         return ClientStats(
-            *self._fan_out.nodes.counts, self._corruption_reports.corrupt_pages, self._corruption_reports.forged_pages
+            *self._fan_out.nodes.counts,
+            self._corruption_reports.corrupt_pages,
+            self._corruption_reports.forged_pages,
         )
 
     @property
@@ -114,7 +126,11 @@ class Client(Admin):
     # ---- pages ---------------------------------------------------------------------------
 
     def lookup(
-        self, namespace: Namespace, prefix_hashes: Sequence[bytes], touch: bool = False, timeout_s: float | None = None
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        touch: bool = False,
+        timeout_s: float | None = None,
     ) -> LookupResult:
         """Return which of these pages are stored.
 
@@ -122,7 +138,9 @@ class Client(Admin):
         alive.
         """
 
-        def ask(indices: Indices, link: NodeConnection, limit: Deadline, near: bool = False) -> list[bool]:
+        def ask(
+            indices: Indices, link: NodeConnection, limit: Deadline, near: bool = False
+        ) -> list[bool]:
             if near:
                 link.check_asks_others()
             return look_up(link, namespace, select(prefix_hashes, indices), touch, limit, near)
@@ -142,7 +160,9 @@ class Client(Admin):
         keep: Keep = KEEP_WHILE_SPACE,
         timeout_s: float | None = None,
     ) -> list[PutOutcome]:
-        """Store pages; return one outcome per key. Pages that exist are touched, not sent.
+        """Store pages; return one outcome per key.
+
+        Pages that exist are touched, not sent.
 
         `pages`: a buffer for each page, or a list or tuple of buffers that hold its bytes one after
         the other, of exactly `layout.page_nbytes` bytes. Give the whole chain, head first: the node
@@ -162,13 +182,19 @@ class Client(Admin):
             except InvalidRequest as error:
                 if not keep.durable:
                     raise
-                raise Exhausted(f"it can not promise these pages: {error}") from error  # their owners may
+                raise Exhausted(
+                    f"it can not promise these pages: {error}"
+                ) from error  # their owners may
 
         deadline = self._deadline(timeout_s)
         outcomes = self._fan_out.near(ask, namespace, prefix_hashes, deadline)
         if outcomes is None:
             return self._put_at_owners(namespace, prefix_hashes, views, keep, deadline)
-        left = [index for index, outcome in enumerate(outcomes) if keep.promised and outcome not in PROMISED]
+        left = [
+            index
+            for index, outcome in enumerate(outcomes)
+            if keep.promised and outcome not in PROMISED
+        ]
         if left:
             hashes, rest = select(prefix_hashes, left), select(views, left)
             asked = self._put_at_owners(namespace, hashes, rest, keep, deadline)
@@ -202,7 +228,9 @@ class Client(Admin):
                 raise
 
         try:
-            outcomes = self._fan_out.route(ask, namespace, prefix_hashes, deadline, _full, PutOutcome.AWAY)
+            outcomes = self._fan_out.route(
+                ask, namespace, prefix_hashes, deadline, _full, PutOutcome.AWAY
+            )
         except (Unavailable, DeadlineExceeded):
             if full:  # says more than that another did not answer
                 raise next(iter(full.values())) from None
@@ -222,8 +250,10 @@ class Client(Admin):
         prefix: bool = False,
         timeout_s: float | None = None,
     ) -> list[bool]:
-        """Read pages into the caller's buffers. Return True for each page that is there, is intact
-        and, if the namespace is keyed, has a seal of its key.
+        """Read pages into the caller's buffers.
+
+        Return True for each page that is there, is intact and, if the namespace is keyed, has a
+        seal of its key.
 
         `buffers`: writable, for each page as in `put`. Buffers must not overlap: bytes are checked
         where they arrive, and not again when others arrive there. After a miss the buffer's content
@@ -272,7 +302,9 @@ class Client(Admin):
         # What is missing at one member may be at another: no member knows where the prefix ends.
         asked = replace(options, prefix=False) if several else options
 
-        def ask(indices: Indices, link: NodeConnection, limit: Deadline, asked: GetOptions = asked) -> list[bool]:
+        def ask(
+            indices: Indices, link: NodeConnection, limit: Deadline, asked: GetOptions = asked
+        ) -> list[bool]:
             if asked.near:
                 link.check_asks_others()
             hashes, into = select(prefix_hashes, indices), select(views, indices)
@@ -286,7 +318,11 @@ class Client(Admin):
         if hits is None:
             hits = self._fan_out.route(ask, namespace, prefix_hashes, deadline, not_, False)
         elif forged:  # it may have them from one owner, and another have the page
-            left = [index for index, hit in enumerate(hits) if not hit and prefix_hashes[index] in forged]
+            left = [
+                index
+                for index, hit in enumerate(hits)
+                if not hit and prefix_hashes[index] in forged
+            ]
 
             def ask_again(indices: Indices, link: NodeConnection, limit: Deadline) -> list[bool]:
                 return ask(select(left, indices), link, limit)
@@ -323,8 +359,9 @@ class Client(Admin):
         keep: Keep = KEEP_WHILE_SPACE,
         timeout_s: float | None = None,
     ) -> contextlib.AbstractContextManager[ReservedSlots]:
-        """Reserve slots in the node's own memory: `with client.open_put(...) as slots`. Write pages
-        there, then `slots.commit(leaves)`. Leaving without a commit stores nothing.
+        """Reserve slots in the node's own memory: `with client.open_put(...) as slots`.
+
+        Write pages there, then `slots.commit(leaves)`. Leaving without a commit stores nothing.
 
         At most `batch_pages_max` keys. Raises InvalidRequest unless `maps_arena`. A context has a
         connection of its own; `timeout_s` covers all of it up to the commit. A near node that does
@@ -334,23 +371,36 @@ class Client(Admin):
         """
         until = self._deadline(timeout_s)
 
-        def enter(wire: ShmWire, deadline: Deadline) -> contextlib.AbstractContextManager[ReservedSlots]:
-            return wire.reserving(put_request(namespace, prefix_hashes, keep, deadline), deadline, until)
+        def enter(
+            wire: ShmWire, deadline: Deadline
+        ) -> contextlib.AbstractContextManager[ReservedSlots]:
+            return wire.reserving(
+                put_request(namespace, prefix_hashes, keep, deadline), deadline, until
+            )
 
         return self._in_place(enter, namespace, until)
 
     def open_get(
-        self, namespace: Namespace, prefix_hashes: Sequence[bytes], prefix: bool = False, timeout_s: float | None = None
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        prefix: bool = False,
+        timeout_s: float | None = None,
     ) -> contextlib.AbstractContextManager[AcquiredSlots]:
-        """Acquire pages in the node's own memory: `with client.open_get(...) as slots`. They keep
-        their bytes and their slots until the context is left, for however long that is.
+        """Acquire pages in the node's own memory: `with client.open_get(...) as slots`.
+
+        They keep their bytes and their slots until the context is left, for however long that is.
 
         The caller compares bytes and `slots.checksums`, and calls `verify` for a page that does not
         match. Otherwise as `open_put`.
         """
 
-        def enter(wire: ShmWire, deadline: Deadline) -> contextlib.AbstractContextManager[AcquiredSlots]:
-            request = pb.GetRequest(namespace=namespace.digest, prefix_hashes=prefix_hashes, prefix_only=prefix)
+        def enter(
+            wire: ShmWire, deadline: Deadline
+        ) -> contextlib.AbstractContextManager[AcquiredSlots]:
+            request = pb.GetRequest(
+                namespace=namespace.digest, prefix_hashes=prefix_hashes, prefix_only=prefix
+            )
             if self._fan_out.nodes.view is not None:
                 request.near, request.wait_ms = True, near_wait_ms(deadline)
             return wire.acquiring(request, namespace.stored_nbytes, deadline)
@@ -365,7 +415,10 @@ class Client(Admin):
             return batch_pages_max(nbytes, limits)
         deadline = self._deadline(timeout_s)
         return self._fan_out.in_place(
-            lambda link, _: batch_pages_max(nbytes, link.limits), namespace, deadline, "batch_pages_max"
+            lambda link, _: batch_pages_max(nbytes, link.limits),
+            namespace,
+            deadline,
+            "batch_pages_max",
         )
 
     @contextlib.contextmanager
@@ -380,14 +433,19 @@ class Client(Admin):
                 "pages of a keyed namespace are sealed and checked in memory of one's own: put and get"
             )
 
-        def run(link: NodeConnection, deadline: Deadline) -> tuple[contextlib.AbstractContextManager[Slots], Slots]:
+        def run(
+            link: NodeConnection, deadline: Deadline
+        ) -> tuple[contextlib.AbstractContextManager[Slots], Slots]:
             if not isinstance(link.wire, ShmWire):
-                raise InvalidRequest(f"the {link.wire.name} wire maps no memory of the node; use put and get")
+                raise InvalidRequest(
+                    f"the {link.wire.name} wire maps no memory of the node; use put and get"
+                )
             context = enter(link.wire, deadline)
             return context, context.__enter__()
 
-        # An ExitStack would keep the connection after two interrupts: the traceback of one that comes
-        # inside its `__exit__` and that frame refer to each other until the next garbage collection.
+        # An ExitStack would keep the connection after two interrupts: the traceback of one that
+        # comes inside its `__exit__` and that frame refer to each other until the next garbage
+        # collection.
         context, slots = self._fan_out.in_place(run, namespace, deadline, "a page in place")
         try:
             yield slots
@@ -400,13 +458,16 @@ class Client(Admin):
 
 class CorruptionReports:
     """Count bad pages that nodes sent to one client, log them and report them to the node, which
-    can do something about them. Whatever the node says to a report, the read was a miss."""
+    can do something about them. Whatever the node says to a report, the read was a miss.
+    """
 
     def __init__(self) -> None:
         self.corrupt_pages = 0
         self.forged_pages = 0
 
-    def report(self, found: GetResult, link: NodeConnection, namespace: Namespace, deadline: Deadline) -> None:
+    def report(
+        self, found: GetResult, link: NodeConnection, namespace: Namespace, deadline: Deadline
+    ) -> None:
         """Report what is bad in a result.
 
         The node checks its copies of corrupt pages and drops bad ones. Forged ones it removes, or
@@ -416,7 +477,11 @@ class CorruptionReports:
         named = namespace.digest.hex()
         if corrupt := found.corrupt:
             self.corrupt_pages += len(corrupt)
-            log.error("%d pages of namespace %s did not match their checksum; treated as misses", len(corrupt), named)
+            log.error(
+                "%d pages of namespace %s did not match their checksum; treated as misses",
+                len(corrupt),
+                named,
+            )
             _report(link, "verify", pb.VerifyRequest, namespace, corrupt, deadline)
         if forged := found.forged:
             self.forged_pages += len(forged)
@@ -429,7 +494,12 @@ class CorruptionReports:
 
 
 def _report(
-    link: NodeConnection, op: str, message: Any, namespace: Namespace, prefix_hashes: list[bytes], deadline: Deadline
+    link: NodeConnection,
+    op: str,
+    message: Any,
+    namespace: Namespace,
+    prefix_hashes: list[bytes],
+    deadline: Deadline,
 ) -> None:
     request = message(namespace=namespace.digest, prefix_hashes=list(dict.fromkeys(prefix_hashes)))
     try:

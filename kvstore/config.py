@@ -2,8 +2,8 @@
 environment.
 
 A field made by `setting` carries its allowed range and help text. `load` takes explicit values
-first, then `<PREFIX>_<FIELD>` from the environment, then the default (the caller's or the class's), and ends
-the start with ConfigError naming the setting, its value and the range.
+first, then `<PREFIX>_<FIELD>` from the environment, then the default (the caller's or the class's),
+and ends the start with ConfigError naming the setting, its value and the range.
 """
 
 import dataclasses
@@ -21,13 +21,15 @@ from kvstore.errors import ConfigError
 GRPC_PORT = 7440
 BULK_PORT = 7441
 METRICS_PORT = 7442
-# Before an address at which a client speaks frames from the first word on; without one it asks over gRPC.
+# Before an address at which a client speaks frames from the first word on; without one it asks over
+# gRPC.
 BULK_SCHEME, UNIX_SCHEME = "bulk://", "unix:"
 # The kernel's sun_path has 108 bytes, one of them for the final zero.
 PATH_NBYTES_MAX = 107
 
-# Protocol: checked at connect; raised by every change of docs/FORMAT.md's wire part. Who speaks the version before or
-# after works with us, in the older of both, so that the nodes of a cluster can be updated one after the other.
+# Protocol: checked at connect; raised by every change of docs/FORMAT.md's wire part. Who speaks the
+# version before or after works with us, in the older of both, so that the nodes of a cluster can be
+# updated one after the other.
 PROTOCOL_VERSION = 4
 # Nodes that speak an older one do not see what a request asks of other members: `near`, `ack_all`.
 MEMBERS_VERSION = 4
@@ -41,8 +43,12 @@ GRPC_CHUNK_NBYTES = 1 << 20
 GET_PIECES_MAX = 1 << 16
 GET_RANGES_MAX = 1 << 12  # of one get: to parse more would keep a node from serving others
 
-_PORT = re.compile("[0-9]{1,5}")  # `int` takes other digits, too, and neither all that are called so nor thousands
-_URL = re.compile(r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^/?#@]*@)?(?P<place>[^/?#]*).*", re.DOTALL)
+_PORT = re.compile(
+    "[0-9]{1,5}"
+)  # `int` takes other digits, too, and neither all that are called so nor thousands
+_URL = re.compile(
+    r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^/?#@]*@)?(?P<place>[^/?#]*).*", re.DOTALL
+)
 _NOT_A_HOST = re.compile(r"[\s/@?#]")
 _TRUTHS = {"1": True, "0": False, "true": True, "false": False}
 
@@ -62,13 +68,18 @@ def setting(
     choices: tuple[str, ...] = (),
     expert: bool = False,
 ) -> Any:
-    """A dataclass field with an inclusive range or a list of choices. `--help` leaves those for experts out."""
+    """A dataclass field with an inclusive range or a list of choices.
+
+    `--help` leaves those for experts out.
+    """
     meta = {"help": help, "low": low, "high": high, "choices": choices, "expert": expert}
     return dataclasses.field(default=default, metadata=meta)
 
 
 def secret(help: str) -> Any:
-    """A field that only the environment sets: what stands on a command line everybody on the host can read."""
+    """A field that only the environment sets: what stands on a command line everybody on the host
+    can read.
+    """
     meta = {"help": help, "low": None, "high": None, "choices": (), "secret": True}
     return dataclasses.field(default="", repr=False, metadata=meta)
 
@@ -80,7 +91,8 @@ def load(
     environ: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Config:
-    """A checked `cls` from `values` (None: not given), the environment, the caller's `defaults` and the class's.
+    """A checked `cls` from `values` (None: not given), the environment, the caller's `defaults` and
+    the class's.
 
     Text is parsed to the field's type, so values may come from a command line as they are.
     """
@@ -112,7 +124,10 @@ def _parse(name: str, text: str, field: "dataclasses.Field[Any]") -> Any:
 
 
 def parse_nbytes(text: str) -> int:
-    """'4GiB', '512MiB', '64KiB', '1073741824' -> bytes. Raises ValueError, also for '4GB', which may mean either."""
+    """'4GiB', '512MiB', '64KiB', '1073741824' -> bytes.
+
+    Raises ValueError, also for '4GB', which may mean either.
+    """
     units = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
     number = text.strip().lower().removesuffix("ib")
     suffix = number[-1:] if number[-1:].isalpha() else ""
@@ -138,12 +153,17 @@ def check_settings(config: Any) -> None:
         if meta.get("choices") and value not in meta["choices"]:
             raise ConfigError(f"{field.name}={value!r} must be one of {', '.join(meta['choices'])}")
         low, high = meta.get("low"), meta.get("high")
-        if (low is not None and not value >= low) or (high is not None and not value <= high):  # NaN is neither
+        if (low is not None and not value >= low) or (
+            high is not None and not value <= high
+        ):  # NaN is neither
             raise ConfigError(f"{field.name}={value} is outside {low}..{high}")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host reaches it. A name is only if it is `localhost`: what others mean is for a resolver."""
+    """Whether only this host reaches it.
+
+    A name is only if it is `localhost`: what others mean is for a resolver.
+    """
     try:
         address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
@@ -159,8 +179,14 @@ def runtime_dir() -> str:
 
 
 def hub_cache_dir() -> str:
-    """Where this user's engines keep what they fetch from the Hugging Face hub, by the hub's own rules."""
-    for variable, below in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "/hub")):
+    """Where this user's engines keep what they fetch from the Hugging Face hub, by the hub's own
+    rules.
+    """
+    for variable, below in (
+        ("HF_HUB_CACHE", ""),
+        ("HUGGINGFACE_HUB_CACHE", ""),
+        ("HF_HOME", "/hub"),
+    ):
         if place := os.environ.get(variable):
             return os.path.expanduser(place + below)
     return os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/huggingface/hub")
@@ -168,8 +194,10 @@ def hub_cache_dir() -> str:
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What OpenTelemetry's own variables say that concerns us; the rest its SDK reads itself. `exporters`: names, none:
-    its default; `protocol`: of the exporter otlp, empty: not said."""
+    """What OpenTelemetry's own variables say that concerns us; the rest its SDK reads itself.
+
+    `exporters`: names, none: its default; `protocol`: of the exporter otlp, empty: not said.
+    """
 
     exporters: tuple[str, ...]
     service: str
@@ -192,16 +220,21 @@ def telemetry(environ: Mapping[str, str] | None = None) -> Telemetry | None:
 
 
 def engine_variables(*names: str) -> dict[str, str]:
-    """Variables by which an engine is told how to compute, beside its arguments; those that are set."""
+    """Variables by which an engine is told how to compute, beside its arguments; those that are
+    set.
+    """
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def engine_arguments(variable: str) -> dict[str, Any]:
-    """The start arguments that an engine leaves in the environment of its processes, as a JSON object.
-    Raises ConfigError."""
+    """The start arguments that an engine leaves in the environment of its processes, as a JSON
+    object. Raises ConfigError.
+    """
     text = os.environ.get(variable)
     if not text:
-        raise ConfigError(f"{variable} is not set: this must run in a process of the engine, which sets it")
+        raise ConfigError(
+            f"{variable} is not set: this must run in a process of the engine, which sets it"
+        )
     try:
         arguments = json.loads(text)
     except ValueError as error:
@@ -212,8 +245,11 @@ def engine_arguments(variable: str) -> dict[str, Any]:
 
 
 class Address(NamedTuple):
-    """Where a node is. `scheme`: `grpc`, whose first question goes over gRPC; `bulk`, over frames on TCP; `unix`, over
-    frames on the Unix socket at `path`, which has neither host nor port."""
+    """Where a node is.
+
+    `scheme`: `grpc`, whose first question goes over gRPC; `bulk`, over frames on TCP; `unix`, over
+    frames on the Unix socket at `path`, which has neither host nor port.
+    """
 
     scheme: str
     host: str = ""
@@ -222,8 +258,10 @@ class Address(NamedTuple):
 
 
 def parse_address(address: str) -> Address:
-    """'host', 'host:port', '[v6]:port', 'bulk://host:port', 'unix:/path' or 'unix:///path'. Raises ConfigError, for
-    other URLs with what to write instead."""
+    """'host', 'host:port', '[v6]:port', 'bulk://host:port', 'unix:/path' or 'unix:///path'.
+
+    Raises ConfigError, for other URLs with what to write instead.
+    """
     if address.startswith(UNIX_SCHEME):
         return Address("unix", path=_socket_path(address))
     frames = address.startswith(BULK_SCHEME)
@@ -233,9 +271,16 @@ def parse_address(address: str) -> Address:
     host, colon, port = place.rpartition(":")
     if not colon or (host.count(":") and not host.endswith("]")):
         if frames:
-            raise ConfigError(f"address {address!r} names no port; write {BULK_SCHEME}HOST:{BULK_PORT}, or the node's")
+            raise ConfigError(
+                f"address {address!r} names no port; write {BULK_SCHEME}HOST:{BULK_PORT}, or the node's"
+            )
         host, port = place, str(GRPC_PORT)
-    if not host or _NOT_A_HOST.search(host) or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
+    if (
+        not host
+        or _NOT_A_HOST.search(host)
+        or not _PORT.fullmatch(port)
+        or not 0 < int(port) < 1 << 16
+    ):
         what = f"{BULK_SCHEME}host:port" if frames else "host:port"
         raise ConfigError(f"address {address!r} is not {what} with a port in 1..65535")
     return Address("bulk" if frames else "grpc", host.strip("[]"), int(port))
@@ -252,21 +297,29 @@ def _socket_path(address: str) -> str:
     if not path.isprintable():
         raise ConfigError(f"address {address!r} is no path of a Unix socket")
     if len(os.fsencode(path)) > PATH_NBYTES_MAX:
-        raise ConfigError(f"address {address!r}: a Unix socket's path has at most {PATH_NBYTES_MAX} bytes")
+        raise ConfigError(
+            f"address {address!r}: a Unix socket's path has at most {PATH_NBYTES_MAX} bytes"
+        )
     return path
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """(host, port) of an address of TCP, with or without bulk://. Raises ConfigError, also for a Unix socket's."""
+    """(host, port) of an address of TCP, with or without bulk://.
+
+    Raises ConfigError, also for a Unix socket's.
+    """
     found = parse_address(address)
     if found.scheme == "unix":
-        raise ConfigError(f"address {address!r} is a Unix socket's, which only this host reaches; write host:port")
+        raise ConfigError(
+            f"address {address!r} is a Unix socket's, which only this host reaches; write host:port"
+        )
     return found.host, found.port
 
 
 def light_wire(address: str) -> str:
-    """The wire that is enough for one small request to these nodes, a,b,c: gRPC, which maps no memory and keeps no
-    connection, unless one is named by an address of frames."""
+    """The wire that is enough for one small request to these nodes, a,b,c: gRPC, which maps no
+    memory and keeps no connection, unless one is named by an address of frames.
+    """
     schemes = {parse_address(one.strip()).scheme for one in address.split(",")}
     return "grpc" if schemes == {"grpc"} else "auto" if "unix" in schemes else "bulk"
 
@@ -285,21 +338,30 @@ def check_no_url(name: str, address: str) -> None:
         place = url["place"].strip()
         port = "" if re.search(r":\d+$", place) else f":{GRPC_PORT}"
         remedy = f"write {place or 'host'}{port}, without {url['scheme']}://"
-    shown = address.replace(url["user"], "...@") if url["user"] else address  # it may hold a password
+    shown = (
+        address.replace(url["user"], "...@") if url["user"] else address
+    )  # it may hold a password
     raise ConfigError(f"{name}={shown!r} is a URL, not host:port: {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageKeyConfig:
-    """The secret with which this process seals pages and knows them again, if it has one (`kvstore.page_hmac`)."""
+    """The secret with which this process seals pages and knows them again, if it has one
+    (`kvstore.page_hmac`).
+    """
 
-    page_key_file: str = setting("", "file with the secret that pages are sealed with, 64 hex digits; empty: none")
+    page_key_file: str = setting(
+        "", "file with the secret that pages are sealed with, 64 hex digits; empty: none"
+    )
     page_key: str = secret("the same secret itself")
 
 
 @dataclass(frozen=True)
 class ClientConfig(PageKeyConfig):
-    """How a client talks to a node. Environment: KVSTORE_ADDRESS, KVSTORE_WIRE, ..."""
+    """How a client talks to a node.
+
+    Environment: KVSTORE_ADDRESS, KVSTORE_WIRE, ...
+    """
 
     address: str = setting(
         f"localhost:{GRPC_PORT}",
@@ -317,20 +379,29 @@ class ClientConfig(PageKeyConfig):
         "of a cluster, the member that is asked for everything: auto: one on this host, by shared memory; none: each "
         "page's owners; or the id of one",
     )
-    shm_dir: str = setting("", "where the node's socket directory is mounted here; empty: where the node says")
+    shm_dir: str = setting(
+        "", "where the node's socket directory is mounted here; empty: where the node says"
+    )
     timeout_s: float = setting(5.0, "deadline of a call that names none", 0.001, 3600.0)
     connect_timeout_s: float = setting(2.0, "deadline of a connection attempt", 0.001, 60.0)
-    connections_max: int = setting(8, "bulk or shm connections kept; more threads than this take turns", 1, 256)
+    connections_max: int = setting(
+        8, "bulk or shm connections kept; more threads than this take turns", 1, 256
+    )
     token: str = secret("who this is, to a node that asks")
     token_file: str = setting("", "file that holds the token, read at each connection")
     insecure: bool = setting(False, "sends the token unencrypted to other hosts, too")
-    backoff_s_max: float = setting(10.0, "longest pause of the circuit breaker of a node that fails", 0.01, 600.0)
+    backoff_s_max: float = setting(
+        10.0, "longest pause of the circuit breaker of a node that fails", 0.01, 600.0
+    )
     tls_ca: str = setting(
-        "", "PEM file of the authorities that nodes' certificates are from; system: this host's; empty: no TLS"
+        "",
+        "PEM file of the authorities that nodes' certificates are from; system: this host's; empty: no TLS",
     )
     tls_cert: str = setting("", "PEM file of this client's certificate, for nodes that ask for one")
     tls_key: str = setting("", "PEM file of its key")
-    tls_name: str = setting("", "name that a node's certificate must have; empty: the host in its address")
+    tls_name: str = setting(
+        "", "name that a node's certificate must have; empty: the host in its address"
+    )
     tenant: str = setting("", "tenant whose namespaces this client opens; empty: the token's")
 
     def __post_init__(self) -> None:
@@ -343,8 +414,12 @@ class ClientConfig(PageKeyConfig):
             )
         if self.token and self.token_file:
             raise ConfigError("token and token_file are both set; one of them says who this is")
-        if bool(self.tls_cert) != bool(self.tls_key) or ((self.tls_cert or self.tls_name) and not self.tls_ca):
-            raise ConfigError("tls_cert and tls_key are given together; they and tls_name need tls_ca")
+        if bool(self.tls_cert) != bool(self.tls_key) or (
+            (self.tls_cert or self.tls_name) and not self.tls_ca
+        ):
+            raise ConfigError(
+                "tls_cert and tls_key are given together; they and tls_name need tls_ca"
+            )
         if self.connect_timeout_s > self.timeout_s:
             raise ConfigError(
                 f"connect_timeout_s={self.connect_timeout_s} must not exceed timeout_s={self.timeout_s}: "
@@ -355,8 +430,12 @@ class ClientConfig(PageKeyConfig):
         """Raises ConfigError for a wire that there is no way to from this address."""
         without = {"bulk": ("grpc",), "unix": ("grpc", "bulk")}.get(scheme, ())
         if self.wire in without:
-            instead = f"host:{GRPC_PORT}" if self.wire == "grpc" else f"{BULK_SCHEME}host:{BULK_PORT}"
-            raise ConfigError(f"wire={self.wire} is not to be had at address={address}; write {instead} of the node")
+            instead = (
+                f"host:{GRPC_PORT}" if self.wire == "grpc" else f"{BULK_SCHEME}host:{BULK_PORT}"
+            )
+            raise ConfigError(
+                f"wire={self.wire} is not to be had at address={address}; write {instead} of the node"
+            )
 
     @property
     def addresses(self) -> tuple[str, ...]:

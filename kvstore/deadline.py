@@ -21,7 +21,10 @@ class Deadline:
         return time.monotonic() >= self._end
 
     def remaining(self) -> float:
-        """Seconds left, more than zero. Raises DeadlineExceeded if there are none."""
+        """Seconds left, more than zero.
+
+        Raises DeadlineExceeded if there are none.
+        """
         left = self._end - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(f"the deadline of {self.seconds:g} s passed")

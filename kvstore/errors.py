@@ -17,7 +17,10 @@ A miss is a value, not an error, and so is a page whose checksum does not match.
 
 
 class KVStoreError(Exception):
-    """Base of all errors raised by this project. `answered`: it came over a wire, so somebody answers there."""
+    """Base of all errors raised by this project.
+
+    `answered`: it came over a wire, so somebody answers there.
+    """
 
     answered = False
 

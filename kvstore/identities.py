@@ -1,16 +1,17 @@
-"""Read and change the file of identities: who there is, what each may do, which namespaces tenants share.
+"""Read and change the file of identities: who there is, what each may do, which namespaces tenants
+share.
 
     token        ci        tenant=team-a role=write hash=<SHA-256 of the token, 64 hex digits> models=llama-*,qwen-*
     certificate  gpu-7     tenant=team-a role=write expires=2027-01-01T00:00:00Z
     tenant       team-a    ram=40GiB disk=400GiB
     share        team-a    models=prompts-* with=team-b,team-c
 
-One entry a line; `#` begins a comment. A token is the start of a tenant's name and 256 random bits, of which only the
-hash is kept: a plain SHA-256, for there is nothing to guess. A line that is wrong is left out and told by its number,
-never by what it says; the others are in force.
+One entry a line; `#` begins a comment. A token is the start of a tenant's name and 256 random bits,
+of which only the hash is kept: a plain SHA-256, for there is nothing to guess. A line that is wrong
+is left out and told by its number, never by what it says; the others are in force.
 
-A change adds or removes a line. The file is replaced as a whole, so that nobody reads half of it; comments and other
-lines stay as they are. A node takes the change up within a second or two.
+A change adds or removes a line. The file is replaced as a whole, so that nobody reads half of it;
+comments and other lines stay as they are. A node takes the change up within a second or two.
 """
 
 import contextlib
@@ -41,7 +42,10 @@ SECRET_NBYTES = 32  # random bytes in a token
 
 
 class Role(enum.IntEnum):
-    """Each may what those before it may. A node hands on what others gave it, in any tenant's name."""
+    """Each may what those before it may.
+
+    A node hands on what others gave it, in any tenant's name.
+    """
 
     READ = 1
     WRITE = 2
@@ -54,8 +58,9 @@ ROLES = {role.name.lower(): role for role in Role}
 
 @dataclass(frozen=True)
 class Principal:
-    """`models`: patterns, as a shell has them, of the models whose namespaces it reaches; none: all. `expires_s`:
-    seconds since the epoch."""
+    """`models`: patterns, as a shell has them, of the models whose namespaces it reaches; none:
+    all. `expires_s`: seconds since the epoch.
+    """
 
     name: str
     tenant: str
@@ -102,13 +107,20 @@ class Share:
 
     def lets(self, principal: Principal, tenant: str, model: str) -> bool:
         others = ALL in self.others or principal.tenant in self.others
-        return tenant == self.tenant and others and matches(model, self.models) and matches(model, principal.models)
+        return (
+            tenant == self.tenant
+            and others
+            and matches(model, self.models)
+            and matches(model, principal.models)
+        )
 
 
 @dataclass
 class Identities:
-    """`problems`: of the lines that were left out, a sentence each. `quotas`: of each tenant, its settings as text.
-    `whole`: whether the last line has its end."""
+    """`problems`: of the lines that were left out, a sentence each.
+
+    `quotas`: of each tenant, its settings as text. `whole`: whether the last line has its end.
+    """
 
     tokens: dict[bytes, Principal] = field(default_factory=dict)
     certificates: dict[str, Principal] = field(default_factory=dict)
@@ -127,7 +139,9 @@ def token_hash(token: str) -> bytes:
     return hashlib.sha256(token.encode(errors="replace")).digest()
 
 
-def parse(text: str, check_quota: Callable[[Mapping[str, str]], object] = lambda fields: None) -> Identities:
+def parse(
+    text: str, check_quota: Callable[[Mapping[str, str]], object] = lambda fields: None
+) -> Identities:
     """`check_quota` raises ConfigError for fields that are no quota."""
     found = Identities(whole=text.endswith("\n"))
     seen: dict[tuple[str, str], int] = {}
@@ -141,7 +155,9 @@ def parse(text: str, check_quota: Callable[[Mapping[str, str]], object] = lambda
         except ConfigError as error:
             found.problems.append(f"line {number}: {error}")
     if len(lines) > LINES_MAX and lines[LINES_MAX]:
-        found.problems.append(f"line {LINES_MAX + 1} and those behind it: a file has {LINES_MAX} lines at most")
+        found.problems.append(
+            f"line {LINES_MAX + 1} and those behind it: a file has {LINES_MAX} lines at most"
+        )
     return found
 
 
@@ -193,7 +209,9 @@ def _principal(name: str, fields: dict[str, str]) -> Principal:
     if not _NAME.fullmatch(name):
         raise ConfigError("its name must be 1 to 255 printable characters of ASCII")
     if unknown := set(fields) - {"tenant", "role", "models", "expires"}:
-        raise ConfigError(f"{len(unknown)} of its fields are unknown; known are tenant, role, models, expires, hash")
+        raise ConfigError(
+            f"{len(unknown)} of its fields are unknown; known are tenant, role, models, expires, hash"
+        )
     tenant, role = fields.get("tenant", ""), ROLES.get(fields.get("role", ""))
     if tenant != ALL:
         _check_tenant(tenant)
@@ -218,7 +236,9 @@ def _share(tenant: str, fields: dict[str, str]) -> Share:
 
 def _check_tenant(name: str) -> None:
     if not TENANT.fullmatch(name):
-        raise ConfigError("a tenant's name is 1 to 63 letters, digits, - and _, and begins with no mark")
+        raise ConfigError(
+            "a tenant's name is 1 to 63 letters, digits, - and _, and begins with no mark"
+        )
 
 
 def _list(text: str) -> tuple[str, ...]:
@@ -263,7 +283,11 @@ def _line(kind: str, name: str, **fields: str) -> str:
     line = " ".join([kind, name, *(f"{field}={value}" for field, value in fields.items() if value)])
     found = parse(line)
     if found.problems or len(found.tokens) + len(found.certificates) != 1 or "#" in line:
-        why = found.problems[0].partition(": ")[2] if found.problems else "a name has no spaces and no #"
+        why = (
+            found.problems[0].partition(": ")[2]
+            if found.problems
+            else "a name has no spaces and no #"
+        )
         raise InvalidRequest(f"this can not be an identity: {why}")
     return line
 
@@ -274,20 +298,32 @@ def read(path: Path) -> Identities:
 
 
 def add(path: Path, line: str, tell: Callable[[], object] = lambda: None) -> None:
-    """Begins the file if there is none. `tell` is called before it is written, when the line may be added: what it
-    raises leaves the file as it was. Raises InvalidRequest if its kind has this name already, and ConfigError."""
+    """Begins the file if there is none.
+
+    `tell` is called before it is written, when the line may be added: what it raises leaves the
+    file as it was. Raises InvalidRequest if its kind has this name already, and ConfigError.
+    """
     kind, name = line.split()[:2]
     with _replaced(path) as lines:
         if any(some.split()[:2] == [kind, name] for some in lines):
-            raise InvalidRequest(f"{path} has a {kind} named {name} already; revoke it first, or take another name")
+            raise InvalidRequest(
+                f"{path} has a {kind} named {name} already; revoke it first, or take another name"
+            )
         tell()
         lines.append(line)
 
 
 def revoke(path: Path, name: str) -> int:
-    """How many lines went: tokens and certificates of this name. Raises ConfigError."""
+    """How many lines went: tokens and certificates of this name.
+
+    Raises ConfigError.
+    """
     with _replaced(path) as lines:
-        kept = [line for line in lines if line.split()[:2] not in (["token", name], ["certificate", name])]
+        kept = [
+            line
+            for line in lines
+            if line.split()[:2] not in (["token", name], ["certificate", name])
+        ]
         count = len(lines) - len(kept)
         lines[:] = kept
     return count
@@ -303,8 +339,10 @@ def _text(path: Path) -> str:
 
 @contextlib.contextmanager
 def _replaced(path: Path) -> Iterator[list[str]]:
-    """Its lines, to be changed; one at a time. Of a link, those of the file that it leads to: a node may read
-    it by its own name."""
+    """Its lines, to be changed; one at a time.
+
+    Of a link, those of the file that it leads to: a node may read it by its own name.
+    """
     path = Path(os.path.realpath(path))
     try:
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -35,9 +35,9 @@ _KEY_ID = re.compile(r"([0-9a-f]{16})?\Z")
 class Namespace:
     """Everything that decides whether two pools' bytes are interchangeable.
 
-    Two namespaces that differ in any field have different digests and never hit each other.
-    `salt` takes what no other field covers: LoRA, cache salt, static quantisation scales, the
-    engine's own layout generation. `epoch` is raised after a weight update under the same name. `key_id` says
+    Two namespaces that differ in any field have different digests and never hit each other. `salt`
+    takes what no other field covers: LoRA, cache salt, static quantisation scales, the engine's own
+    layout generation. `epoch` is raised after a weight update under the same name. `key_id` says
     with which key pages are sealed (`kvstore.page_hmac.PageKeys.key_id`); empty: they are not.
     """
 
@@ -71,22 +71,30 @@ class Namespace:
         if not 0 <= self.epoch < 1 << 64:
             raise InvalidRequest(f"namespace: epoch {self.epoch} is not in 0..2^64-1")
         if not _KEY_ID.match(self.key_id):
-            raise InvalidRequest(f"namespace: key_id {self.key_id[:32]!r} is not 16 hex digits, nor empty")
+            raise InvalidRequest(
+                f"namespace: key_id {self.key_id[:32]!r} is not 16 hex digits, nor empty"
+            )
 
     @property
     def stored_nbytes(self) -> int:
-        """Of a page as wires move it and nodes keep it: its bytes and, if the namespace is keyed, its seal."""
+        """Of a page as wires move it and nodes keep it: its bytes and, if the namespace is keyed,
+        its seal.
+        """
         nbytes = self.layout.page_nbytes
         return nbytes + seal_nbytes(nbytes) if self.key_id else nbytes
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes: the start of SHA-256 over all fields in alphabetical order, without `key_id` if it is empty."""
+        """16 bytes: the start of SHA-256 over all fields in alphabetical order, without `key_id` if
+        it is empty.
+        """
         sha = hashlib.sha256(b"kvstore-namespace-1\0")
         for name in sorted(f.name for f in fields(self) if self.key_id or f.name != "key_id"):
             value = getattr(self, name)
             data = value.fingerprint if isinstance(value, PageLayout) else str(value).encode()
-            sha.update(struct.pack("<I", len(name)) + name.encode() + struct.pack("<I", len(data)) + data)
+            sha.update(
+                struct.pack("<I", len(name)) + name.encode() + struct.pack("<I", len(data)) + data
+            )
         return sha.digest()[:NAMESPACE_DIGEST_NBYTES]
 
 
@@ -98,14 +106,21 @@ def shown(digest: bytes) -> str:
 
 
 def short(digest: bytes) -> str:
-    """What logs say of a prefix hash or namespace: enough to find it, too little to ask for it or confirm a prompt."""
+    """What logs say of a prefix hash or namespace: enough to find it, too little to ask for it or
+    confirm a prompt.
+    """
     return digest[:4].hex()
 
 
 def check_removal(name: bytes) -> None:
-    """All members keep it for a month. Raises InvalidRequest."""
+    """All members keep it for a month.
+
+    Raises InvalidRequest.
+    """
     if len(name) not in (0, REMOVAL_NBYTES):
-        raise InvalidRequest(f"the name of a removal has {len(name)} bytes; send {REMOVAL_NBYTES} random ones, or none")
+        raise InvalidRequest(
+            f"the name of a removal has {len(name)} bytes; send {REMOVAL_NBYTES} random ones, or none"
+        )
 
 
 def unknown(digest: bytes) -> UnknownNamespace:
@@ -152,7 +167,9 @@ def check_prefix_hashes(hashes: Sequence[bytes], count_max: int, distinct: bool)
     if not hashes:
         raise InvalidRequest("the batch holds no key; send at least one prefix hash")
     if len(hashes) > count_max:
-        raise InvalidRequest(f"the batch holds {len(hashes)} keys, at most {count_max} (batch_keys_max)")
+        raise InvalidRequest(
+            f"the batch holds {len(hashes)} keys, at most {count_max} (batch_keys_max)"
+        )
     lengths = set(map(len, hashes))  # mostly one
     shortest, longest = min(lengths), max(lengths)
     if shortest < PREFIX_HASH_NBYTES_MIN or longest > PREFIX_HASH_NBYTES_MAX:

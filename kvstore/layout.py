@@ -68,9 +68,14 @@ class Plane:
     unit_tokens: int = 1
 
     def __post_init__(self) -> None:
-        _check(bool(_NAME.match(self.name)), f"plane name {self.name!r} is not [A-Za-z0-9_.-]{{1,64}}")
+        _check(
+            bool(_NAME.match(self.name)), f"plane name {self.name!r} is not [A-Za-z0-9_.-]{{1,64}}"
+        )
         known = ", ".join(DTYPE_NBYTES)
-        _check(self.dtype in DTYPE_NBYTES, f"plane {self.name}: dtype {self.dtype!r} is not one of {known}")
+        _check(
+            self.dtype in DTYPE_NBYTES,
+            f"plane {self.name}: dtype {self.dtype!r} is not one of {known}",
+        )
         object.__setattr__(self, "unit_shape", tuple(self.unit_shape))
         _check(
             1 <= len(self.unit_shape) <= 8 and all(1 <= n < 1 << 40 for n in self.unit_shape),
@@ -88,19 +93,28 @@ class Plane:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers whose planes have the same shapes and dtypes. `layers` are the model's layer numbers."""
+    """Layers whose planes have the same shapes and dtypes.
+
+    `layers` are the model's layer numbers.
+    """
 
     name: str
     layers: tuple[int, ...]
     planes: tuple[Plane, ...]
 
     def __post_init__(self) -> None:
-        _check(bool(_NAME.match(self.name)), f"group name {self.name!r} is not [A-Za-z0-9_.-]{{1,64}}")
+        _check(
+            bool(_NAME.match(self.name)), f"group name {self.name!r} is not [A-Za-z0-9_.-]{{1,64}}"
+        )
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "planes", tuple(self.planes))
-        _check(bool(self.layers) and bool(self.planes), f"group {self.name} needs at least one layer and one plane")
         _check(
-            all(0 <= layer < 1 << 16 for layer in self.layers), f"group {self.name}: a layer number is not in 0..65535"
+            bool(self.layers) and bool(self.planes),
+            f"group {self.name} needs at least one layer and one plane",
+        )
+        _check(
+            all(0 <= layer < 1 << 16 for layer in self.layers),
+            f"group {self.name}: a layer number is not in 0..65535",
         )
         _check(len(set(self.layers)) == len(self.layers), f"group {self.name} names a layer twice")
         names = [plane.name for plane in self.planes]
@@ -131,7 +145,8 @@ class PageLayout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
         _check(
-            1 <= self.page_tokens <= PAGE_TOKENS_MAX, f"page_tokens {self.page_tokens} is not in 1..{PAGE_TOKENS_MAX}"
+            1 <= self.page_tokens <= PAGE_TOKENS_MAX,
+            f"page_tokens {self.page_tokens} is not in 1..{PAGE_TOKENS_MAX}",
         )
         _check(bool(self.groups), "a layout needs at least one group")
         names = [group.name for group in self.groups]
@@ -152,7 +167,9 @@ class PageLayout:
         for group in self.groups:
             for layer in group.layers:
                 for plane in group.planes:
-                    piece = PlaneSlice(group.name, layer, plane, offset, self.page_tokens // plane.unit_tokens)
+                    piece = PlaneSlice(
+                        group.name, layer, plane, offset, self.page_tokens // plane.unit_tokens
+                    )
                     slices.append(piece)
                     offset += piece.nbytes
         return tuple(slices)
@@ -171,7 +188,10 @@ class PageLayout:
         return tuple(sorted({layer for group in self.groups for layer in group.layers}))
 
     def layer_ranges(self, layer: int) -> tuple[ByteRange, ...]:
-        """Byte ranges of one layer: one per group that has it. Raises InvalidRequest if none has."""
+        """Byte ranges of one layer: one per group that has it.
+
+        Raises InvalidRequest if none has.
+        """
         ranges: list[ByteRange] = []
         for piece in self.slices:
             if piece.layer != layer:
@@ -181,7 +201,9 @@ class PageLayout:
             else:
                 ranges.append(ByteRange(piece.offset, piece.nbytes))
         if not ranges:
-            raise InvalidRequest(f"layer {layer} is not in the layout; it has {self.layers[0]}..{self.layers[-1]}")
+            raise InvalidRequest(
+                f"layer {layer} is not in the layout; it has {self.layers[0]}..{self.layers[-1]}"
+            )
         return tuple(ranges)
 
     @cached_property
@@ -219,19 +241,26 @@ def opaque_layout(page_nbytes: int, page_tokens: int = 1) -> PageLayout:
 
 
 def check_ranges(ranges: Sequence[tuple[int, int]], page_nbytes: int) -> None:
-    """Of a get: (offset, nbytes), in any order, but each byte once, so that what is returned is bounded by its pages.
-    Raises InvalidRequest."""
+    """Of a get: (offset, nbytes), in any order, but each byte once, so that what is returned is
+    bounded by its pages. Raises InvalidRequest.
+    """
     if len(ranges) > GET_RANGES_MAX:
-        raise InvalidRequest(f"{len(ranges)} ranges in one get, at most {GET_RANGES_MAX}; ask for them in parts")
+        raise InvalidRequest(
+            f"{len(ranges)} ranges in one get, at most {GET_RANGES_MAX}; ask for them in parts"
+        )
     end = 0
     ordered = True
     for offset, nbytes in ranges:
         if offset < 0 or nbytes < 1 or offset + nbytes > page_nbytes:
-            raise InvalidRequest(f"range {offset}+{nbytes} is empty or leaves the page of {page_nbytes} bytes")
+            raise InvalidRequest(
+                f"range {offset}+{nbytes} is empty or leaves the page of {page_nbytes} bytes"
+            )
         ordered = ordered and offset >= end
         end = offset + nbytes
     if not ordered:
         in_order = sorted(ranges)
         for (offset, nbytes), (following, _) in itertools.pairwise(in_order):
             if offset + nbytes > following:
-                raise InvalidRequest(f"range {offset}+{nbytes} overlaps the one at {following}; ask for a byte once")
+                raise InvalidRequest(
+                    f"range {offset}+{nbytes} overlaps the one at {following}; ask for a byte once"
+                )

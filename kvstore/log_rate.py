@@ -1,5 +1,6 @@
-"""So many log lines of a kind: what a stranger makes a node say must not fill its disk, nor what a damaged node makes
-an engine say the engine's."""
+"""So many log lines of a kind: what a stranger makes a node say must not fill its disk, nor what a
+damaged node makes an engine say the engine's.
+"""
 
 import logging
 import time
@@ -11,12 +12,17 @@ OWN_RATE = {"own_rate": True}  # `extra` of records whose number is bounded by w
 
 
 class LogRate(logging.Filter):
-    """For a handler, or a logger. Lines beyond are counted, and the next one that is let through tells how many."""
+    """For a handler, or a logger.
+
+    Lines beyond are counted, and the next one that is let through tells how many.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._kinds: dict[tuple[str, int], tuple[float, int]] = {}  # by statement: when its window began, lines in it
+        self._kinds: dict[
+            tuple[str, int], tuple[float, int]
+        ] = {}  # by statement: when its window began, lines in it
 
     def filter(self, record: logging.LogRecord) -> bool:
         if getattr(record, "own_rate", False):
@@ -25,7 +31,10 @@ class LogRate(logging.Filter):
         began, count = self._kinds.get(kind, (now, 0))
         if now - began >= WINDOW_S:
             if count > LINES:
-                record.msg, record.args = f"{record.getMessage()} (and {count - LINES} more like this before)", None
+                record.msg, record.args = (
+                    f"{record.getMessage()} (and {count - LINES} more like this before)",
+                    None,
+                )
             began, count = now, 0
         self._kinds[kind] = began, count + 1
         return count < LINES

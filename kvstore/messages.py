@@ -42,7 +42,10 @@ def namespace_value(message: pb.Namespace) -> Namespace:
 
 
 def parse_namespace(data: bytes) -> Namespace:
-    """A serialised Namespace message. Raises InvalidRequest if it is none, or a wrong one."""
+    """A serialised Namespace message.
+
+    Raises InvalidRequest if it is none, or a wrong one.
+    """
     try:
         return namespace_value(pb.Namespace.FromString(data))
     except DecodeError as error:
@@ -55,7 +58,9 @@ def layout_message(layout: PageLayout) -> pb.PageLayout:
             name=group.name,
             layers=group.layers,
             planes=[
-                pb.Plane(name=p.name, dtype=p.dtype, unit_tokens=p.unit_tokens, unit_shape=p.unit_shape)
+                pb.Plane(
+                    name=p.name, dtype=p.dtype, unit_tokens=p.unit_tokens, unit_shape=p.unit_shape
+                )
                 for p in group.planes
             ],
         )
@@ -97,8 +102,9 @@ def get_reply(hits: list[bool], checksums: list[bytes], ttls_ms: list[int]) -> p
 
 
 def chunk_frame(pieces: list[memoryview]) -> bytes:
-    """A GetFrame or PutFrame with a chunk of page bytes, in its wire form: as messages, these bytes would be
-    copied four times, each time into memory that was just taken from the kernel."""
+    """A GetFrame or PutFrame with a chunk of page bytes, in its wire form: as messages, these bytes
+    would be copied four times, each time into memory that was just taken from the kernel.
+    """
     return b"".join((chunk_head(sum(piece.nbytes for piece in pieces)), *pieces))
 
 
@@ -109,8 +115,9 @@ def chunk_head(nbytes: int) -> bytes:
 
 
 def chunk_of(frame: bytes) -> memoryview | None:
-    """The page bytes of a frame that is nothing but a chunk, as other implementations write it, too; None for any
-    other, which is for protobuf to read."""
+    """The page bytes of a frame that is nothing but a chunk, as other implementations write it,
+    too; None for any other, which is for protobuf to read.
+    """
     inner, end = _length(frame, 0, _CHUNK_TAG)
     data, start = _length(frame, end, _DATA_TAG) if end else (0, 0)
     whole = start and end + inner == start + data == len(frame)
@@ -123,7 +130,9 @@ def delimited(number: int, data: bytes | memoryview) -> bytes:
 
 
 def field_of(message: memoryview) -> tuple[int, memoryview]:
-    """(number, value) of the only field of a message, which is a message or bytes; (0, nothing) if it is another."""
+    """(number, value) of the only field of a message, which is a message or bytes; (0, nothing) if
+    it is another.
+    """
     tag, start = _number(message, 0)
     nbytes, start = _number(message, start)
     whole = tag & 7 == 2 and start + nbytes == len(message)
@@ -144,7 +153,9 @@ def _number(data: memoryview, position: int) -> tuple[int, int]:
 
 
 def _length(frame: bytes, position: int, tag: bytes) -> tuple[int, int]:
-    """(length of the field with this tag at `position`, where its bytes begin); (0, 0) if it is another."""
+    """(length of the field with this tag at `position`, where its bytes begin); (0, 0) if it is
+    another.
+    """
     if frame[position : position + 1] != tag:
         return 0, 0
     length = shift = 0
@@ -172,7 +183,9 @@ _HITS_TAG = _varint(pb.GetReply.DESCRIPTOR.fields_by_name["hits"].number << 3 | 
 _CHUNK_TAG = _varint(pb.GetFrame.DESCRIPTOR.fields_by_name["chunk"].number << 3 | 2)
 _DATA_TAG = _varint(pb.PageChunk.DESCRIPTOR.fields_by_name["data"].number << 3 | 2)
 
-FRAME_NBYTES = len(chunk_head(GRPC_CHUNK_NBYTES)) + GRPC_CHUNK_NBYTES  # of a frame with a whole chunk
+FRAME_NBYTES = (
+    len(chunk_head(GRPC_CHUNK_NBYTES)) + GRPC_CHUNK_NBYTES
+)  # of a frame with a whole chunk
 
 
 def add_counts(total: pb.NamespaceInfo, more: pb.NamespaceInfo) -> None:

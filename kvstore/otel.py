@@ -2,8 +2,8 @@
 
 The only file that imports it.
 
-An engine's process has its provider from the engine, or its operator; a process of ours gets one here. Whoever
-configures neither has nothing imported.
+An engine's process has its provider from the engine, or its operator; a process of ours gets one
+here. Whoever configures neither has nothing imported.
 """
 
 import importlib.metadata
@@ -18,7 +18,9 @@ from kvstore.log_rate import LogRate
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
-EXPORTERS = "opentelemetry_traces_exporter"  # group of entry points, by which OpenTelemetry finds them
+EXPORTERS = (
+    "opentelemetry_traces_exporter"  # group of entry points, by which OpenTelemetry finds them
+)
 OTLP = "otlp"  # the default, and no exporter by itself: of its protocols each has one
 PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 FLUSH_S = 3.0
@@ -26,9 +28,12 @@ _provider: Any = None  # ours, if this process has one
 
 
 def set_up(service: str = "") -> None:
-    """Before the first request of a process. `service`: of a process of ours, which gets a provider; of an engine's
-    what it has is used. Raises ConfigError for an exporter that is not there or can not be used, in a process of ours.
-    Nothing is connected to here."""
+    """Before the first request of a process.
+
+    `service`: of a process of ours, which gets a provider; of an engine's what it has is used.
+    Raises ConfigError for an exporter that is not there or can not be used, in a process of ours.
+    Nothing is connected to here.
+    """
     wanted = telemetry()
     if wanted is None or tracing.tracer is not None:
         return
@@ -49,7 +54,9 @@ def set_up(service: str = "") -> None:
 
 
 def _provide(trace: Any, service: str, wanted: Telemetry) -> None:
-    """What the variables name, unless the process has a provider already, as under `opentelemetry-instrument`."""
+    """What the variables name, unless the process has a provider already, as under
+    `opentelemetry-instrument`.
+    """
     if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return
     try:
@@ -57,15 +64,21 @@ def _provide(trace: Any, service: str, wanted: Telemetry) -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ConfigError(f"OTEL_* asks for traces: pip install opentelemetry-sdk ({error})") from error
+        raise ConfigError(
+            f"OTEL_* asks for traces: pip install opentelemetry-sdk ({error})"
+        ) from error
     points = [_point(name, wanted.protocol) for name in wanted.exporters or (OTLP,)]
     try:  # its end is ours to wait for, and its own limit for that 30 s
         resource = Resource.create({"service.name": wanted.service or service})
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         for point in points:
             provider.add_span_processor(BatchSpanProcessor(point.load()()))
-    except Exception as error:  # the edge to code that is not ours, with settings that it reads itself
-        raise ConfigError(f"OTEL_*: traces can not be set up: {type(error).__name__}: {error}") from error
+    except (
+        Exception
+    ) as error:  # the edge to code that is not ours, with settings that it reads itself
+        raise ConfigError(
+            f"OTEL_*: traces can not be set up: {type(error).__name__}: {error}"
+        ) from error
     trace.set_tracer_provider(provider)
     global _provider
     _provider = provider
@@ -73,11 +86,16 @@ def _provide(trace: Any, service: str, wanted: Telemetry) -> None:
 
 
 def _point(name: str, protocol: str) -> importlib.metadata.EntryPoint:
-    """Of the exporter that is called so. Raises ConfigError."""
+    """Of the exporter that is called so.
+
+    Raises ConfigError.
+    """
     names = [name]
     if name == OTLP:
         if protocol and protocol not in PROTOCOLS:
-            raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol} must be one of {', '.join(PROTOCOLS)}")
+            raise ConfigError(
+                f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol} must be one of {', '.join(PROTOCOLS)}"
+            )
         names = [PROTOCOLS[protocol]] if protocol else [*PROTOCOLS.values()]
     for known in names:
         for point in importlib.metadata.entry_points(group=EXPORTERS, name=known):
@@ -89,8 +107,11 @@ def _point(name: str, protocol: str) -> importlib.metadata.EntryPoint:
 
 
 def flush() -> None:
-    """At the end of a process: what is not sent yet is, if that takes no longer than FLUSH_S. The SDK's `force_flush`
-    takes a limit and does not keep it: with a collector that hangs it waits 10 s for each 512 spans."""
+    """At the end of a process: what is not sent yet is, if that takes no longer than FLUSH_S.
+
+    The SDK's `force_flush` takes a limit and does not keep it: with a collector that hangs it waits
+    10 s for each 512 spans.
+    """
     if _provider is None:
         return
     flushing = threading.Thread(target=_provider.force_flush, name="kvstore-flush", daemon=True)

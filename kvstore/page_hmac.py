@@ -1,13 +1,18 @@
-"""Seal pages so that a node can not forge them. A keyed namespace's page is stored with its seal, a MAC for each part.
+"""Seal pages so that a node can not forge them.
+
+A keyed namespace's page is stored with its seal, a MAC for each part.
 
     stored page  | part 0 | part 1 | ... | last part | MAC 0 | MAC 1 | ... | last MAC |      parts: `checksum.cuts`
                  |<--------- page_nbytes ----------->|<-------- seal_nbytes --------->|
 
-    secret --+-- key id: in the namespace's description, says whose pages these are and nothing of the secret
-             +-- digest of the namespace --> its key --+-- prefix hash, number of the part, bytes --> MAC
+    secret --+-- key id: in the namespace's description, says whose pages these are and nothing of
+    the secret
+             +-- digest of the namespace --> its key --+-- prefix hash, number of the part, bytes
+             --> MAC
 
-The secret is the engines' alone. A node keeps and checks such a page as any other, seal and all; only who has the
-secret can tell it from one that another made, changed, or moved from another key. Byte-exact: docs/FORMAT.md, "Seal".
+The secret is the engines' alone. A node keeps and checks such a page as any other, seal and all;
+only who has the secret can tell it from one that another made, changed, or moved from another key.
+Byte-exact: docs/FORMAT.md, "Seal".
 """
 
 import hmac
@@ -33,7 +38,10 @@ def seal_nbytes(page_nbytes: int) -> int:
 
 
 class PageKeys:
-    """Made from one secret, a key for each namespace. `key_id`: 16 hex digits."""
+    """Made from one secret, a key for each namespace.
+
+    `key_id`: 16 hex digits.
+    """
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) != SECRET_NBYTES:
@@ -47,10 +55,12 @@ class PageKeys:
 
 
 class Seals:
-    """Those of the pages of one call: made where pages are sent, checked where they arrive. Thread-safe.
+    """Those of the pages of one call: made where pages are sent, checked where they arrive.
 
-    `nbytes`: of each. `forged`: prefix hashes of pages that arrived without the seal of this key; some perhaps twice.
-    `numbers`: of the parts that arrive of each page, by default all of them.
+    Thread-safe.
+
+    `nbytes`: of each. `forged`: prefix hashes of pages that arrived without the seal of this key;
+    some perhaps twice. `numbers`: of the parts that arrive of each page, by default all of them.
     """
 
     def __init__(self, key: bytes, page_nbytes: int, numbers: Sequence[int] | None = None) -> None:
@@ -63,11 +73,15 @@ class Seals:
     def made(self, prefix_hash: bytes, page: Pieces) -> memoryview:
         """Of a whole page."""
         parts = enumerate(chunks(page, [end - start for start, end in self._cuts]))
-        return memoryview(b"".join([self._mac(prefix_hash, number, part) for number, part in parts]))
+        return memoryview(
+            b"".join([self._mac(prefix_hash, number, part) for number, part in parts])
+        )
 
     def fits(self, prefix_hash: bytes, arrived: Pieces, seal: memoryview) -> bool:
-        """Whether what arrived was made with this key, for this page; counts what was not. `arrived`: its parts, one
-        after the other."""
+        """Whether what arrived was made with this key, for this page; counts what was not.
+
+        `arrived`: its parts, one after the other.
+        """
         sizes = [end - start for start, end in (self._cuts[number] for number in self._numbers)]
         for number, part in zip(self._numbers, chunks(arrived, sizes), strict=True):
             mac = seal[MAC_NBYTES * number : MAC_NBYTES * (number + 1)]
@@ -79,7 +93,11 @@ class Seals:
     def _mac(self, prefix_hash: bytes, number: int, part: Iterable[memoryview]) -> bytes:
         """The GIL is given up meanwhile, as hashlib does it from 2 KiB on."""
         running = self._begun.copy()
-        running.update(struct.pack("<I", len(prefix_hash)) + prefix_hash + struct.pack("<II", number, len(self._cuts)))
+        running.update(
+            struct.pack("<I", len(prefix_hash))
+            + prefix_hash
+            + struct.pack("<II", number, len(self._cuts))
+        )
         for piece in part:
             running.update(piece)
         return running.digest()[:MAC_NBYTES]
@@ -91,13 +109,15 @@ def sealed(page: Pieces, prefix_hash: bytes, seals: Seals | None) -> Pieces:
 
 
 def room(page: Pieces, seals: Seals | None) -> Pieces:
-    """Where what arrives of a page goes: the caller's memory and, if there is one, a place for its seal."""
+    """Where what arrives of a page goes: the caller's memory and, if there is one, a place for its
+    seal.
+    """
     return page if seals is None else (*page, memoryview(bytearray(seals.nbytes)))
 
 
 class SealedRanges:
-    """Ranges (offset, nbytes) of sealed pages of so many bytes: the parts in which they lie, which must all be here
-    to be checked, and where the ranges are in these. Pure.
+    """Ranges (offset, nbytes) of sealed pages of so many bytes: the parts in which they lie, which
+    must all be here to be checked, and where the ranges are in these. Pure.
 
         page    | 0 | 1 | 2 | 3 | 4 |     ranges lie in 1, 3 and 4
         runs        | 1 |   | 3 | 4 |     arrive one after the other: `nbytes`
@@ -107,7 +127,10 @@ class SealedRanges:
         self._ranges = list(ranges)
         self.numbers = sorted(parts_of(page_nbytes, self._ranges))
         self.runs: list[tuple[int, int]] = []  # (offset, nbytes)
-        at, self.nbytes = dict[int, int](), 0  # of each part: where its first byte is in what arrives
+        at, self.nbytes = (
+            dict[int, int](),
+            0,
+        )  # of each part: where its first byte is in what arrives
         for number in self.numbers:
             start, end = cuts(page_nbytes)[number]
             at[number], self.nbytes = self.nbytes, self.nbytes + end - start
@@ -122,7 +145,10 @@ class SealedRanges:
 
     def pick(self, parts: memoryview) -> Iterable[memoryview]:
         """The ranges, of the parts of a page that arrived."""
-        return [parts[place : place + nbytes] for place, (_, nbytes) in zip(self._places, self._ranges, strict=True)]
+        return [
+            parts[place : place + nbytes]
+            for place, (_, nbytes) in zip(self._places, self._ranges, strict=True)
+        ]
 
 
 def _hmac(key: bytes, data: bytes) -> bytes:
@@ -149,5 +175,7 @@ def _parsed(text: str, where: str) -> PageKeys:
     except ValueError:
         secret = b""
     if len(secret) != SECRET_NBYTES:
-        raise ConfigError(f"{where} does not hold {2 * SECRET_NBYTES} hex digits; make some with: openssl rand -hex 32")
+        raise ConfigError(
+            f"{where} does not hold {2 * SECRET_NBYTES} hex digits; make some with: openssl rand -hex 32"
+        )
     return PageKeys(secret)

@@ -25,7 +25,10 @@ class PutOutcome(enum.Enum):
 
 @dataclass(frozen=True)
 class LookupResult:
-    """`prefix_pages`: leading keys that are stored. `present`: one bool per key."""
+    """`prefix_pages`: leading keys that are stored.
+
+    `present`: one bool per key.
+    """
 
     prefix_pages: int
     present: tuple[bool, ...]
@@ -36,10 +39,13 @@ ACK_ONE, ACK_ALL = "one", "all"
 
 @dataclass(frozen=True)
 class Keep:
-    """How long and how well the pages of a put are kept. `ttl_s`: seconds after which new pages are
-    forgotten for certain, 0: whenever space runs out. `durable`: the put returns when they survive
-    `kill -9` and power loss; needs a node with a data directory. `ack`: in a cluster with replicas it returns when
-    "one" of a page's owners has it, or "all" of them; with both they survive at all of them."""
+    """How long and how well the pages of a put are kept.
+
+    `ttl_s`: seconds after which new pages are forgotten for certain, 0: whenever space runs out.
+    `durable`: the put returns when they survive `kill -9` and power loss; needs a node with a data
+    directory. `ack`: in a cluster with replicas it returns when "one" of a page's owners has it, or
+    "all" of them; with both they survive at all of them.
+    """
 
     ttl_s: float = 0.0
     durable: bool = False
@@ -67,7 +73,10 @@ class VerifyResult(NamedTuple):
 
 
 class ClientStats(NamedTuple):
-    """Counts since the client was made. `forged_pages`: that matched their checksum and had not their seal."""
+    """Counts since the client was made.
+
+    `forged_pages`: that matched their checksum and had not their seal.
+    """
 
     connects: int
     failures: int

@@ -28,7 +28,10 @@ _TOKEN = re.compile(r"[!-~]+")  # what a header of HTTP may carry
 
 
 def look_at(file: str, forbidden: int = 0) -> os.stat_result:
-    """`forbidden`: bits of the mode that it may not have. Raises ConfigError."""
+    """`forbidden`: bits of the mode that it may not have.
+
+    Raises ConfigError.
+    """
     try:
         return _checked(file, forbidden, os.stat(path_of(file)))
     except OSError as error:
@@ -41,7 +44,10 @@ def stamp(about: os.stat_result) -> tuple[int, ...]:
 
 
 def read_guarded(file: str, forbidden: int, nbytes_max: int) -> bytes:
-    """All of it, as its mode is while it is read. Never waits for who would write to a pipe. Raises ConfigError."""
+    """All of it, as its mode is while it is read.
+
+    Never waits for who would write to a pipe. Raises ConfigError.
+    """
     try:
         with open(path_of(file), "rb", opener=_at_once) as opened:
             _checked(file, forbidden, os.fstat(opened.fileno()))
@@ -83,7 +89,9 @@ def _unread(file: str, error: OSError) -> ConfigError:
     return ConfigError(f"{file} can not be read: {error.strerror}")
 
 
-def write_whole(path: Path, content: bytes, mode: int, owner: tuple[int, int] | None = None) -> None:
+def write_whole(
+    path: Path, content: bytes, mode: int, owner: tuple[int, int] | None = None
+) -> None:
     """Replace a file as a whole or not at all: somebody may be reading it, or the power may fail.
 
     It is there after a loss of power, too, and nobody has read it with another mode. `owner` is
@@ -111,7 +119,10 @@ def write_whole(path: Path, content: bytes, mode: int, owner: tuple[int, int] | 
 
 
 def token_of(config: ClientConfig) -> str:
-    """As it is now: a file is read again. Raises ConfigError, which does not say it."""
+    """As it is now: a file is read again.
+
+    Raises ConfigError, which does not say it.
+    """
     token = config.token
     if config.token_file:
         content = read_guarded(f"token_file={config.token_file}", stat.S_IROTH, SECRET_NBYTES_MAX)
@@ -124,9 +135,10 @@ def token_of(config: ClientConfig) -> str:
 def tenant_of(config: ClientConfig) -> str:
     """Return a client's tenant: the configured one, else its token's, else "default".
 
-    Programs and all adapters use this. With a client certificate, configure the tenant. It may differ from the
-    token's, because tenants can share namespaces; otherwise the node refuses it with an error that names both.
-    Raises ConfigError if the tenant must come from a token that can not be read.
+    Programs and all adapters use this. With a client certificate, configure the tenant. It may
+    differ from the token's, because tenants can share namespaces; otherwise the node refuses it
+    with an error that names both. Raises ConfigError if the tenant must come from a token that can
+    not be read.
     """
     if config.tenant:
         return config.tenant

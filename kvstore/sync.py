@@ -1,14 +1,16 @@
 """Synchronisation that stays usable when a signal handler raises, as Ctrl-C's does.
 
-Python runs signal handlers in the main thread, after a call or at a jump of its byte code. `threading.Condition` takes
-and frees its lock in methods that are written in Python: a handler that raises there leaves the lock taken for ever
-(bpo-29988), and whoever comes next hangs, in any thread. Semaphores, events, `Thread.start`, futures, executors and
-gRPC's channels all have such a condition inside. Code that may run in a caller's thread uses this module instead:
+Python runs signal handlers in the main thread, after a call or at a jump of its byte code.
+`threading.Condition` takes and frees its lock in methods that are written in Python: a handler that
+raises there leaves the lock taken for ever (bpo-29988), and whoever comes next hangs, in any
+thread. Semaphores, events, `Thread.start`, futures, executors and gRPC's channels all have such a
+condition inside. Code that may run in a caller's thread uses this module instead:
 
 - `with lock` of a plain `threading.Lock`, which is C from beginning to end,
 - `Condition`, `Event` and `Future`, whose lock is taken by C,
 - `LeaseTable`, whose leases end when their holder is collected, wherever an interrupt came,
-- `run_in_helper_thread` and `start_thread`, which leave the work to a thread in which no handler runs.
+- `run_in_helper_thread` and `start_thread`, which leave the work to a thread in which no handler
+  runs.
 """
 
 import concurrent.futures
@@ -28,18 +30,25 @@ from typing import Any, Generic, NoReturn, TypeVar
 Result = TypeVar("Result")
 Thing = TypeVar("Thing")
 
-# How long a waiting thread sleeps at most before it looks again: an interrupt may have swallowed its wake-up.
+# How long a waiting thread sleeps at most before it looks again: an interrupt may have swallowed
+# its wake-up.
 LOOK_S = 0.05
 
 
 class Condition(RLock):  # type: ignore[misc,valid-type,unused-ignore]
-    """A condition variable of which `with` is C. Entered once by a thread, never twice."""
+    """A condition variable of which `with` is C.
+
+    Entered once by a thread, never twice.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[Any] = deque()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until `notify_all`, at most `timeout` seconds. Return False if nobody called it."""
+        """Wait until `notify_all`, at most `timeout` seconds.
+
+        Return False if nobody called it.
+        """
         wakeup = allocate_lock()
         wakeup.acquire()
         self._waiting.append(wakeup)
@@ -54,7 +63,10 @@ class Condition(RLock):  # type: ignore[misc,valid-type,unused-ignore]
                 self._waiting.remove(wakeup)
 
     def wait_for(self, holds: Callable[[], Result], timeout: float | None = None) -> Result:
-        """Wait until `holds()` is true, at most `timeout` seconds. Return what it returned last."""
+        """Wait until `holds()` is true, at most `timeout` seconds.
+
+        Return what it returned last.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         while not (held := holds()):
             left_s = 1.0 if end is None else min(1.0, end - time.monotonic())
@@ -64,14 +76,20 @@ class Condition(RLock):  # type: ignore[misc,valid-type,unused-ignore]
         return held
 
     def notify_all(self) -> None:
-        """Wake all that wait. They leave the list themselves, so that an interrupt here loses none of them."""
+        """Wake all that wait.
+
+        They leave the list themselves, so that an interrupt here loses none of them.
+        """
         for wakeup in tuple(self._waiting):
             with contextlib.suppress(RuntimeError):  # wakeup already
                 wakeup.release()
 
 
 class Event:
-    """A flag to wait for. An interrupted `set` counts once it has begun."""
+    """A flag to wait for.
+
+    An interrupted `set` counts once it has begun.
+    """
 
     def __init__(self) -> None:
         self._set = False
@@ -90,7 +108,10 @@ class Event:
         self._set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, at most `timeout` seconds. Return whether it is."""
+        """Wait until it is set, at most `timeout` seconds.
+
+        Return whether it is.
+        """
         if self._set:
             return True
         end = None if timeout is None else time.monotonic() + timeout
@@ -118,13 +139,18 @@ class Future(concurrent.futures.Future[Result]):
 
 
 class LeaseTable(Generic[Thing]):
-    """Grant at most `count_max` leases at a time, each to a holder and with a resource. Thread-safe.
+    """Grant at most `count_max` leases at a time, each to a holder and with a resource.
 
-    A holder ends its lease with `release`. If an interrupt prevents that, the lease ends when the holder is collected,
-    and the next `acquire` calls `end` with the resource. So an interrupt never loses a lease, wherever it comes.
+    Thread-safe.
+
+    A holder ends its lease with `release`. If an interrupt prevents that, the lease ends when the
+    holder is collected, and the next `acquire` calls `end` with the resource. So an interrupt never
+    loses a lease, wherever it comes.
     """
 
-    def __init__(self, count_max: float = float("inf"), end: Callable[[Thing], object] = lambda thing: None) -> None:
+    def __init__(
+        self, count_max: float = float("inf"), end: Callable[[Thing], object] = lambda thing: None
+    ) -> None:
         self._count_max = count_max
         self._end = end
         self._lock = threading.Lock()
@@ -134,10 +160,15 @@ class LeaseTable(Generic[Thing]):
         self._waiting: deque[Any] = deque()
 
     def acquire(self, holder: object, thing: Thing, timeout_s: float = 0.0) -> bool:
-        """Grant `holder` a lease. Return False if none became free within `timeout_s` seconds."""
+        """Grant `holder` a lease.
+
+        Return False if none became free within `timeout_s` seconds.
+        """
         if self._collected:
             self.reclaim()
-        reference = weakref.ref(holder, self._collected.append)  # called from C: no handler runs in it
+        reference = weakref.ref(
+            holder, self._collected.append
+        )  # called from C: no handler runs in it
         with self._lock:
             if len(self._held) < self._count_max:
                 self._held[reference] = thing
@@ -183,7 +214,8 @@ class LeaseTable(Generic[Thing]):
         with self._lock:
             while self._collected:
                 reference = self._collected[0]
-                # The key is missing if the lease was refused. A reference that was never hashed can not be looked up.
+                # The key is missing if the lease was refused. A reference that was never hashed can
+                # not be looked up.
                 with contextlib.suppress(KeyError, TypeError):
                     self._end(self._held[reference])
                     del self._held[reference]
@@ -200,13 +232,19 @@ def in_main_thread() -> bool:
 
 
 def start_thread(work: Callable[[], object], name: str) -> None:
-    """Start a daemon thread. Raise RuntimeError if none can be had."""
+    """Start a daemon thread.
+
+    Raise RuntimeError if none can be had.
+    """
     thread = threading.Thread(target=work, name=name, daemon=True)
     run_in_helper_thread(thread.start)  # it waits for an Event of the new thread's
 
 
 class _Task:
-    """Hold work for a helper thread, and its result. Only that thread writes the result."""
+    """Hold work for a helper thread, and its result.
+
+    Only that thread writes the result.
+    """
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.work = work
@@ -216,7 +254,8 @@ class _Task:
         self.ended = False
         self.handed_over = False
         self.stopping = False
-        # Who decides whether the work begins: whoever asked first, and an interrupted caller may ask again.
+        # Who decides whether the work begins: whoever asked first, and an interrupted caller may
+        # ask again.
         self._decided: dict[str, str] = {}
         self._end = allocate_lock()
         self._end.acquire()
@@ -249,7 +288,9 @@ class _Task:
 
 
 class _Interrupts:
-    """Keep the first exception that a signal handler raised during a wait, to raise it after the wait."""
+    """Keep the first exception that a signal handler raised during a wait, to raise it after the
+    wait.
+    """
 
     first: BaseException | None = None
 
@@ -267,17 +308,23 @@ class _Interrupts:
 
 
 class _Helper:
-    """Own a thread that waits for tasks. The thread ends when this is collected, so an interrupt leaks none."""
+    """Own a thread that waits for tasks.
+
+    The thread ends when this is collected, so an interrupt leaks none.
+    """
 
     __slots__ = ("__weakref__", "tasks")
 
     def __init__(self) -> None:
         self.tasks: SimpleQueue[tuple[_Helper, _Task] | None] = SimpleQueue()
-        collected = weakref.ref(self, partial(self.tasks.put, None))  # called from C: no handler runs in it
+        collected = weakref.ref(
+            self, partial(self.tasks.put, None)
+        )  # called from C: no handler runs in it
         start_new_thread(_serve, (self.tasks, collected))
 
 
-# Kept from call to call: starting a thread costs more than all else that a short gRPC call does here.
+# Kept from call to call: starting a thread costs more than all else that a short gRPC call does
+# here.
 _idle: list[_Helper] = []
 IDLE_MAX = 2
 os.register_at_fork(after_in_child=_idle.clear)
@@ -307,12 +354,15 @@ def _hand_over(task: _Task) -> None:
     helper.tasks.put((helper, task))
 
 
-def run_in_helper_thread(work: Callable[[], Result], stop: Callable[[], object] | None = None) -> Result:
+def run_in_helper_thread(
+    work: Callable[[], Result], stop: Callable[[], object] | None = None
+) -> Result:
     """Run `work` where no signal handler can interrupt it; return its result or raise its error.
 
-    In the main thread a helper thread runs it; other threads run it themselves. If a signal handler raises while the
-    main thread waits, `work` goes on without being waited for. With `stop`, which makes it end soon, the main thread
-    calls that and waits: `work` may use the caller's buffers. Raises NoThread if no thread can be started.
+    In the main thread a helper thread runs it; other threads run it themselves. If a signal handler
+    raises while the main thread waits, `work` goes on without being waited for. With `stop`, which
+    makes it end soon, the main thread calls that and waits: `work` may use the caller's buffers.
+    Raises NoThread if no thread can be started.
     """
     if not in_main_thread():
         return work()
@@ -333,15 +383,19 @@ def run_in_helper_thread(work: Callable[[], Result], stop: Callable[[], object] 
     return task.result  # type: ignore[no-any-return]
 
 
-# More signals than these, each while the handler of the one before raises, would end the wait for a caller's buffers.
+# More signals than these, each while the handler of the one before raises, would end the wait for a
+# caller's buffers.
 LEVELS = 8
 
 
-def _wait_uninterrupted(task: _Task, stop: Callable[[], object], interrupts: _Interrupts, levels: int = LEVELS) -> None:
-    """Wait until the task has ended or can not begin any more, however many interrupts come meanwhile.
+def _wait_uninterrupted(
+    task: _Task, stop: Callable[[], object], interrupts: _Interrupts, levels: int = LEVELS
+) -> None:
+    """Wait until the task has ended or can not begin any more, however many interrupts come
+    meanwhile.
 
-    A handler may also raise where an `except` ends or a loop jumps back, which no `try` of this call covers. The `try`
-    of the recursion level above does.
+    A handler may also raise where an `except` ends or a loop jumps back, which no `try` of this
+    call covers. The `try` of the recursion level above does.
     """
     while not task.ended:
         try:
@@ -371,8 +425,10 @@ def _stop(task: _Task, stop: Callable[[], object]) -> None:
 
 
 def _leave_no_dummy() -> None:
-    """Forget the object that `threading` made for this thread if it logged something. Before Python 3.13 it would be
-    among `threading.enumerate()` for ever."""
+    """Forget the object that `threading` made for this thread if it logged something.
+
+    Before Python 3.13 it would be among `threading.enumerate()` for ever.
+    """
     threads = getattr(threading, "_active", {})
     if isinstance(threads.get(get_ident()), getattr(threading, "_DummyThread", ())):
         threads.pop(get_ident(), None)

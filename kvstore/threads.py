@@ -1,8 +1,9 @@
-"""Work for the threads of a pool that is done there or not at all, and is waited for whatever happens.
+"""Work for the threads of a pool that is done there or not at all, and is waited for whatever
+happens.
 
-An executor that can start no thread raises, and keeps what it was given all the same: another thread does it later,
-behind its caller's back, in buffers that are somebody else's by then. So is what it was given when an interrupt comes
-while it starts the thread.
+An executor that can start no thread raises, and keeps what it was given all the same: another
+thread does it later, behind its caller's back, in buffers that are somebody else's by then. So is
+what it was given when an interrupt comes while it starts the thread.
 """
 
 import atexit
@@ -26,7 +27,8 @@ Result = TypeVar("Result")
 
 
 class ThreadPool(Executor):
-    """Run jobs as a `ThreadPoolExecutor` does, and stay usable if a signal handler raises in `submit`.
+    """Run jobs as a `ThreadPoolExecutor` does, and stay usable if a signal handler raises in
+    `submit`.
 
     Each job starts a thread until there are `threads_max`.
     """
@@ -40,13 +42,17 @@ class ThreadPool(Executor):
         self._pid = os.getpid()
         _pools.add(self)
 
-    def submit(self, function: Callable[..., Result], /, *arguments: Any, **named: Any) -> "Future[Result]":
+    def submit(
+        self, function: Callable[..., Result], /, *arguments: Any, **named: Any
+    ) -> "Future[Result]":
         """Raise RuntimeError, and never do it, if it is closed or can start no thread."""
         done: Future[Result] = Future()
         job = functools.partial(_do, [done], functools.partial(function, *arguments, **named))
         if self._pid != os.getpid():
             raise RuntimeError("the threads of this pool are in the process that was forked")
-        with self._lock:  # while a thread is started, too: nobody may count on one that then can not be had
+        with (
+            self._lock
+        ):  # while a thread is started, too: nobody may count on one that then can not be had
             if self._closed:
                 raise RuntimeError("cannot schedule new futures after shutdown")
             self._grow()
@@ -64,7 +70,10 @@ class ThreadPool(Executor):
             raise
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more jobs. What was submitted is done; with `wait` this returns afterwards."""
+        """Take no more jobs.
+
+        What was submitted is done; with `wait` this returns afterwards.
+        """
         with self._lock:
             self._closed = True
             with contextlib.suppress(queue.Empty):
@@ -89,9 +98,14 @@ class _ThreadLease:
 
 
 def _work(
-    jobs: "queue.SimpleQueue[functools.partial[None] | None]", threads: LeaseTable[None], lease: list[_ThreadLease]
+    jobs: "queue.SimpleQueue[functools.partial[None] | None]",
+    threads: LeaseTable[None],
+    lease: list[_ThreadLease],
 ) -> None:
-    """Do jobs until there are no more. It does not hold the pool, which may be dropped without a shutdown."""
+    """Do jobs until there are no more.
+
+    It does not hold the pool, which may be dropped without a shutdown.
+    """
     while (job := jobs.get()) is not None:
         job()
         del job
@@ -107,7 +121,8 @@ def _do(own: "list[Future[Result]]", function: Callable[[], Result]) -> None:
     except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
         done.set_exception(error)
     finally:
-        del done  # its error has this frame, and with it what was asked for: they would wait for a collection
+        # its error has this frame, and with it what was asked for: they would wait for a collection
+        del done
 
 
 _pools: "weakref.WeakSet[ThreadPool]" = weakref.WeakSet()
@@ -119,9 +134,12 @@ def _end_all() -> None:
         pool._end()
 
 
-def begin(done: "AnyFuture[Result]", pool: Executor, function: Callable[..., Result], *arguments: Any) -> bool:
-    """Whether a thread does it and tells `done`, a new future; if not, nobody ever will, and it is cancelled. Who may
-    be interrupted puts `done` where `end` finds it before."""
+def begin(
+    done: "AnyFuture[Result]", pool: Executor, function: Callable[..., Result], *arguments: Any
+) -> bool:
+    """Whether a thread does it and tells `done`, a new future; if not, nobody ever will, and it is
+    cancelled. Who may be interrupted puts `done` where `end` finds it before.
+    """
     own = [done]
     function = carried(function)
 
@@ -133,7 +151,9 @@ def begin(done: "AnyFuture[Result]", pool: Executor, function: Callable[..., Res
         except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
             done.set_exception(error)
         finally:
-            del done  # its error has this frame, and with it what was asked for: they would wait for a collection
+            # its error has this frame, and with it what was asked for: they would wait for a
+            # collection
+            del done
 
     try:
         pool.submit(work)
@@ -142,14 +162,19 @@ def begin(done: "AnyFuture[Result]", pool: Executor, function: Callable[..., Res
     return True
 
 
-def begun(pool: Executor, function: Callable[..., Result], *arguments: Any) -> "Future[Result] | None":
+def begun(
+    pool: Executor, function: Callable[..., Result], *arguments: Any
+) -> "Future[Result] | None":
     """The same for who is not interrupted; None: no thread does it."""
     done: Future[Result] = Future()
     return done if begin(done, pool, function, *arguments) else None
 
 
 def end(futures: Collection["AnyFuture[Any]"]) -> None:
-    """What has not begun never will, and what has is waited for. An interrupt is raised afterwards."""
+    """What has not begun never will, and what has is waited for.
+
+    An interrupt is raised afterwards.
+    """
     try:
         wait_for([done for done in futures if not done.cancel()])
     except BaseException:
@@ -158,10 +183,12 @@ def end(futures: Collection["AnyFuture[Any]"]) -> None:
 
 
 def wait_for(futures: Collection["AnyFuture[Any]"], timeout_s: float | None = None) -> None:
-    """Until all of them, which nobody has cancelled, have ended. An interrupt is raised afterwards.
+    """Until all of them, which nobody has cancelled, have ended.
 
-    One after the other: `concurrent.futures.wait` takes all their locks, and an interrupt then leaves them taken.
-    `timeout_s`: of which it waits no longer, and an interrupt is raised at once.
+    An interrupt is raised afterwards.
+
+    One after the other: `concurrent.futures.wait` takes all their locks, and an interrupt then
+    leaves them taken. `timeout_s`: of which it waits no longer, and an interrupt is raised at once.
     """
     if timeout_s is not None:
         until = time.monotonic() + timeout_s

@@ -1,10 +1,12 @@
-"""Which request something is done for: a W3C trace context that goes with it, from the engine through every node.
+"""Which request something is done for: a W3C trace context that goes with it, from the engine
+through every node.
 
     engine --> agent --> client --> near node --> owner            each a span of one trace, if somebody records them
                                     near node --> disk
 
-The id of the trace is the request's id in all logs. Without one, which is the normal case, a request costs the look at
-a context variable; `tracer` is None unless `kvstore.otel` has found OpenTelemetry, and that it is asked for.
+The id of the trace is the request's id in all logs. Without one, which is the normal case, a
+request costs the look at a context variable; `tracer` is None unless `kvstore.otel` has found
+OpenTelemetry, and that it is asked for.
 """
 
 import contextlib
@@ -34,8 +36,11 @@ _SAMPLED = 1
 
 
 class Trace(NamedTuple):
-    """Of a request, as W3C Trace Context has it. `span_id`: of the step that asks; `sampled`: somebody records it;
-    `others`: of a job that is done for several requests at once, the rest of them. No node hears of those."""
+    """Of a request, as W3C Trace Context has it.
+
+    `span_id`: of the step that asks; `sampled`: somebody records it; `others`: of a job that is
+    done for several requests at once, the rest of them. No node hears of those.
+    """
 
     trace_id: bytes
     span_id: bytes
@@ -61,8 +66,9 @@ class Trace(NamedTuple):
 
 
 def packed_now() -> bytes:
-    """For another process of the same engine: the current trace and its others, one after the other; nothing without
-    one."""
+    """For another process of the same engine: the current trace and its others, one after the
+    other; nothing without one.
+    """
     trace = current()
     return b"" if trace is None else b"".join(one.packed() for one in (trace, *trace.others))
 
@@ -76,18 +82,26 @@ def unpacked(packed: bytes) -> Trace | None:
 
 def unpacked_all(packed: bytes) -> Trace | None:
     """What `packed_now` made."""
-    found = [unpacked(packed[at : at + PACKED_NBYTES]) for at in range(0, len(packed), PACKED_NBYTES)]
+    found = [
+        unpacked(packed[at : at + PACKED_NBYTES]) for at in range(0, len(packed), PACKED_NBYTES)
+    ]
     first, *others = filter(None, found) if found else (None,)
     return first and first._replace(others=tuple(others))
 
 
 def parsed(header: str) -> Trace | None:
     found = _FORM.fullmatch(header)
-    return _valid(bytes.fromhex(found[1]), bytes.fromhex(found[2]), int(found[3], 16)) if found else None
+    return (
+        _valid(bytes.fromhex(found[1]), bytes.fromhex(found[2]), int(found[3], 16))
+        if found
+        else None
+    )
 
 
 def _valid(trace_id: bytes, span_id: bytes, flags: int) -> Trace | None:
-    return Trace(trace_id, span_id, bool(flags & _SAMPLED)) if any(trace_id) and any(span_id) else None
+    return (
+        Trace(trace_id, span_id, bool(flags & _SAMPLED)) if any(trace_id) and any(span_id) else None
+    )
 
 
 # ---- the current one -----------------------------------------------------------------------
@@ -113,9 +127,12 @@ def within(trace: Trace | None) -> Iterator[None]:
 
 
 def request(*names: str | None) -> Span:
-    """Around what is done for a request that an engine calls so, or for several. If the engine traces it, it is that
-    trace; else its id follows from the name, so that whoever has the one finds the other, and who records spans may
-    record it. Without a name, from an engine that tells none, what the call becomes has an id of its own."""
+    """Around what is done for a request that an engine calls so, or for several.
+
+    If the engine traces it, it is that trace; else its id follows from the name, so that whoever
+    has the one finds the other, and who records spans may record it. Without a name, from an engine
+    that tells none, what the call becomes has an id of its own.
+    """
     if current() is not None:
         return NOTHING
     active = tracer.active() if tracer is not None else None
@@ -140,7 +157,9 @@ def _made(name: str) -> Trace:
     return Trace(digest[:TRACE_NBYTES], digest[TRACE_NBYTES : TRACE_NBYTES + SPAN_NBYTES], True)
 
 
-_known = functools.lru_cache(1024)(_made)  # a step of an engine names some of its requests again and again
+_known = functools.lru_cache(1024)(
+    _made
+)  # a step of an engine names some of its requests again and again
 
 
 def span(name: str, kind: str = "internal", **attributes: Any) -> Span:
@@ -172,23 +191,31 @@ def carried(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 class Tracer:
-    """Records spans by OpenTelemetry, which `kvstore.otel` imports and hands in. This file imports
-    none of it."""
+    """Records spans by OpenTelemetry, which `kvstore.otel` imports and hands in.
+
+    This file imports none of it.
+    """
 
     def __init__(self, trace: Any) -> None:
         """`trace`: the module `opentelemetry.trace`."""
         self._api = trace
         self._tracer = trace.get_tracer("kvstore")
 
-    def span(self, name: str, parent: Trace | None, kind: str, attributes: dict[str, Any]) -> "_Span":
+    def span(
+        self, name: str, parent: Trace | None, kind: str, attributes: dict[str, Any]
+    ) -> "_Span":
         api = self._api
         context, links = None, []
         if parent is not None:
             context = api.set_span_in_context(api.NonRecordingSpan(self._remote(parent)))
             links = [api.Link(self._remote(other)) for other in parent.others]
         try:
-            started = self._tracer.start_span(name, context, api.SpanKind[kind.upper()], attributes, links)
-        except Exception:  # of a sampler or a processor that is not ours: what is traced is done all the same
+            started = self._tracer.start_span(
+                name, context, api.SpanKind[kind.upper()], attributes, links
+            )
+        except (
+            Exception
+        ):  # of a sampler or a processor that is not ours: what is traced is done all the same
             log.exception("the step %s is not recorded", name)
             started = api.INVALID_SPAN
         return _Span(api, started, parent)
@@ -210,7 +237,9 @@ def _trace_of(span: Any) -> Trace | None:
     of = span.get_span_context()
     if not of.is_valid:
         return None
-    return Trace(of.trace_id.to_bytes(16, "big"), of.span_id.to_bytes(8, "big"), bool(of.trace_flags.sampled))
+    return Trace(
+        of.trace_id.to_bytes(16, "big"), of.span_id.to_bytes(8, "big"), bool(of.trace_flags.sampled)
+    )
 
 
 class _Span(contextlib.AbstractContextManager[Any]):
@@ -220,13 +249,20 @@ class _Span(contextlib.AbstractContextManager[Any]):
         self._api = api
         self._started = started
         trace = _trace_of(started)
-        self._within = within(trace._replace(others=parent.others) if trace and parent else trace or parent)
+        self._within = within(
+            trace._replace(others=parent.others) if trace and parent else trace or parent
+        )
 
     def __enter__(self) -> Any:
         self._within.__enter__()
         return self._started
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._within.__exit__(None, None, None)
         try:
             if error is not None:
@@ -238,8 +274,10 @@ class _Span(contextlib.AbstractContextManager[Any]):
 
 
 class NamesRequest(logging.Filter):
-    """For a logger of what an engine's process has: lines say which request they are about. (A node's say it by their
-    form, `node.process`.)"""
+    """For a logger of what an engine's process has: lines say which request they are about.
+
+    (A node's say it by their form, `node.process`.)
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         trace = current()

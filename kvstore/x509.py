@@ -1,7 +1,7 @@
 """Read fields of certificates: dates and names.
 
-For nodes and the command line. An engine's environment has no `cryptography`: what `import kvstore` loads, and the
-wires, must not import this file.
+For nodes and the command line. An engine's environment has no `cryptography`: what `import kvstore`
+loads, and the wires, must not import this file.
 """
 
 import time
@@ -20,16 +20,24 @@ _UNREADABLE = (
 
 
 def check_dates(file: str, pem: bytes) -> None:
-    """Raise ConfigError if the first of the certificates has expired or is not valid yet. `file`: what to call it."""
+    """Raise ConfigError if the first of the certificates has expired or is not valid yet.
+
+    `file`: what to call it.
+    """
     (begins, ends), now = validity(pem), time.time()
     if now >= ends:
-        raise ConfigError(f"{file} expired on {date(ends)}; renew it, or set this host's clock, which says {date(now)}")
+        raise ConfigError(
+            f"{file} expired on {date(ends)}; renew it, or set this host's clock, which says {date(now)}"
+        )
     if now < begins:
-        raise ConfigError(f"{file} is valid from {date(begins)} on, and this host's clock says {date(now)}; set it")
+        raise ConfigError(
+            f"{file} is valid from {date(begins)} on, and this host's clock says {date(now)}; set it"
+        )
 
 
 def validity(pem: bytes) -> tuple[float, float]:
-    """Return when the first of the certificates becomes valid and when it expires, in seconds of Unix time.
+    """Return when the first of the certificates becomes valid and when it expires, in seconds of
+    Unix time.
 
     Raises ConfigError.
     """
@@ -37,15 +45,23 @@ def validity(pem: bytes) -> tuple[float, float]:
 
 
 def first_expiry(pem: bytes) -> float:
-    """Return when the first of several certificates expires, in seconds of Unix time. Raises ConfigError."""
+    """Return when the first of several certificates expires, in seconds of Unix time.
+
+    Raises ConfigError.
+    """
     try:
-        return min(_validity(certificate)[1] for certificate in x509.load_pem_x509_certificates(pem))
+        return min(
+            _validity(certificate)[1] for certificate in x509.load_pem_x509_certificates(pem)
+        )
     except _UNREADABLE as error:
         raise ConfigError(f"a certificate that can not be read: {error}") from error
 
 
 def hosts(pem: bytes) -> list[str]:
-    """Return the DNS names and addresses that a certificate is for. Raises ConfigError."""
+    """Return the DNS names and addresses that a certificate is for.
+
+    Raises ConfigError.
+    """
     named = (x509.DNSName, x509.IPAddress)
     try:
         return [str(name.value) for name in _alternatives(_parsed(pem)) if isinstance(name, named)]
@@ -56,7 +72,8 @@ def hosts(pem: bytes) -> list[str]:
 def names_end_early(pem: bytes) -> bool:
     """Return whether a name in a certificate contains a NUL.
 
-    gRPC ends a name there: `admin\\0.example` would be `admin`. True also for a certificate that can not be read.
+    gRPC ends a name there: `admin\\0.example` would be `admin`. True also for a certificate that
+    can not be read.
     """
     try:
         certificate = _parsed(pem)
@@ -67,7 +84,10 @@ def names_end_early(pem: bytes) -> bool:
 
 
 def _parsed(pem: bytes) -> x509.Certificate:
-    """Parse the first certificate. Raises ConfigError."""
+    """Parse the first certificate.
+
+    Raises ConfigError.
+    """
     try:
         return x509.load_pem_x509_certificate(pem)
     except _UNREADABLE as error:
@@ -79,8 +99,13 @@ def _validity(certificate: x509.Certificate) -> tuple[float, float]:
 
 
 def _alternatives(certificate: x509.Certificate) -> list[x509.GeneralName]:
-    """Return the alternative names. Raises what is in `_UNREADABLE`."""
+    """Return the alternative names.
+
+    Raises what is in `_UNREADABLE`.
+    """
     try:
-        return list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+        return list(
+            certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        )
     except x509.ExtensionNotFound:
         return []

@@ -2,11 +2,14 @@
 
 import time
 
-# Value of CLOCK_BOOTTIME (which also counts while the machine sleeps) at the epoch. Read once, because the wall clock
-# may be set by days while a node runs, and a page with a time to live of an hour must not live for days or a second.
+# Value of CLOCK_BOOTTIME (which also counts while the machine sleeps) at the epoch. Read once,
+# because the wall clock may be set by days while a node runs, and a page with a time to live of an
+# hour must not live for days or a second.
 _EPOCH_S = time.clock_gettime(time.CLOCK_BOOTTIME) - time.time()
 
 
 def unix_s() -> int:
-    """Return whole seconds since the epoch, by the wall clock at the start of this process and what passed since."""
+    """Return whole seconds since the epoch, by the wall clock at the start of this process and what
+    passed since.
+    """
     return max(1, int(time.clock_gettime(time.CLOCK_BOOTTIME) - _EPOCH_S))

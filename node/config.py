@@ -35,29 +35,41 @@ def missing(package: str) -> str:
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """Environment: KVSTORE_NODE_PORT, KVSTORE_NODE_RAM_BYTES, ... Sizes take 512MiB, 4GiB, ..."""
+    """Environment: KVSTORE_NODE_PORT, KVSTORE_NODE_RAM_BYTES, ...
+
+    Sizes take 512MiB, 4GiB, ...
+    """
 
     host: str = setting(
-        "127.0.0.1", "interface to listen on; another than loopback needs TLS and identities, or insecure"
+        "127.0.0.1",
+        "interface to listen on; another than loopback needs TLS and identities, or insecure",
     )
     insecure: bool = setting(
-        False, "lets everybody who reaches this node do everything, though it is not on loopback only"
+        False,
+        "lets everybody who reaches this node do everything, though it is not on loopback only",
     )
-    identities: str = setting("", "file of who may do what (kvstore tokens); empty: nobody is asked who he is")
+    identities: str = setting(
+        "", "file of who may do what (kvstore tokens); empty: nobody is asked who he is"
+    )
     shm_trust: str = setting(
         "",
         "tenants, a,b,c, that may map this node's memory, where each can read and write all; of a node with identities",
     )
-    audit_log: str = setting("", "file for what was refused and what administrators did; empty: the log")
+    audit_log: str = setting(
+        "", "file for what was refused and what administrators did; empty: the log"
+    )
     token: str = secret("this node's token towards the other members of its cluster")
     token_file: str = setting(
-        "", "file with this node's token towards the other members, read at each connection to one of them"
+        "",
+        "file with this node's token towards the other members, read at each connection to one of them",
     )
     port: int = setting(GRPC_PORT, "gRPC port; 0 takes a free one", 0, 65535)
     bulk_port: int = setting(BULK_PORT, "bulk TCP port; 0 takes a free one", 0, 65535)
     metrics_port: int = setting(METRICS_PORT, "Prometheus HTTP port; 0 takes a free one", 0, 65535)
     console: str = setting(
-        "on", "the page for browsers at /console/ of the metrics port; off: none", choices=("on", "off")
+        "on",
+        "the page for browsers at /console/ of the metrics port; off: none",
+        choices=("on", "off"),
     )
     shm_socket: str = setting(
         "auto",
@@ -77,27 +89,45 @@ class NodeConfig:
         0, "page bytes in one put or get; 0: ram_nbytes/4, at most 1GiB", 0, 1 << 40, expert=True
     )
     namespaces_max: int = setting(1024, "namespaces open at a time", 1, 2048, expert=True)
-    sessions_max: int = setting(256, "connections at a time of each wire; half of them of one peer", 1, 1 << 14)
-    grpc_host: str = setting(
-        "", "interface of the gRPC port alone, such as one where administrators are; empty: as host; none: no gRPC"
+    sessions_max: int = setting(
+        256, "connections at a time of each wire; half of them of one peer", 1, 1 << 14
     )
-    grpc_processes: int = setting(1, "gateway processes, which serve gRPC and share its port", 1, 64)
+    grpc_host: str = setting(
+        "",
+        "interface of the gRPC port alone, such as one where administrators are; empty: as host; none: no gRPC",
+    )
+    grpc_processes: int = setting(
+        1, "gateway processes, which serve gRPC and share its port", 1, 64
+    )
     grpc_memory_nbytes: int = setting(
-        384 << 20, "memory of a gateway process; one that has more ends, and is started anew", 128 << 20, 1 << 40
+        384 << 20,
+        "memory of a gateway process; one that has more ends, and is started anew",
+        128 << 20,
+        1 << 40,
     )
     grpc_threads: int = setting(
-        32, "of four, three gRPC transfers at a time; four times as many calls", 4, 1024, expert=True
+        32,
+        "of four, three gRPC transfers at a time; four times as many calls",
+        4,
+        1024,
+        expert=True,
     )
     pin_ttl_ms_max: int = setting(7 * 24 * 3600 * 1000, "longest pin", 1, 1 << 40, expert=True)
     stall_s: float = setting(
-        10.0, "a transfer that moves no 256 KiB in this time loses its connection", 0.05, 3600.0, expert=True
+        10.0,
+        "a transfer that moves no 256 KiB in this time loses its connection",
+        0.05,
+        3600.0,
+        expert=True,
     )
     data_dir: str = setting("", "directory of the disk tier; empty: RAM only")
     encrypt_key_file: str = setting(
         "",
         "file with the key that encrypts data_dir, 32 bytes in hex or base64, which others can not read; empty: none",
     )
-    encrypt_key_command: str = setting("", "command that prints such a key, run at the start; empty: none")
+    encrypt_key_command: str = setting(
+        "", "command that prints such a key, run at the start; empty: none"
+    )
     disk_nbytes: int = setting(16 * GIB, "disk for pages", 1 << 20, 1 << 44)
     disk_extent_nbytes: int = setting(
         0,
@@ -110,43 +140,64 @@ class NodeConfig:
     disk_queue_nbytes: int = setting(
         0, "pages that wait to be written, held in RAM; 0: ram_nbytes/4", 0, 1 << 46, expert=True
     )
-    flush_s: float = setting(60.0, "time that a flush or a durable put gets", 0.1, 3600.0, expert=True)
-    scrub_nbytes_per_s: int = setting(8 << 20, "rate of the background check of the disk; 0: none", 0, 1 << 40)
+    flush_s: float = setting(
+        60.0, "time that a flush or a durable put gets", 0.1, 3600.0, expert=True
+    )
+    scrub_nbytes_per_s: int = setting(
+        8 << 20, "rate of the background check of the disk; 0: none", 0, 1 << 40
+    )
     cluster: str = setting(
         "",
         "etcd://HOST:PORT,.../NAME, or its members, static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],..., the same at all; "
         "empty: this node is alone",
     )
     member: str = setting(
-        "", "this node's id in its cluster; with etcd, empty: the one in data_dir, made at the first start"
+        "",
+        "this node's id in its cluster; with etcd, empty: the one in data_dir, made at the first start",
     )
     replicas: int = setting(
-        0, "members that own a key, the same at all; 0: as the cluster has it, 1 in a new one", 0, REPLICAS_MAX
+        0,
+        "members that own a key, the same at all; 0: as the cluster has it, 1 in a new one",
+        0,
+        REPLICAS_MAX,
     )
     advertise: str = setting(
         "",
         "host:port by which the others reach its gRPC, or bulk://host:port of its bulk wire; empty: host, or the "
         "address towards etcd",
     )
-    weight: float = setting(1.0, "this node's share of the keys, in relation to the others' (etcd)", 0.001, 1e6)
+    weight: float = setting(
+        1.0, "this node's share of the keys, in relation to the others' (etcd)", 0.001, 1e6
+    )
     zone: str = setting("", "what fails together with this node, such as its rack (etcd)")
-    lease_s: int = setting(5, "a node that etcd has not heard of for so long is no member any more", 1, 300)
-    cluster_wait_s: float = setting(60.0, "how long a start waits for etcd", 0.0, 86400.0, expert=True)
-    etcd_ca: str = setting("", "PEM file of the authority that etcd's certificate is from; empty: no TLS")
+    lease_s: int = setting(
+        5, "a node that etcd has not heard of for so long is no member any more", 1, 300
+    )
+    cluster_wait_s: float = setting(
+        60.0, "how long a start waits for etcd", 0.0, 86400.0, expert=True
+    )
+    etcd_ca: str = setting(
+        "", "PEM file of the authority that etcd's certificate is from; empty: no TLS"
+    )
     etcd_cert: str = setting("", "PEM file of this node's certificate for etcd")
     etcd_key: str = setting("", "PEM file of its key")
     etcd_user: str = setting("", "user of etcd; the password is in KVSTORE_NODE_ETCD_PASSWORD")
     etcd_password: str = secret("password of that user")
-    tls_cert: str = setting("", "PEM file of this node's certificate, for all its TCP ports; empty: no TLS")
+    tls_cert: str = setting(
+        "", "PEM file of this node's certificate, for all its TCP ports; empty: no TLS"
+    )
     tls_key: str = setting("", "PEM file of its key, which nobody else may read")
     tls_client_ca: str = setting(
         "",
         "PEM file of the authorities of clients' certificates; every client must show one then; empty: none is asked",
     )
     tls_ca: str = setting(
-        "", "PEM file of the authorities of the other members' certificates, or system; empty: tls_client_ca"
+        "",
+        "PEM file of the authorities of the other members' certificates, or system; empty: tls_client_ca",
     )
-    tls_name: str = setting("", "name that the other members' certificates have; empty: the host in their addresses")
+    tls_name: str = setting(
+        "", "name that the other members' certificates have; empty: the host in their addresses"
+    )
     sweep_nbytes_per_s: int = setting(
         256 << 20,
         "of a cluster: rate at which a member fetches pages that it owns and others have; 0: no limit",
@@ -168,11 +219,19 @@ class NodeConfig:
         1 << 46,
         expert=True,
     )
-    hand_over_nbytes_per_s: int = setting(0, "how much is sent to other members; 0: no limit", 0, 1 << 40, expert=True)
-    copies_share: float = setting(0.5, "of the RAM, for copies of pages that other members own", 0.01, 1.0, expert=True)
+    hand_over_nbytes_per_s: int = setting(
+        0, "how much is sent to other members; 0: no limit", 0, 1 << 40, expert=True
+    )
+    copies_share: float = setting(
+        0.5, "of the RAM, for copies of pages that other members own", 0.01, 1.0, expert=True
+    )
     drain_s: float = setting(10.0, "time that running requests get at SIGTERM", 0.0, 3600.0)
-    log_format: str = setting("text", "lines of the log: text, or an object of JSON each", choices=("text", "json"))
-    log_level: str = setting("INFO", "least severe messages to log", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    log_format: str = setting(
+        "text", "lines of the log: text, or an object of JSON each", choices=("text", "json")
+    )
+    log_level: str = setting(
+        "INFO", "least severe messages to log", choices=("DEBUG", "INFO", "WARNING", "ERROR")
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -190,7 +249,9 @@ class NodeConfig:
                 f"and at most ram_nbytes={self.ram_nbytes}"
             )
         # RAM is used in whole extents; what is left over would only look like capacity.
-        object.__setattr__(self, "ram_nbytes", self.ram_nbytes // self.extent_nbytes * self.extent_nbytes)
+        object.__setattr__(
+            self, "ram_nbytes", self.ram_nbytes // self.extent_nbytes * self.extent_nbytes
+        )
         if not self.extent_nbytes <= self.batch_nbytes_max <= self.ram_nbytes:
             raise ConfigError(
                 f"batch_nbytes_max={self.batch_nbytes_max} must be at least one page of the largest size "
@@ -225,7 +286,9 @@ class NodeConfig:
             return ""
         if not self.identities:
             return f"everybody who reaches {open_to} may read, change and remove all"
-        return "" if self.tls_cert else f"tokens and pages cross the network of {open_to} unencrypted"
+        return (
+            "" if self.tls_cert else f"tokens and pages cross the network of {open_to} unencrypted"
+        )
 
     @property
     def _interfaces(self) -> list[str]:
@@ -234,11 +297,17 @@ class NodeConfig:
 
     def _check_access(self) -> None:
         if self.token and self.token_file:
-            raise ConfigError("token and token_file are both set; one of them is this node's towards the others")
+            raise ConfigError(
+                "token and token_file are both set; one of them is this node's towards the others"
+            )
         if self.shm_trust and not self.identities:
-            raise ConfigError(f"shm_trust={self.shm_trust} names tenants, which only a node with identities has")
+            raise ConfigError(
+                f"shm_trust={self.shm_trust} names tenants, which only a node with identities has"
+            )
         if any(not TENANT.fullmatch(name) for name in self.trusted):
-            raise ConfigError(f"shm_trust={self.shm_trust} must be tenants' names, a,b,c; operators need none")
+            raise ConfigError(
+                f"shm_trust={self.shm_trust} must be tenants' names, a,b,c; operators need none"
+            )
         if self.insecurity and not self.insecure:
             raise ConfigError(
                 f"host={self.host}{f', grpc_host={self.grpc_host},' if len(self._interfaces) > 1 else ''} lets others "
@@ -260,13 +329,17 @@ class NodeConfig:
                 "queued pages are held in RAM"
             )
         if self.encrypt_key_file and self.encrypt_key_command:
-            raise ConfigError("encrypt_key_file and encrypt_key_command are both given; one key encrypts data_dir")
+            raise ConfigError(
+                "encrypt_key_file and encrypt_key_command are both given; one key encrypts data_dir"
+            )
         if (self.encrypt_key_file or self.encrypt_key_command) and not self.data_dir:
             raise ConfigError(
                 "encrypt_key_file and encrypt_key_command are for a disk tier, and data_dir is empty; name a directory"
             )
         if self.disk_extent_nbytes % SLOT_ALIGN_NBYTES:
-            raise ConfigError(f"disk_extent_nbytes={self.disk_extent_nbytes} must be a multiple of {SLOT_ALIGN_NBYTES}")
+            raise ConfigError(
+                f"disk_extent_nbytes={self.disk_extent_nbytes} must be a multiple of {SLOT_ALIGN_NBYTES}"
+            )
         explicit = self.data_dir and self.disk_extent_nbytes
         if explicit and not self.extent_nbytes <= self.disk_extent_nbytes <= self.disk_nbytes:
             raise ConfigError(
@@ -277,7 +350,9 @@ class NodeConfig:
     @property
     def disk_extent_of_new_dir(self) -> int:
         """A data directory that has extents already keeps their size, whatever the RAM has become."""
-        return self.disk_extent_nbytes or min(max(DISK_EXTENT_NBYTES, self.extent_nbytes), _aligned(self.disk_nbytes))
+        return self.disk_extent_nbytes or min(
+            max(DISK_EXTENT_NBYTES, self.extent_nbytes), _aligned(self.disk_nbytes)
+        )
 
 
 def _aligned(nbytes: int) -> int:

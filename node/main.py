@@ -26,8 +26,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Import names of the packages that the extra `node` installs, and that this process imports.
 EXTRA = ("cryptography", "prometheus_client", "rocksdict")
 UMASK = 0o077  # the files name tenants and prompt hashes: only the node's user may read them
-# How long one thread may keep the others from running Python (default 5 ms): the disk writer prepares
-# its batches in Python, and a get must not wait for that, nor for another tenant's flood (docs/decisions/0007, 0029).
+# How long one thread may keep the others from running Python (default 5 ms): the disk writer
+# prepares its batches in Python, and a get must not wait for that, nor for another tenant's flood
+# (docs/decisions/0007, 0029).
 SWITCH_INTERVAL_S = 0.0001
 
 EXAMPLES = """examples:
@@ -43,10 +44,33 @@ exit status: 0 stopped by SIGTERM, SIGINT or SIGHUP, 2 a setting or an installed
 
 # The groups of `--help` and their settings, in order. `setting(expert=True)` leaves one out.
 GROUPS = {
-    "network": ("host", "port", "bulk_port", "metrics_port", "shm_socket", "grpc_host", "grpc_processes"),
+    "network": (
+        "host",
+        "port",
+        "bulk_port",
+        "metrics_port",
+        "shm_socket",
+        "grpc_host",
+        "grpc_processes",
+    ),
     "memory": ("ram_nbytes", "grpc_memory_nbytes"),
-    "disk": ("data_dir", "disk_nbytes", "scrub_nbytes_per_s", "encrypt_key_file", "encrypt_key_command"),
-    "cluster": ("cluster", "member", "replicas", "advertise", "weight", "zone", "lease_s", "token_file"),
+    "disk": (
+        "data_dir",
+        "disk_nbytes",
+        "scrub_nbytes_per_s",
+        "encrypt_key_file",
+        "encrypt_key_command",
+    ),
+    "cluster": (
+        "cluster",
+        "member",
+        "replicas",
+        "advertise",
+        "weight",
+        "zone",
+        "lease_s",
+        "token_file",
+    ),
     "etcd": ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user"),
     "security": ("insecure", "identities", "shm_trust", "audit_log"),
     "TLS": ("tls_cert", "tls_key", "tls_client_ca", "tls_ca", "tls_name"),
@@ -64,7 +88,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=kvstore.__version__)
-    fields = {field.name: field for field in dataclasses.fields(NodeConfig) if not field.metadata.get("secret")}
+    fields = {
+        field.name: field
+        for field in dataclasses.fields(NodeConfig)
+        if not field.metadata.get("secret")
+    }
     for title, names in GROUPS.items():
         group = parser.add_argument_group(title)
         for name in names:
@@ -79,7 +107,9 @@ def _add(group: "argparse._ActionsContainer", field: "dataclasses.Field[Any]") -
     meta, name = field.metadata, field.name
     flag = "--" + name.replace("nbytes", "bytes").replace("_", "-")
     if field.default is False:
-        group.add_argument(flag, nargs="?", const="true", metavar="true", help=f"{meta['help']} (default off)")
+        group.add_argument(
+            flag, nargs="?", const="true", metavar="true", help=f"{meta['help']} (default off)"
+        )
         return
     limits = ""
     if meta["choices"]:
@@ -87,8 +117,16 @@ def _add(group: "argparse._ActionsContainer", field: "dataclasses.Field[Any]") -
     elif meta["low"] is not None:
         limits = f"; {_said(name, meta['low'])}..{_said(name, meta['high'])}"
     said = f"{meta['help']} (default {_said(name, field.default)}{limits})".replace("%", "%%")
-    metavar = "BYTES" if "nbytes" in name else "SECONDS" if name.endswith("_s") else name.rpartition("_")[2].upper()
-    group.add_argument(flag, dest=name, metavar=metavar, help=argparse.SUPPRESS if meta["expert"] else said)
+    metavar = (
+        "BYTES"
+        if "nbytes" in name
+        else "SECONDS"
+        if name.endswith("_s")
+        else name.rpartition("_")[2].upper()
+    )
+    group.add_argument(
+        flag, dest=name, metavar=metavar, help=argparse.SUPPRESS if meta["expert"] else said
+    )
 
 
 def _said(name: str, value: Any) -> str:
@@ -121,8 +159,8 @@ def _signal_names(signals: set[signal.Signals]) -> str:
 def _block_stop_signals() -> set[signal.Signals]:
     """Block the signals that stop a node, and return them.
 
-    Leave SIGHUP out where it is ignored, as under nohup. A signal that is both ignored and blocked stays
-    pending on Linux, so waiting for it would end a node that nohup is to keep.
+    Leave SIGHUP out where it is ignored, as under nohup. A signal that is both ignored and blocked
+    stays pending on Linux, so waiting for it would end a node that nohup is to keep.
     """
     signals = set(STOP_SIGNALS)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -132,10 +170,14 @@ def _block_stop_signals() -> set[signal.Signals]:
 
 
 def _await_stop(signals: set[signal.Signals]) -> None:
-    """Wait for one of the blocked `signals`. Afterwards SIGTERM and SIGINT end the process at once."""
+    """Wait for one of the blocked `signals`.
+
+    Afterwards SIGTERM and SIGINT end the process at once.
+    """
     received = {signal.Signals(signal.sigwait(signals))}
-    # One stop may send two signals: systemd sends SIGTERM and then SIGHUP, a shell and its terminal each SIGHUP.
-    # The second one must not cut the drain short. So all pending signals count as one, and SIGHUP is ignored.
+    # One stop may send two signals: systemd sends SIGTERM and then SIGHUP, a shell and its terminal
+    # each SIGHUP. The second one must not cut the drain short. So all pending signals count as one,
+    # and SIGHUP is ignored.
     while (more := signal.sigtimedwait(signals, 0)) is not None:
         received.add(signal.Signals(more.si_signo))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -146,7 +188,10 @@ def _await_stop(signals: set[signal.Signals]) -> None:
 
 
 def _node_class() -> "type[Node]":
-    """Import the node. Raise ConfigError if packages of the extra `node` are not installed."""
+    """Import the node.
+
+    Raise ConfigError if packages of the extra `node` are not installed.
+    """
     try:
         from node.server import Node
     except ModuleNotFoundError as error:
@@ -165,8 +210,9 @@ def _reachable(host: str) -> str:
 
 def main() -> None:
     """Runs until SIGTERM, SIGINT or SIGHUP; a second SIGTERM or SIGINT ends at once."""
-    # Blocked before any thread starts and waited for, instead of handled: a thread that is just being
-    # started can take a signal, and a handler then waits for a main thread that nothing wakes.
+    # Blocked before any thread starts and waited for, instead of handled: a thread that is just
+    # being started can take a signal, and a handler then waits for a main thread that nothing
+    # wakes.
     signals = _block_stop_signals()
     os.umask(UMASK)
     arguments = vars(_parser().parse_args())
@@ -192,7 +238,9 @@ def main() -> None:
     node.stop()
     otel.flush()
     logging.shutdown()
-    os._exit(0)  # a thread of a pool may still hang in a read of the disk, and Python would wait for it
+    os._exit(
+        0
+    )  # a thread of a pool may still hang in a read of the disk, and Python would wait for it
 
 
 if __name__ == "__main__":

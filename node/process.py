@@ -23,7 +23,10 @@ _NEVER = 1 << 30  # collections of the middle generation between two full ones
 
 
 def formatter(form: str) -> logging.Formatter:
-    """Return the formatter of a log. `form` is text or json."""
+    """Return the formatter of a log.
+
+    `form` is text or json.
+    """
     return JsonLines() if form == "json" else TextLines(_TEXT)
 
 
@@ -37,8 +40,9 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """`time` (UTC), `level`, `logger`, `message`; `request` and `span` of a line that is about a request, in hex as in
-    OpenTelemetry; `error` is a traceback."""
+    """`time` (UTC), `level`, `logger`, `message`; `request` and `span` of a line that is about a
+    request, in hex as in OpenTelemetry; `error` is a traceback.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
@@ -57,12 +61,14 @@ class JsonLines(logging.Formatter):
 
 
 class SeldomCollections:
-    """Python's full garbage collections, made seldom: from the constructor on until `stop`, in the whole process.
+    """Python's full garbage collections, made seldom: from the constructor on until `stop`, in the
+    whole process.
 
-    A full collection looks at every page there is, with the GIL: 100 ms for 262,144 pages, and Python runs one
-    whenever a quarter of them is new. Pages are in no cycles and are freed without it; what is left for it is
-    little (a closed connection and its socket, an exception and its frame) and can wait. Where calls fail as fast
-    as they can it adds up, so it does not wait for long. Young objects are collected as ever.
+    A full collection looks at every page there is, with the GIL: 100 ms for 262,144 pages, and
+    Python runs one whenever a quarter of them is new. Pages are in no cycles and are freed without
+    it; what is left for it is little (a closed connection and its socket, an exception and its
+    frame) and can wait. Where calls fail as fast as they can it adds up, so it does not wait for
+    long. Young objects are collected as ever.
     """
 
     def __init__(self, interval_s_min: float = INTERVAL_S_MIN) -> None:
@@ -82,7 +88,9 @@ class SeldomCollections:
             pause_s = time.monotonic() - start
             interval_s = min(INTERVAL_S_MAX, max(self._interval_s_min, pause_s / PAUSE_SHARE))
             if self._trim is not None:
-                self._trim(ctypes.c_size_t(0))  # what was freed goes back to the system; others run meanwhile
+                self._trim(
+                    ctypes.c_size_t(0)
+                )  # what was freed goes back to the system; others run meanwhile
 
     def stop(self) -> None:
         self._stopping.set()

@@ -48,24 +48,33 @@ from node.tls import certificates_of
 
 log = logging.getLogger(__name__)
 
-# Bulk, gRPC, and shared memory, which has a socket and a pidfd, with as many again of gRPC before they are too many.
+# Bulk, gRPC, and shared memory, which has a socket and a pidfd, with as many again of gRPC before
+# they are too many.
 DESCRIPTORS_OF_SESSION = 5
 CHECKED_MAX = 100_000  # pages of a tier, at a stop: each costs some 5 µs and 100 bytes
 
 
 class Node:
-    """sockets -> shm_server | bulk_server | gateway doors -> service -> session -> ram tier -> slots, eviction
+    """sockets -> shm_server | bulk_server | gateway doors -> service -> session -> ram tier ->
+    slots, eviction
                                                                |                                  |
-                                                               +-------- page bytes ----------- arena
+                                                               +-------- page bytes -----------
+                                                               arena
 
     The constructor takes memory and ports or raises ConfigError; `start` serves; `stop` drains.
     """
 
     def __init__(
-        self, config: NodeConfig, pulse: Callable[[], None] = lambda: None, gateway_processes: bool = False
+        self,
+        config: NodeConfig,
+        pulse: Callable[[], None] = lambda: None,
+        gateway_processes: bool = False,
     ) -> None:
         """`pulse` is called now and then by what takes long at the start, and may raise to end it.
-        `gateway_processes`: gRPC is served by processes, as config says; else by a thread of this one."""
+
+        `gateway_processes`: gRPC is served by processes, as config says; else by a thread of this
+        one.
+        """
         self.config = config
         self._pulse = pulse
         self._gateway_processes = gateway_processes
@@ -91,7 +100,9 @@ class Node:
         room_below = self.disk.has_room if self.disk is not None else lambda space: False
         self.peers = Peers(config, self.membership, self.tier, self.arena.view, room_below)
         gate = Authorizer(self.access, self.audit, self._described)
-        self.service = Service(config, self.arena, self.tier, self.disk, self.sessions, self.peers, gate)
+        self.service = Service(
+            config, self.arena, self.tier, self.disk, self.sessions, self.peers, gate
+        )
         self._own_hosts = self._host_names()
         self.console, looks = self._open_console()
         self._watch = FileReloader(
@@ -121,10 +132,16 @@ class Node:
         view = self.membership.view
         listed = view.by_id[self.membership.member].address if view else ""
         addresses = filter(None, (self.config.advertise, listed))
-        return [self.config.host, *(split_address(with_port(address, GRPC_PORT))[0] for address in addresses)]
+        return [
+            self.config.host,
+            *(split_address(with_port(address, GRPC_PORT))[0] for address in addresses),
+        ]
 
     def _trusts_host(self, host: str) -> bool:
-        """Return whether to answer a request with this Host. With identities, a token protects the node."""
+        """Return whether to answer a request with this Host.
+
+        With identities, a token protects the node.
+        """
         return not self.access.open or is_trusted_host(host, self._own_hosts)
 
     def _open_console(self) -> tuple[Console | None, list[Callable[[], None]]]:
@@ -138,7 +155,9 @@ class Node:
     def _open_registry(self) -> Registry | None:
         """None: this node is alone, or of a fixed list."""
         erasure, settle = self.service.erasure, self.service.durability.settle
-        registry = open_registry(self.config, self.membership, self._forget_namespace, settle, erasure.catch_up)
+        registry = open_registry(
+            self.config, self.membership, self._forget_namespace, settle, erasure.catch_up
+        )
         if registry is not None:
             self.membership.registry = lambda: (registry.status, registry.apart)
             self.membership.announcer = registry.set_state
@@ -160,10 +179,17 @@ class Node:
             ) from error
 
     def _open_ports(self, config: NodeConfig) -> None:
-        with contextlib.ExitStack() as opened:  # a start that fails leaves no port and no file behind
+        with (
+            contextlib.ExitStack() as opened
+        ):  # a start that fails leaves no port and no file behind
             own = self.certificates
             self.bulk = BulkServer(
-                config.host, config.bulk_port, self.service, config.stall_s, config.sessions_max, own
+                config.host,
+                config.bulk_port,
+                self.service,
+                config.stall_s,
+                config.sessions_max,
+                own,
             )
             opened.callback(self.bulk.stop, 0.0)
             self.grpc = Gateways(config, self.service, own, embedded=not self._gateway_processes)
@@ -195,11 +221,17 @@ class Node:
         if config.shm_socket in ("", "none"):
             return None
         try:
-            path = default_path(self.grpc.port or self.bulk.port) if config.shm_socket == "auto" else config.shm_socket
+            path = (
+                default_path(self.grpc.port or self.bulk.port)
+                if config.shm_socket == "auto"
+                else config.shm_socket
+            )
             return ShmServer(path, self.arena, self.service, config.stall_s, config.sessions_max)
         except (OSError, ConfigError) as error:
             if config.shm_socket != "auto":
-                raise ConfigError(f"can not listen on shm_socket={config.shm_socket}: {error}") from error
+                raise ConfigError(
+                    f"can not listen on shm_socket={config.shm_socket}: {error}"
+                ) from error
             log.warning("no shared-memory wire: %s; shm_socket names another place, or none", error)
             return None
 
@@ -228,7 +260,9 @@ class Node:
         except BaseException:
             self._close_disk(disk)
             raise
-        log.info("disk tier: %d pages restored in %.1f s", disk.records.count, time.monotonic() - started)
+        log.info(
+            "disk tier: %d pages restored in %.1f s", disk.records.count, time.monotonic() - started
+        )
         self.tier.below = disk
         self.scrubber = Scrubber(disk, config.scrub_nbytes_per_s)
         return disk
@@ -239,7 +273,9 @@ class Node:
     def _limit_ram(self) -> None:
         of = self.quotas.of
         promised = self.quotas.promised("ram_nbytes")
-        self.tier.set_limits(lambda tenant: Limits(of(tenant).ram_nbytes, of(tenant).pins), promised)
+        self.tier.set_limits(
+            lambda tenant: Limits(of(tenant).ram_nbytes, of(tenant).pins), promised
+        )
 
     def _limit_disk(self, disk: DiskTier) -> None:
         of = self.quotas.of
@@ -256,7 +292,11 @@ class Node:
 
     def _start(self) -> None:
         self.arena.populate(self._pulse)
-        log.info("RAM: %d bytes, of which %d are in huge pages", self.arena.nbytes, self.arena.huge_nbytes)
+        log.info(
+            "RAM: %d bytes, of which %d are in huge pages",
+            self.arena.nbytes,
+            self.arena.huge_nbytes,
+        )
         self._started = True
         if self.disk is not None:
             self.disk.on_health = self.grpc.set_disk_healthy
@@ -277,10 +317,17 @@ class Node:
             self._join(self.registry)
 
     def _join(self, registry: Registry) -> None:
-        """It serves, and the others hear of it. It has joined when it has what it owns (`node.cluster.rebalance`)."""
+        """It serves, and the others hear of it.
+
+        It has joined when it has what it owns (`node.cluster.rebalance`).
+        """
         config = self.config
         apart = config.grpc_host not in ("", config.host)  # its gRPC is none, or for administrators
-        at = (self.bulk.port, registry.addresses, BULK_SCHEME) if apart else (self.grpc.port, registry.addresses)
+        at = (
+            (self.bulk.port, registry.addresses, BULK_SCHEME)
+            if apart
+            else (self.grpc.port, registry.addresses)
+        )
         address = advertised(config.advertise, config.host, *at)
         check_address(address, self.service.instance_id, self._pulse, known_by(config))
         instance, port = self.service.instance_id, self.bulk.port
@@ -335,13 +382,19 @@ class Node:
 
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""
-        return self.tier.check() + self.peers.check() + (self.disk.check() if self.disk is not None else [])
+        return (
+            self.tier.check()
+            + self.peers.check()
+            + (self.disk.check() if self.disk is not None else [])
+        )
 
 
 def _tell_violations(where: str, page_count: int, check: Callable[[], list[str]]) -> None:
     """At a stop, which is not to wait for it when pages are many."""
     if page_count > CHECKED_MAX:
-        log.info("%d pages in the %s tier are not checked: more than %d", page_count, where, CHECKED_MAX)
+        log.info(
+            "%d pages in the %s tier are not checked: more than %d", page_count, where, CHECKED_MAX
+        )
         return
     for violation in check():
         log.error("inconsistent at stop: %s", violation)

@@ -1,14 +1,17 @@
-"""Allocate slots of several sizes in a region. Pure: offsets only, no bytes, no clock.
+"""Allocate slots of several sizes in a region.
+
+Pure: offsets only, no bytes, no clock.
 
     region  | extent 0                        | extent 1                        | extent 2
     blocks  | A A A A A A A . | B   | C C . . | D                               | (free)
 
-A region is cut into extents of one size, that of the largest page. An extent is halved, and halved again, down to
-1/64 of it: these are blocks. A block that holds slots serves one slot size; an empty one joins its other half and
-serves any, so capacity follows when the mix of page sizes changes. (Slabs that never give memory back calcify: the
-size that came first keeps it.) How large the blocks of a slot size are follows from that size alone: the smallest
-that leaves at most 1/16 of itself unused, and has `slots_min` slots if an extent has. So a page keeps about 16 slots
-of its size from others, and never a whole extent of small ones.
+A region is cut into extents of one size, that of the largest page. An extent is halved, and halved
+again, down to 1/64 of it: these are blocks. A block that holds slots serves one slot size; an empty
+one joins its other half and serves any, so capacity follows when the mix of page sizes changes.
+(Slabs that never give memory back calcify: the size that came first keeps it.) How large the blocks
+of a slot size are follows from that size alone: the smallest that leaves at most 1/16 of itself
+unused, and has `slots_min` slots if an extent has. So a page keeps about 16 slots of its size from
+others, and never a whole extent of small ones.
 """
 
 from __future__ import annotations
@@ -34,7 +37,15 @@ NO_OWNERS: Callable[[int], MutableSequence[Any]] = partial(mul, [None])  # of so
 class SizeClass:
     """A slot size in use: its blocks, in sums, and those of them that have a free slot."""
 
-    __slots__ = ("all_free", "block_count", "level", "partial", "per_block", "slot_nbytes", "used_count")
+    __slots__ = (
+        "all_free",
+        "block_count",
+        "level",
+        "partial",
+        "per_block",
+        "slot_nbytes",
+        "used_count",
+    )
 
     def __init__(self, slot_nbytes: int, level: int, per_block: int) -> None:
         self.slot_nbytes = slot_nbytes
@@ -43,8 +54,8 @@ class SizeClass:
         self.all_free = array("I", range(per_block - 1, -1, -1))
         self.block_count = 0
         self.used_count = 0
-        # New slots come from the oldest of them, so that the others may run empty. (A plain dict would
-        # search for its first entry, once others before it are gone.)
+        # New slots come from the oldest of them, so that the others may run empty. (A plain dict
+        # would search for its first entry, once others before it are gone.)
         self.partial: OrderedDict[int, Block] = OrderedDict()
 
     @property
@@ -54,9 +65,12 @@ class SizeClass:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block in use. `owners[i]` is what lives in slot i, falsy if it is free. `start` counts the smallest blocks,
-    from the start of the region. `used_sum` is the sum of its owners' last uses, kept by the tier in the tier's
-    unit of time. A `closed` one gives no slots."""
+    """One block in use.
+
+    `owners[i]` is what lives in slot i, falsy if it is free. `start` counts the smallest blocks,
+    from the start of the region. `used_sum` is the sum of its owners' last uses, kept by the tier
+    in the tier's unit of time. A `closed` one gives no slots.
+    """
 
     start: int
     offset: int
@@ -72,11 +86,14 @@ class Block:
 
 
 class SlotAllocator:
-    """Not thread-safe; the tier's lock guards it. No call takes longer the more slots, blocks or sizes
-    there are, but `claimed` and `check`; those with an area look at its 64 blocks.
+    """Not thread-safe; the tier's lock guards it.
 
-    `owners(n)` makes the vacant owners of n slots: a list of None for objects, an array of zeros for
-    record numbers, where 8 bytes a slot would be too many. `slots_min`: a block is some 300 bytes of objects.
+    No call takes longer the more slots, blocks or sizes there are, but `claimed` and `check`; those
+    with an area look at its 64 blocks.
+
+    `owners(n)` makes the vacant owners of n slots: a list of None for objects, an array of zeros
+    for record numbers, where 8 bytes a slot would be too many. `slots_min`: a block is some 300
+    bytes of objects.
     """
 
     def __init__(
@@ -94,11 +111,18 @@ class SlotAllocator:
         self._slots_min = slots_min
         self._vacant = owners(1)[0]
         self.level_max = 0  # blocks of level n have 2^n units; an extent is one of level_max
-        while self.level_max < HALVINGS_MAX and extent_nbytes % (SLOT_ALIGN_NBYTES << self.level_max + 1) == 0:
+        while (
+            self.level_max < HALVINGS_MAX
+            and extent_nbytes % (SLOT_ALIGN_NBYTES << self.level_max + 1) == 0
+        ):
             self.level_max += 1
         self.unit_nbytes = extent_nbytes >> self.level_max
-        self._blocks: list[Block | None] = [None] * (region_nbytes // self.unit_nbytes)  # by unit, each of them
-        self._free: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(self.level_max + 1)]  # starts
+        self._blocks: list[Block | None] = [None] * (
+            region_nbytes // self.unit_nbytes
+        )  # by unit, each of them
+        self._free: list[OrderedDict[int, None]] = [
+            OrderedDict() for _ in range(self.level_max + 1)
+        ]  # starts
         for start in range(len(self._blocks) - (1 << self.level_max), -1, -(1 << self.level_max)):
             self._free[-1][start] = None
         self._closed: set[int] = set()  # units
@@ -159,7 +183,10 @@ class SlotAllocator:
         return kind.slot_count - kind.used_count + blocks * kind.per_block
 
     def free(self, offset: int) -> Block:
-        """Gives a slot back; a block whose last slot is freed serves any size again. The block it was in."""
+        """Gives a slot back; a block whose last slot is freed serves any size again.
+
+        The block it was in.
+        """
         block = self.block_of(offset)
         kind = block.kind
         slot = (offset - block.offset) // kind.slot_nbytes
@@ -178,7 +205,10 @@ class SlotAllocator:
         return block
 
     def hand_over(self, offset: int, owner: Any) -> Block:
-        """Another owner for a slot that is in use. The block it is in."""
+        """Another owner for a slot that is in use.
+
+        The block it is in.
+        """
         block = self.block_of(offset)
         slot = (offset - block.offset) // block.kind.slot_nbytes
         assert block.owners[slot], f"slot at {offset} is free"
@@ -209,8 +239,9 @@ class SlotAllocator:
         return kind
 
     def _open(self, slot_nbytes: int, kind: SizeClass | None) -> Block | None:
-        """A free block for this slot size, the smallest that is large enough, cut down to what is needed; not listed as
-        partial yet."""
+        """A free block for this slot size, the smallest that is large enough, cut down to what is
+        needed; not listed as partial yet.
+        """
         kind = kind or (self._kind(slot_nbytes) if any(self._free) else None)
         if kind is None:
             return None
@@ -253,7 +284,9 @@ class SlotAllocator:
     # ---- areas: the place of a block, whatever is in it now ------------------------------
 
     def area(self, offset: int, level: int) -> range:
-        """Units of the block of this level at `offset`, or of the larger block that is in use there."""
+        """Units of the block of this level at `offset`, or of the larger block that is in use
+        there.
+        """
         unit = offset // self.unit_nbytes
         block = self._blocks[unit]
         if block is not None:
@@ -290,15 +323,22 @@ class SlotAllocator:
         return list(found.values())
 
     def sparse(self, slot_nbytes: int) -> int | None:
-        """Offset of the emptiest of a few blocks of this size, if others have free slots for all of it."""
+        """Offset of the emptiest of a few blocks of this size, if others have free slots for all of
+        it.
+        """
         kind = self._kinds.get(slot_nbytes)
         if kind is None or not kind.partial or kind.slot_count - kind.used_count < kind.per_block:
             return None
-        return min(islice(kind.partial.values(), LOOKED_AT), key=lambda block: block.used_count).offset
+        return min(
+            islice(kind.partial.values(), LOOKED_AT), key=lambda block: block.used_count
+        ).offset
 
     def close(self, area: range) -> bool:
-        """Nothing in there is given out until `reopen`. False: part of it is closed already, it is not an area
-        any more, or nothing there is in use (then it may be part of a larger free block)."""
+        """Nothing in there is given out until `reopen`.
+
+        False: part of it is closed already, it is not an area any more, or nothing there is in use
+        (then it may be part of a larger free block).
+        """
         is_area = self.area(area.start * self.unit_nbytes, len(area).bit_length() - 1) == area
         if not is_area or not self._closed.isdisjoint(area) or not self.blocks_in(area):
             return False
@@ -326,7 +366,9 @@ class SlotAllocator:
 
     def claim(self, slot_nbytes: int, offset: int, owner: Any) -> bool:
         """Takes the slot at `offset`, as a record of an earlier run says; False if that can not be.
-        For a new allocator; `claimed` must follow the last of them."""
+
+        For a new allocator; `claimed` must follow the last of them.
+        """
         kind = self._kind(slot_nbytes)
         if kind is None or not 0 <= offset < self.region_nbytes:
             return False
@@ -345,7 +387,9 @@ class SlotAllocator:
         return True
 
     def claimed(self) -> None:
-        """Lists what all claims left free: once, because taking a slot out of a list takes its length."""
+        """Lists what all claims left free: once, because taking a slot out of a list takes its
+        length.
+        """
         for free in self._free:
             free.clear()
         extent_units = 1 << self.level_max
@@ -359,7 +403,9 @@ class SlotAllocator:
         for block in self.blocks():
             kind, owners = block.kind, block.owners
             if not all(owners):
-                block.free = array("I", (slot for slot in range(len(owners) - 1, -1, -1) if not owners[slot]))
+                block.free = array(
+                    "I", (slot for slot in range(len(owners) - 1, -1, -1) if not owners[slot])
+                )
                 kind.partial[block.start] = block
             kind.used_count += block.used_count
             self.used_nbytes += block.used_count * kind.slot_nbytes
@@ -389,7 +435,9 @@ class SlotAllocator:
 
     def blocks(self) -> Iterator[Block]:
         """Blocks in use."""
-        return (block for unit in range(len(self._blocks)) if (block := self.block_at(unit)) is not None)
+        return (
+            block for unit in range(len(self._blocks)) if (block := self.block_at(unit)) is not None
+        )
 
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""
@@ -413,13 +461,21 @@ class SlotAllocator:
                 covered[unit] += 1
             occupied = {i for i, owner in enumerate(block.owners) if owner}
             if block.used_count == 0:
-                wrong.append(f"block {block.start} is empty but still serves {kind.slot_nbytes}-byte slots")
-            if occupied & set(block.free) or len(occupied) + len(set(block.free)) != len(block.owners):
+                wrong.append(
+                    f"block {block.start} is empty but still serves {kind.slot_nbytes}-byte slots"
+                )
+            if occupied & set(block.free) or len(occupied) + len(set(block.free)) != len(
+                block.owners
+            ):
                 wrong.append(f"block {block.start}: free and occupied slots do not add up")
             if (bool(block.free) and not block.closed) != (block.start in kind.partial):
-                wrong.append(f"block {block.start}: {len(block.free)} free slots, but listed wrongly as partial")
+                wrong.append(
+                    f"block {block.start}: {len(block.free)} free slots, but listed wrongly as partial"
+                )
         if covered.count(1) != len(covered):
-            wrong.append(f"{len(covered) - covered.count(1)} units are neither in one block nor free once")
+            wrong.append(
+                f"{len(covered) - covered.count(1)} units are neither in one block nor free once"
+            )
         counted = {kind.slot_nbytes: [kind.block_count, kind.used_count] for kind in self.kinds()}
         if found != counted:
             wrong.append(f"blocks and slots in use by size are {found}, counted {counted}")

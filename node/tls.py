@@ -1,9 +1,12 @@
-"""Serve a node's certificate on all its ports: read at the start, and again within a second of a change.
+"""Serve a node's certificate on all its ports: read at the start, and again within a second of a
+change.
 
     tls_cert, tls_key, tls_client_ca --looked at each second--> gRPC | bulk | metrics: each new handshake
-                                                            --> status, a metric, warnings: until when
+                                                            --> status, a metric, warnings: until
+                                                            when
 
-Connections that are there stay as they are. What can not come into force does not: what was before does.
+Connections that are there stay as they are. What can not come into force does not: what was before
+does.
 """
 
 import contextlib
@@ -31,8 +34,9 @@ SETTINGS = ("tls_client_ca", "tls_cert", "tls_key")
 
 @dataclass(frozen=True)
 class Shown:
-    """What a verified client certificate says of who showed it: its first common name, and all its alternative names,
-    as DNS names, addresses, URIs and mail addresses alike."""
+    """What a verified client certificate says of who showed it: its first common name, and all its
+    alternative names, as DNS names, addresses, URIs and mail addresses alike.
+    """
 
     common_name: str
     alternatives: tuple[str, ...]
@@ -43,8 +47,9 @@ class Shown:
 
 
 class _InForce(NamedTuple):
-    """`ends`: when the certificate expires; `roots_end`: when the first of the authorities does, 0 for those of the
-    host. Both in seconds of Unix time."""
+    """`ends`: when the certificate expires; `roots_end`: when the first of the authorities does, 0
+    for those of the host. Both in seconds of Unix time.
+    """
 
     pems: Pems
     context: ssl.SSLContext
@@ -53,11 +58,16 @@ class _InForce(NamedTuple):
 
 
 class Certificates:
-    """Thread-safe. The constructor raises ConfigError for files that can not be used."""
+    """Thread-safe.
+
+    The constructor raises ConfigError for files that can not be used.
+    """
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
-        self._files = PemFiles(config.tls_client_ca, config.tls_cert, config.tls_key, SETTINGS, self._check)
+        self._files = PemFiles(
+            config.tls_client_ca, config.tls_cert, config.tls_key, SETTINGS, self._check
+        )
         self._in_force = self._made(self._files.look())
         self._warned_s = -WARN_AGAIN_S
         self._warn()
@@ -84,7 +94,9 @@ class Certificates:
         ends = {"tls_cert": in_force.ends, "tls_client_ca": in_force.roots_end}
         return pb.TlsStatus(
             certificates=[
-                pb.CertificateStatus(setting=name, ends_unix_s=int(end)) for name, end in ends.items() if end
+                pb.CertificateStatus(setting=name, ends_unix_s=int(end))
+                for name, end in ends.items()
+                if end
             ],
             client_certificates=bool(in_force.pems.roots),
             problem=self._files.problem,
@@ -96,7 +108,9 @@ class Certificates:
     def _made(self, pems: Pems) -> _InForce:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.num_tickets = 0  # nobody resumes; a client asks an idle connection whether it is quiet
+        context.num_tickets = (
+            0  # nobody resumes; a client asks an idle connection whether it is quiet
+        )
         if pems.roots:
             context.verify_mode = ssl.CERT_REQUIRED
         has_files = pems.roots and self._config.tls_client_ca != SYSTEM
@@ -111,29 +125,41 @@ class Certificates:
 
 
 def certificates_of(config: NodeConfig) -> Certificates | None:
-    """None: this node speaks without TLS. Raises ConfigError for settings that do not go together, or files that can
-    not be used."""
+    """None: this node speaks without TLS.
+
+    Raises ConfigError for settings that do not go together, or files that can not be used.
+    """
     if bool(config.tls_cert) != bool(config.tls_key):
         raise ConfigError("tls_cert and tls_key are given together")
     if not config.tls_cert:
         if config.members_ca:
             raise ConfigError("tls_client_ca and tls_ca need tls_cert and tls_key")
         if config.tls_name:
-            raise ConfigError("tls_name, of the other members' certificates, needs tls_cert and tls_key")
+            raise ConfigError(
+                "tls_name, of the other members' certificates, needs tls_cert and tls_key"
+            )
         return None
     if config.cluster and not config.members_ca:
-        raise ConfigError("a node of a cluster with tls_cert needs tls_ca, the authority of the others' certificates")
+        raise ConfigError(
+            "a node of a cluster with tls_cert needs tls_ca, the authority of the others' certificates"
+        )
     return Certificates(config)
 
 
 def shown_by(certificate: Mapping[str, Any]) -> Shown | None:
-    """Of `TlsFrameSocket.certificate`. None: the client showed none."""
+    """Of `TlsFrameSocket.certificate`.
+
+    None: the client showed none.
+    """
     if not certificate:
         return None
     subject = (pair for part in certificate.get("subject", ()) for pair in part)
     common = next((value for kind, value in subject if kind == "commonName"), "")
     named = certificate.get("subjectAltName", ())
-    return Shown(common, tuple(_as_grpc_has_it(value) if kind == "IP Address" else value for kind, value in named))
+    return Shown(
+        common,
+        tuple(_as_grpc_has_it(value) if kind == "IP Address" else value for kind, value in named),
+    )
 
 
 def _as_grpc_has_it(address: str) -> str:

@@ -24,14 +24,18 @@ from waiting import OthersRun
 from kvstore import Client, ClientConfig, DeadlineExceeded, Unavailable, checksum
 from kvstore.tools.node_process import NodeProcess
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: a worker has a core, and a second thread would wait
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # before torch is imported: a worker has a core, and a second thread would wait
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How much later than its deadline a call may return.
 LATE_S = 0.25
-# On a host that gives its processors to others for seconds, a node that lives takes longer than two to say hello.
+# On a host that gives its processors to others for seconds, a node that lives takes longer than two
+# to say hello.
 PATIENT_S, CONNECT_S = 30.0, 20.0
 MEASURED_COUNT = 3
-# Files of few tests that take long, most of it waiting: they begin first, or the last worker would be alone with one.
+# Files of few tests that take long, most of it waiting: they begin first, or the last worker would
+# be alone with one.
 LONG = (
     "test_stalled_fs.py",
     "test_process_faults.py",
@@ -58,7 +62,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection() -> Generator[None, object, object]:
     """Collect no garbage while modules are imported, and nothing that was imported afterwards.
 
-    What is imported stays. Transformers asks for a collection at every turn, and each took a quarter of a second."""
+    What is imported stays. Transformers asks for a collection at every turn, and each took a
+    quarter of a second.
+    """
     gc.disable()
     try:
         return (yield)
@@ -79,7 +85,10 @@ def runtime_dir() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def shared_node() -> Iterator[NodeProcess]:
-    """One node for all tests that neither stop it nor fill it. Use namespaces of your own."""
+    """One node for all tests that neither stop it nor fill it.
+
+    Use namespaces of your own.
+    """
     with NodeProcess("--ram-bytes", "256MiB", "--extent-bytes", "16MiB") as node:
         yield node
 
@@ -87,7 +96,9 @@ def shared_node() -> Iterator[NodeProcess]:
 @pytest.fixture(params=["shm", "bulk", "grpc"])
 def client(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Client]:
     """A client of the shared node, once over each wire."""
-    config = ClientConfig(shared_node.address, wire=request.param, timeout_s=PATIENT_S, connect_timeout_s=CONNECT_S)
+    config = ClientConfig(
+        shared_node.address, wire=request.param, timeout_s=PATIENT_S, connect_timeout_s=CONNECT_S
+    )
     with Client(config) as client:
         yield client
 
@@ -112,9 +123,12 @@ def seed() -> int:
 
 @pytest.fixture
 def others_run() -> Iterator[OthersRun]:
-    """Whether another thread ran while a call did. No thread is made to give up the GIL here, so one that does not do
-    so by itself is alone until it returns, on any machine: this is never True of a call that keeps the GIL. One that
-    gives it up is asked again, because a busy machine may have no core for the other thread just then."""
+    """Whether another thread ran while a call did.
+
+    No thread is made to give up the GIL here, so one that does not do so by itself is alone until
+    it returns, on any machine: this is never True of a call that keeps the GIL. One that gives it
+    up is asked again, because a busy machine may have no core for the other thread just then.
+    """
     interval, stop, turns = sys.getswitchinterval(), threading.Event(), [0]
 
     def other() -> None:
@@ -144,11 +158,13 @@ def others_run() -> Iterator[OthersRun]:
 
 @pytest.fixture
 def by_deadline() -> Callable[..., None]:
-    """`by_deadline(names, deadline_s, prepare, begin=...)`: each `prepare(name)` gives a call, which must fail with
-    DeadlineExceeded or Unavailable not later than LATE_S after its deadline. They run at the same time, after `begin`.
+    """`by_deadline(names, deadline_s, prepare, begin=...)`: each `prepare(name)` gives a call,
+    which must fail with DeadlineExceeded or Unavailable not later than LATE_S after its deadline.
+    They run at the same time, after `begin`.
 
-    A busy machine may leave a thread without a core for longer than that, so those that were late are prepared and
-    measured again, MEASURED_COUNT times in all: a call that does not keep its deadline is late each time.
+    A busy machine may leave a thread without a core for longer than that, so those that were late
+    are prepared and measured again, MEASURED_COUNT times in all: a call that does not keep its
+    deadline is late each time.
     """
 
     def check(
@@ -161,12 +177,20 @@ def by_deadline() -> Callable[..., None]:
             calls = {name: prepare(name) for name in names}
             begin()
             with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
-                seconds = dict(zip(calls, pool.map(_seconds_until_it_fails, calls.values()), strict=True))
-            late = {name: f"{took:.2f} s" for name, took in seconds.items() if took > deadline_s + LATE_S}
+                seconds = dict(
+                    zip(calls, pool.map(_seconds_until_it_fails, calls.values()), strict=True)
+                )
+            late = {
+                name: f"{took:.2f} s"
+                for name, took in seconds.items()
+                if took > deadline_s + LATE_S
+            }
             if not late:
                 return
             names = list(late)
-        raise AssertionError(f"deadlines of {deadline_s} s and {LATE_S} s for a busy machine, missed each time: {late}")
+        raise AssertionError(
+            f"deadlines of {deadline_s} s and {LATE_S} s for a busy machine, missed each time: {late}"
+        )
 
     return check
 

@@ -1,9 +1,10 @@
-"""Run tests that need an environment or a program of their own: `make test-NAME`, or `python tests/run.py TARGET`.
+"""Run tests that need an environment or a program of their own: `make test-NAME`, or `python
+tests/run.py TARGET`.
 
-Without a target it lists them. A target is a function below: it names what is missing on this machine, makes the
-environment that it needs (`.venv-*`) and runs pytest or a script there. The interpreter that runs this file makes the
-environments; `gpu-test*` run on it. Variables are those of make's command line (`make test-crash CYCLES=20`); ARGS goes
-to pytest or the script.
+Without a target it lists them. A target is a function below: it names what is missing on this
+machine, makes the environment that it needs (`.venv-*`) and runs pytest or a script there. The
+interpreter that runs this file makes the environments; `gpu-test*` run on it. Variables are those
+of make's command line (`make test-crash CYCLES=20`); ARGS goes to pytest or the script.
 """
 
 from __future__ import annotations
@@ -25,9 +26,17 @@ PYTHON = ".venv/bin/python"
 CONSTRAINED = ("--constraint", "constraints.txt")
 # Workers wait half of the time, for deadlines and outages: two a processor, eight at most.
 WORKERS = os.environ.get("WORKERS") or str(2 * (os.cpu_count() or 1))
-PARALLEL = ("--numprocesses", WORKERS, "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder")
-# A release of each major that our range of protobuf allows, the oldest and the newest among them, and the newest health
-# checking and reflection that load under it.
+PARALLEL = (
+    "--numprocesses",
+    WORKERS,
+    "--maxprocesses",
+    "8",
+    "--dist",
+    "loadfile",
+    "--no-loadscope-reorder",
+)
+# A release of each major that our range of protobuf allows, the oldest and the newest among them,
+# and the newest health checking and reflection that load under it.
 PROTOBUFS = {"4.21.6": "1.62.3", "5.26.1": "1.65.5", "6.33.6": "1.81.1", "7.36.2": "1.85.1"}
 # The lower bounds of pyproject.toml.
 OLDEST = ("grpcio==1.62.3", "protobuf==4.21.6", "xxhash==3.2.0")
@@ -37,7 +46,15 @@ OPENTELEMETRIES = ("1.27.0", "1.45.2")
 LMCACHES = "0.5.6 0.5.7rc2"
 # Their nodes run in the tests' own process, and they write no HTTP/2 by hand.
 OVER_TLS = (
-    *("bulk_abuse", "bad_requests", "limits_requests", "limits_ranges", "limits_grpc", "cluster", "near"),
+    *(
+        "bulk_abuse",
+        "bad_requests",
+        "limits_requests",
+        "limits_ranges",
+        "limits_grpc",
+        "cluster",
+        "near",
+    ),
     *("broken_work", "storm", "hand_over", "grpc_abuse"),
 )
 
@@ -68,7 +85,10 @@ def target_in_venv(function: Target) -> Target:
 
 def run(*command: str, cwd: Path = ROOT, **variables: str) -> None:
     """Show the command and run it with these variables; end with its status if that is not 0."""
-    print(shlex.join([*(f"{name}={value}" for name, value in variables.items()), *command]), flush=True)
+    print(
+        shlex.join([*(f"{name}={value}" for name, value in variables.items()), *command]),
+        flush=True,
+    )
     process = subprocess.Popen(command, cwd=cwd, env={**os.environ, **variables})
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: process.send_signal(number))
@@ -122,11 +142,15 @@ def overlay(path: str, *packages: str) -> str:
 
 
 def is_older(path: Path, *sources: Path) -> bool:
-    return not path.exists() or any(path.stat().st_mtime < source.stat().st_mtime for source in sources)
+    return not path.exists() or any(
+        path.stat().st_mtime < source.stat().st_mtime for source in sources
+    )
 
 
 def engine(name: str, script: str, *arguments: str) -> str:
-    """Make `.venv-NAME` with an engine by its install script, unless it is up to date, and return its Python."""
+    """Make `.venv-NAME` with an engine by its install script, unless it is up to date, and return
+    its Python.
+    """
     setup()
     python, ready = f".venv-{name}/bin/python", ROOT / f".venv-{name}" / ".ready"
     if is_older(ready, ROOT / script, ROOT / "pyproject.toml"):
@@ -144,7 +168,9 @@ def engine(name: str, script: str, *arguments: str) -> str:
 
 @target_in_venv
 def test_hostile() -> None:
-    """all tests under a hostile HOME, pip, git, locale, terminal and umask (UMASK=000 for another one)"""
+    """all tests under a hostile HOME, pip, git, locale, terminal and umask (UMASK=000 for another
+    one)
+    """
     umask, chosen = os.environ.get("UMASK") or "077", words("ARGS") or [str(ROOT / "tests")]
     run(PYTHON, "tests/helpers/hostile.py", "--umask", umask, *PARALLEL, *chosen)
 
@@ -160,31 +186,62 @@ def test_tls() -> None:
 def test_races() -> None:
     """300 lives of the RAM tier, its users interleaved at random (1-2 minutes; LIVES=60 for less)"""
     lives = os.environ.get("LIVES") or "300"
-    run(PYTHON, "-m", "pytest", *PARALLEL, "--dist", "load", "tests/node/test_interleaved.py", KVSTORE_RACES=lives)
+    run(
+        PYTHON,
+        "-m",
+        "pytest",
+        *PARALLEL,
+        "--dist",
+        "load",
+        "tests/node/test_interleaved.py",
+        KVSTORE_RACES=lives,
+    )
 
 
 @target_in_venv
 def test_crash() -> None:
-    """a node killed 300 times under load, each page checked (6 minutes; CYCLES=20 for less; DIR=path)"""
-    run(PYTHON, "tests/helpers/crash.py", "--cycles", os.environ.get("CYCLES") or "300", *flags("DIR", "--dir"))
+    """a node killed 300 times under load, each page checked (6 minutes; CYCLES=20 for less;
+    DIR=path)
+    """
+    run(
+        PYTHON,
+        "tests/helpers/crash.py",
+        "--cycles",
+        os.environ.get("CYCLES") or "300",
+        *flags("DIR", "--dir"),
+    )
 
 
 @target_in_venv
 def test_power() -> None:
-    """power lost at 5,000 moments of what a node does to its disk (3 minutes; RUNS=5 for less; DIR=path)"""
-    run(PYTHON, "tests/helpers/power.py", "--runs", os.environ.get("RUNS") or "50", *flags("DIR", "--dir"))
+    """power lost at 5,000 moments of what a node does to its disk (3 minutes; RUNS=5 for less;
+    DIR=path)
+    """
+    run(
+        PYTHON,
+        "tests/helpers/power.py",
+        "--runs",
+        os.environ.get("RUNS") or "50",
+        *flags("DIR", "--dir"),
+    )
 
 
 @target_in_venv
 def test_etcd() -> None:
     """nodes registered in a real etcd, which is killed, paused and wiped (1 minute; etcd)"""
-    need("etcd", "etcdctl", hint="etcd and etcdctl; on Debian: apt-get install etcd-server etcd-client")
+    need(
+        "etcd",
+        "etcdctl",
+        hint="etcd and etcdctl; on Debian: apt-get install etcd-server etcd-client",
+    )
     pytest("tests/etcd")
 
 
 @target_in_venv
 def test_cluster() -> None:
-    """nodes on hosts of their own (network namespaces), killed, cut off, full (8 minutes; root, Linux)"""
+    """nodes on hosts of their own (network namespaces), killed, cut off, full (8 minutes; root,
+    Linux)
+    """
     pytest("tests/cluster_faults", KVSTORE_CLUSTER_FAULTS="1")
 
 
@@ -192,15 +249,27 @@ def test_cluster() -> None:
 def test_clients() -> None:
     """the client in docs/clients against a node and the golden bytes (Node.js, npm)"""
     need("npm", hint="Node.js 18 or newer with npm")
-    run("npm", "install", "--no-audit", "--no-fund", "--no-package-lock", cwd=ROOT / "docs" / "clients")
+    run(
+        "npm",
+        "install",
+        "--no-audit",
+        "--no-fund",
+        "--no-package-lock",
+        cwd=ROOT / "docs" / "clients",
+    )
     run(PYTHON, "-m", "pytest", "tests/clients")
 
 
 @target_in_venv
 def test_monitoring() -> None:
     """alerts and dashboard, by promtool and a real Prometheus that scrapes three nodes (prometheus)"""
-    promtool, prometheus = os.environ.get("PROMTOOL") or "promtool", os.environ.get("PROMETHEUS") or "prometheus"
-    need(promtool, prometheus, hint="prometheus and promtool; on Debian: apt-get install prometheus")
+    promtool, prometheus = (
+        os.environ.get("PROMTOOL") or "promtool",
+        os.environ.get("PROMETHEUS") or "prometheus",
+    )
+    need(
+        promtool, prometheus, hint="prometheus and promtool; on Debian: apt-get install prometheus"
+    )
     pytest("tests/monitoring", KVSTORE_PROMTOOL=promtool, KVSTORE_PROMETHEUS=prometheus)
 
 
@@ -218,16 +287,24 @@ def test_console() -> None:
 
 @target_in_venv
 def test_image() -> None:
-    """the image built twice without cache, all files compared (3 minutes; Docker, or root on Debian)"""
+    """the image built twice without cache, all files compared (3 minutes; Docker, or root on
+    Debian)
+    """
     run("tests/docker/twice.sh", PYTHON=PYTHON)
 
 
 @target_in_venv
 def fuzz() -> None:
-    """a million inputs, guided by coverage, for each parser of bytes from outside (INPUTS=10000, TARGET=bulk)"""
-    if subprocess.run([PYTHON, "-c", "import atheris"], cwd=ROOT, stderr=subprocess.DEVNULL, check=False).returncode:
+    """a million inputs, guided by coverage, for each parser of bytes from outside (INPUTS=10000,
+    TARGET=bulk)
+    """
+    if subprocess.run(
+        [PYTHON, "-c", "import atheris"], cwd=ROOT, stderr=subprocess.DEVNULL, check=False
+    ).returncode:
         install = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        found = subprocess.run([*install, "--only-binary", ":all:", *CONSTRAINED, "atheris"], cwd=ROOT, check=False)
+        found = subprocess.run(
+            [*install, "--only-binary", ":all:", *CONSTRAINED, "atheris"], cwd=ROOT, check=False
+        )
         if found.returncode:
             fail(
                 "needs atheris, which has wheels for Linux on x86-64 and Python 3.11 to 3.14; "
@@ -240,13 +317,17 @@ def fuzz() -> None:
 
 @target_in_venv
 def soak() -> None:
-    """a node's private memory while namespaces come and go (2 minutes; ARGS=--disk, --evict, --rounds)"""
+    """a node's private memory while namespaces come and go (2 minutes; ARGS=--disk, --evict,
+    --rounds)
+    """
     run(PYTHON, "benchmarks/soak.py", *words("ARGS"))
 
 
 @target_in_venv
 def soak_cluster() -> None:
-    """three nodes under load and faults: what must stay flat, as a picture (30 minutes; ARGS='--minutes 5')"""
+    """three nodes under load and faults: what must stay flat, as a picture (30 minutes;
+    ARGS='--minutes 5')
+    """
     run(PYTHON, "benchmarks/soak_cluster.py", *words("ARGS"))
 
 
@@ -255,7 +336,12 @@ def soak_cluster() -> None:
 
 def service(release: str, path: str) -> None:
     """Run the tests of the service with the packages of a folder in place of those of `.venv`."""
-    names = ["node/test_service_surface", "node/test_bad_requests", "node/test_grpc_abuse", "node/test_limits_grpc"]
+    names = [
+        "node/test_service_surface",
+        "node/test_bad_requests",
+        "node/test_grpc_abuse",
+        "node/test_limits_grpc",
+    ]
     names += ("core/test_client", "core/test_messages", "cli/test_commands", "gateway/test_health")
     print(release, flush=True)
     run(PYTHON, "-m", "pytest", *(f"tests/{name}.py" for name in names), PYTHONPATH=path)
@@ -265,21 +351,34 @@ def service(release: str, path: str) -> None:
 def test_protobuf() -> None:
     """the service under a protobuf of each major that our range allows (3 minutes; network)"""
     for version, companions in PROTOBUFS.items():
-        pinned = ("--no-deps", *(f"grpcio-{name}=={companions}" for name in ("health-checking", "reflection")))
-        service(f"protobuf {version}", overlay(f".venv-protobuf/{version}", f"protobuf=={version}", *pinned))
+        pinned = (
+            "--no-deps",
+            *(f"grpcio-{name}=={companions}" for name in ("health-checking", "reflection")),
+        )
+        service(
+            f"protobuf {version}",
+            overlay(f".venv-protobuf/{version}", f"protobuf=={version}", *pinned),
+        )
 
 
 @target_in_venv
 def test_grpcio() -> None:
-    """the service under the oldest grpcio and protobuf of a node, and under the newest (2 minutes; network)"""
-    service("the oldest", overlay(".venv-grpcio/oldest", "--no-deps", "grpcio==1.82.2", "protobuf==4.21.6"))
+    """the service under the oldest grpcio and protobuf of a node, and under the newest (2 minutes;
+    network)
+    """
+    service(
+        "the oldest",
+        overlay(".venv-grpcio/oldest", "--no-deps", "grpcio==1.82.2", "protobuf==4.21.6"),
+    )
     newest = ("grpcio", "protobuf<8", "grpcio-health-checking", "grpcio-reflection", "xxhash")
     service("the newest", overlay(".venv-grpcio/newest", *newest))
 
 
 @target_in_venv
 def test_oldest() -> None:
-    """the client with the oldest grpcio, protobuf and xxhash that it allows (Python 3.12 or older; network)"""
+    """the client with the oldest grpcio, protobuf and xxhash that it allows (Python 3.12 or older;
+    network)
+    """
     if sys.version_info >= (3, 13):
         fail(f"needs Python 3.12 or older, for which {OLDEST[0]} has wheels; set PYTHON=...")
     python = environment(".venv-oldest", "--clear", python=PYTHON)
@@ -289,23 +388,48 @@ def test_oldest() -> None:
     (site,) = (ROOT / ".venv").glob("lib/python*/site-packages")
     (own,) = (ROOT / ".venv-oldest").glob("lib/python*/site-packages")
     (own / "dependencies.pth").write_text(f"{site}\n")
-    names = ("client", "messages", "frames", "checksum", "grpc_wire", "connections", "bulk_wire", "seals", "package")
+    names = (
+        "client",
+        "messages",
+        "frames",
+        "checksum",
+        "grpc_wire",
+        "connections",
+        "bulk_wire",
+        "seals",
+        "package",
+    )
     files = [f"tests/core/test_{name}.py" for name in names]
     variables = {"PYTHONPATH": "tests/helpers", "KVSTORE_NODE_PYTHON": PYTHON}
-    pytest(*PARALLEL, "-p", "node_elsewhere", *files, "tests/cli/test_commands.py", python=python, **variables)
+    pytest(
+        *PARALLEL,
+        "-p",
+        "node_elsewhere",
+        *files,
+        "tests/cli/test_commands.py",
+        python=python,
+        **variables,
+    )
 
 
 @target_in_venv
 def test_transformers() -> None:
     """the adapters of transformers with 5.24, after the 5.23 of make test (2 minutes; network)"""
-    names = ("test_transformers.py", "test_transformers_paged.py", "test_tenants.py", "identity/test_rope.py")
+    names = (
+        "test_transformers.py",
+        "test_transformers_paged.py",
+        "test_tenants.py",
+        "identity/test_rope.py",
+    )
     path = overlay(".venv-transformers/5.24.0", "--no-deps", "transformers==5.24.0")
     pytest(*(f"tests/gpu_agent/{name}" for name in names), PYTHONPATH=path)
 
 
 @target
 def test_otlp() -> None:
-    """OpenTelemetry's exporters, over HTTP and gRPC, to a collector that takes, refuses or hangs (network)"""
+    """OpenTelemetry's exporters, over HTTP and gRPC, to a collector that takes, refuses or hangs
+    (network)
+    """
     packages = ("sdk", "exporter-otlp-proto-http", "exporter-otlp-proto-grpc")
     for version in OPENTELEMETRIES:
         python = environment(f".venv-otlp/{version}")
@@ -325,28 +449,53 @@ def test_dist() -> None:
     (wheel,) = (ROOT / "dist").glob("*.whl")
     shutil.rmtree(ROOT / ".venv-dist", ignore_errors=True)
     pip(environment(".venv-dist"), *CONSTRAINED, f"{wheel}[node,cli,agent]")
-    run(PYTHON, "-m", "pytest", "tests/packaging", KVSTORE_DIST_PYTHON=str(ROOT / ".venv-dist/bin/python"))
+    run(
+        PYTHON,
+        "-m",
+        "pytest",
+        "tests/packaging",
+        KVSTORE_DIST_PYTHON=str(ROOT / ".venv-dist/bin/python"),
+    )
 
 
 @target
 def audit() -> None:
-    """what the image installs: licences, dist/sbom.json, known vulnerabilities (network; status 3: not asked)"""
+    """what the image installs: licences, dist/sbom.json, known vulnerabilities (network; status 3:
+    not asked)
+    """
     run(MAKE, "--no-print-directory", "dist")
-    image, tools = environment(".venv-image", "--clear", "--without-pip"), environment(".venv-audit")
+    image, tools = (
+        environment(".venv-image", "--clear", "--without-pip"),
+        environment(".venv-audit"),
+    )
     pip(tools, *CONSTRAINED, "pip-audit", "cyclonedx-bom")
     for what in (
         ("--only-binary", ":all:", "--require-hashes", "--requirement", "docker/requirements.txt"),
         ("--no-deps", "--no-index", *map(str, (ROOT / "dist").glob("*.whl"))),
     ):
-        run(tools, "-m", "pip", "--python", image, "install", "--quiet", "--disable-pip-version-check", *what)
-    for path in (ROOT / ".venv-image").glob("lib/python*/site-packages/kvstore_llm-*.dist-info/direct_url.json"):
+        run(
+            tools,
+            "-m",
+            "pip",
+            "--python",
+            image,
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            *what,
+        )
+    for path in (ROOT / ".venv-image").glob(
+        "lib/python*/site-packages/kvstore_llm-*.dist-info/direct_url.json"
+    ):
         path.unlink()  # the SBOM would tell where the wheel was built
     run(tools, "docker/audit.py", image, "dist/sbom.json", "constraints.txt")
 
 
 @target_in_venv
 def test_kubernetes() -> None:
-    """deploy/kubernetes rendered and held against the API's schemas (kubectl; network the first time)"""
+    """deploy/kubernetes rendered and held against the API's schemas (kubectl; network the first
+    time)
+    """
     ready = ROOT / ".venv-kubernetes" / ".ready"
     if is_older(ready, ROOT / "constraints.txt"):
         pip(environment(".venv-kubernetes"), *CONSTRAINED, "kubernetes-validate")
@@ -366,7 +515,9 @@ def engine_tests(python: str, *files: str) -> None:
 
 @target
 def test_vllm() -> None:
-    """vLLM's whole engine on the CPU, and the official wheel's scheduler (Python 3.11, 5 GB; SEEDS=200)"""
+    """vLLM's whole engine on the CPU, and the official wheel's scheduler (Python 3.11, 5 GB;
+    SEEDS=200)
+    """
     python = engine("vllm", "tests/engines/vllm/install.sh")
     test_vllm_scheduler()
     engine_tests(python, "tests/engines/vllm")
@@ -377,7 +528,9 @@ def test_vllm_scheduler() -> None:
     """the official wheel's scheduler alone (Python 3.11, 2 GB)"""
     python = engine("vllm-official", "tests/engines/vllm/install-official.sh")
     folder = ROOT / "tests/engines/vllm"
-    files = [path for name in ("tier", "scheduler") for path in sorted(folder.glob(f"test_{name}*.py"))]
+    files = [
+        path for name in ("tier", "scheduler") for path in sorted(folder.glob(f"test_{name}*.py"))
+    ]
     engine_tests(python, *(str(path.relative_to(ROOT)) for path in files))
 
 
@@ -389,19 +542,26 @@ def test_sglang() -> None:
 
 @target
 def test_lightllm() -> None:
-    """LightLLM's CPU cache and disk worker (Python 3.11, 2.7 GB; git, or LIGHTLLM_SRC=checkout; SEEDS=1000)"""
+    """LightLLM's CPU cache and disk worker (Python 3.11, 2.7 GB; git, or LIGHTLLM_SRC=checkout;
+    SEEDS=1000)
+    """
     engine_tests(engine("lightllm", "tests/engines/lightllm/install.sh"), "tests/engines/lightllm")
 
 
 @target
 def test_lmcache() -> None:
-    """LMCache's contract suite, bench and server (LMCACHE_VERSIONS=0.5.6 for one; 1.6 GB each, 5 GiB of memory)"""
+    """LMCache's contract suite, bench and server (LMCACHE_VERSIONS=0.5.6 for one; 1.6 GB each, 5
+    GiB of memory)
+    """
     for version in words("LMCACHE_VERSIONS", LMCACHES):
         lmcache(version)
 
 
 def lmcache(version: str) -> None:
-    engine_tests(engine(f"lmcache-{version}", "tests/engines/lmcache/install.sh", version), "tests/engines/lmcache")
+    engine_tests(
+        engine(f"lmcache-{version}", "tests/engines/lmcache/install.sh", version),
+        "tests/engines/lmcache",
+    )
 
 
 @target
@@ -429,7 +589,8 @@ def need_gpu(modules: str, hint: str) -> None:
 def gpu_test() -> None:
     """kernels against the reference, memcheck, GPU benchmarks (5 minutes; NVIDIA GPU, CuPy)"""
     need_gpu(
-        "cupy, torch", f"torch with CUDA and CuPy (pip install '.[dev,cuda13]' or [dev,cuda12]) in {sys.executable}"
+        "cupy, torch",
+        f"torch with CUDA and CuPy (pip install '.[dev,cuda13]' or [dev,cuda12]) in {sys.executable}",
     )
     on_gpu(sys.executable, "-m", "pytest", "tests/gpu_agent")
     if shutil.which("compute-sanitizer"):
@@ -445,17 +606,26 @@ def gpu_test() -> None:
 
 
 def gpu_engine(name: str, version: str) -> None:
-    packages = (
-        f"{name}=={version}, cupy-cuda12x or -13x as its torch, pytest, pytest-xdist, and this project ('.[node]')"
+    packages = f"{name}=={version}, cupy-cuda12x or -13x as its torch, pytest, pytest-xdist, and this project ('.[node]')"
+    need_gpu(
+        f"cupy, torch, {name}, rocksdict, pytest, xdist", f"and in {sys.executable}: {packages}"
     )
-    need_gpu(f"cupy, torch, {name}, rocksdict, pytest, xdist", f"and in {sys.executable}: {packages}")
-    parallel = ("-p", "no:benchmark", "--numprocesses", "4", "--dist", "loadfile")  # a node for each file
+    parallel = (
+        "-p",
+        "no:benchmark",
+        "--numprocesses",
+        "4",
+        "--dist",
+        "loadfile",
+    )  # a node for each file
     on_gpu(sys.executable, "-m", "pytest", *parallel, f"tests/engines/{name}/gpu", *words("ARGS"))
 
 
 @target
 def gpu_test_vllm() -> None:
-    """real vLLM 0.33: hits, caches, outages, its server, both routes (6 minutes; two ranks need two GPUs)"""
+    """real vLLM 0.33: hits, caches, outages, its server, both routes (6 minutes; two ranks need two
+    GPUs)
+    """
     gpu_engine("vllm", "0.33.0")
 
 

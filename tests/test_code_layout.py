@@ -88,14 +88,18 @@ def test_layout_of_a_small_tree_is_counted_exactly(layout: ModuleType, tree: Pat
         ("...", True),
     ],
 )
-def test_fragment_is_told_by_its_first_word(layout: ModuleType, docstring: str, fragment: bool) -> None:
+def test_fragment_is_told_by_its_first_word(
+    layout: ModuleType, docstring: str, fragment: bool
+) -> None:
     assert layout.is_fragment(docstring) is fragment
 
 
 def test_layout_of_this_tree_has_a_figure_in_each_row(
     layout: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "measure", functools.cache(layout.measure))  # it takes seconds, and is printed twice
+    monkeypatch.setattr(
+        layout, "measure", functools.cache(layout.measure)
+    )  # it takes seconds, and is printed twice
     layout.main(["--json"])
     rows = json.loads(capsys.readouterr().out)
     assert all(row["now"] != "-" for row in rows.values())

@@ -1,4 +1,6 @@
-"""What the documents say that can be looked up: flags, defaults, variables, command lines, the guide's program."""
+"""What the documents say that can be looked up: flags, defaults, variables, command lines, the
+guide's program.
+"""
 
 import dataclasses
 import re
@@ -46,7 +48,9 @@ def section(text: str, title: str) -> str:
 def test_every_flag_of_a_node_is_told_and_every_flag_that_is_told_is_there() -> None:
     told = set(re.findall(r"`(--[a-z-]+)", OPERATIONS))
     assert set(FIELDS) <= told, "a flag that docs/operations.md does not name"
-    about_nodes = "".join(section(OPERATIONS, title) for title in ("Sizes", "What is safe when", "Limits"))
+    about_nodes = "".join(
+        section(OPERATIONS, title) for title in ("Sizes", "What is safe when", "Limits")
+    )
     assert set(re.findall(r"`(--[a-z-]+)", about_nodes)) <= set(FIELDS), "a flag that no node has"
 
 
@@ -58,7 +62,9 @@ def test_settings_for_experts_have_a_table_of_their_own() -> None:
 
 
 def test_the_defaults_of_a_node_are_those_of_the_table() -> None:
-    rows = re.findall(r"^\| `(--[a-z-]+)` \| ([^|]+) \|", section(OPERATIONS, "Sizes"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(--[a-z-]+)` \| ([^|]+) \|", section(OPERATIONS, "Sizes"), re.MULTILINE
+    )
     assert len(rows) > 6
     for name, said in rows:
         default, said = FIELDS[name].default, said.strip()
@@ -75,7 +81,9 @@ def test_the_defaults_of_a_node_are_those_of_the_table() -> None:
     config = NodeConfig(ram_nbytes=4 << 30, disk_nbytes=1 << 40)
     assert config.disk_queue_nbytes == 1 << 30, "a quarter of RAM"
     assert (config.extent_nbytes, config.disk_extent_of_new_dir) == (64 << 20, 64 << 20)
-    assert NodeConfig(ram_nbytes=8 << 30, disk_nbytes=1 << 40).disk_extent_of_new_dir == 128 << 20, "the larger of both"
+    assert (
+        NodeConfig(ram_nbytes=8 << 30, disk_nbytes=1 << 40).disk_extent_of_new_dir == 128 << 20
+    ), "the larger of both"
 
 
 OPEN = {"KVSTORE_NODE_INSECURE": "true", "KVSTORE_NODE_IDENTITIES": "/there"}
@@ -86,7 +94,10 @@ def test_every_flag_of_a_node_has_its_variable() -> None:
         variable = "KVSTORE_NODE" + name[1:].replace("-", "_").upper()
         if isinstance(field.default, str) and not field.metadata["choices"]:
             value = "there" if field.name == "shm_trust" else "/there"  # tenants, and paths
-            given = OPEN | {"KVSTORE_NODE_DATA_DIR": "/there", variable: value}  # a key is for a data directory only
+            given = OPEN | {
+                "KVSTORE_NODE_DATA_DIR": "/there",
+                variable: value,
+            }  # a key is for a data directory only
             assert getattr(load(NodeConfig, "KVSTORE_NODE", {}, given), field.name) == value
         else:
             with pytest.raises(ConfigError, match=f"{variable}|{field.name}"):
@@ -96,7 +107,9 @@ def test_every_flag_of_a_node_has_its_variable() -> None:
 def test_dockers_variables_are_those_of_the_compose_file() -> None:
     compose = (ROOT / "docker" / "compose.yaml").read_text()
     there = dict(re.findall(r"\$\{(KVSTORE_\w+):?-([^}]*)\}", compose))
-    rows = re.findall(r"^\| (`KVSTORE_[^|]+) \| ([^|]+) \|", section(OPERATIONS, "Docker"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (`KVSTORE_[^|]+) \| ([^|]+) \|", section(OPERATIONS, "Docker"), re.MULTILINE
+    )
     told: dict[str, str] = {}
     for names, defaults in rows:
         short = re.findall(r"`(\w+)`", names)
@@ -107,7 +120,11 @@ def test_dockers_variables_are_those_of_the_compose_file() -> None:
 
 
 def test_every_variable_that_the_documents_name_is_read() -> None:
-    known = {"KVSTORE_" + field.name.upper() for kind in (ClientConfig, Identity) for field in dataclasses.fields(kind)}
+    known = {
+        "KVSTORE_" + field.name.upper()
+        for kind in (ClientConfig, Identity)
+        for field in dataclasses.fields(kind)
+    }
     known |= {"KVSTORE_AGENT_" + field.name.upper() for field in dataclasses.fields(AgentConfig)}
     known |= {"KVSTORE_NODE_" + field.name.upper() for field in dataclasses.fields(NodeConfig)}
     known = {name.replace("NBYTES", "BYTES") for name in known}
@@ -191,7 +208,9 @@ FILES = {path.name for path in ROOT.iterdir() if path.is_file()} | {
 }
 FOLDERS = {parent.as_posix() for name in FILES for parent in Path(name).parents}
 MADE = {"member.json", "plan.html", "config.json", "dist/sbom.json"}  # by nodes, commands and users
-NAMING = [path for path in LINKING if "decisions" not in path.parts and path.name != "CHANGELOG.md"]  # no history
+NAMING = [
+    path for path in LINKING if "decisions" not in path.parts and path.name != "CHANGELOG.md"
+]  # no history
 SUFFIXES = "py|pyi|cu|js|mjs|html|css|svg|json|yaml|toml|md"
 
 
@@ -221,7 +240,9 @@ def is_module(name: str) -> bool:
 def test_files_and_modules_that_a_document_names_exist(document: Path) -> None:
     text = document.read_text()
     assert {name for name in named_files(text) if not is_file(name)} <= MADE
-    rooms = "|".join(sorted(folder.replace("/", r"\.") for folder in FOLDERS if folder.count("/") == 1))
+    rooms = "|".join(
+        sorted(folder.replace("/", r"\.") for folder in FOLDERS if folder.count("/") == 1)
+    )
     modules = set(re.findall(rf"\b((?:{rooms})(?:\.\w+)*)\b", text))
     assert {name for name in modules if not is_module(name)} == set()
     paths = set(re.findall(rf"`((?:{'|'.join(TOPS)})/[\w/]*\w)/?`", text))
@@ -230,7 +251,9 @@ def test_files_and_modules_that_a_document_names_exist(document: Path) -> None:
 
 def test_files_of_a_table_are_in_its_folder() -> None:
     tables = re.findall(
-        r"^\| `([\w/]+)/` \|.*\n((?:\|.*\n)+)", (ROOT / "docs" / "ARCHITECTURE.md").read_text(), re.MULTILINE
+        r"^\| `([\w/]+)/` \|.*\n((?:\|.*\n)+)",
+        (ROOT / "docs" / "ARCHITECTURE.md").read_text(),
+        re.MULTILINE,
     )
     rows = [(folder, row.split("|")[1]) for folder, table in tables for row in table.splitlines()]
     named = {f"{folder}/{name}" for folder, cell in rows for name in named_files(cell)}
@@ -243,9 +266,13 @@ def test_files_of_a_table_are_in_its_folder() -> None:
 
 def test_the_program_of_the_guide_stores_pages_and_finds_them(shared_node: NodeProcess) -> None:
     blocks = re.findall(
-        r"(?:^    .*\n|^\n)+", section((ROOT / "docs" / "guide.md").read_text(), "In a program"), re.MULTILINE
+        r"(?:^    .*\n|^\n)+",
+        section((ROOT / "docs" / "guide.md").read_text(), "In a program"),
+        re.MULTILINE,
     )
-    program = "\n".join(line[4:] for line in next(block for block in blocks if block.strip()).splitlines())
+    program = "\n".join(
+        line[4:] for line in next(block for block in blocks if block.strip()).splitlines()
+    )
     program = program.replace("10.0.0.5:7440", shared_node.address)
     pages = [bytes([i]) * (8 << 20) for i in (1, 2)]
     for found in (0, 2):

@@ -1,5 +1,7 @@
-"""Nothing of the machine, the user or the shell reaches a test: tests/helpers/hermetic.py. `make test-hostile` runs all
-tests as the last test here runs some."""
+"""Nothing of the machine, the user or the shell reaches a test: tests/helpers/hermetic.py.
+
+`make test-hostile` runs all tests as the last test here runs some.
+"""
 
 import locale
 import os
@@ -14,7 +16,8 @@ import pytest
 from hostile import VARIABLES, run
 
 TESTS = Path(__file__).parent
-# Tests that read most of what a user may have set: pip, the terminal, settings, the clock's zone, signals.
+# Tests that read most of what a user may have set: pip, the terminal, settings, the clock's zone,
+# signals.
 SENSITIVE = (
     "packaging/test_add_agent.py::test_what_would_change_the_engines_torch_is_refused_and_named",
     "packaging/test_add_agent.py::test_a_change_that_no_constraint_kept_off_is_found",
@@ -28,13 +31,26 @@ SENSITIVE = (
 def test_environment_has_no_variable_of_the_user() -> None:
     for name, value in VARIABLES.items():
         assert os.environ.get(name) != value
-    unknown = {name for name in os.environ if name.startswith(("PIP_", "KVSTORE_", "OTEL_", "GIT_", "LC_"))}
+    unknown = {
+        name for name in os.environ if name.startswith(("PIP_", "KVSTORE_", "OTEL_", "GIT_", "LC_"))
+    }
     assert unknown <= hermetic.OWN | hermetic.GIVEN
 
 
 def test_environment_of_an_engine_keeps_its_caches_and_loses_settings() -> None:
-    engines = {"HOME": "/home/me", "HF_HOME": "/models", "VLLM_CACHE_ROOT": "/cache", "PATH": "/bin"}
-    settings = {"KVSTORE_TOKEN": "t", "PIP_CONSTRAINT": "c", "OTEL_SDK_DISABLED": "1", "TZ": "x", "PYTHONWARNINGS": "e"}
+    engines = {
+        "HOME": "/home/me",
+        "HF_HOME": "/models",
+        "VLLM_CACHE_ROOT": "/cache",
+        "PATH": "/bin",
+    }
+    settings = {
+        "KVSTORE_TOKEN": "t",
+        "PIP_CONSTRAINT": "c",
+        "OTEL_SDK_DISABLED": "1",
+        "TZ": "x",
+        "PYTHONWARNINGS": "e",
+    }
     environ = {**engines, **settings, "KVSTORE_NODE_PYTHON": "python"}
     hermetic.clean(environ, has_engine=True)
     assert environ == {**engines, "KVSTORE_NODE_PYTHON": "python"}
@@ -75,7 +91,10 @@ def test_pip_reads_no_configuration() -> None:
 
 
 def test_git_reads_no_configuration_of_the_user(tmp_path: Path) -> None:
-    for words in (["init", "--quiet"], ["commit", "--quiet", "--allow-empty", "--message", "first"]):
+    for words in (
+        ["init", "--quiet"],
+        ["commit", "--quiet", "--allow-empty", "--message", "first"],
+    ):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     command = ["git", "config", "--list", "--show-scope"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -85,10 +104,15 @@ def test_git_reads_no_configuration_of_the_user(tmp_path: Path) -> None:
 
 @pytest.mark.skipif("KVSTORE_HOSTILE" in os.environ, reason="this is that run")
 @pytest.mark.parametrize(
-    ("umask", "names"), [(0o077, SENSITIVE), (0o000, ["test_hermetic.py::test_process_is_as_every_other"])]
+    ("umask", "names"),
+    [(0o077, SENSITIVE), (0o000, ["test_hermetic.py::test_process_is_as_every_other"])],
 )
-def test_sensitive_files_pass_in_a_hostile_environment(umask: int, names: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("xdist", reason="what the interpreter itself reads is kept off its workers only")
+def test_sensitive_files_pass_in_a_hostile_environment(
+    umask: int, names: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip(
+        "xdist", reason="what the interpreter itself reads is kept off its workers only"
+    )
     files = [str(TESTS / name) for name in names]
     options = ["-p", "no:cacheprovider", "--numprocesses", "1"]
     done = run([*options, *files], umask, tmp_path, capture_output=True)

@@ -1,5 +1,6 @@
-"""The rules of the house: imports point one way, third-party packages stay in the files that wrap them,
-files and functions stay small, generated code is what the generator makes."""
+"""The rules of the house: imports point one way, third-party packages stay in the files that wrap
+them, files and functions stay small, generated code is what the generator makes.
+"""
 
 import ast
 import collections
@@ -19,8 +20,8 @@ FILE_LINES_MAX = 600
 FOLDER_FILES_MAX = 22
 FUNCTION_LINES_MAX = 70
 
-# Which file may import which package that is not the standard library's. A name that ends with a slash
-# is a folder.
+# Which file may import which package that is not the standard library's. A name that ends with a
+# slash is a folder.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "grpc": (
         "kvstore/transports/status.py",
@@ -50,13 +51,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "matplotlib": ("kvstore/cli/plan.py",),
     "torch": ("gpu_agent/",),
     "cupy": ("gpu_agent/kernels/",),
-    "transformers": ("gpu_agent/engines/transformers.py", "gpu_agent/engines/transformers_paged.py"),
+    "transformers": (
+        "gpu_agent/engines/transformers.py",
+        "gpu_agent/engines/transformers_paged.py",
+    ),
     "vllm": ("gpu_agent/engines/",),
     "sglang": ("gpu_agent/engines/",),
     "lmcache": ("gpu_agent/engines/",),
 }
-# The floors of each package, from the ground up. A file imports files of its own floor and of those below; a
-# name that ends with a slash is a room, `*` is every file at the top of the package that is named on no floor.
+# The floors of each package, from the ground up. A file imports files of its own floor and of those
+# below; a name that ends with a slash is a room, `*` is every file at the top of the package that
+# is named on no floor.
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kvstore": (
         ("*", "pb/"),
@@ -100,18 +105,28 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
 }
 # Which of our own packages a package may import.
-ARROWS = {"kvstore": {"kvstore"}, "node": {"kvstore", "node"}, "gpu_agent": {"kvstore", "gpu_agent"}}
+ARROWS = {
+    "kvstore": {"kvstore"},
+    "node": {"kvstore", "node"},
+    "gpu_agent": {"kvstore", "gpu_agent"},
+}
 
 
 def sources(*tops: str) -> list[pathlib.Path]:
     """Python files written by hand."""
-    return sorted(path for top in tops for path in (ROOT / top).rglob("*.py") if path.parent not in GENERATED)
+    return sorted(
+        path for top in tops for path in (ROOT / top).rglob("*.py") if path.parent not in GENERATED
+    )
 
 
 @functools.cache
 def statements(path: pathlib.Path) -> list[ast.stmt | ast.ExceptHandler]:
     """Of a file: only these can import, be a function or catch."""
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.stmt | ast.ExceptHandler)]
+    return [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.stmt | ast.ExceptHandler)
+    ]
 
 
 def imports(path: pathlib.Path) -> Iterator[str]:
@@ -136,8 +151,13 @@ def may_import(path: pathlib.Path, module: str) -> bool:
         return top in ARROWS[name(path).partition("/")[0]]
     if top in sys.stdlib_module_names:
         return True
-    wrappers = ALLOWED.get(module) or ALLOWED.get(".".join(module.split(".")[:2])) or ALLOWED.get(top, ())
-    return any(name(path) == wrapper or (wrapper[-1] == "/" and name(path).startswith(wrapper)) for wrapper in wrappers)
+    wrappers = (
+        ALLOWED.get(module) or ALLOWED.get(".".join(module.split(".")[:2])) or ALLOWED.get(top, ())
+    )
+    return any(
+        name(path) == wrapper or (wrapper[-1] == "/" and name(path).startswith(wrapper))
+        for wrapper in wrappers
+    )
 
 
 def test_imports_point_one_way_and_third_parties_stay_where_they_are_wrapped() -> None:
@@ -194,13 +214,19 @@ def module_file(module: str) -> pathlib.Path | None:
 def own_imports() -> dict[pathlib.Path, set[pathlib.Path]]:
     """What each file imports of ours, also what it imports for type checkers only."""
     return {
-        path: {found for module in imports(path) if (found := module_file(module)) is not None and found != path}
+        path: {
+            found
+            for module in imports(path)
+            if (found := module_file(module)) is not None and found != path
+        }
         for path in sources(*PACKAGES)
     }
 
 
 def circles(graph: dict[pathlib.Path, set[pathlib.Path]]) -> list[str]:
-    """Files that are left when those that import nothing, or only such, are taken away again and again."""
+    """Files that are left when those that import nothing, or only such, are taken away again and
+    again.
+    """
     left = dict(graph)
     while ready := [path for path, wanted in left.items() if not wanted & left.keys()]:
         for path in ready:
@@ -213,7 +239,8 @@ def test_imports_go_down_the_floors() -> None:
         f"{name(path)} imports {name(other)}, which is above"
         for path, others in own_imports().items()
         for other in others
-        if name(path).partition("/")[0] == name(other).partition("/")[0] and floor(other) > floor(path)
+        if name(path).partition("/")[0] == name(other).partition("/")[0]
+        and floor(other) > floor(path)
     ]
     assert wrong == []
 
@@ -224,19 +251,31 @@ def test_no_two_files_import_each_other() -> None:
 
 def test_the_rule_of_circles_finds_one() -> None:
     one, two, three = (ROOT / "node" / f"{n}.py" for n in ("one", "two", "three"))
-    assert circles({one: {two}, two: {one}, three: {one}}) == ["node/one.py", "node/three.py", "node/two.py"]
+    assert circles({one: {two}, two: {one}, three: {one}}) == [
+        "node/one.py",
+        "node/three.py",
+        "node/two.py",
+    ]
     assert circles({one: {two}, two: set(), three: {one}}) == []
 
 
 def test_the_environment_is_read_in_one_file() -> None:
-    """`node/__init__.py` sets a variable of gRPC's, before gRPC is there. A gateway's process has few variables of its
-    node's: the supervisor names them."""
-    readers = [name(path) for path in sources(*PACKAGES) if re.search(r"os\.environ|os\.getenv", path.read_text())]
+    """`node/__init__.py` sets a variable of gRPC's, before gRPC is there.
+
+    A gateway's process has few variables of its node's: the supervisor names them.
+    """
+    readers = [
+        name(path)
+        for path in sources(*PACKAGES)
+        if re.search(r"os\.environ|os\.getenv", path.read_text())
+    ]
     assert readers == ["kvstore/config.py", "node/__init__.py", "node/gateway/supervisor.py"]
 
 
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -266,40 +305,76 @@ assert kvstore.Client and kvstore.__version__
 @pytest.mark.parametrize(
     ("module", "strangers"),
     [
-        ("kvstore", {"node", "gpu_agent", "torch", "typer", "rich", "prometheus_client", "numpy", "cryptography"}),
+        (
+            "kvstore",
+            {
+                "node",
+                "gpu_agent",
+                "torch",
+                "typer",
+                "rich",
+                "prometheus_client",
+                "numpy",
+                "cryptography",
+            },
+        ),
         ("node.server", {"gpu_agent", "torch", "typer", "rich", "transformers", "numpy"}),
-        ("gpu_agent", {"node", "typer", "rich", "prometheus_client", "transformers", "cupy", "numpy", "cryptography"}),
+        (
+            "gpu_agent",
+            {
+                "node",
+                "typer",
+                "rich",
+                "prometheus_client",
+                "transformers",
+                "cupy",
+                "numpy",
+                "cryptography",
+            },
+        ),
     ],
 )
 def test_importing_a_package_loads_no_strangers(module: str, strangers: set[str]) -> None:
     code = f"import sys; import {module}; print(*{{m.partition('.')[0] for m in sys.modules}})"
-    if module == "gpu_agent":  # without torch itself: it takes seconds, and what it loads is its own
+    if (
+        module == "gpu_agent"
+    ):  # without torch itself: it takes seconds, and what it loads is its own
         code = f"import sys; from unittest.mock import MagicMock; sys.modules['torch'] = MagicMock(); {code}"
     assert set(run(code).split()) & strangers == set()
 
 
 def test_generated_stubs_are_what_the_generator_makes(tmp_path: pathlib.Path) -> None:
     pytest.importorskip(
-        "grpc_tools", reason="grpcio-tools has no wheel for this Python; `make proto` needs an older one"
+        "grpc_tools",
+        reason="grpcio-tools has no wheel for this Python; `make proto` needs an older one",
     )
     arguments = ["-I", "proto", "proto/kvstore/pb/kvstore.proto", "proto/node/pb/etcd.proto"]
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python", "pyi")]
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *outputs, *arguments], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "grpc_tools.protoc", *outputs, *arguments], cwd=ROOT, check=True
+    )
     made = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.py*"))
     kinds = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
     stems = ("kvstore/pb/kvstore", "node/pb/etcd")
     assert [str(path) for path in made] == [stem + kind for stem in stems for kind in kinds]
     for path in made:
-        assert (tmp_path / path).read_text() == (ROOT / path).read_text(), f"{path} is out of date: make proto"
+        assert (tmp_path / path).read_text() == (ROOT / path).read_text(), (
+            f"{path} is out of date: make proto"
+        )
 
 
 def test_files_are_small() -> None:
-    lines = {name(path): len(path.read_text().splitlines()) for path in sources(*PACKAGES, "benchmarks", "tests")}
+    lines = {
+        name(path): len(path.read_text().splitlines())
+        for path in sources(*PACKAGES, "benchmarks", "tests")
+    }
     assert {path: count for path, count in lines.items() if count > FILE_LINES_MAX} == {}
 
 
 def test_folders_are_small() -> None:
-    counts = collections.Counter(path.parent.relative_to(ROOT).as_posix() for path in sources(*PACKAGES))
+    counts = collections.Counter(
+        path.parent.relative_to(ROOT).as_posix() for path in sources(*PACKAGES)
+    )
     assert {folder: count for folder, count in counts.items() if count > FOLDER_FILES_MAX} == {}
 
 
@@ -351,7 +426,9 @@ def implementations(classes: list[ast.ClassDef]) -> dict[str, set[str]]:
         named[class_.name].append(class_)
 
     def members(class_: ast.ClassDef) -> set[str]:
-        inherited = (other for base in bases(class_) for other in named[base] if other is not class_)
+        inherited = (
+            other for base in bases(class_) for other in named[base] if other is not class_
+        )
         return own_members(class_).union(*map(members, inherited))
 
     whole = {id(class_): members(class_) for class_ in classes}
@@ -359,7 +436,8 @@ def implementations(classes: list[ast.ClassDef]) -> dict[str, set[str]]:
         protocol.name: {
             class_.name
             for class_ in classes
-            if not is_protocol(class_) and (protocol.name in bases(class_) or whole[id(protocol)] <= whole[id(class_)])
+            if not is_protocol(class_)
+            and (protocol.name in bases(class_) or whole[id(protocol)] <= whole[id(class_)])
         }
         for protocol in classes
         if is_protocol(protocol)
@@ -371,9 +449,18 @@ FOREIGN = {"EngineRequest"}
 
 
 def test_a_protocol_has_two_implementations() -> None:
-    classes = [node for path in sources(*PACKAGES) for node in statements(path) if isinstance(node, ast.ClassDef)]
+    classes = [
+        node
+        for path in sources(*PACKAGES)
+        for node in statements(path)
+        if isinstance(node, ast.ClassDef)
+    ]
     found = implementations(classes)
-    few = {name: sorted(those) for name, those in found.items() if name not in FOREIGN and len(those) < 2}
+    few = {
+        name: sorted(those)
+        for name, those in found.items()
+        if name not in FOREIGN and len(those) < 2
+    }
     assert few == {}
 
 
@@ -390,9 +477,9 @@ class One(Base):
 class Two:
     def get(self): ...
 """
-    assert implementations([node for node in ast.parse(code).body if isinstance(node, ast.ClassDef)]) == {
-        "Store": {"One"}
-    }
+    assert implementations(
+        [node for node in ast.parse(code).body if isinstance(node, ast.ClassDef)]
+    ) == {"Store": {"One"}}
 
 
 def test_a_broad_except_logs_or_is_raised_again() -> None:
@@ -402,7 +489,10 @@ def test_a_broad_except_logs_or_is_raised_again() -> None:
         for node in statements(path):
             if isinstance(node, ast.ExceptHandler) and (
                 node.type is None
-                or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException"))
+                or (
+                    isinstance(node.type, ast.Name)
+                    and node.type.id in ("Exception", "BaseException")
+                )
             ):
                 text = ast.unparse(node)
                 if not re.search(r"\braise\b|\blog\.|set_exception", text):
@@ -412,15 +502,22 @@ def test_a_broad_except_logs_or_is_raised_again() -> None:
 
 def test_tests_and_proto_are_no_packages() -> None:
     """`proto` would shadow proto-plus, `tests/node` the package `node`."""
-    assert [name(path) for top in ("tests", "proto") for path in (ROOT / top).rglob("__init__.py")] == []
+    assert [
+        name(path) for top in ("tests", "proto") for path in (ROOT / top).rglob("__init__.py")
+    ] == []
 
 
 def test_modules_that_tests_find_shadow_no_package() -> None:
     """`pythonpath` in pyproject.toml goes before what is installed."""
     found = {
-        path.stem for folder in ("tests/helpers", "tests/fuzz", "benchmarks") for path in (ROOT / folder).glob("*.py")
+        path.stem
+        for folder in ("tests/helpers", "tests/fuzz", "benchmarks")
+        for path in (ROOT / folder).glob("*.py")
     }
-    assert found & ({wrapper.partition(".")[0] for wrapper in ALLOWED} | set(PACKAGES) | {"lightllm"}) == set()
+    assert (
+        found & ({wrapper.partition(".")[0] for wrapper in ALLOWED} | set(PACKAGES) | {"lightllm"})
+        == set()
+    )
     assert found & sys.stdlib_module_names == set()
 
 
@@ -429,6 +526,7 @@ def test_no_whole_prefix_hash_is_logged_or_told() -> None:
     told = [
         name(path)
         for path in sources(*PACKAGES)
-        if not name(path).startswith("kvstore/cli/") and re.search(r"hash(es)?(\[\w+\])?\.hex\(\)", path.read_text())
+        if not name(path).startswith("kvstore/cli/")
+        and re.search(r"hash(es)?(\[\w+\])?\.hex\(\)", path.read_text())
     ]
     assert told == ["gpu_agent/engines/lmcache.py"]  # an answer to LMCache, which goes nowhere else

@@ -1,4 +1,6 @@
-"""The targets of make: each is described, each parses, names only files that exist, and says what it misses."""
+"""The targets of make: each is described, each parses, names only files that exist, and says what
+it misses.
+"""
 
 import os
 import re
@@ -35,7 +37,12 @@ def test_every_target_is_described() -> None:
 
 def test_every_target_that_a_document_names_exists() -> None:
     targets = targets_of_make() | set(RUN.TARGETS)
-    for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/*.py"), ROOT / "SECURITY.md"):
+    for path in (
+        ROOT / "README.md",
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("*/*.py"),
+        ROOT / "SECURITY.md",
+    ):
         named = set(re.findall(r"`make ([a-z]+(?:-[a-z]+)*)[ `]", path.read_text()))
         assert named <= targets, path
 
@@ -54,7 +61,9 @@ def test_make_knows_how_to_run_a_target(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*RUN.TARGETS, *RELEASES])
-def test_a_target_runs_only_what_exists(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_target_runs_only_what_exists(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     found = commands_of(name, monkeypatch, tmp_path)
     assert found != []
     words = [word for command in found for word in (*command.words, *command.variables.values())]
@@ -62,7 +71,9 @@ def test_a_target_runs_only_what_exists(name: str, monkeypatch: pytest.MonkeyPat
     assert {path for path in paths if not (ROOT / path).exists()} == set()
 
 
-def test_a_target_takes_the_variables_of_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_target_takes_the_variables_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CYCLES", "7")
     monkeypatch.setenv("DIR", "/a b")
     (crash,) = commands_of("test-crash", monkeypatch, tmp_path)
@@ -88,7 +99,9 @@ def test_the_public_ci_runs_targets_on_every_python_that_we_support() -> None:
     assert {found and found[1] for found in targets} == {*CI}
     assert set(CI) <= targets_of_make() | set(RUN.TARGETS)
     (oldest,) = re.findall(r'requires-python = ">=3.(\d+)"', (ROOT / "pyproject.toml").read_text())
-    assert jobs["check"]["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(int(oldest), 15)]
+    assert jobs["check"]["strategy"]["matrix"]["python"] == [
+        f"3.{minor}" for minor in range(int(oldest), 15)
+    ]
 
 
 def test_hooks_run_what_check_runs_before_the_tests() -> None:
@@ -96,14 +109,18 @@ def test_hooks_run_what_check_runs_before_the_tests() -> None:
     commands = [hook["entry"].replace(" --force-exclude", "") for hook in repository["hooks"]]
     assert commands == [".venv/bin/ruff format", ".venv/bin/ruff check", ".venv/bin/mypy"]
     checked = make("--dry-run", "--old-file", ".venv/.ready", "check").stdout.splitlines()
-    checks = [line.replace(" --check", "").removesuffix(" .") for line in checked if "/bin/" in line]
+    checks = [
+        line.replace(" --check", "").removesuffix(" .") for line in checked if "/bin/" in line
+    ]
     assert [line for line in checks if "pytest" not in line] == commands
 
 
 def test_an_unknown_target_ends_with_the_list() -> None:
     done = make("test-nothing-of-the-kind")
     assert done.returncode == 2
-    assert "there is no target test-nothing-of-the-kind; there are:\nmake test-hostile" in done.stderr
+    assert (
+        "there is no target test-nothing-of-the-kind; there are:\nmake test-hostile" in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +161,13 @@ def test_an_environment_is_old_when_a_source_is_newer(tmp_path: Path) -> None:
 def test_the_status_of_a_failed_command_is_kept(end: str, status: int) -> None:
     program = f"import os, sys; {end}"
     code = f"import run; run.run({sys.executable!r}, '-c', {program!r}); print('went on')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "tests",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, "went on" in done.stdout) == (status, False)
 
 

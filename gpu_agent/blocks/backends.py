@@ -59,7 +59,10 @@ class BlockAgent(Protocol):
 
 
 class AgentBackend(Protocol):
-    """The agents of a rank, called by the engine's thread. Only `wait` and `close` wait."""
+    """The agents of a rank, called by the engine's thread.
+
+    Only `wait` and `close` wait.
+    """
 
     def agents(self, epoch: int | None) -> Sequence[BlockAgent | None]:
         """Make an agent per group; None for a group without layers on this rank."""
@@ -70,7 +73,10 @@ class AgentBackend(Protocol):
 
     @property
     def startup_seconds(self) -> deque[float]:
-        """Return how long each process that became ready took to start. The caller removes them."""
+        """Return how long each process that became ready took to start.
+
+        The caller removes them.
+        """
 
     def poll(self) -> None:
         """Complete the futures of loads that have ended.
@@ -94,7 +100,9 @@ class AgentBackend(Protocol):
         """Return violated invariants; an empty list if there are none."""
 
 
-def group_config(config: AgentConfig, groups: Sequence[GroupPool | None], group: GroupPool) -> AgentConfig:
+def group_config(
+    config: AgentConfig, groups: Sequence[GroupPool | None], group: GroupPool
+) -> AgentConfig:
     """Return the configuration of one group's agent.
 
     Groups share the memory for staging, and each gets at least a page. Pending jobs are limited by
@@ -161,7 +169,9 @@ class LocalBackend:
 
     def _made(self, group: GroupPool, epoch: int | None) -> LocalAgent:
         config = group_config(self._config, self._groups, group)
-        return LocalAgent(Agent(self._client, group.at(epoch), group.pool, config, self._transfer), group)
+        return LocalAgent(
+            Agent(self._client, group.at(epoch), group.pool, config, self._transfer), group
+        )
 
     @property
     def loads(self) -> bool:

@@ -1,15 +1,17 @@
-"""Whether a hit is worth its load: what computing costs the engine and what a load takes, learned while both happen.
+"""Whether a hit is worth its load: what computing costs the engine and what a load takes, learned
+while both happen.
 
     a step     seconds above one that ends a hit = a x tokens + b x sum of their places in their prompts
     loads      seconds from order to end = c x loads + d x tokens
 
-Both are least squares in which what is old fades. A hit that would be slower than computing is none (R16): without this
-a small model on a fast GPU waits longer for its KV than for itself.
+Both are least squares in which what is old fades. A hit that would be slower than computing is none
+(R16): without this a small model on a fast GPU waits longer for its KV than for itself.
 
-That loads seem slow is worse than that they seem fast, because a declined hit teaches nothing about them. So a load
-that waited for another one counts from that one's end, and one that is much faster than expected outweighs what was
-learned before. One whose end was seen behind somebody's prompt took no longer than until then, and no shorter than
-until two looks before: it counts where that says that loads are faster, or slower, than expected.
+That loads seem slow is worse than that they seem fast, because a declined hit teaches nothing about
+them. So a load that waited for another one counts from that one's end, and one that is much faster
+than expected outweighs what was learned before. One whose end was seen behind somebody's prompt
+took no longer than until then, and no shorter than until two looks before: it counts where that
+says that loads are faster, or slower, than expected.
 """
 
 import logging
@@ -28,15 +30,22 @@ ALIKE = 0.02  # samples whose lengths differ by less than a seventh tell nothing
 FADES = 0.9  # of what is usual, at each new sample
 STEP_S_MAX = 0.1  # a step without a prompt that took longer was disturbed
 OUTLIER = 3.0  # times what was expected counts as that: another load of the machine, a compiler
-OUTLIER_S_MIN = 0.01  # less is no outlier: nothing was expected where the first samples were disturbed
-SURPRISE = 0.5  # of what was expected: so much less says that the world has changed, or was never such
+OUTLIER_S_MIN = (
+    0.01  # less is no outlier: nothing was expected where the first samples were disturbed
+)
+SURPRISE = (
+    0.5  # of what was expected: so much less says that the world has changed, or was never such
+)
 KEPT_SURPRISED = 0.25  # of what was learned, then
 PROBED_SOON = 2  # after a surprise one in so many is taken
 
 
 class Line:
-    """`y = p * u + q * v`, with p and q at least 0. Where the samples were too much alike to tell u's share from v's,
-    `at` gives the two ends of what it may be."""
+    """`y = p * u + q * v`, with p and q at least 0.
+
+    Where the samples were too much alike to tell u's share from v's, `at` gives the two ends of
+    what it may be.
+    """
 
     def __init__(self) -> None:
         self.samples = 0
@@ -69,7 +78,10 @@ class Line:
 
 
 class Usual:
-    """What something takes lately. One that took long is soon forgotten."""
+    """What something takes lately.
+
+    One that took long is soon forgotten.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -88,22 +100,33 @@ class _Step:
 
 
 class LoadCostModel:
-    """Not thread-safe. Times are of one clock, in seconds."""
+    """Not thread-safe.
+
+    Times are of one clock, in seconds.
+    """
 
     def __init__(self) -> None:
         self._computing, self._loading = Line(), Line()
-        self._answering, self._short = Usual(), Usual()  # steps without a prompt, and with a few tokens of one
+        self._answering, self._short = (
+            Usual(),
+            Usual(),
+        )  # steps without a prompt, and with a few tokens of one
         self._steps: dict[int, _Step] = {}
         self._ended_at = 0.0
         self._prompts_at = 0.0  # when the newest step with a prompt in it ended
-        self._looks = (0.0, 0.0)  # when loads were looked at before that; steps that overlap tell one step late
+        self._looks = (
+            0.0,
+            0.0,
+        )  # when loads were looked at before that; steps that overlap tell one step late
         self._loaded_at = 0.0  # when the newest load did
         self._beside = 0  # tokens of prompts in the newest step
         self._slow = 0  # hits that seemed slow since one of them was taken
 
     def begins(self, step: int, now: float, parts: list[tuple[int, int]], short: bool) -> None:
-        """A step is scheduled: for each request with PROMPT_TOKENS_MIN tokens or more in it, how many are computed
-        already, and how many more in this step. `short`: another has more than one, and fewer."""
+        """A step is scheduled: for each request with PROMPT_TOKENS_MIN tokens or more in it, how
+        many are computed already, and how many more in this step. `short`: another has more than
+        one, and fewer.
+        """
         self._beside = sum(count for _, count in parts)
         places = sum(count * (start + count / 2) for start, count in parts)
         self._steps[step] = _Step(now, short, self._beside, places)
@@ -119,8 +142,8 @@ class LoadCostModel:
         seconds = now - max(since, ours.began_at)
         if ours.tokens:
             self._prompts_at = now
-            # A hit ends with a short step, which no graph may have been made for: it costs what most of a short
-            # prompt does.
+            # A hit ends with a short step, which no graph may have been made for: it costs what
+            # most of a short prompt does.
             fixed_s = self._short.seconds or self._answering.seconds
             self._computing.learn(ours.tokens, ours.places, max(0.0, seconds - fixed_s))
         else:
@@ -141,8 +164,10 @@ class LoadCostModel:
             self._slow = PROBED - PROBED_SOON
 
     def takes(self, start: int, end: int, alone: bool) -> bool:
-        """Whether to load these tokens of a prompt. They would be computed `alone`, or beside prompts such as are in
-        the newest step."""
+        """Whether to load these tokens of a prompt.
+
+        They would be computed `alone`, or beside prompts such as are in the newest step.
+        """
         if min(self._computing.samples, self._loading.samples) < SAMPLES_MIN:
             return True
         _, computed_s = self._computing.at(
@@ -160,14 +185,17 @@ class LoadCostModel:
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
-# Where lookups are answered and loads are not, each request would wait for one. A load that fails sooner met a page
-# that is gone.
+# Where lookups are answered and loads are not, each request would wait for one. A load that fails
+# sooner met a page that is gone.
 HUNG_S = 1.0
 PAUSE_S_MAX = 60.0
 
 
 class HitPolicy:
-    """Not thread-safe. Without `worth` a hit is taken though computing were faster."""
+    """Not thread-safe.
+
+    Without `worth` a hit is taken though computing were faster.
+    """
 
     def __init__(self, worth: LoadCostModel | None) -> None:
         self._worth = worth
@@ -176,7 +204,9 @@ class HitPolicy:
         self._away = 0  # ranks that can load nothing now
 
     def takes(self, start: int, end: int, alone: bool, granted: bool) -> bool:
-        """Whether to load these tokens of a prompt; `granted`: so it was for fewer or more tokens of this request."""
+        """Whether to load these tokens of a prompt; `granted`: so it was for fewer or more tokens
+        of this request.
+        """
         if self._away or (self._worth and not self._worth.takes(start, end, alone)):
             return False
         return granted or self._loads_end()
@@ -187,7 +217,9 @@ class HitPolicy:
             self._worth.begins(step, now, prompts, short)
 
     def ended(self, step: int, now: float, away: int) -> None:
-        """See `LoadCostModel.ended`; `away`: so many ranks can load nothing, for their agents' process is not there."""
+        """See `LoadCostModel.ended`; `away`: so many ranks can load nothing, for their agents'
+        process is not there.
+        """
         self._away = away
         if self._worth:
             self._worth.ended(step, now)
@@ -204,12 +236,19 @@ class HitPolicy:
         self._hangs.success()
 
     def failed(self, seconds: float) -> None:
-        """A load brought less than ordered, after so long. For as long hits are none, twice as long after the next."""
+        """A load brought less than ordered, after so long.
+
+        For as long hits are none, twice as long after the next.
+        """
         if seconds >= HUNG_S:
             self._hung += 1
             pause_s = min(PAUSE_S_MAX, seconds * 2 ** min(self._hung - 1, 10))
-            self._hangs.failure(DeadlineExceeded(f"after {seconds:.1f} s"), pause_s / PAUSE_PER_COST)
-            log.warning("a load was given up after %.1f s; while loads hang, hits are computed", seconds)
+            self._hangs.failure(
+                DeadlineExceeded(f"after {seconds:.1f} s"), pause_s / PAUSE_PER_COST
+            )
+            log.warning(
+                "a load was given up after %.1f s; while loads hang, hits are computed", seconds
+            )
 
     def _loads_end(self) -> bool:
         """Whether the last load did not hang; now and then one request tries."""

@@ -1,12 +1,13 @@
-"""Find the blocks of a prefix that an engine with block tables needs, and those of a request to save.
+"""Find the blocks of a prefix that an engine with block tables needs, and those of a request to
+save.
 
     tokens        0        32       64       96      128
     full          [   0   ][   1   ][   2   ][   3   ]      all blocks of the prefix
     window 40                       [   2   ][   3   ]      those that the next token attends to
                                                      ^ end of a prefix
 
-Pure: tables, hashes and answers in, numbers out. `Request` keeps the state of a request at hand: its
-stored pages, its load, and the blocks that need no save any more.
+Pure: tables, hashes and answers in, numbers out. `Request` keeps the state of a request at hand:
+its stored pages, its load, and the blocks that need no save any more.
 """
 
 import heapq
@@ -17,8 +18,12 @@ from typing import Protocol
 
 from gpu_agent.blocks.lookups import Answer
 
-NULL_BLOCK = 0  # stands in a table for blocks that a window has left behind; never read, never written
-STAGED_BLOCKS = 16  # blocks of an answer that are saved together while it goes on: as much work as for one
+NULL_BLOCK = (
+    0  # stands in a table for blocks that a window has left behind; never read, never written
+)
+STAGED_BLOCKS = (
+    16  # blocks of an answer that are saved together while it goes on: as much work as for one
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,8 @@ class BlockGroup:
     """Layers that share a block table.
 
     `block_tokens`: what a block id names. `window_tokens`: how many tokens before the next one its
-    layers attend to, 0: all. `chunk_tokens`: they attend to the current chunk of so many, 0: no chunks.
+    layers attend to, 0: all. `chunk_tokens`: they attend to the current chunk of so many, 0: no
+    chunks.
     """
 
     block_tokens: int
@@ -48,11 +54,15 @@ class BlockGroup:
         return first // self.block_tokens
 
     def keys(self, hashes: Sequence[bytes], hash_tokens: int) -> list[bytes]:
-        """The hash of every full block: that of its last `hash_tokens` tokens, which covers all before."""
+        """The hash of every full block: that of its last `hash_tokens` tokens, which covers all
+        before.
+        """
         step = self.block_tokens // hash_tokens
         return list(hashes[step - 1 :: step])
 
-    def keys_of(self, hashes: Sequence[bytes], hash_tokens: int, blocks: Sequence[int]) -> list[bytes]:
+    def keys_of(
+        self, hashes: Sequence[bytes], hash_tokens: int, blocks: Sequence[int]
+    ) -> list[bytes]:
         """`keys(...)` of these blocks."""
         step = self.block_tokens // hash_tokens
         if isinstance(blocks, range):
@@ -69,17 +79,26 @@ def longest_prefix(
 ) -> int:
     """The longest prefix, in tokens, that is wholly there once what is stored has been loaded.
 
-    `present[group][block]`: 1 if it is stored by every rank, else 0. The first `local_tokens` are in the engine. The
-    result is a multiple of `step_tokens`, at most `limit_tokens`, and `local_tokens` if nothing can be added: a block
-    that only one group has shortens the prefix for all.
+    `present[group][block]`: 1 if it is stored by every rank, else 0. The first `local_tokens` are
+    in the engine. The result is a multiple of `step_tokens`, at most `limit_tokens`, and
+    `local_tokens` if nothing can be added: a block that only one group has shortens the prefix for
+    all.
     """
     if local_tokens % step_tokens:
         return local_tokens
-    ends = [_run_end(group, blocks, local_tokens) for group, blocks in zip(groups, present, strict=True)]
+    ends = [
+        _run_end(group, blocks, local_tokens) for group, blocks in zip(groups, present, strict=True)
+    ]
     end = min([limit_tokens, *ends]) // step_tokens * step_tokens
-    there = [bytes(blocks) if group.forgets else b"" for group, blocks in zip(groups, present, strict=True)]
+    there = [
+        bytes(blocks) if group.forgets else b""
+        for group, blocks in zip(groups, present, strict=True)
+    ]
     while end > local_tokens:
-        shorter = min(_shorter(group, some, local_tokens, end) for group, some in zip(groups, there, strict=True))
+        shorter = min(
+            _shorter(group, some, local_tokens, end)
+            for group, some in zip(groups, there, strict=True)
+        )
         if shorter == end:
             return end
         end = shorter // step_tokens * step_tokens
@@ -87,28 +106,38 @@ def longest_prefix(
 
 
 def _run_end(group: BlockGroup, blocks: Sequence[int], local_tokens: int) -> int:
-    """Where a prefix ends at the latest: for layers that need all blocks the end of the run of those that are
-    there, from the first one that the engine lacks on."""
+    """Where a prefix ends at the latest: for layers that need all blocks the end of the run of
+    those that are there, from the first one that the engine lacks on.
+    """
     first = len(blocks) if group.forgets else local_tokens // group.block_tokens
-    return group.block_tokens * (blocks.index(False, first) if False in blocks[first:] else len(blocks))
+    return group.block_tokens * (
+        blocks.index(False, first) if False in blocks[first:] else len(blocks)
+    )
 
 
 def _shorter(group: BlockGroup, there: bytes, local_tokens: int, end_tokens: int) -> int:
-    """`end_tokens` if the group has what a prefix needs that ends there, else where one ends at the latest. A prompt
-    has thousands of blocks: nothing here goes through them one by one."""
+    """`end_tokens` if the group has what a prefix needs that ends there, else where one ends at the
+    latest. A prompt has thousands of blocks: nothing here goes through them one by one.
+    """
     blocks = end_tokens // group.block_tokens
     gap = there.rfind(0, _first(group, local_tokens, end_tokens), blocks) if group.forgets else -1
     if gap < 0:
         return end_tokens
-    shorter = (there.rfind(1, 0, gap) + 1) * group.block_tokens  # each that is longer ends in a block that is missing
+    shorter = (
+        there.rfind(1, 0, gap) + 1
+    ) * group.block_tokens  # each that is longer ends in a block that is missing
     if group.chunk_tokens:  # but one that ends with a chunk needs no block of it
         shorter = max(shorter, (end_tokens - 1) // group.chunk_tokens * group.chunk_tokens)
     return shorter
 
 
-def unsaved_blocks(table: Sequence[int], there: Sequence[int], first: int, end: int) -> Sequence[int]:
-    """Blocks from `first` on and below `end` that a group's table has and the store has not (`there`: 1 for those that
-    it has, as far as is known). A range where that is all of them, as of most prompts, which have thousands."""
+def unsaved_blocks(
+    table: Sequence[int], there: Sequence[int], first: int, end: int
+) -> Sequence[int]:
+    """Blocks from `first` on and below `end` that a group's table has and the store has not
+    (`there`: 1 for those that it has, as far as is known). A range where that is all of them, as of
+    most prompts, which have thousands.
+    """
     if NULL_BLOCK not in table[first:end] and True not in there[first:end]:
         return range(first, end)
     known = itertools.chain(there[first:end], itertools.repeat(False))
@@ -119,14 +148,21 @@ def unsaved_blocks(table: Sequence[int], there: Sequence[int], first: int, end: 
     ]
 
 
-def first_ending(groups: Sequence[BlockGroup], blocks: Sequence[Sequence[int]], count: int) -> list[Sequence[int]]:
-    """Of each group's `blocks`, in ascending order, those that are among the first `count` of all to end: where there
-    is no room for more, a shorter prefix is whole then."""
+def first_ending(
+    groups: Sequence[BlockGroup], blocks: Sequence[Sequence[int]], count: int
+) -> list[Sequence[int]]:
+    """Of each group's `blocks`, in ascending order, those that are among the first `count` of all
+    to end: where there is no room for more, a shorter prefix is whole then.
+    """
 
     def ends(number: int) -> list[tuple[int, int]]:
-        return [((block + 1) * groups[number].block_tokens, number) for block in blocks[number][:count]]
+        return [
+            ((block + 1) * groups[number].block_tokens, number) for block in blocks[number][:count]
+        ]
 
-    chosen = [number for _, number in itertools.islice(heapq.merge(*map(ends, range(len(groups)))), count)]
+    chosen = [
+        number for _, number in itertools.islice(heapq.merge(*map(ends, range(len(groups)))), count)
+    ]
     return [some[: chosen.count(number)] for number, some in enumerate(blocks)]
 
 
@@ -150,8 +186,11 @@ class EngineRequest(Protocol):
 
 @dataclass
 class Request:
-    """`planned[group]`: leading blocks that need no save any more: present, staged, or given up. With `next_tokens`
-    tokens computed there is one more, with `due_tokens` enough of them to be saved."""
+    """`planned[group]`: leading blocks that need no save any more: present, staged, or given up.
+
+    With `next_tokens` tokens computed there is one more, with `due_tokens` enough of them to be
+    saved.
+    """
 
     request: EngineRequest
     planned: list[int]
@@ -165,7 +204,9 @@ class Request:
     judged: tuple[int, int] | None = None  # the hit that was decided about, as `offered`
     declined: bool | None = None  # whether it is none; None: not decided since it was asked anew
     refused: bool = False  # a load failed: no second one, or the engine would ask for it forever
-    scheduled: bool = False  # a step was scheduled since its blocks were allocated, so its tokens were computed
+    scheduled: bool = (
+        False  # a step was scheduled since its blocks were allocated, so its tokens were computed
+    )
     barred: bool = False  # its KV may not be stored
 
     def plan_anew(self) -> None:
@@ -180,10 +221,16 @@ class Request:
         tables: Sequence[Sequence[int]],
         room: int,
     ) -> tuple[list[Sequence[int]], int]:
-        """Of each group the blocks to save now, `room` at most, which are planned afterwards; and how many more there
-        are, which are found again the next time."""
-        tokens = min(computed_tokens, len(self.request.block_hashes) * hash_tokens)  # no drafts, no placeholders
-        full = [min(tokens // group.block_tokens, len(table)) for group, table in zip(groups, tables, strict=True)]
+        """Of each group the blocks to save now, `room` at most, which are planned afterwards; and
+        how many more there are, which are found again the next time.
+        """
+        tokens = min(
+            computed_tokens, len(self.request.block_hashes) * hash_tokens
+        )  # no drafts, no placeholders
+        full = [
+            min(tokens // group.block_tokens, len(table))
+            for group, table in zip(groups, tables, strict=True)
+        ]
         there = self.present or [b""] * len(tables)
         found = list(map(unsaved_blocks, tables, there, self.planned, full))
         left = max(0, sum(map(len, found)) - room)
@@ -194,12 +241,21 @@ class Request:
             self.next_tokens = self.due_tokens = 0
             return found, left
         self.planned = list(map(max, self.planned, full))
-        following = [(planned, group.block_tokens) for planned, group in zip(self.planned, groups, strict=True)]
+        following = [
+            (planned, group.block_tokens)
+            for planned, group in zip(self.planned, groups, strict=True)
+        ]
         self.next_tokens = min((blocks + 1) * tokens for blocks, tokens in following)
         self.due_tokens = min(self._due(blocks, tokens) for blocks, tokens in following)
         return found, 0
 
     def _due(self, planned: int, block_tokens: int) -> int:
-        """With so many tokens computed there is more to save: a block of a prompt, some of an answer."""
+        """With so many tokens computed there is more to save: a block of a prompt, some of an
+        answer.
+        """
         following = (planned + 1) * block_tokens
-        return following if following <= self.request.num_tokens else (planned + STAGED_BLOCKS) * block_tokens
+        return (
+            following
+            if following <= self.request.num_tokens
+            else (planned + STAGED_BLOCKS) * block_tokens
+        )

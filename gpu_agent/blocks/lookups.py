@@ -40,19 +40,30 @@ THREADS = 4
 _PAUSE_S = 0.0002
 PENDING_MAX = 1024  # requests that wait for an answer; more are told that nothing is stored
 TOUCHED_TOGETHER = 16  # requests
-TOUCHED_KEYS_MAX = 1 << 16  # keys of a touch, unless one request has more: 2 MiB of a frame's 16 MiB
-OUTAGE_WAIT_S = 0.05  # how long a request waits when the last call failed: enough for a store that is back
+TOUCHED_KEYS_MAX = (
+    1 << 16
+)  # keys of a touch, unless one request has more: 2 MiB of a frame's 16 MiB
+OUTAGE_WAIT_S = (
+    0.05  # how long a request waits when the last call failed: enough for a store that is back
+)
 
 
 class LookupBackend(Protocol):
-    """Calls never wait, but for `pause` and `close`. Exceptions of futures are KVStoreErrors."""
+    """Calls never wait, but for `pause` and `close`.
 
-    def look_up(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[Answer]": ...
+    Exceptions of futures are KVStoreErrors.
+    """
+
+    def look_up(
+        self, question: Question, timeout_s: float
+    ) -> "concurrent.futures.Future[Answer]": ...
 
     def touch(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[None]":
         """Counts pages as used, heads last."""
 
-    def open(self, namespaces: Sequence[Namespace], timeout_s: float) -> "concurrent.futures.Future[None]":
+    def open(
+        self, namespaces: Sequence[Namespace], timeout_s: float
+    ) -> "concurrent.futures.Future[None]":
         """Connects and registers."""
 
     def poll(self) -> None:
@@ -67,7 +78,10 @@ class LookupBackend(Protocol):
 
 
 class ThreadLookups:
-    """Threads of this process. `client` is closed with them."""
+    """Threads of this process.
+
+    `client` is closed with them.
+    """
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -82,7 +96,9 @@ class ThreadLookups:
         deadline = Deadline(timeout_s)
         return _submitted(self._touches, lambda: touched(self._client, question, deadline))
 
-    def open(self, namespaces: Sequence[Namespace], timeout_s: float) -> "concurrent.futures.Future[None]":
+    def open(
+        self, namespaces: Sequence[Namespace], timeout_s: float
+    ) -> "concurrent.futures.Future[None]":
         deadline = Deadline(timeout_s)
         return _submitted(self._lookups, lambda: opened(self._client, namespaces, deadline))
 
@@ -137,7 +153,9 @@ def _submitted(
             return call()
         except KVStoreError:
             raise
-        except Exception as error:  # the edge of a thread: whatever broke, the request gets its answer
+        except (
+            Exception
+        ) as error:  # the edge of a thread: whatever broke, the request gets its answer
             log.exception("a lookup broke")
             raise KVStoreError(repr(error)) from error
 
@@ -183,7 +201,9 @@ class Lookups:
         self._outage = OutageLog()
 
     def ask(self, request_id: str, question: Question, stands: Answer | None = None) -> None:
-        """Start a lookup, which replaces a former one of this request. Returns at once.
+        """Start a lookup, which replaces a former one of this request.
+
+        Returns at once.
 
         `stands`: an answer of the former one that is valid until there is another.
         """
@@ -198,7 +218,9 @@ class Lookups:
         if wanted:
             with request(request_id):
                 done = self._backend.look_up(question, self._timeout_s)
-                done.add_done_callback(carried(self._ended))  # it may end while another is asked about
+                done.add_done_callback(
+                    carried(self._ended)
+                )  # it may end while another is asked about
         else:
             done.set_result(nothing)
         self._pending[request_id] = _Pending(done, nothing, time.monotonic() + wait_s, stands)
@@ -222,7 +244,9 @@ class Lookups:
     def awaited(self, request_id: str, timeout_s: float) -> Answer | None:
         """The same, after waiting for it: for an engine that has nothing else to do."""
         end = time.monotonic() + timeout_s
-        while (answer := self.answer(request_id)) is None and (left_s := end - time.monotonic()) > 0:
+        while (answer := self.answer(request_id)) is None and (
+            left_s := end - time.monotonic()
+        ) > 0:
             self._backend.pause(left_s)
         return answer
 
@@ -277,7 +301,9 @@ class Lookups:
                 return
             self._running += 1
         with request(*(request_id for request_id, _ in used)):
-            done = self._backend.touch([group for _, question in used for group in question], self._timeout_s)
+            done = self._backend.touch(
+                [group for _, question in used for group in question], self._timeout_s
+            )
         done.add_done_callback(self._ended)
 
     @property
@@ -312,5 +338,7 @@ class Lookups:
 
 def _together(used: Sequence[tuple[str, Question]]) -> int:
     """How many of these, from the first on, are told of at once."""
-    keys = itertools.accumulate(sum(len(keys) for _, keys in question) for _, question in used[:TOUCHED_TOGETHER])
+    keys = itertools.accumulate(
+        sum(len(keys) for _, keys in question) for _, question in used[:TOUCHED_TOGETHER]
+    )
     return max(1, sum(count <= TOUCHED_KEYS_MAX for count in keys))

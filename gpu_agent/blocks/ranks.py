@@ -26,7 +26,9 @@ log.addFilter(NamesRequest())
 
 @dataclass
 class RankCounts:
-    """Counters since the object was made. Seconds are sums.
+    """Counters since the object was made.
+
+    Seconds are sums.
 
     Loads are timed from order to end. `agent_startups` counts how often an agents' process became
     ready, and `agent_startup_seconds` sums the time from its start until then.
@@ -71,7 +73,9 @@ class _Load:
 
 
 class BlockRank:
-    """The agents of one rank, and its saves and loads under way. Not thread-safe.
+    """The agents of one rank, and its saves and loads under way.
+
+    Not thread-safe.
 
     `backend`: makes the agents and is closed here.
     `writes`: whether this rank stores; of ranks with the same KV only one does.
@@ -87,7 +91,9 @@ class BlockRank:
         self._step = 0
         self._loads: list[_Load] = []
         self._saves: dict[int, list[SaveJob]] = {}  # whose blocks are still being read
-        self._read: queue.SimpleQueue[int] = queue.SimpleQueue()  # save jobs of which a part was read
+        self._read: queue.SimpleQueue[int] = (
+            queue.SimpleQueue()
+        )  # save jobs of which a part was read
         self._outcomes: list[tuple[BlockAgent, SaveJob]] = []
         self._reported = Report(0)
 
@@ -108,7 +114,9 @@ class BlockRank:
             began_at = time.monotonic()
             with request(order.request_id):
                 jobs = [
-                    (part, self._start_load(part)) for part in order.parts if part.keys and self._agents[part.group]
+                    (part, self._start_load(part))
+                    for part in order.parts
+                    if part.keys and self._agents[part.group]
                 ]
             self._loads.append(_Load(order, jobs, began_at, self._generation))
 
@@ -146,7 +154,9 @@ class BlockRank:
 
     def report(self) -> Report:
         """Return the report for the scheduler since the last one."""
-        for number in {self._read.get_nowait() for _ in range(self._read.qsize())}:  # of thousands under way a few
+        for number in {
+            self._read.get_nowait() for _ in range(self._read.qsize())
+        }:  # of thousands under way a few
             if number in self._saves and all(job.gathered.done() for job in self._saves[number]):
                 del self._saves[number]
                 self._reported.acknowledged[number] = 1
@@ -197,7 +207,10 @@ class BlockRank:
     # ---- in detail --------------------------------------------------------------------------
 
     def _save_read(self, number: int, _: object) -> None:
-        """Note that a part of a save job was read. Called by any thread."""
+        """Note that a part of a save job was read.
+
+        Called by any thread.
+        """
         self._read.put(number)
 
     def _start_saves(self, order: SaveOrder) -> list[SaveJob]:

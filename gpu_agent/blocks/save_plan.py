@@ -5,9 +5,9 @@
        |                +--> no result of step 7: dropped, unpinned, staged again later
        +--> no room: not staged, tried again in a later step
 
-A block that was not computed can not be told from one that was, on any rank. So blocks are pinned from
-before they are computed until the last rank has read them. This module takes the engine's calls and
-returns orders for the ranks (`StepOrders`), which answer with a `Report`; it moves no KV.
+A block that was not computed can not be told from one that was, on any rank. So blocks are pinned
+from before they are computed until the last rank has read them. This module takes the engine's
+calls and returns orders for the ranks (`StepOrders`), which answer with a `Report`; it moves no KV.
 """
 
 import time
@@ -20,8 +20,10 @@ from kvstore.tracing import REQUESTS_MAX
 
 
 class Part(NamedTuple):
-    """Blocks of one group: keys and the engine's block ids, as many of each. A prompt has thousands, and the engine
-    waits: what is done to them is done to whole lists."""
+    """Blocks of one group: keys and the engine's block ids, as many of each.
+
+    A prompt has thousands, and the engine waits: what is done to them is done to whole lists.
+    """
 
     group: int
     keys: list[bytes]
@@ -29,8 +31,10 @@ class Part(NamedTuple):
 
 
 class SaveOrder(NamedTuple):
-    """For every rank: store these blocks, and say when their memory has been read. `requests`: whose they are, as the
-    engine calls them, the first few."""
+    """For every rank: store these blocks, and say when their memory has been read.
+
+    `requests`: whose they are, as the engine calls them, the first few.
+    """
 
     job: int
     parts: list[Part]
@@ -45,8 +49,10 @@ class LoadOrder(NamedTuple):
 
 
 class StepOrders(NamedTuple):
-    """What the ranks do beside one step of the engine. `scarce`: it lacks blocks, so none may stay pinned for a save
-    that waits for a process to start."""
+    """What the ranks do beside one step of the engine.
+
+    `scarce`: it lacks blocks, so none may stay pinned for a save that waits for a process to start.
+    """
 
     step: int
     epoch: int | None
@@ -60,9 +66,15 @@ class Report:
     """What one rank, or several together, did beside a step."""
 
     step: int
-    acknowledged: dict[int, int] = field(default_factory=dict)  # save job -> ranks that have read its blocks
-    finished: dict[str, int] = field(default_factory=dict)  # load of a request -> ranks that ended it
-    failed: set[str] = field(default_factory=set)  # requests with a load that brought less than ordered
+    acknowledged: dict[int, int] = field(
+        default_factory=dict
+    )  # save job -> ranks that have read its blocks
+    finished: dict[str, int] = field(
+        default_factory=dict
+    )  # load of a request -> ranks that ended it
+    failed: set[str] = field(
+        default_factory=set
+    )  # requests with a load that brought less than ordered
     away: int = 0  # ranks where every load would fail now
 
     def add(self, other: "Report") -> "Report":
@@ -87,10 +99,14 @@ class _Job:
 
 
 class SavePlan:
-    """`ranks`: how many acknowledge a job. `blocks_max`: pinned at a time, over all groups. `order_blocks`:
-    of one order; fewer wait for more, for `hold_s` at most, since each order costs the engine and the ranks as
-    much as its blocks do, and not while blocks are `scarce`: then they are wanted back, and a request that is
-    thrown out wants its own stored. `pin` and `unpin` take block ids. Not thread-safe: an engine has one scheduler."""
+    """`ranks`: how many acknowledge a job.
+
+    `blocks_max`: pinned at a time, over all groups. `order_blocks`: of one order; fewer wait for
+    more, for `hold_s` at most, since each order costs the engine and the ranks as much as its
+    blocks do, and not while blocks are `scarce`: then they are wanted back, and a request that is
+    thrown out wants its own stored. `pin` and `unpin` take block ids. Not thread-safe: an engine
+    has one scheduler.
+    """
 
     def __init__(
         self,
@@ -114,7 +130,9 @@ class SavePlan:
         self._ready_count = 0  # blocks of these
         self._ready_at = 0.0  # when the first of them was
         self._jobs: dict[int, _Job] = {}
-        self._known: dict[int, set[bytes]] = {}  # by group; staged, ready or in a job: once is enough
+        self._known: dict[
+            int, set[bytes]
+        ] = {}  # by group; staged, ready or in a job: once is enough
         self._pinned = 0
         self._next_job = 0
 
@@ -133,8 +151,10 @@ class SavePlan:
         self._steps[step] = []
 
     def stage(self, owner: str, parts: Iterable[Part]) -> None:
-        """Blocks whose tokens are computed by the end of the newest step; at most `room`. Without an
-        outstanding step they are ready. Blocks under way already are left out."""
+        """Blocks whose tokens are computed by the end of the newest step; at most `room`.
+
+        Without an outstanding step they are ready. Blocks under way already are left out.
+        """
         new = [part for part in map(self._learned, parts) if part.keys]
         if not new:
             return
@@ -167,7 +187,10 @@ class SavePlan:
     def orders(self) -> list[SaveOrder]:
         """What the ranks shall store now."""
         orders: list[SaveOrder] = []
-        early = self._ready_count < self._order_blocks and time.monotonic() < self._ready_at + self._hold_s
+        early = (
+            self._ready_count < self._order_blocks
+            and time.monotonic() < self._ready_at + self._hold_s
+        )
         if not self._ready or (early and not self.scarce()):
             return orders
         while self._ready:
@@ -202,7 +225,9 @@ class SavePlan:
         held += ready + [part for job in self._jobs.values() for part in job.parts]
         found = []
         if _count(held) != self._pinned or self._pinned > self._blocks_max:
-            found.append(f"{self._pinned} blocks are pinned for {_count(held)} saves, at most {self._blocks_max}")
+            found.append(
+                f"{self._pinned} blocks are pinned for {_count(held)} saves, at most {self._blocks_max}"
+            )
         known = sorted((group, key) for group, keys in self._known.items() for key in keys)
         if sorted((part.group, key) for part in held for key in part.keys) != known:
             found.append("the keys under way are not those of the pinned blocks")
@@ -214,7 +239,11 @@ class SavePlan:
         """What of it was not under way, and is now."""
         known = self._known.setdefault(part.group, set())
         if not known.isdisjoint(part.keys):
-            new = [(key, block) for key, block in zip(part.keys, part.blocks, strict=True) if key not in known]
+            new = [
+                (key, block)
+                for key, block in zip(part.keys, part.blocks, strict=True)
+                if key not in known
+            ]
             part = Part(part.group, [key for key, _ in new], [block for _, block in new])
         known.update(part.keys)
         return part
@@ -226,14 +255,18 @@ class SavePlan:
         self._ready_count += _count(staged.parts)
 
     def _taken(self) -> tuple[list[Part], tuple[str, ...]]:
-        """The first blocks that are ready, as many as an order may have, one part a group; and whose they are."""
+        """The first blocks that are ready, as many as an order may have, one part a group; and
+        whose they are.
+        """
         parts: dict[int, Part] = {}
         owners: dict[str, None] = {}
         left = self._order_blocks
         while left and self._ready:
             owner, part = self._ready.popleft()
             if len(part.keys) > left:
-                self._ready.appendleft((owner, Part(part.group, part.keys[left:], part.blocks[left:])))
+                self._ready.appendleft(
+                    (owner, Part(part.group, part.keys[left:], part.blocks[left:]))
+                )
                 part = Part(part.group, part.keys[:left], part.blocks[:left])
             left -= len(part.keys)
             owners[owner] = None
@@ -247,7 +280,8 @@ class SavePlan:
         self._pinned -= _count(parts)
         for part in reversed(parts):
             self._known[part.group].difference_update(part.keys)
-            # The last block first: what is freed first is reused first, and a chain should lose its end.
+            # The last block first: what is freed first is reused first, and a chain should lose its
+            # end.
             self._unpin(part.blocks[::-1])
 
 

@@ -1,9 +1,11 @@
 """The store beside an engine's scheduler: hits for waiting requests, orders for the ranks.
 
-    ask ... matched, matched, ... -> allocated -> step (load order) -> report -> step (save orders) ... finished
+    ask ... matched, matched, ... -> allocated -> step (load order) -> report -> step (save orders)
+    ... finished
 
-For engines that schedule requests with block tables and hash their blocks themselves (vLLM). Nothing
-here waits, and nothing here touches KV: `ranks.py` does, on every rank, by the orders made here.
+For engines that schedule requests with block tables and hash their blocks themselves (vLLM).
+Nothing here waits, and nothing here touches KV: `ranks.py` does, on every rank, by the orders made
+here.
 """
 
 import logging
@@ -13,14 +15,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpu_agent.blocks.cost_model import PROMPT_TOKENS_MIN, HitPolicy, LoadCostModel
-from gpu_agent.blocks.groups import NULL_BLOCK, BlockGroup, EngineRequest, Request, loaded_blocks, longest_prefix
+from gpu_agent.blocks.groups import (
+    NULL_BLOCK,
+    BlockGroup,
+    EngineRequest,
+    Request,
+    loaded_blocks,
+    longest_prefix,
+)
 from gpu_agent.blocks.lookups import Answer, Lookups
 from gpu_agent.blocks.save_plan import LoadOrder, Part, Report, SavePlan, StepOrders
 from kvstore.keys import Namespace
 
 log = logging.getLogger(__name__)
 
-# An engine that computes nothing else waits so long for an answer, once, which takes less than its next step.
+# An engine that computes nothing else waits so long for an answer, once, which takes less than its
+# next step.
 IDLE_WAIT_S = 0.005
 ALONE_MAX = 16  # requests at hand: of so many, one is being computed
 REFRESH_S = 2.0  # how long an answer is believed while a request waits
@@ -30,8 +40,9 @@ SILENCE_S = 10.0  # after a line of the log, for the same reason
 
 @dataclass
 class MatchCounts:
-    """Tokens asked for and given; hits that would have been slower than computing; pages of requests that ended before
-    there was room to save them."""
+    """Tokens asked for and given; hits that would have been slower than computing; pages of
+    requests that ended before there was room to save them.
+    """
 
     queried_tokens: int = 0
     hit_tokens: int = 0
@@ -41,12 +52,15 @@ class MatchCounts:
 
 
 class BlockScheduler:
-    """Not thread-safe. `shards`: for each group the namespaces of all shards, each once. `hash_tokens`: of
-    one of the engine's hashes. `step_tokens`: lengths of hits are multiples of it. A hit of fewer than `min_tokens`
-    tokens is none; one that would be slower than computing neither, if `worth` tells.
+    """Not thread-safe.
 
-    Loads run beside steps: a request computes nothing, and no other one reads its blocks, until its load has ended on
-    all ranks. So no step ever computes over blocks of a load that fails."""
+    `shards`: for each group the namespaces of all shards, each once. `hash_tokens`: of one of the
+    engine's hashes. `step_tokens`: lengths of hits are multiples of it. A hit of fewer than
+    `min_tokens` tokens is none; one that would be slower than computing neither, if `worth` tells.
+
+    Loads run beside steps: a request computes nothing, and no other one reads its blocks, until its
+    load has ended on all ranks. So no step ever computes over blocks of a load that fails.
+    """
 
     def __init__(
         self,
@@ -69,7 +83,8 @@ class BlockScheduler:
         self._min_tokens = max(1, min_tokens)
         self._hits = HitPolicy(worth)
         self._strangers = False  # in the newest step: requests that never asked
-        self._told = False  # since the newest step: a request of its hit, so only blocks could keep it from running
+        # since the newest step: a request of its hit, so only blocks could keep it from running
+        self._told = False
         # Steps for which the same requests end no block that is due, each with one token a step.
         self._quiet, self._scanned = 0, frozenset[str]()
         self._requests: dict[str, Request] = {}
@@ -92,11 +107,16 @@ class BlockScheduler:
 
     def ask(self, request: EngineRequest) -> None:
         """A new request: starts its lookup."""
-        self._requests[request.request_id] = Request(request, [0] * len(self._groups), barred=self._stopped)
+        self._requests[request.request_id] = Request(
+            request, [0] * len(self._groups), barred=self._stopped
+        )
         self._ask(request)
 
     def matched(self, request: EngineRequest, local_tokens: int) -> int | None:
-        """Tokens beyond `local_tokens` that can be loaded; None: not known yet. Asked again and again."""
+        """Tokens beyond `local_tokens` that can be loaded; None: not known yet.
+
+        Asked again and again.
+        """
         state = self._requests.get(request.request_id)
         if state is None or state.refused:
             self._told = True
@@ -106,13 +126,15 @@ class BlockScheduler:
             self._ask(request)
             state.polled, state.declined = False, None
         elif age_s > REFRESH_S:  # it waits so long that other pages are there now
-            # Until they are known the old answer stands: told None, an engine gives the blocks that it saved up for
-            # this one to those behind it.
+            # Until they are known the old answer stands: told None, an engine gives the blocks that
+            # it saved up for this one to those behind it.
             self._ask(request, self._lookups.answer(request.request_id))
         answer = self._lookups.answer(request.request_id)
         if not state.polled:
             state.polled = True
-            answer = self._lookups.awaited(request.request_id, IDLE_WAIT_S if self._alone(state) else 0.0)
+            answer = self._lookups.awaited(
+                request.request_id, IDLE_WAIT_S if self._alone(state) else 0.0
+            )
         if answer is None:
             return None
         # A load may claim the last token too: the engine computes it again.
@@ -125,12 +147,19 @@ class BlockScheduler:
         self._told = True
         return end - local_tokens
 
-    def allocated(self, request: EngineRequest, tables: Sequence[Sequence[int]], tokens: int) -> None:
-        """The request was admitted with blocks for `tokens` tokens of the offer (perhaps fewer or none)."""
+    def allocated(
+        self, request: EngineRequest, tables: Sequence[Sequence[int]], tokens: int
+    ) -> None:
+        """The request was admitted with blocks for `tokens` tokens of the offer (perhaps fewer or
+        none).
+        """
         state = self._requests.get(request.request_id)
         if state is None or state.loading:
             return
-        state.scheduled, self._quiet = False, 0  # also of one that was never asked about again, for a load of it failed
+        state.scheduled, self._quiet = (
+            False,
+            0,
+        )  # also of one that was never asked about again, for a load of it failed
         if self._lookups.age_s(request.request_id) is not None:
             self._lookups.drop(request.request_id)
             self._plan_anew(state)
@@ -140,7 +169,9 @@ class BlockScheduler:
         local, end = state.offered[0], state.offered[0] + tokens
         parts = []
         for number, group in enumerate(self._groups):
-            wanted = [i for i in loaded_blocks(group, local, end) if tables[number][i] != NULL_BLOCK]
+            wanted = [
+                i for i in loaded_blocks(group, local, end) if tables[number][i] != NULL_BLOCK
+            ]
             keys = group.keys_of(request.block_hashes, self._hash_tokens, wanted)
             parts.append(Part(number, keys, [tables[number][i] for i in wanted]))
         self._loads.append(LoadOrder(request.request_id, parts))
@@ -148,17 +179,29 @@ class BlockScheduler:
         self._counts.hits += 1
         self._counts.hit_tokens += tokens
 
-    def step(self, scheduled: Mapping[str, int], table_of: Callable[[str], Sequence[Sequence[int]]]) -> StepOrders:
-        """The end of scheduling: `scheduled` are requests and their tokens in this step. Their tables are
-        asked for when there is something to save: most steps of most requests end no block."""
+    def step(
+        self, scheduled: Mapping[str, int], table_of: Callable[[str], Sequence[Sequence[int]]]
+    ) -> StepOrders:
+        """The end of scheduling: `scheduled` are requests and their tokens in this step.
+
+        Their tables are asked for when there is something to save: most steps of most requests end
+        no block.
+        """
         self._step += 1
         self._lookups.poll()
         saves = self._plan.orders()
         self._plan.begin(self._step)
         loads, self._loads = self._loads, []
-        scarce = self._plan.scarce()  # then a request may be thrown out, and comes back with what is stored
+        scarce = (
+            self._plan.scarce()
+        )  # then a request may be thrown out, and comes back with what is stored
         prompts, short = list[tuple[int, int]](), False
-        if self._quiet and not scarce and scheduled.keys() == self._scanned and set(scheduled.values()) == {1}:
+        if (
+            self._quiet
+            and not scarce
+            and scheduled.keys() == self._scanned
+            and set(scheduled.values()) == {1}
+        ):
             self._quiet -= 1
         else:
             prompts, short = self._scan(scheduled, table_of, scarce)
@@ -167,9 +210,15 @@ class BlockScheduler:
         return StepOrders(self._step, self._epoch, loads, saves, scarce or blocked)
 
     def _scan(
-        self, scheduled: Mapping[str, int], table_of: Callable[[str], Sequence[Sequence[int]]], scarce: bool
+        self,
+        scheduled: Mapping[str, int],
+        table_of: Callable[[str], Sequence[Sequence[int]]],
+        scarce: bool,
     ) -> tuple[list[tuple[int, int]], bool]:
-        """Stages what a step computes. See `LoadCostModel.begins` for what is returned."""
+        """Stages what a step computes.
+
+        See `LoadCostModel.begins` for what is returned.
+        """
         prompts, short = list[tuple[int, int]](), False
         self._strangers = False
         self._quiet = QUIET_MAX
@@ -184,7 +233,9 @@ class BlockScheduler:
                 prompts.append((computed - tokens, tokens))
             elif tokens > 1:
                 short = True
-            due = not state.barred and computed >= (state.next_tokens if scarce else state.due_tokens)
+            due = not state.barred and computed >= (
+                state.next_tokens if scarce else state.due_tokens
+            )
             if due and self._plan.room:
                 self._stage(state, computed, table_of(request_id))
             if not state.barred:
@@ -198,7 +249,8 @@ class BlockScheduler:
             self._plan.acknowledge(job, ranks)
         seen_at, self._seen_at = self._seen_at, time.monotonic()
         if report.failed:
-            # They failed after the report before this one: perhaps right after it, beside a long step.
+            # They failed after the report before this one: perhaps right after it, beside a long
+            # step.
             self._loads_failed(report.failed, seen_at)
         self._hits.ended(report.step, self._seen_at, report.away)
         if report.finished:
@@ -216,16 +268,22 @@ class BlockScheduler:
         if state.loading:
             self._ended[request.request_id] = state
             return
-        if state.scheduled:  # else another connector may still be loading blocks that count as computed
+        if (
+            state.scheduled
+        ):  # else another connector may still be loading blocks that count as computed
             self._drop(self._stage(state, request.num_computed_tokens, tables))
         if not state.barred:
             self._lookups.touch(request.request_id, self._question(request))
 
     def reset(self) -> None:
-        """Nothing stored so far is valid any more, nor what the requests at hand have computed. The new
-        epoch is no number that anybody else uses: others may serve other weights."""
+        """Nothing stored so far is valid any more, nor what the requests at hand have computed.
+
+        The new epoch is no number that anybody else uses: others may serve other weights.
+        """
         self._epoch = secrets.randbits(63)
-        self._shards = [[replace(namespace, epoch=self._epoch) for namespace in group] for group in self._shards]
+        self._shards = [
+            [replace(namespace, epoch=self._epoch) for namespace in group] for group in self._shards
+        ]
         self._lookups.drop_all()
         self.stop_saving()
         self._stopped = False
@@ -283,14 +341,19 @@ class BlockScheduler:
                     loads.append(state)
         if loads:
             tokens = sum(state.offered[1] - state.offered[0] for state in loads)
-            self._hits.loaded(len(loads), tokens, min(state.load_began_at for state in loads), self._seen_at)
+            self._hits.loaded(
+                len(loads), tokens, min(state.load_began_at for state in loads), self._seen_at
+            )
 
     def _declines(self, state: Request, start: int, end: int) -> bool:
-        """Whether computing these tokens would be faster than loading them, as far as is known, or no load would end.
-        What was decided stays, for a request may be asked about in every step."""
+        """Whether computing these tokens would be faster than loading them, as far as is known, or
+        no load would end. What was decided stays, for a request may be asked about in every step.
+        """
         if state.declined is None or state.judged != (start, end):
             was, state.judged = state.declined, (start, end)
-            state.declined = not self._hits.takes(start, end, self._alone(state), granted=was is False)
+            state.declined = not self._hits.takes(
+                start, end, self._alone(state), granted=was is False
+            )
             self._counts.hits_declined += state.declined and not was
         return state.declined
 
@@ -316,8 +379,14 @@ class BlockScheduler:
         """For how many blocks there was no room; they are tried again as long as the request lives."""
         if state.barred or state.loading:
             return 0
-        found, left = state.plan(self._groups, self._hash_tokens, computed_tokens, tables, self._plan.room)
-        parts = [self._part(state.request, number, blocks, tables) for number, blocks in enumerate(found) if blocks]
+        found, left = state.plan(
+            self._groups, self._hash_tokens, computed_tokens, tables, self._plan.room
+        )
+        parts = [
+            self._part(state.request, number, blocks, tables)
+            for number, blocks in enumerate(found)
+            if blocks
+        ]
         self._plan.stage(state.request.request_id, parts)
         return left
 
@@ -326,14 +395,22 @@ class BlockScheduler:
         self._quiet = 0
 
     def _part(
-        self, request: EngineRequest, number: int, blocks: Sequence[int], tables: Sequence[Sequence[int]]
+        self,
+        request: EngineRequest,
+        number: int,
+        blocks: Sequence[int],
+        tables: Sequence[Sequence[int]],
     ) -> Part:
         """These blocks of a group, as they are saved."""
         table = tables[number]
         keys = self._groups[number].keys_of(request.block_hashes, self._hash_tokens, blocks)
         whole = isinstance(blocks, range)
         return Part(
-            number, keys, list(table[blocks[0] : blocks[-1] + 1]) if whole else [table[block] for block in blocks]
+            number,
+            keys,
+            list(table[blocks[0] : blocks[-1] + 1])
+            if whole
+            else [table[block] for block in blocks],
         )
 
     def _drop(self, blocks: int) -> None:

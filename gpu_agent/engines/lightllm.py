@@ -1,11 +1,13 @@
 """LightLLM: the store as its disk cache, behind its CPU cache; nothing in LightLLM is changed.
 
-    PYTHONPATH="$(python -m gpu_agent.engines.lightllm):$PYTHONPATH" python -m lightllm.server.api_server
+    PYTHONPATH="$(python -m gpu_agent.engines.lightllm):$PYTHONPATH" python -m
+    lightllm.server.api_server
         --enable_cpu_cache --enable_disk_cache ...
 
-LightLLM imports `PyLocalCacheService` and `PyState` from `light_mem` (the folder that the command prints),
-in the one process that owns its pool of CPU pages. It makes one service, asks `query`, and gives pages to
-`create`. What it does about an exception, a slow answer or a wrong one, and what follows for us:
+LightLLM imports `PyLocalCacheService` and `PyState` from `light_mem` (the folder that the command
+prints), in the one process that owns its pool of CPU pages. It makes one service, asks `query`, and
+gives pages to `create`. What it does about an exception, a slow answer or a wrong one, and what
+follows for us:
 
     query raises        the request is never forwarded, and nobody is told      nothing raises, all is logged
     create raises       its writer thread is dead                               a task that is done and has failed
@@ -40,7 +42,10 @@ HASH_NBYTES = 16
 
 
 class PyState(enum.Enum):
-    """What has become of a page of a task. LightLLM asks for Finished only."""
+    """What has become of a page of a task.
+
+    LightLLM asks for Finished only.
+    """
 
     Initial = 0
     Working = 1
@@ -49,11 +54,13 @@ class PyState(enum.Enum):
 
 
 class PyLocalCacheService:
-    """What LightLLM makes of `--enable_disk_cache`. Thread-safe; only the constructor raises.
+    """What LightLLM makes of `--enable_disk_cache`.
 
-    `kvcache_tensor`: its pool of CPU pages, uint8 `[pages, page_nbytes]`. File, size, shards and workers
-    are the original's and mean nothing here: nodes keep the pages and evict on their own. Raises
-    ConfigError and InvalidRequest, which end LightLLM's start.
+    Thread-safe; only the constructor raises.
+
+    `kvcache_tensor`: its pool of CPU pages, uint8 `[pages, page_nbytes]`. File, size, shards and
+    workers are the original's and mean nothing here: nodes keep the pages and evict on their own.
+    Raises ConfigError and InvalidRequest, which end LightLLM's start.
     """
 
     _n = 1  # pages in a block: every page is an object of its own
@@ -68,9 +75,13 @@ class PyLocalCacheService:
         **others: Any,
     ) -> None:
         arguments, identity = engine_arguments("LIGHTLLM_START_ARGS"), identity_of({})
-        self.namespace = namespace_of(arguments, engine_variables(*VARIABLES), identity, kvcache_tensor)
+        self.namespace = namespace_of(
+            arguments, engine_variables(*VARIABLES), identity, kvcache_tensor
+        )
         self._client = Client(client_config())
-        self._pages = PageTableTier(self._client, self.namespace, kvcache_tensor, tier_config(kvcache_tensor))
+        self._pages = PageTableTier(
+            self._client, self.namespace, kvcache_tensor, tier_config(kvcache_tensor)
+        )
         log.info(
             "LightLLM's disk cache is the store at %s: model %s, pages of %d bytes, namespace %s; not used: "
             "--disk_cache_dir, --disk_cache_storage_size%s",
@@ -82,8 +93,10 @@ class PyLocalCacheService:
         )
 
     def query(self, hash_128s: Sequence[int]) -> list[bool]:
-        """Which pages can be read; all False if the store does not answer in time. They are held for long
-        enough to be read."""
+        """Which pages can be read; all False if the store does not answer in time.
+
+        They are held for long enough to be read.
+        """
         with request():
             try:
                 return self._pages.present(_keys(hash_128s))
@@ -100,7 +113,10 @@ class PyLocalCacheService:
         **others: Any,
     ) -> "ReadTask | WriteTask":
         """Begins to store ("w") or to read ("r", from position `start_pos` on) pages of a prefix.
-        `kv_page_indexer`: int32 CPU tensor, the row of each. A call that is wrong gets a failed task."""
+
+        `kv_page_indexer`: int32 CPU tensor, the row of each. A call that is wrong gets a failed
+        task.
+        """
         failed = WriteTask if mode == "w" else ReadTask
         with request():
             try:
@@ -121,8 +137,10 @@ class PyLocalCacheService:
         return self._pages.active("save" if mode == "w" else "load")
 
     def abort(self, task: "ReadTask | WriteTask") -> None:
-        """Returns when nobody touches the pages for this task any more, at the latest at its deadline. LightLLM
-        waits 120 s before it calls this, and no deadline is as long, so there is nothing left to wait for."""
+        """Returns when nobody touches the pages for this task any more, at the latest at its
+        deadline. LightLLM waits 120 s before it calls this, and no deadline is as long, so there is
+        nothing left to wait for.
+        """
         try:
             if task.job is not None:
                 self._pages.settle(task.job)
@@ -136,13 +154,19 @@ class PyLocalCacheService:
         return self._pages
 
     def close(self) -> None:
-        """Ends pending tasks in bounded time. LightLLM never calls it: its process just ends."""
+        """Ends pending tasks in bounded time.
+
+        LightLLM never calls it: its process just ends.
+        """
         self._pages.close()
         self._client.close()
 
 
 class ReadTask:
-    """Pages on their way into rows. Without a job it has failed."""
+    """Pages on their way into rows.
+
+    Without a job it has failed.
+    """
 
     page_already_list: Sequence[int] = ()
 
@@ -166,7 +190,9 @@ class ReadTask:
 
 
 class WriteTask:
-    """Rows on their way into the store. Without a job it has failed.
+    """Rows on their way into the store.
+
+    Without a job it has failed.
 
     `page_already_list`: rows that are not read, each once; never changes.
     """
@@ -185,7 +211,10 @@ class WriteTask:
         return self.job is None or self.job.gathered.done()
 
     def state(self) -> list[PyState]:
-        """One per page. Those that were stored before and those of this task have one fate: nobody asks."""
+        """One per page.
+
+        Those that were stored before and those of this task have one fate: nobody asks.
+        """
         if not self.ready():
             return [PyState.Working] * self._count
         kept = self.job is not None and not self.aborted and self.job.done.result().dropped == 0

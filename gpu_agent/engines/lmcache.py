@@ -4,11 +4,11 @@
     plugin          NodeAdapter     shapes and dtypes are part of the namespace; status, listing
 
     lmcache server ... --l2-adapter '{"type": "plugin", "module_path": "gpu_agent.engines.lmcache",
-        "class_name": "NodeAdapter", "adapter_params": {"address": "store:7440", "revision": "2026-11-01",
-        "kv_format": "vllm 0.33 bf16"}}'
+        "class_name": "NodeAdapter", "adapter_params": {"address": "store:7440", "revision":
+        "2026-11-01", "kv_format": "vllm 0.33 bf16"}}'
 
-`adapter_params` are the options of `gpu_agent.options` and those below (docs/engines/lmcache.md). A wrong one
-ends the start; a node that is not there is a miss. lmcache is imported only here.
+`adapter_params` are the options of `gpu_agent.options` and those below (docs/engines/lmcache.md). A
+wrong one ends the start; a node that is not there is a miss. lmcache is imported only here.
 """
 
 import concurrent.futures
@@ -41,10 +41,11 @@ log = logging.getLogger(__name__)
 log.addFilter(NamesRequest())
 
 STORE_TYPE = "kvstore"  # what /status calls us
-# LMCache frees a store's buffers 300 s after the call and a load's after 600 s, and its bench gives a lookup
-# 2.5 s: deadlines have to be far from that.
+# LMCache frees a store's buffers 300 s after the call and a load's after 600 s, and its bench gives
+# a lookup 2.5 s: deadlines have to be far from that.
 TIMEOUTS_S_MAX = {"lookup_timeout_s": 2.0, "save_timeout_s": 60.0, "load_timeout_s": 60.0}
-# One call carries a request's whole prefix, gigabytes of LMCache's own memory: no reason to refuse it.
+# One call carries a request's whole prefix, gigabytes of LMCache's own memory: no reason to refuse
+# it.
 PENDING_NBYTES_MAX = 1 << 38
 STATUS_TIMEOUT_S = 0.5
 LIST_TIMEOUT_S = 5.0
@@ -52,7 +53,10 @@ _STORED = {PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.BUSY}
 
 
 def _options(params: Mapping[str, Any], *own: str) -> Options:
-    """`own`: of one form only. Raises ConfigError naming the option."""
+    """`own`: of one form only.
+
+    Raises ConfigError naming the option.
+    """
     for name in ("model", "hashers"):
         if name in params:
             raise ConfigError(
@@ -62,7 +66,9 @@ def _options(params: Mapping[str, Any], *own: str) -> Options:
     for name, seconds_max in TIMEOUTS_S_MAX.items():
         seconds = getattr(options.agent, name)
         if seconds > seconds_max:
-            raise ConfigError(f"{name}={seconds} is too long for LMCache, which waits and frees buffers: {seconds_max}")
+            raise ConfigError(
+                f"{name}={seconds} is too long for LMCache, which waits and frees buffers: {seconds_max}"
+            )
     return options
 
 
@@ -76,18 +82,26 @@ class _Node:
         self.naming = Naming(options.identity, kv_format)
         # A thread never waits for a connection: a lookup would, behind loads of gigabytes.
         threads = 2 * options.agent.workers + QUERY_WORKERS + THREADS_MAX
-        client_config = replace(options.client, connections_max=max(options.client.connections_max, threads))
+        client_config = replace(
+            options.client, connections_max=max(options.client.connections_max, threads)
+        )
         self.client = Client(client_config)
         self.objects = ObjectStore(self.client, options.agent)
         self.objects.connect()
 
-    def listed(self, model: str | None, digest: bytes, prefix_hash: bytes) -> Iterator[tuple[bytes, ObjectKey, int]]:
+    def listed(
+        self, model: str | None, digest: bytes, prefix_hash: bytes
+    ) -> Iterator[tuple[bytes, ObjectKey, int]]:
         """(namespace's digest, key, bytes) of the objects behind that place, in their order."""
-        known = sorted((namespace.digest, namespace) for namespace, _ in self.client.namespaces(LIST_TIMEOUT_S))
+        known = sorted(
+            (namespace.digest, namespace) for namespace, _ in self.client.namespaces(LIST_TIMEOUT_S)
+        )
         for found, namespace in known:
             if found < digest or model not in (None, namespace.model):
                 continue
-            for page in self.client.list_pages(namespace, after=prefix_hash if found == digest else b""):
+            for page in self.client.list_pages(
+                namespace, after=prefix_hash if found == digest else b""
+            ):
                 key = self.naming.key_of(namespace, page.prefix_hash)
                 if key is None:
                     break  # other options' or another engine's
@@ -99,7 +113,10 @@ class _Node:
 
 
 class NodeConnector:
-    """`native_plugin`. Raises ConfigError."""
+    """`native_plugin`.
+
+    Raises ConfigError.
+    """
 
     def __init__(self, **params: Any) -> None:
         self._node = _Node(_options(params))
@@ -111,7 +128,9 @@ class NodeConnector:
 
     def submit_batch_set(self, keys: list[str], views: list[memoryview]) -> int:
         found = self._node.objects.put(self._sized(keys, views), views)
-        return self._submit(found, lambda values: [value in _STORED for value in values], every=True)
+        return self._submit(
+            found, lambda values: [value in _STORED for value in values], every=True
+        )
 
     def submit_batch_get(self, keys: list[str], views: list[memoryview]) -> int:
         return self._submit(self._node.objects.get(self._sized(keys, views), views), _truths)
@@ -142,7 +161,10 @@ class NodeConnector:
         bits: Callable[[list[Any]], list[bool]],
         every: bool = False,
     ) -> int:
-        """`every`: good only if all are. Else as soon as the node answered for one."""
+        """`every`: good only if all are.
+
+        Else as soon as the node answered for one.
+        """
         number = next(self._ids)
 
         def post(future: "concurrent.futures.Future[ObjectResults[Any]]") -> None:
@@ -160,8 +182,11 @@ def _truths(values: list[Any]) -> list[bool]:
 
 
 class NodeAdapter(L2AdapterInterface):
-    """`plugin`. Option of its own: `max_capacity_gb`, 0 unless LMCache is to evict, which the node does by
-    itself. Raises ConfigError."""
+    """`plugin`.
+
+    Option of its own: `max_capacity_gb`, 0 unless LMCache is to evict, which the node does by
+    itself. Raises ConfigError.
+    """
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
         options = _options(params, "max_capacity_gb")
@@ -175,7 +200,9 @@ class NodeAdapter(L2AdapterInterface):
         self._stored: dict[int, L2StoreResult] = {}
         self._found: dict[int, Any] = {}
         self._loaded: dict[int, Any] = {}
-        self._store_event, self._lookup_event, self._load_event = (create_event_notifier() for _ in range(3))
+        self._store_event, self._lookup_event, self._load_event = (
+            create_event_notifier() for _ in range(3)
+        )
 
     def get_store_event_fd(self) -> int:
         return int(self._store_event.fileno())
@@ -187,8 +214,15 @@ class NodeAdapter(L2AdapterInterface):
         return int(self._load_event.fileno())
 
     def get_memory_tags(self) -> Any:
-        """Return the kind of memory that holds the objects: remote storage. LMCache calls it since 0.5.7."""
-        from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags  # not in 0.5.6
+        """Return the kind of memory that holds the objects: remote storage.
+
+        LMCache calls it since 0.5.7.
+        """
+        from lmcache.v1.distributed.api import (
+            MemoryResidency,
+            MemorySegment,
+            MemoryTags,
+        )  # not in 0.5.6
 
         return MemoryTags(MemorySegment.STORAGE, MemoryResidency.REMOTE)
 
@@ -200,11 +234,19 @@ class NodeAdapter(L2AdapterInterface):
 
         def stored(future: "concurrent.futures.Future[ObjectResults[PutOutcome | None]]") -> None:
             outcomes = future.result().values
-            new = [size * (outcome is PutOutcome.STORED) for outcome, size in zip(outcomes, sizes, strict=True)]
+            new = [
+                size * (outcome is PutOutcome.STORED)
+                for outcome, size in zip(outcomes, sizes, strict=True)
+            ]
             there = [i for i, outcome in enumerate(outcomes) if outcome in _STORED]
             if there:
                 _tell(self._notify_keys_stored, [keys[i] for i in there], [new[i] for i in there])
-            self._publish(self._stored, number, L2StoreResult(len(there) == len(keys), sum(new)), self._store_event)
+            self._publish(
+                self._stored,
+                number,
+                L2StoreResult(len(there) == len(keys), sum(new)),
+                self._store_event,
+            )
 
         self._node.objects.put(*self._sized(keys, objects)).add_done_callback(stored)
         return number
@@ -215,7 +257,9 @@ class NodeAdapter(L2AdapterInterface):
             self._stored.clear()
         return stored
 
-    def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any]) -> int:
+    def submit_lookup_and_lock_task(
+        self, keys: list[Any], group_layout_descs: Mapping[int, Any]
+    ) -> int:
         number = next(self._ids)
         layouts = {
             group: shapes_layout(tuple(map(tuple, layout.shapes)), tuple(layout.dtypes))
@@ -223,7 +267,9 @@ class NodeAdapter(L2AdapterInterface):
         }
         names = [self._node.naming.of(key, layouts.get(key.object_group_id)) for key in keys]
         self._node.objects.exists(names).add_done_callback(
-            lambda future: self._publish(self._found, number, _bitmap(future.result().values), self._lookup_event)
+            lambda future: self._publish(
+                self._found, number, _bitmap(future.result().values), self._lookup_event
+            )
         )
         return number
 
@@ -251,7 +297,9 @@ class NodeAdapter(L2AdapterInterface):
         with self._lock:
             return self._loaded.pop(task_id, None)
 
-    def _sized(self, keys: list[Any], objects: list[Any]) -> tuple[list[ObjectName], list[memoryview]]:
+    def _sized(
+        self, keys: list[Any], objects: list[Any]
+    ) -> tuple[list[ObjectName], list[memoryview]]:
         views = [item.byte_array for item in objects]
         names = [
             self._node.naming.of(key, object_layout(*_shapes(item), view.nbytes))
@@ -269,12 +317,18 @@ class NodeAdapter(L2AdapterInterface):
     def delete(self, keys: list[Any]) -> None:
         if not keys:
             return
-        removed = self._node.objects.remove([self._node.naming.of(key, None) for key in keys]).result().values
+        removed = (
+            self._node.objects.remove([self._node.naming.of(key, None) for key in keys])
+            .result()
+            .values
+        )
         gone = [(key, nbytes) for key, nbytes in zip(keys, removed, strict=True) if nbytes]
         if gone:
             self._notify_keys_deleted(*map(list, zip(*gone, strict=True)))
 
-    def list_l2_keys(self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None) -> Any:
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> Any:
         """Raises ValueError for a page size or a cursor that is none."""
         if page_size < 1:
             raise ValueError(f"page_size {page_size} must be at least 1")
@@ -286,13 +340,25 @@ class NodeAdapter(L2AdapterInterface):
             log.warning("could not list keys: %s", error)
             return KeyListPage((), None)
         shown = entries[:page_size]
-        token = f"{shown[-1][0].hex()}.{shown[-1][1].chunk_hash.hex()}" if len(entries) > page_size else None
-        return KeyListPage(tuple(KeyEntry(_encoded(key), nbytes) for _, key, nbytes in shown), token)
+        token = (
+            f"{shown[-1][0].hex()}.{shown[-1][1].chunk_hash.hex()}"
+            if len(entries) > page_size
+            else None
+        )
+        return KeyListPage(
+            tuple(KeyEntry(_encoded(key), nbytes) for _, key, nbytes in shown), token
+        )
 
     def report_status(self) -> dict[str, Any]:
-        """Asks the node, or the members of a cluster, briefly: `is_healthy` says whether one answered."""
+        """Asks the node, or the members of a cluster, briefly: `is_healthy` says whether one
+        answered.
+        """
         client, objects = self._node.client, self._node.objects
-        status: dict[str, Any] = {"is_healthy": True, "type": STORE_TYPE, "address": client.config.address}
+        status: dict[str, Any] = {
+            "is_healthy": True,
+            "type": STORE_TYPE,
+            "address": client.config.address,
+        }
         try:
             nodes = answered(client.statuses(timeout_s=STATUS_TIMEOUT_S)).values()
             status["node"] = {
@@ -304,7 +370,11 @@ class NodeAdapter(L2AdapterInterface):
             }
         except KVStoreError as error:
             status |= {"is_healthy": False, "error": str(error)}
-        return status | {"wire": client.wire_name, **client.stats._asdict(), "objects": asdict(objects.stats)}
+        return status | {
+            "wire": client.wire_name,
+            **client.stats._asdict(),
+            "objects": asdict(objects.stats),
+        }
 
     def close(self) -> None:
         self._node.close()

@@ -1,13 +1,14 @@
 """SGLang's HiCache: a storage backend behind its host pools (0.5.23).
 
-    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "kvstore",
+    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name":
+    "kvstore",
       "module_path": "gpu_agent.engines.sglang", "class_name": "KVStoreHiCache", "interface_v1": 1,
       "address": "store:7440"}'
 
 A page of a host pool is the unit (`layouts/sglang.py`), so pages move between the engine's pool and
-the node's memory in one copy, and over a wire without one. Each pool (KV, indexer, Mamba, ...) has a
-namespace of its own; a prefix counts as stored as far as all of them can restore it. How to use it:
-docs/engines/sglang.md.
+the node's memory in one copy, and over a wire without one. Each pool (KV, indexer, Mamba, ...) has
+a namespace of its own; a prefix counts as stored as far as all of them can restore it. How to use
+it: docs/engines/sglang.md.
 """
 
 import collections
@@ -52,23 +53,29 @@ log.addFilter(LogRate())
 log.addFilter(NamesRequest())
 Result = TypeVar("Result")
 
-# The engine waits 1 s and 0.25 s per 1024 tokens for a prefetch, query and reads together, and 10 s for
-# each thread when it detaches. Its own keys stand in the same mapping as ours.
+# The engine waits 1 s and 0.25 s per 1024 tokens for a prefetch, query and reads together, and 10 s
+# for each thread when it detaches. Its own keys stand in the same mapping as ours.
 DEFAULTS = {"lookup_timeout_s": 0.3, "load_timeout_s": 0.7, "save_timeout_s": 5.0, "workers": 1}
 ENGINES_OWN = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
 BATCH_PAGES_MAX = 128  # of one call of the engine
 OPEN_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 2.0
 STATS_MAX = 1024
-# After new weights: the engine flushes what the old ones computed, but a backup of it may be under way.
+# After new weights: the engine flushes what the old ones computed, but a backup of it may be under
+# way.
 SETTLE_S = 15.0
 
 
 @dataclasses.dataclass(frozen=True)
 class HiCacheConfig:
-    """What only this adapter has. Environment: KVSTORE_SGLANG_TIMEOUT_PER_KI_TOKEN_S."""
+    """What only this adapter has.
 
-    timeout_per_ki_token_s: float = setting(0.2, "what a load or save gets for each 1024 tokens on top", 0.0, 60.0)
+    Environment: KVSTORE_SGLANG_TIMEOUT_PER_KI_TOKEN_S.
+    """
+
+    timeout_per_ki_token_s: float = setting(
+        0.2, "what a load or save gets for each 1024 tokens on top", 0.0, 60.0
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -76,8 +83,11 @@ class HiCacheConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _Pool:
-    """A host pool of the engine. `view` is None for an anchor that has slots and no memory; `flat`: its
-    pages' bytes are the engine's flat pages."""
+    """A host pool of the engine.
+
+    `view` is None for an anchor that has slots and no memory; `flat`: its pages' bytes are the
+    engine's flat pages.
+    """
 
     host: Any
     view: KVPool | None
@@ -85,8 +95,9 @@ class _Pool:
 
 
 class KVStoreHiCache(HiCacheStorage):
-    """Called by the engine's threads: one that queries, one that reads, one that writes, its scheduler.
-    Never raises into them; a store that fails is a miss."""
+    """Called by the engine's threads: one that queries, one that reads, one that writes, its
+    scheduler. Never raises into them; a store that fails is a miss.
+    """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         """Raises ConfigError for an option that is wrong and for weights that nothing names."""
@@ -95,7 +106,9 @@ class KVStoreHiCache(HiCacheStorage):
         options = read_options(storage_config.extra_config or {}, known, DEFAULTS)
         self._config = options.agent
         self._interface_v1 = bool(options.own.get("interface_v1"))
-        self._per_ki_token_s = load(HiCacheConfig, "KVSTORE_SGLANG", options.own).timeout_per_ki_token_s
+        self._per_ki_token_s = load(
+            HiCacheConfig, "KVSTORE_SGLANG", options.own
+        ).timeout_per_ki_token_s
         self._identity, self._facts = served_weights(options.identity, storage_config.model_name)
         self._epochs = process_epochs()
         self._version, self._settled = weight_version(), 0.0
@@ -119,10 +132,14 @@ class KVStoreHiCache(HiCacheStorage):
         self._register(host_pool_name, host_pool)
 
     def on_host_pools_registered(self) -> None:
-        """Raises ConfigError if the engine's other interface would be used for pages that have none."""
+        """Raises ConfigError if the engine's other interface would be used for pages that have
+        none.
+        """
         anchor = self._pools[PoolName.KV.value]
         if not anchor.flat and not self._interface_v1:
-            raise ConfigError(f'{type(anchor.host).__name__} has no flat pages: set "interface_v1": 1')
+            raise ConfigError(
+                f'{type(anchor.host).__name__} has no flat pages: set "interface_v1": 1'
+            )
         for name, pages in self._pages.items():
             try:
                 self._client.open(pages.namespace, OPEN_TIMEOUT_S)
@@ -131,7 +148,12 @@ class KVStoreHiCache(HiCacheStorage):
                 return
             log.info(
                 "pool %s: pages of %d tokens and %d bytes, namespace %s at %s by %s",
-                *(name, pages.namespace.layout.page_tokens, pages.page_nbytes, pages.namespace.digest.hex()),
+                *(
+                    name,
+                    pages.namespace.layout.page_tokens,
+                    pages.page_nbytes,
+                    pages.namespace.digest.hex(),
+                ),
                 *(self._client.config.address, self._client.wire_name),
             )
 
@@ -145,14 +167,20 @@ class KVStoreHiCache(HiCacheStorage):
         try:
             self._pools[name] = pool = _Pool(host, *host_pool(host))
         except InvalidRequest as error:
-            raise ConfigError(f"pool {name}: {error}; try --hicache-mem-layout page_first") from error
+            raise ConfigError(
+                f"pool {name}: {error}; try --hicache-mem-layout page_first"
+            ) from error
         with self._lock:
             self._pages[name] = self._made(name, pool)
 
     def _made(self, name: str, pool: _Pool) -> HostPages:
         assert pool.view is not None
-        identity = dataclasses.replace(self._identity, epoch=self._epochs.current(self._identity.epoch))
-        namespace = pool_namespace(identity, self._facts, self._engine, name, pool.host, pool.view.layout)
+        identity = dataclasses.replace(
+            self._identity, epoch=self._epochs.current(self._identity.epoch)
+        )
+        namespace = pool_namespace(
+            identity, self._facts, self._engine, name, pool.host, pool.view.layout
+        )
         return HostPages(self._client, namespace, pool.view, self._config, BATCH_PAGES_MAX)
 
     # ---- which pages are there -------------------------------------------------------------
@@ -160,7 +188,9 @@ class KVStoreHiCache(HiCacheStorage):
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
         return int(self.batch_exists_v2(keys, None, extra_info).kv_hit_pages)
 
     def batch_exists_v2(
@@ -169,12 +199,16 @@ class KVStoreHiCache(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        return _guarded("a query", PoolTransferResult.empty(), lambda: self._exists(keys, pool_transfers or []))
+        return _guarded(
+            "a query", PoolTransferResult.empty(), lambda: self._exists(keys, pool_transfers or [])
+        )
 
     def _exists(self, keys: list[str], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
         self._follow_weights()
         # Transfers in groups of blocks are a second form of pages that never gates.
-        gates = [transfer for transfer in transfers if transfer.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
+        gates = [
+            transfer for transfer in transfers if transfer.hit_policy != PoolHitPolicy.BLOCK_GROUPS
+        ]
         if self._pools[PoolName.KV.value].view is None and not gates:
             return PoolTransferResult.empty()  # nothing is stored under an anchor alone
         hashes, deadline = _hashes(keys), Deadline(self._config.lookup_timeout_s)
@@ -183,14 +217,22 @@ class KVStoreHiCache(HiCacheStorage):
         for transfer in gates:
             if not together(lengths):
                 break
-            trailing = 0 if transfer.hit_policy == PoolHitPolicy.ALL_PAGES else max(1, len(transfer.keys or ()))
-            lengths.append(self._covered(transfer.name, hashes[: hits[PoolName.KV]], trailing, deadline))
+            trailing = (
+                0
+                if transfer.hit_policy == PoolHitPolicy.ALL_PAGES
+                else max(1, len(transfer.keys or ()))
+            )
+            lengths.append(
+                self._covered(transfer.name, hashes[: hits[PoolName.KV]], trailing, deadline)
+            )
             if lengths[-1]:
                 hits[transfer.name] = lengths[-1][-1]
         restorable = together(lengths)
         return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
 
-    def _covered(self, name: Any, hashes: list[bytes], trailing: int, deadline: Deadline) -> list[int]:
+    def _covered(
+        self, name: Any, hashes: list[bytes], trailing: int, deadline: Deadline
+    ) -> list[int]:
         pool = self._pools[getattr(name, "value", name)]
         if pool.view is None:
             return list(range(1, len(hashes) + 1))
@@ -200,17 +242,31 @@ class KVStoreHiCache(HiCacheStorage):
     # ---- pages of the host pools -----------------------------------------------------------
 
     def batch_get_v1(
-        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         with self._timed("prefetch", keys) as done:
-            done.extend(self._move(PoolName.KV, keys, host_indices, HostPages.load, self._config.load_timeout_s))
+            done.extend(
+                self._move(
+                    PoolName.KV, keys, host_indices, HostPages.load, self._config.load_timeout_s
+                )
+            )
         return done
 
     def batch_set_v1(
-        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         with self._timed("backup", keys) as done:
-            done.extend(self._move(PoolName.KV, keys, host_indices, HostPages.save, self._config.save_timeout_s))
+            done.extend(
+                self._move(
+                    PoolName.KV, keys, host_indices, HostPages.save, self._config.save_timeout_s
+                )
+            )
         return done
 
     def batch_get_v2(
@@ -231,13 +287,22 @@ class KVStoreHiCache(HiCacheStorage):
         with request():
             return {
                 transfer.name: self._move(
-                    transfer.name, transfer.keys or [], transfer.host_indices, move, end - time.monotonic()
+                    transfer.name,
+                    transfer.keys or [],
+                    transfer.host_indices,
+                    move,
+                    end - time.monotonic(),
                 )
                 for transfer in transfers
             }
 
     def _move(
-        self, name: Any, keys: list[str], indices: torch.Tensor, move: Callable[..., list[bool]], timeout_s: float
+        self,
+        name: Any,
+        keys: list[str],
+        indices: torch.Tensor,
+        move: Callable[..., list[bool]],
+        timeout_s: float,
     ) -> list[bool]:
         def run() -> list[bool]:
             if not keys or self._pools[getattr(name, "value", name)].view is None:
@@ -247,13 +312,20 @@ class KVStoreHiCache(HiCacheStorage):
             pages = self._pages_of(name)
             tokens = pages.namespace.layout.page_tokens
             numbers = page_numbers(indices, tokens, len(keys))
-            return move(pages, _hashes(keys), numbers, self._timeout_s(max(timeout_s, 0.0), tokens * len(keys)))
+            return move(
+                pages,
+                _hashes(keys),
+                numbers,
+                self._timeout_s(max(timeout_s, 0.0), tokens * len(keys)),
+            )
 
         return _guarded(f"pages of {name}", [False] * len(keys), run)
 
     # ---- flat pages ------------------------------------------------------------------------
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+    def get(
+        self, key: str, target_location: Any = None, target_sizes: Any = None
+    ) -> torch.Tensor | None:
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
@@ -264,17 +336,25 @@ class KVStoreHiCache(HiCacheStorage):
             done.extend(self._copy(keys, targets, HostPages.get, self._config.load_timeout_s))
         return [target if there else None for target, there in zip(targets, done, strict=True)]
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
         return self.batch_set([key], [value])
 
     def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
     ) -> bool:
         with self._timed("backup", keys) as done:
             done.extend(self._copy(keys, values, HostPages.put, self._config.save_timeout_s))
         return all(done)
 
-    def _copy(self, keys: list[str], tensors: Any, copy: Callable[..., list[bool]], timeout_s: float) -> list[bool]:
+    def _copy(
+        self, keys: list[str], tensors: Any, copy: Callable[..., list[bool]], timeout_s: float
+    ) -> list[bool]:
         def run() -> list[bool]:
             if not self._follow_weights() and copy is HostPages.put:
                 return [False] * len(keys)
@@ -315,8 +395,10 @@ class KVStoreHiCache(HiCacheStorage):
         return self._pages[getattr(name, "value", name)]
 
     def _follow_weights(self) -> bool:
-        """R2: an update that names a new version ends the epoch. False while KV of the old weights may still
-        be on its way to us."""
+        """R2: an update that names a new version ends the epoch.
+
+        False while KV of the old weights may still be on its way to us.
+        """
         version = weight_version()
         with self._lock:
             changed, self._version = version != self._version, version

@@ -1,11 +1,12 @@
-"""SGLang's UnifiedCacheLinker: KV straight between the GPU and the store, without a host tier (0.5.23).
+"""SGLang's UnifiedCacheLinker: KV straight between the GPU and the store, without a host tier
+(0.5.23).
 
     --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic
     --unified-cache-external-linker-config '{"linker": "KVStoreLinker", "linker_module_path":
       "gpu_agent.engines.sglang_linker", "linker_extra_config": {"address": "store:7440"}}'
 
-For models whose cache is plain K and V or plain latents. A load that fails ends its requests, so what
-`lookup` promises is pinned at the node for `hold_s`. How to use it: docs/engines/sglang.md.
+For models whose cache is plain K and V or plain latents. A load that fails ends its requests, so
+what `lookup` promises is pinned at the node for `hold_s`. How to use it: docs/engines/sglang.md.
 """
 
 import concurrent.futures
@@ -21,7 +22,10 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEntry
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
+    LayerWiseLoadCounter,
+    UnifiedCacheLinker,
+)
 
 from gpu_agent.agent import Agent
 from gpu_agent.engines.sglang_weights import weight_version, weights_of
@@ -51,10 +55,17 @@ OFFLOADS_MAX = 256  # waiting; more are refused, the engine offers their pages a
 
 @dataclasses.dataclass(frozen=True)
 class LinkerConfig:
-    """What only this adapter has. Environment: KVSTORE_SGLANG_LINKER_HOLD_S."""
+    """What only this adapter has.
 
-    hold_s: float = setting(30.0, "how long pages that a lookup promised can not be evicted", 1.0, 3600.0)
-    timeout_per_ki_token_s: float = setting(0.5, "what a batch of loads gets for each 1024 tokens on top", 0.0, 60.0)
+    Environment: KVSTORE_SGLANG_LINKER_HOLD_S.
+    """
+
+    hold_s: float = setting(
+        30.0, "how long pages that a lookup promised can not be evicted", 1.0, 3600.0
+    )
+    timeout_per_ki_token_s: float = setting(
+        0.5, "what a batch of loads gets for each 1024 tokens on top", 0.0, 60.0
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -64,7 +75,9 @@ class _Pages(DevicePoolEntry):
     """The engine's view of a plain pool, and ours of the same tensors."""
 
     def __init__(self, kvcache: Any, page_size: int) -> None:
-        """Raises ConfigError for a pool that holds more, or something else, than K and V or latents."""
+        """Raises ConfigError for a pool that holds more, or something else, than K and V or
+        latents.
+        """
         first = kvcache.start_layer or 0
         if type(kvcache) is MHATokenToKVPool and kvcache.k_scale_buffer is None:
             self.view: KVPool = mha_pool(kvcache.k_buffer, kvcache.v_buffer, page_size, first)
@@ -94,7 +107,13 @@ class KVStoreLinker(UnifiedCacheLinker):
     """All methods are called by the scheduler's thread; loads and saves run on the agent's."""
 
     def __init__(
-        self, server_args: Any, params: Any, *, components: Any, extra_config: Any = None, forward_stream: Any = None
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Any,
+        extra_config: Any = None,
+        forward_stream: Any = None,
     ) -> None:
         """Raises ConfigError for an option that is wrong and a model that is not served."""
         if set(components) != {ComponentType.FULL} or params.mtp_draft_device_pools:
@@ -113,7 +132,9 @@ class KVStoreLinker(UnifiedCacheLinker):
         self._writes = not entry.rank_replicated or rank == 0
         identity, facts = weights_of(options.identity, server_args)
         shard = (0, 1) if entry.rank_replicated else (rank, size)
-        namespace = linker_namespace(identity, facts, params, entry.device_pool.dtype, entry.view.layout, shard)
+        namespace = linker_namespace(
+            identity, facts, params, entry.device_pool.dtype, entry.view.layout, shard
+        )
         self._client = Client(options.client)
         self._epochs, self._version = process_epochs(), weight_version()
         self._namespace, self._limits = namespace, options.agent
@@ -122,20 +143,27 @@ class KVStoreLinker(UnifiedCacheLinker):
         self._queued: dict[str, tuple[list[bytes], torch.Tensor]] = {}
         self._batches: dict[int, tuple[LayerBatch, list[tuple[LoadJob, int]]]] = {}
         self._offloads = ThreadPool(1, "kvstore-offload")
-        self._offloads.submit(lambda: None)  # has its thread start now: later, if none can be had, that would raise
+        self._offloads.submit(
+            lambda: None
+        )  # has its thread start now: later, if none can be had, that would raise
         self._pending: deque[concurrent.futures.Future[bool]] = deque()
         with contextlib.suppress(KVStoreError):  # the first request need not connect
             self._client.open(namespace, 2.0)
 
     def _made(self) -> Agent:
-        namespace = dataclasses.replace(self._namespace, epoch=self._epochs.current(self._namespace.epoch))
+        namespace = dataclasses.replace(
+            self._namespace, epoch=self._epochs.current(self._namespace.epoch)
+        )
         view = self._entry.view
         return Agent(self._client, namespace, view, self._limits, transfer_for(view.device))
 
     # ---- loads -----------------------------------------------------------------------------
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every length up to the first page that is not there. These can not be evicted for `hold_s`."""
+        """Every length up to the first page that is not there.
+
+        These can not be evicted for `hold_s`.
+        """
         hashes, _ = _kv(transfers)
         if not hashes:
             return []
@@ -170,7 +198,9 @@ class KVStoreLinker(UnifiedCacheLinker):
             functools.partial(counter.fail, index),
         )
         tokens = sum(slots.numel() for _, slots in queued.values())
-        timeout_s = self._agent.config.load_timeout_s + self._config.timeout_per_ki_token_s * tokens / 1024
+        timeout_s = (
+            self._agent.config.load_timeout_s + self._config.timeout_per_ki_token_s * tokens / 1024
+        )
         jobs = []
         for rid, (hashes, slots) in queued.items():
             with request(rid):
@@ -183,8 +213,8 @@ class KVStoreLinker(UnifiedCacheLinker):
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         _, jobs = self._batches.pop(counter_index, (None, []))
         wait_for([job.done for job, _ in jobs])  # nothing writes to the slots after this
-        # The counter misses a failure after the last layer, and pages that are reported as loaded are stored for
-        # all engines. So the results of the loads count, too.
+        # The counter misses a failure after the last layer, and pages that are reported as loaded
+        # are stored for all engines. So the results of the loads count, too.
         whole = all(job.done.result().pages == pages for job, pages in jobs)
         return bool(self.layer_done_counter.finish(counter_index)) and whole
 
@@ -212,13 +242,19 @@ class KVStoreLinker(UnifiedCacheLinker):
             if event is not None:
                 event.synchronize()
         try:
-            return not self._agent.save(hashes, slots.detach().to("cpu", torch.int64)).done.result().dropped
+            return (
+                not self._agent.save(hashes, slots.detach().to("cpu", torch.int64))
+                .done.result()
+                .dropped
+            )
         except KVStoreError as error:
             log.warning("an offload failed: %s", error)
             return False
 
     def num_completed_offloads(self) -> int:
-        return next((n for n, done in enumerate(self._pending) if not done.done()), len(self._pending))
+        return next(
+            (n for n, done in enumerate(self._pending) if not done.done()), len(self._pending)
+        )
 
     def pop_completed_offload(self) -> bool:
         return self._pending.popleft().result()
@@ -234,7 +270,9 @@ class KVStoreLinker(UnifiedCacheLinker):
         self._pending.clear()
         self.layer_done_counter.reset()
         version = weight_version()
-        if version != self._version:  # R2: the engine flushes after an update, and this is how we hear of it
+        if (
+            version != self._version
+        ):  # R2: the engine flushes after an update, and this is how we hear of it
             self._version = version
             self._epochs.advance()
             self._agent.close()

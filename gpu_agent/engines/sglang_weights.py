@@ -1,4 +1,6 @@
-"""Which weights an SGLang server has, from its own arguments: what both adapters ask the engine for."""
+"""Which weights an SGLang server has, from its own arguments: what both adapters ask the engine
+for.
+"""
 
 import dataclasses
 import json
@@ -14,23 +16,32 @@ from kvstore.errors import ConfigError
 
 
 def served_weights(identity: Identity, served_name: str | None) -> tuple[Identity, dict[str, Any]]:
-    """The engine tells a backend only the name that it serves under, which anyone may choose; its arguments
-    say more. Raises ConfigError if they are not there and the options name no weights either."""
+    """The engine tells a backend only the name that it serves under, which anyone may choose; its
+    arguments say more. Raises ConfigError if they are not there and the options name no weights
+    either.
+    """
     try:
         args = get_server_args()
     except ValueError as error:
         if not identity.revision:
             raise ConfigError('the weights have no name: set "revision" (and "model")') from error
-        return dataclasses.replace(identity, model=identity.model or served_name or ""), {"draft": served_name}
+        return dataclasses.replace(identity, model=identity.model or served_name or ""), {
+            "draft": served_name
+        }
     return weights_of(identity, args)
 
 
 def weights_of(identity: Identity, args: Any) -> tuple[Identity, dict[str, Any]]:
-    """`weights` of a server with these arguments. Raises ConfigError."""
+    """`weights` of a server with these arguments.
+
+    Raises ConfigError.
+    """
     config = model_config(args)
 
     def native() -> bool:
-        from sglang.srt.models.registry import ModelRegistry  # where it is asked for, the server has it already
+        from sglang.srt.models.registry import (
+            ModelRegistry,
+        )  # where it is asked for, the server has it already
 
         return any(map(ModelRegistry.is_arch_supported, config.get("architectures") or ()))
 
@@ -38,11 +49,16 @@ def weights_of(identity: Identity, args: Any) -> tuple[Identity, dict[str, Any]]
 
 
 def model_config(args: Any) -> dict[str, Any]:
-    """The model's configuration as the server has it; SGLang keeps it after its start. Raises ConfigError."""
+    """The model's configuration as the server has it; SGLang keeps it after its start.
+
+    Raises ConfigError.
+    """
     overrides = json.loads(args.json_model_override_args or "{}")
     parser = getattr(args, "model_config_parser", "auto")
     try:
-        found = get_config(args.model_path, args.trust_remote_code, args.revision, overrides, parser)
+        found = get_config(
+            args.model_path, args.trust_remote_code, args.revision, overrides, parser
+        )
     except Exception as error:  # whatever a model's own code raises
         raise ConfigError(
             f"the configuration of {args.model_path} can not be read again, so that nobody knows whether its pages "

@@ -34,15 +34,16 @@ PAGE_TOKENS = 64
 
 
 class TransformersAdapter:
-    """Saves and loads the KV of one causal language model; batch size 1, no padding. transformers has no names for
-    prompts: `kvstore.tracing.request(name)` around a call says which one it is for.
+    """Saves and loads the KV of one causal language model; batch size 1, no padding. transformers
+    has no names for prompts: `kvstore.tracing.request(name)` around a call says which one it is
+    for.
 
     `name` names the model to everyone who shares the store: never a local path. `revision` names
     its weights; without one a digest of all parameters is taken, so that other weights under the
-    same name can not hit. The tenant is the client's. Raises ConfigError for a token that can not be
-    read, InvalidRequest for a model whose cache has other layers than full
-    or sliding-window attention, or whose KV does not follow from its tokens alone, and in every call
-    once adapters (LoRA) were added to it.
+    same name can not hit. The tenant is the client's. Raises ConfigError for a token that can not
+    be read, InvalidRequest for a model whose cache has other layers than full or sliding-window
+    attention, or whose KV does not follow from its tokens alone, and in every call once adapters
+    (LoRA) were added to it.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class TransformersAdapter:
         page_tokens: int = PAGE_TOKENS,
         config: AgentConfig | None = None,
     ) -> None:
-        self.namespace = namespace_of(model, name, revision, page_tokens, client.key_id, client.tenant)
+        self.namespace = namespace_of(
+            model, name, revision, page_tokens, client.key_id, client.tenant
+        )
         self._model: Any = model
         self._agent = Agent(client, self.namespace, None, config, transfer_for(model.device))
 
@@ -69,7 +72,9 @@ class TransformersAdapter:
         pairs = _plain_pairs(cache, self._model)
         held = min((keys.shape[-2] for keys, _ in pairs), default=0)
         if held < len(ids):
-            raise InvalidRequest(f"the cache holds {held} tokens, fewer than the {len(ids)} to save")
+            raise InvalidRequest(
+                f"the cache holds {held} tokens, fewer than the {len(ids)} to save"
+            )
         hashes = prefix_hashes(ids, self.namespace.layout.page_tokens)
         units = torch.arange(len(hashes) * self.namespace.layout.page_tokens)
         with request():
@@ -101,7 +106,8 @@ class TransformersAdapter:
             loaded = self._agent.load(hashes, units, pool=self._pool(pairs)).done.result()
         count = min(loaded.pages * page_tokens, len(ids) - 1)
         for number, (keys, values) in enumerate(pairs if count else ()):
-            # `update` copies; with no token it only sets the layer up, which then takes our tensors.
+            # `update` copies; with no token it only sets the layer up, which then takes our
+            # tensors.
             cache.update(keys[:, :, :0], values[:, :, :0], number)
             layer: Any = cache.layers[number]
             layer.keys, layer.values = keys[:, :, :count], values[:, :, :count]
@@ -136,7 +142,9 @@ class TransformersAdapter:
         tensors = {}
         for layer, (keys, values) in enumerate(pairs):
             if keys.shape[0] != 1:
-                raise InvalidRequest(f"the cache holds a batch of {keys.shape[0]} prompts; save them one by one")
+                raise InvalidRequest(
+                    f"the cache holds a batch of {keys.shape[0]} prompts; save them one by one"
+                )
             tensors[KV_GROUP, layer, "k"] = keys[0].transpose(0, 1)
             tensors[KV_GROUP, layer, "v"] = values[0].transpose(0, 1)
         return KVPool(self.namespace.layout, tensors)
@@ -150,10 +158,15 @@ def namespace_of(
     key_id: str = "",
     tenant: str = DEFAULT_TENANT,
 ) -> Namespace:
-    """Of a model's KV. Raises InvalidRequest if it can not be stored."""
+    """Of a model's KV.
+
+    Raises InvalidRequest if it can not be stored.
+    """
     for layer in DynamicCache(config=model.config).layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise InvalidRequest(f"the model caches with {type(layer).__name__}; only full attention can be stored")
+            raise InvalidRequest(
+                f"the model caches with {type(layer).__name__}; only full attention can be stored"
+            )
     return model_namespace(model, name, revision, page_tokens, key_id, tenant)
 
 
@@ -166,8 +179,11 @@ def cache_argument(model: Any) -> str:
 
 
 def _plain_pairs(cache: DynamicCache, model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(K, V) of every layer. Raises InvalidRequest for a class that keeps less than all tokens (a
-    sliding window has only its last ones) or something else than plain K and V."""
+    """(K, V) of every layer.
+
+    Raises InvalidRequest for a class that keeps less than all tokens (a sliding window has only its
+    last ones) or something else than plain K and V.
+    """
     pairs = []
     for number, layer in enumerate(cache.layers):
         if type(layer) is not DynamicLayer:
@@ -187,6 +203,8 @@ def _token_list(tokens: Sequence[int] | torch.Tensor) -> list[int]:
     if tokens.dim() == 2 and tokens.shape[0] == 1:
         tokens = tokens[0]
     if tokens.dim() != 1:
-        raise InvalidRequest(f"tokens have shape {list(tokens.shape)}; one prompt has [tokens] or [1, tokens]")
+        raise InvalidRequest(
+            f"tokens have shape {list(tokens.shape)}; one prompt has [tokens] or [1, tokens]"
+        )
     ids: list[int] = tokens.tolist()
     return ids

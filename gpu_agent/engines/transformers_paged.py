@@ -1,11 +1,12 @@
-"""Hugging Face transformers, continuous batching: KV out of its paged cache, and into it (5.19 and newer).
+"""Hugging Face transformers, continuous batching: KV out of its paged cache, and into it (5.19 and
+newer).
 
     adapter.load(tokens)        before manager.add_request(tokens): its own prefix sharing then finds the blocks
     adapter.save(tokens)        after the request, or while others run
 
-A block of the paged cache is a page of the same layout that `transformers.py` stores, so that both share
-pages. The generation loop is paused only while block tables are looked at or changed, not while bytes move:
-meanwhile a request of ours, which the scheduler does not know, holds the blocks.
+A block of the paged cache is a page of the same layout that `transformers.py` stores, so that both
+share pages. The generation loop is paused only while block tables are looked at or changed, not
+while bytes move: meanwhile a request of ours, which the scheduler does not know, holds the blocks.
 
     load    pause: take free blocks | pages travel | pause: give them their hashes, let go: they are cached
     save    pause: hold the prefix  | pages travel | pause: let go
@@ -42,10 +43,11 @@ _FULL = "full_attention"
 class PagedAdapter:
     """Saves and loads the KV of one manager of continuous batching, which must have been started.
 
-    `name` and `revision`: as of `TransformersAdapter`; the cache's `page_size` are the tokens of a page.
-    Thread-safe. Calls return by the agent's deadlines and wait for the loop to come to its next batch; the
-    loop does not wait for the store. End them before the manager is stopped and started again: it then gives
-    all blocks to others. Raises InvalidRequest for a manager whose blocks can not be shared.
+    `name` and `revision`: as of `TransformersAdapter`; the cache's `page_size` are the tokens of a
+    page. Thread-safe. Calls return by the agent's deadlines and wait for the loop to come to its
+    next batch; the loop does not wait for the store. End them before the manager is stopped and
+    started again: it then gives all blocks to others. Raises InvalidRequest for a manager whose
+    blocks can not be shared.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class PagedAdapter:
         self._manager: Any = manager
         self._model: Any = manager.model
         if not hasattr(manager, "pause") or not manager.is_running():
-            raise InvalidRequest("the manager does not run (call start()), or transformers is older than 5.19")
+            raise InvalidRequest(
+                "the manager does not run (call start()), or transformers is older than 5.19"
+            )
         if manager.distributed_helper.tp_size > 1:
             raise InvalidRequest(
                 "the manager is one of several in a tensor-parallel group; only one alone can be paused"
@@ -73,19 +77,25 @@ class PagedAdapter:
         self._page_tokens = int(self._blocks.tokens_per_page)
         whose = (client.key_id, client.tenant)
         self.namespace = namespace_of(self._model, name, revision, self._page_tokens, *whose)
-        self._agent = Agent(client, self.namespace, _pool(self.namespace.layout, self._blocks), config)
+        self._agent = Agent(
+            client, self.namespace, _pool(self.namespace.layout, self._blocks), config
+        )
 
     def load(self, tokens: Sequence[int]) -> int:
-        """Leading `tokens` whose KV is in the cache now: those that were, and those that are stored and fit.
+        """Leading `tokens` whose KV is in the cache now: those that were, and those that are stored
+        and fit.
 
-        They are cached like those of a former request: transformers may evict them for a request that runs.
+        They are cached like those of a former request: transformers may evict them for a request
+        that runs.
         """
         check_adapters(self._model)
         with tracing.request():
             return self._load(list(tokens))
 
     def _load(self, ids: list[int]) -> int:
-        hashes = prefix_hashes(ids[:-1], self._page_tokens)  # a model needs a token to compute its next from
+        hashes = prefix_hashes(
+            ids[:-1], self._page_tokens
+        )  # a model needs a token to compute its next from
         stored = self._agent.lookup(hashes)
         if not stored:
             return 0
@@ -105,8 +115,9 @@ class PagedAdapter:
         return loaded.pages * self._page_tokens
 
     def save(self, tokens: Sequence[int]) -> SaveResult:
-        """Stores the blocks of `tokens` that are in the cache: of a request that runs, or that ended and was
-        not evicted. Pages that are not there count as dropped."""
+        """Stores the blocks of `tokens` that are in the cache: of a request that runs, or that
+        ended and was not evicted. Pages that are not there count as dropped.
+        """
         check_adapters(self._model)
         with tracing.request():
             return self._save(list(tokens))
@@ -116,7 +127,9 @@ class PagedAdapter:
         request_id = f"kvstore-save-{next(self._numbers)}"
         with self._held(request_id) as jobs:
             with self._paused():
-                here = self._cache.search_prefix_match(request_id, [*ids, 0])  # it leaves the last token out
+                here = self._cache.search_prefix_match(
+                    request_id, [*ids, 0]
+                )  # it leaves the last token out
                 units = self._units(request_id, here) if here else torch.empty(0, dtype=torch.int64)
             pages = here // self._page_tokens
             job = self._agent.save(hashes[:pages], units)
@@ -125,7 +138,12 @@ class PagedAdapter:
         if pages == len(hashes):
             return result
         lost = len(hashes) - pages
-        return SaveResult(result.stored, result.existing, result.dropped + lost, result.reason or "not in the cache")
+        return SaveResult(
+            result.stored,
+            result.existing,
+            result.dropped + lost,
+            result.reason or "not in the cache",
+        )
 
     def close(self) -> None:
         """The manager and the client stay as they are."""
@@ -144,9 +162,11 @@ class PagedAdapter:
 
     @contextlib.contextmanager
     def _held(self, request_id: str) -> Iterator[list[Future[Any]]]:
-        """Whatever blocks the request got are let go in the end: cached if they have a hash, else free. Not before the
-        job that reads or writes them, which goes into the list, has ended, by its deadline; and after an interrupt
-        just when a job may have begun never: nobody knows when it ends."""
+        """Whatever blocks the request got are let go in the end: cached if they have a hash, else
+        free. Not before the job that reads or writes them, which goes into the list, has ended, by
+        its deadline; and after an interrupt just when a job may have begun never: nobody knows when
+        it ends.
+        """
         jobs: list[Future[Any]] = []
         try:
             yield jobs
@@ -165,7 +185,10 @@ class PagedAdapter:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Nobody but us changes block tables. A loop that has ended needs no pause."""
+        """Nobody but us changes block tables.
+
+        A loop that has ended needs no pause.
+        """
         with self._lock, contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(self._manager.pause())
@@ -179,10 +202,15 @@ class PagedAdapter:
 
 
 def _shareable(cache: Any) -> Any:
-    """The cache, if a prefix's blocks say all about the prefix. Raises InvalidRequest."""
+    """The cache, if a prefix's blocks say all about the prefix.
+
+    Raises InvalidRequest.
+    """
     kinds = sorted(cache.cache_allocators)
     if kinds != [_FULL]:
-        raise InvalidRequest(f"the paged cache has layers of {', '.join(kinds)}; only full attention can be stored")
+        raise InvalidRequest(
+            f"the paged cache has layers of {', '.join(kinds)}; only full attention can be stored"
+        )
     if not cache.use_prefix_sharing:
         raise InvalidRequest(
             "the manager shares no prefixes, so that nobody would find what is loaded; set allow_block_sharing=True"
@@ -191,8 +219,10 @@ def _shareable(cache: Any) -> Any:
 
 
 def _pool(layout: Any, blocks: Any) -> KVPool:
-    """`blocks.cache_tensor`: `[tokens, 2, heads, dim]`, which is for each block and layer its keys, then its values.
-    A token's number, as the cache itself uses it, is the one that its keys have in the first layer."""
+    """`blocks.cache_tensor`: `[tokens, 2, heads, dim]`, which is for each block and layer its keys,
+    then its values. A token's number, as the cache itself uses it, is the one that its keys have in
+    the first layer.
+    """
     rows = blocks.cache_tensor.view(-1, *blocks.cache_tensor.shape[2:])
     tensors = {}
     for position, layer in enumerate(blocks.layer_indices):

@@ -1,13 +1,15 @@
 """vLLM (0.30 and later): its connector, switched on with its own flags and without a patch.
 
-    --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_connector_module_path": "gpu_agent.engines.vllm",
+    --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_connector_module_path":
+    "gpu_agent.engines.vllm",
       "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
       "kv_connector_extra_config": {"address": "store:7440"}}'
 
     SCHEDULER   BlockScheduler: lookups, hits, which blocks to load and to save, pins
     WORKER      BlockRank: an agent per cache group, which moves them
 
-Options (docs/engines/vllm.md): those of gpu_agent.options, and `min_tokens`, `slow_hits`, `lora`, `agents`.
+Options (docs/engines/vllm.md): those of gpu_agent.options, and `min_tokens`, `slow_hits`, `lora`,
+`agents`.
 """
 
 import time
@@ -36,10 +38,22 @@ from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.ranks import BlockRank, LoadsEnded
 from gpu_agent.blocks.save_plan import SavePlan, StepOrders
 from gpu_agent.blocks.scheduler import BlockScheduler
-from gpu_agent.engines.vllm_identity import block_groups, block_sizes, group_pools, replicas, scales_in_blocks
+from gpu_agent.engines.vllm_identity import (
+    block_groups,
+    block_sizes,
+    group_pools,
+    replicas,
+    scales_in_blocks,
+)
 from gpu_agent.engines.vllm_metadata import Handshake, Held, Orders, RankId, WorkerReport
 from gpu_agent.engines.vllm_metrics import KVStorePromMetrics, KVStoreStats
-from gpu_agent.engines.vllm_multi import ForeignLoads, RankNamespaces, called_by_other_connector, register, shards_of
+from gpu_agent.engines.vllm_multi import (
+    ForeignLoads,
+    RankNamespaces,
+    called_by_other_connector,
+    register,
+    shards_of,
+)
 from gpu_agent.engines.vllm_options import connector_options
 from gpu_agent.identity.vllm import namespaces
 from gpu_agent.worker.choice import agent_backend_for, lookup_backend_for
@@ -51,7 +65,9 @@ ORDER_NBYTES = 256 << 20  # of one rank's save job: blocks are pinned until all 
 HOLD_S = 0.05  # that a smaller job waits for more blocks,
 SCARCE_SHARE = 8  # unless less than this part of the blocks is free
 PINNED_SHARE = 4  # at most one in so many of the engine's blocks is pinned for saves
-STATS_S = 0.25  # between what is told of saves and loads that go on: each telling costs the engine, and whom it tells
+# between what is told of saves and loads that go on: each telling costs the engine, and whom it
+# tells
+STATS_S = 0.25
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -95,8 +111,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
         events = self._config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
-            # Routers weigh an unknown medium like the GPU, and would not learn what the store evicts.
-            logger.info("kvstore: KV events cover the engine's own cache only; the store sends none")
+            # Routers weigh an unknown medium like the GPU, and would not learn what the store
+            # evicts.
+            logger.info(
+                "kvstore: KV events cover the engine's own cache only; the store sends none"
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -104,8 +123,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        # With BLHNC a block of all layers is one run of bytes. Backends that lack it keep their layout. Beside other
-        # connectors none is requested, because vLLM exits if two request different layouts.
+        # With BLHNC a block of all layers is one run of bytes. Backends that lack it keep their
+        # layout. Beside other connectors none is requested, because vLLM exits if two request
+        # different layouts.
         if called_by_other_connector(KVStoreConnector):
             logger.info(
                 "kvstore: runs beside another connector, so it requests no KV cache layout; BLHNC would be faster"
@@ -132,23 +152,36 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             for namespace, pool in zip(self._namespaces, pools, strict=True)
         ]
         options = self._options
-        home = agent_backend_for(places, options.client, options.agent, options.own.get("agents", "auto"))
+        home = agent_backend_for(
+            places, options.client, options.agent, options.own.get("agents", "auto")
+        )
         self._rank = BlockRank(home, writes=tp_rank % copies == 0)
         for namespace in self._namespaces:
             if namespace is not None:
-                logger.info("kvstore: %d bytes per page, %s", namespace.layout.page_nbytes, namespace.salt)
+                logger.info(
+                    "kvstore: %d bytes per page, %s", namespace.layout.page_nbytes, namespace.salt
+                )
 
     def unregister_kv_caches(self) -> None:
-        if self._rank:  # before the memory goes away (sleep mode); it comes back at the same addresses
+        if (
+            self._rank
+        ):  # before the memory goes away (sleep mode); it comes back at the same addresses
             self._rank.drain()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return Handshake(self._namespaces) if self._rank and not called_by_other_connector(KVStoreConnector) else None
+        return (
+            Handshake(self._namespaces)
+            if self._rank and not called_by_other_connector(KVStoreConnector)
+            else None
+        )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Orders)
-        self._computes, self._knows_ranks = connector_metadata.computes, connector_metadata.knows_ranks
+        self._computes, self._knows_ranks = (
+            connector_metadata.computes,
+            connector_metadata.knows_ranks,
+        )
         if self._rank:
             self._rank.begin(connector_metadata.orders)
 
@@ -165,7 +198,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         return
 
     def wait_for_save(self) -> None:
@@ -178,7 +213,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._ended = self._rank.loads_ended()
         several = len(self._groups) > 1  # a block id says nothing without its group
         return KVConnectorTransferResults(
-            finished_recving=self._ended.finished, failed_recving=self._ended.failed if several else set()
+            finished_recving=self._ended.finished,
+            failed_recving=self._ended.failed if several else set(),
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -188,15 +224,22 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._rank is None:
             return None
-        return WorkerReport(self._rank.report(), {} if self._knows_ranks else {self._rank_id: self._namespaces})
+        return WorkerReport(
+            self._rank.report(), {} if self._knows_ranks else {self._rank_id: self._namespaces}
+        )
 
     # ---- scheduler -------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._pool = gpu_block_pool
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
-        """Take the ranks' namespaces. If another connector's metadata comes, the ranks report them later."""
+    def set_xfer_handshake_metadata(
+        self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Take the ranks' namespaces.
+
+        If another connector's metadata comes, the ranks report them later.
+        """
         ranks = self._config.parallel_config.world_size
         ours = [rank.namespaces for rank in metadata.values() if isinstance(rank, Handshake)]
         if self._groups and len(ours) == ranks:
@@ -205,13 +248,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             told = "kvstore: the handshake named %d of %d ranks; nothing is saved or loaded before all have reported"
             logger.warning(told, len(ours), ranks)
             self._held, self._others.beside = RankNamespaces(ranks), True
-            self._lookups = self._lookups or self._made_lookups()  # its process takes seconds, no step may wait for it
+            self._lookups = (
+                self._lookups or self._made_lookups()
+            )  # its process takes seconds, no step may wait for it
 
     def _open(self, held: list[Held]) -> None:
         """Start to use the store: all ranks have reported."""
         shards, early, self._held = shards_of(held), self._held, None
         if self._pool is None or not any(shards):
-            lacks = "there is no block pool" if self._pool is None else "no rank has pages of its own"
+            lacks = (
+                "there is no block pool" if self._pool is None else "no rank has pages of its own"
+            )
             logger.warning("kvstore: %s; nothing is saved or loaded", lacks)
             return
         ranks = self._config.parallel_config.world_size
@@ -219,7 +266,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         page_nbytes = max(namespace.layout.page_nbytes for group in shards for namespace in group)
         blocks_max = max(1, self._caches.num_blocks // PINNED_SHARE)
         order_blocks = max(1, min(ORDER_NBYTES // page_nbytes, blocks_max // 2))
-        plan = SavePlan(ranks, blocks_max, order_blocks, self._pin, self._unpin, HOLD_S, self._scarce)
+        plan = SavePlan(
+            ranks, blocks_max, order_blocks, self._pin, self._unpin, HOLD_S, self._scarce
+        )
         self._lookups = self._lookups or self._made_lookups()
         step_tokens, self._hash_tokens = block_sizes(self._config, self._caches)
         self._scheduler = BlockScheduler(
@@ -232,7 +281,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             options.own["min_tokens"],
             None if options.own.get("slow_hits") == "take" else LoadCostModel(),
         )
-        logger.info("kvstore: store at %s, %d ranks, %d cache groups", options.client.address, ranks, len(shards))
+        logger.info(
+            "kvstore: store at %s, %d ranks, %d cache groups",
+            options.client.address,
+            ranks,
+            len(shards),
+        )
         if self._others.failed:
             self._stop_saving()
         for request in early.requests.values() if early else ():
@@ -240,10 +294,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _made_lookups(self) -> Lookups:
         options = self._options
-        asker = lookup_backend_for(options.client, current_platform.is_cuda_alike(), options.own.get("agents", "auto"))
+        asker = lookup_backend_for(
+            options.client, current_platform.is_cuda_alike(), options.own.get("agents", "auto")
+        )
         return Lookups(asker, options.agent.lookup_timeout_s)
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
+    ) -> None:
         self.set_xfer_handshake_metadata(metadata)
 
     def _pin(self, blocks: Iterable[int]) -> None:
@@ -262,12 +320,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._held.requests[request.request_id] = request
 
     def _wanted(self, request: Any) -> bool:
-        if (request.kv_transfer_params or {}).get("kvstore.skip") or getattr(request, "resumable", False):
+        if (request.kv_transfer_params or {}).get("kvstore.skip") or getattr(
+            request, "resumable", False
+        ):
             return False
         # The block hash holds a LoRA's name and path, not its weights.
         return request.lora_request is None or self._options.own.get("lora") == "named"
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         if not self._scheduler or self._scales_unset:
             return 0, False
         tokens = self._scheduler.matched(request, num_computed_tokens)
@@ -286,7 +348,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return Orders(StepOrders(0, None, [], []), bool(scheduled), self._held is None)
         self._scales_unset &= not scheduled  # a load is enqueued behind this step's forward
         self._computes = bool(scheduled)
-        orders = self._scheduler.step(scheduled, scheduler_output.kv_connector_block_state.get_block_ids)
+        orders = self._scheduler.step(
+            scheduled, scheduler_output.kv_connector_block_state.get_block_ids
+        )
         self._others.scheduled(orders.step, scheduler_output)
         return Orders(orders, self._computes)
 
@@ -310,8 +374,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 "Nothing is saved until reset_prefix_cache(reset_connector=True)"
             )
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))  # beside a connector of one group
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(
+            request, (block_ids,)
+        )  # beside a connector of one group
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -323,7 +391,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler.busy if self._scheduler else self._held is not None and self._held.waiting
+        return (
+            self._scheduler.busy
+            if self._scheduler
+            else self._held is not None and self._held.waiting
+        )
 
     def reset_cache(self) -> bool | None:
         if self._scheduler:
@@ -333,12 +405,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- both ------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVStoreStats | None:
-        counting = [part for part in (self._rank, self._scheduler, self._lookups) if part and part.counted]
+        counting = [
+            part for part in (self._rank, self._scheduler, self._lookups) if part and part.counted
+        ]
         if not counting:
             return None
         now = time.monotonic()
         busy = any(part.busy for part in (self._rank, self._scheduler) if part)
-        # A step that computes nothing may be the last one: what it does not tell waits for the next request.
+        # A step that computes nothing may be the last one: what it does not tell waits for the next
+        # request.
         if busy and self._computes and now < self._told_at + STATS_S:
             return None
         self._told_at = now
@@ -355,7 +430,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
     ) -> KVStorePromMetrics:
         return KVStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 

@@ -1,5 +1,7 @@
-"""vLLM: what its groups of caches say about which blocks a request needs. Whose KV they are:
-`gpu_agent/identity/vllm.py`."""
+"""vLLM: what its groups of caches say about which blocks a request needs.
+
+Whose KV they are: `gpu_agent/identity/vllm.py`.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +23,8 @@ from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.pool import KVPool
 from kvstore.errors import ConfigError
 
-# KV cache kinds that were tested with the tier in vLLM's own scheduler. Exact classes: a subclass is another kind.
+# KV cache kinds that were tested with the tier in vLLM's own scheduler. Exact classes: a subclass
+# is another kind.
 TIER_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
@@ -41,7 +44,11 @@ def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup] | s
         spec = group.kv_cache_spec
         if not spec.prefix_cacheable or getattr(group, "host_resident", False):
             return f"a group of {type(spec).__name__} that vLLM itself does not cache"
-        specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+        specs = (
+            list(spec.kv_cache_specs.values())
+            if isinstance(spec, UniformTypeKVCacheSpecs)
+            else [spec]
+        )
         kinds = {_kind(layer, spec.block_size * dcp) for layer in specs}
         if len(kinds) != 1 or None in kinds:
             return f"a group of {', '.join(sorted({type(layer).__name__ for layer in specs}))}"
@@ -57,7 +64,8 @@ def _kind(spec: Any, block_tokens: int) -> BlockGroup | None:
         return BlockGroup(block_tokens)
     if type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):
         return BlockGroup(
-            block_tokens, window_tokens=spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0)
+            block_tokens,
+            window_tokens=spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0),
         )
     if type(spec) is ChunkedLocalAttentionSpec:
         return BlockGroup(block_tokens, chunk_tokens=spec.attention_chunk_size)
@@ -67,13 +75,17 @@ def _kind(spec: Any, block_tokens: int) -> BlockGroup | None:
 def check_tier_groups(kv_cache_config: Any) -> None:
     """Raise ConfigError for a model with a cache group that the tier was not tested with.
 
-    A recurrent state (Mamba, linear attention) sums up all earlier tokens. A state of another prefix length makes all
-    later tokens wrong, and no checksum detects it.
+    A recurrent state (Mamba, linear attention) sums up all earlier tokens. A state of another
+    prefix length makes all later tokens wrong, and no checksum detects it.
     """
     tested = ", ".join(kind.__name__ for kind in TIER_SPECS)
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
-        specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+        specs = (
+            list(spec.kv_cache_specs.values())
+            if isinstance(spec, UniformTypeKVCacheSpecs)
+            else [spec]
+        )
         for layer in specs:
             if type(layer) not in TIER_SPECS or getattr(layer, "non_causal", False):
                 kind = "non-causal " * getattr(layer, "non_causal", False) + type(layer).__name__
@@ -85,8 +97,13 @@ def check_tier_groups(kv_cache_config: Any) -> None:
 
 
 def scales_in_blocks(kv_cache_config: Any) -> bool:
-    """Whether a block holds its tokens' scales: backends overwrite all of them at their first forward."""
-    modes = [getattr(group.kv_cache_spec, "kv_quant_mode", None) for group in kv_cache_config.kv_cache_groups]
+    """Whether a block holds its tokens' scales: backends overwrite all of them at their first
+    forward.
+    """
+    modes = [
+        getattr(group.kv_cache_spec, "kv_quant_mode", None)
+        for group in kv_cache_config.kv_cache_groups
+    ]
     return any(mode is not None and mode.is_per_token_head for mode in modes)
 
 

@@ -1,4 +1,6 @@
-"""Messages that vLLM carries between scheduler and workers: orders there, reports and namespaces back."""
+"""Messages that vLLM carries between scheduler and workers: orders there, reports and namespaces
+back.
+"""
 
 from dataclasses import dataclass, field
 

@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 # Field of the counts that `KVStoreConnector.get_kv_connector_stats` adds up -> help.
 COUNTERS = {

@@ -5,9 +5,10 @@ The scheduler needs the namespaces of all ranks. How it gets them:
     alone               handshake metadata, before the first request
     in MultiConnector   worker metadata of all ranks (`RankNamespaces`), after the first step
 
-`MultiConnector` takes the first handshake metadata that one of its connectors returns and passes it to
-all of them. NIXL raises if it gets ours. So there our connector returns none and ignores that of others,
-and the ranks add their namespaces to their reports until the scheduler confirms that it has them.
+`MultiConnector` takes the first handshake metadata that one of its connectors returns and passes it
+to all of them. NIXL raises if it gets ours. So there our connector returns none and ignores that of
+others, and the ranks add their namespaces to their reports until the scheduler confirms that it has
+them.
 """
 
 import contextlib
@@ -22,17 +23,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from gpu_agent.engines.vllm_metadata import Held, RankId
 from kvstore.keys import Namespace
 
-# An idle engine steps so often to collect the ranks' namespaces before its first request. Bounded, because a rank
-# without a store never reports.
+# An idle engine steps so often to collect the ranks' namespaces before its first request. Bounded,
+# because a rank without a store never reports.
 STEPS_MAX = 64
 
 
 def called_by_other_connector(connector: type) -> bool:
-    """Return whether the method of `connector` that calls this was called by an enclosing connector.
+    """Return whether the method of `connector` that calls this was called by an enclosing
+    connector.
 
-    vLLM gives a connector in `MultiConnector` a configuration that does not mention the outer one, so only
-    the call stack tells. A wrapper or a generator may lie between, so all of it is searched. Unrecognised
-    callers count as vLLM itself.
+    vLLM gives a connector in `MultiConnector` a configuration that does not mention the outer one,
+    so only the call stack tells. A wrapper or a generator may lie between, so all of it is
+    searched. Unrecognised callers count as vLLM itself.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -48,10 +50,13 @@ def called_by_other_connector(connector: type) -> bool:
 def register(connector: type[KVConnectorBase_V1]) -> None:
     """Register the class with vLLM's factory.
 
-    `MultiConnector` looks connectors up by name to rebuild their statistics, and raises for unknown names.
+    `MultiConnector` looks connectors up by name to rebuild their statistics, and raises for unknown
+    names.
     """
     with contextlib.suppress(ValueError):  # registered already
-        KVConnectorFactory.register_connector(connector.__name__, connector.__module__, connector.__name__)
+        KVConnectorFactory.register_connector(
+            connector.__name__, connector.__module__, connector.__name__
+        )
 
 
 class RankNamespaces:
@@ -67,9 +72,16 @@ class RankNamespaces:
         self.requests: dict[str, Any] = {}
 
     def add(self, held: Mapping[RankId, Held]) -> list[Held] | None:
-        """Add reports. Return the namespaces of all ranks once all have reported, else None."""
+        """Add reports.
+
+        Return the namespaces of all ranks once all have reported, else None.
+        """
         self._held.update(held)
-        return [held for _, held in sorted(self._held.items())] if len(self._held) >= self._ranks else None
+        return (
+            [held for _, held in sorted(self._held.items())]
+            if len(self._held) >= self._ranks
+            else None
+        )
 
     def stepped(self) -> None:
         self._steps += 1
@@ -81,10 +93,11 @@ class RankNamespaces:
 
 
 class ForeignLoads:
-    """Detects failed synchronous loads of other connectors: loads within the step that uses their blocks.
+    """Detects failed synchronous loads of other connectors: loads within the step that uses their
+    blocks.
 
-    vLLM recomputes the blocks of a failed load, but may leave wrong ones in its prefix cache, where nothing
-    tells them from good ones.
+    vLLM recomputes the blocks of a failed load, but may leave wrong ones in its prefix cache, where
+    nothing tells them from good ones.
     """
 
     def __init__(self) -> None:
@@ -93,7 +106,9 @@ class ForeignLoads:
         self.beside = False  # whether there are other connectors
 
     def scheduled(self, step: int, scheduler_output: Any) -> None:
-        """Note a scheduled step. Our loads are asynchronous, so a synchronous one is another connector's.
+        """Note a scheduled step.
+
+        Our loads are asynchronous, so a synchronous one is another connector's.
 
         A vLLM release without `has_sync_kv_loads` may have such loads in every step.
         """
@@ -101,7 +116,10 @@ class ForeignLoads:
             self._last_step = step
 
     def ran(self, step: int, invalid_blocks: Any) -> bool:
-        """Return whether such a load failed. If our own load may be the cause as well, return True."""
+        """Return whether such a load failed.
+
+        If our own load may be the cause as well, return True.
+        """
         failed = bool(invalid_blocks) and self._last_step is not None and self._last_step >= step
         self.failed |= failed
         return failed

@@ -1,4 +1,6 @@
-"""Options of the vLLM connector, checked at the engine's start: a later error would end a serving engine."""
+"""Options of the vLLM connector, checked at the engine's start: a later error would end a serving
+engine.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +15,10 @@ MIN_TOKENS = 16
 
 
 def connector_options(values: Mapping[str, Any]) -> Options:
-    """Return the connector's options. Raises ConfigError for an unknown, removed or invalid one."""
+    """Return the connector's options.
+
+    Raises ConfigError for an unknown, removed or invalid one.
+    """
     if "load" in values:
         raise ConfigError(
             f'option load={values["load"]!r} was removed: delete it; loads are always asynchronous. With load="sync" '
@@ -23,10 +28,15 @@ def connector_options(values: Mapping[str, Any]) -> Options:
     if options.own.get("agents", "auto") not in WHERE:
         raise ConfigError(f"option agents={options.own['agents']!r} is none of {', '.join(WHERE)}")
     if options.own.get("slow_hits", "decline") not in ("decline", "take"):
-        raise ConfigError(f'option slow_hits={options.own["slow_hits"]!r} is neither "decline" nor "take"')
+        raise ConfigError(
+            f'option slow_hits={options.own["slow_hits"]!r} is neither "decline" nor "take"'
+        )
     if options.own.get("lora", "skip") not in ("skip", "named"):
         raise ConfigError(f'option lora={options.own["lora"]!r} is neither "skip" nor "named"')
-    return replace(options, own={**options.own, "min_tokens": _whole(options.own.get("min_tokens", MIN_TOKENS))})
+    return replace(
+        options,
+        own={**options.own, "min_tokens": _whole(options.own.get("min_tokens", MIN_TOKENS))},
+    )
 
 
 def _whole(value: Any) -> int:

@@ -5,9 +5,9 @@
     row := one chunk of one KV-cache group: every layer of every rank, padded to 4096 bytes
     key := block hash (32 bytes) || group (4 bytes, big-endian), which is our prefix hash as it is
 
-vLLM calls a tier in the scheduler's process, in the middle of a step: nothing here waits for the store
-but `drain_jobs` and `shutdown`. A store that fails is a miss: what is loaded lies verified in a row before
-a request is told of it, so no load into the GPU can fail for us.
+vLLM calls a tier in the scheduler's process, in the middle of a step: nothing here waits for the
+store but `drain_jobs` and `shutdown`. A store that fails is a miss: what is loaded lies verified in
+a row before a request is told of it, so no load into the GPU can fail for us.
 """
 
 import concurrent.futures
@@ -51,7 +51,8 @@ from kvstore.tracing import NamesRequest, request
 log = logging.getLogger(__name__)
 log.addFilter(NamesRequest())
 
-# Options of a tier beside those of `gpu_agent.options`; the first two are filled in by our connector.
+# Options of a tier beside those of `gpu_agent.options`; the first two are filled in by our
+# connector.
 _OWN = ("facts", "weights", "locality", "lora")
 # Prometheus counters beside those that vLLM keeps of every tier: of AgentStats.
 _COUNTERS = {
@@ -69,13 +70,18 @@ _COUNTERS = {
 class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc, unused-ignore]
     """vLLM's OffloadingConnector, which tells our tier how the engine computes its KV.
 
-    vLLM gives a tier little of its configuration: not the revision, not how weights are quantised, not
-    which attention backend reads the bytes. Without this connector these must be named by hand (`salt`).
+    vLLM gives a tier little of its configuration: not the revision, not how weights are quantised,
+    not which attention backend reads the bytes. Without this connector these must be named by hand
+    (`salt`).
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        tiers = vllm_config.kv_transfer_config.kv_connector_extra_config.get("secondary_tiers") or ()
-        for tier in tiers if role is KVConnectorRole.SCHEDULER else ():  # who has a tier, and when weights are loaded
+        tiers = (
+            vllm_config.kv_transfer_config.kv_connector_extra_config.get("secondary_tiers") or ()
+        )
+        for tier in (
+            tiers if role is KVConnectorRole.SCHEDULER else ()
+        ):  # who has a tier, and when weights are loaded
             if tier.get("module_path") == __name__:
                 check_tier_groups(kv_cache_config)
                 tier |= told(vllm_config, tier)
@@ -86,10 +92,12 @@ register(KVStoreOffloadingConnector)
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
-    """One per engine, in the scheduler's process. Not thread-safe: vLLM calls it under its manager's lock.
+    """One per engine, in the scheduler's process.
 
-    `primary_kv_view`: the CPU tier's memory, `[chunks, row_nbytes]`. `values`: the options, flat. Raises
-    ConfigError for a wrong one; the node need not be up.
+    Not thread-safe: vLLM calls it under its manager's lock.
+
+    `primary_kv_view`: the CPU tier's memory, `[chunks, row_nbytes]`. `values`: the options, flat.
+    Raises ConfigError for a wrong one; the node need not be up.
     """
 
     def __init__(
@@ -105,20 +113,27 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self.locality = _locality(options.own.get("locality", "REMOTE"))
         rows = torch.frombuffer(primary_kv_view, dtype=torch.uint8).view(-1, self.block_size_bytes)
         identity, facts = _named(offloading_spec.config, options), options.own.get("facts") or {}
-        self.namespace = namespace = tier_namespace(offloading_spec.config, identity, facts, rows.shape[1])
+        self.namespace = namespace = tier_namespace(
+            offloading_spec.config, identity, facts, rows.shape[1]
+        )
         pool = KVPool(namespace.layout, {("opaque", 0, "bytes"): rows})
-        # Rows that wait are vLLM's and there already: they cost us nothing, so that all of them may wait.
+        # Rows that wait are vLLM's and there already: they cost us nothing, so that all of them may
+        # wait.
         config = replace(
             options.agent,
             staging_nbytes=max(options.agent.staging_nbytes, rows.shape[1]),
-            pending_nbytes_max=max(options.agent.pending_nbytes_max, options.agent.staging_nbytes, rows.nbytes),
+            pending_nbytes_max=max(
+                options.agent.pending_nbytes_max, options.agent.staging_nbytes, rows.nbytes
+            ),
         )
         self._client = Client(options.client)
         self._agent: Agent = Agent(self._client, namespace, pool, config, SlotCopies())
         self._verdicts = LookupCache(self._agent.present, config.lookup_timeout_s)
         self._jobs: dict[int, _Job] = {}
         self._told = AgentStats()  # counts that `get_stats` has handed over
-        log.info("tier %s at %s, namespace %s", tier_type, options.client.address, namespace.digest.hex())
+        log.info(
+            "tier %s at %s, namespace %s", tier_type, options.client.address, namespace.digest.hex()
+        )
 
     # ---- lookups ---------------------------------------------------------------------------
 
@@ -145,7 +160,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     def submit_load(self, job_metadata: Any) -> None:
         self._submit(job_metadata, lambda keys, rows: self._agent.load(keys, rows).done)
 
-    def _submit(self, metadata: Any, start: Callable[[list[bytes], torch.Tensor], "_Future"]) -> None:
+    def _submit(
+        self, metadata: Any, start: Callable[[list[bytes], torch.Tensor], "_Future"]
+    ) -> None:
         job = _Job(metadata.is_promotion)
         with request(getattr(metadata.req_context, "req_id", None)):
             for keys, rows in _chains(metadata):
@@ -176,7 +193,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         return bool(self._jobs)
 
     def drain_jobs(self) -> None:
-        """Every job ends by its deadline, so this does. None is aborted, each is still reported."""
+        """Every job ends by its deadline, so this does.
+
+        None is aborted, each is still reported.
+        """
         for job in self._jobs.values():
             job.wait()
 
@@ -190,7 +210,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        return {_metric(name): OffloadingCounterMetadata(documentation=text) for name, text in _COUNTERS.items()}
+        return {
+            _metric(name): OffloadingCounterMetadata(documentation=text)
+            for name, text in _COUNTERS.items()
+        }
 
     def get_stats(self) -> Any:
         """What was counted since the last call; vLLM adds it up."""
@@ -214,7 +237,10 @@ _Future = concurrent.futures.Future[Any]  # of a SaveResult or a LoadResult
 
 
 class _Job:
-    """A transfer of vLLM's as some of ours, one for each group. A future of None: refused."""
+    """A transfer of vLLM's as some of ours, one for each group.
+
+    A future of None: refused.
+    """
 
     def __init__(self, is_load: bool) -> None:
         self.is_load = is_load
@@ -252,18 +278,24 @@ class _Job:
 
 
 def _chains(metadata: Any) -> Iterable[tuple[list[bytes], torch.Tensor]]:
-    """A job's keys and rows, for each group in the order of their tokens: vLLM may hand over a set. Groups
-    are chains of their own, so that a page that is missing in one cuts only that one short."""
+    """A job's keys and rows, for each group in the order of their tokens: vLLM may hand over a set.
+
+    Groups are chains of their own, so that a page that is missing in one cuts only that one short.
+    """
     groups: dict[int, list[tuple[int, bytes, int]]] = defaultdict(list)
     for key, row in zip(metadata.keys, metadata.chunk_ids.tolist(), strict=True):
         position = metadata.req_context.get_offload_key_position(key) or 0
         groups[get_offload_group_idx(key)].append((position, key, row))
     for chain in groups.values():
         chain.sort()
-        yield [key for _, key, _ in chain], torch.tensor([row for _, _, row in chain], dtype=torch.int64)
+        yield (
+            [key for _, key, _ in chain],
+            torch.tensor([row for _, _, row in chain], dtype=torch.int64),
+        )
 
 
-# ---- whose pages -----------------------------------------------------------------------------------
+# ---- whose pages
+# -----------------------------------------------------------------------------------
 
 
 def _named(config: Any, options: Options) -> Identity:
@@ -285,8 +317,8 @@ def _named(config: Any, options: Options) -> Identity:
 def _check_groups_by_hand(groups: Sequence[Any]) -> None:
     """Raise ConfigError for groups that may hold recurrent state.
 
-    vLLM tells a tier how far back a group reaches, not what it holds, and a recurrent state looks like a
-    short window. A vLLM that does not tell even that may have only one group.
+    vLLM tells a tier how far back a group reaches, not what it holds, and a recurrent state looks
+    like a short window. A vLLM that does not tell even that may have only one group.
     """
     unknown = len(groups) if len(groups) > 1 else None
     for group in groups:
@@ -300,8 +332,11 @@ def _check_groups_by_hand(groups: Sequence[Any]) -> None:
 
 
 def told(vllm_config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the connector adds to the options of a tier. Raises ConfigError for an engine whose blocks can not be shared
-    and for weights that nothing names."""
+    """What the connector adds to the options of a tier.
+
+    Raises ConfigError for an engine whose blocks can not be shared and for weights that nothing
+    names.
+    """
     check_tier(vllm_config, values.get("lora", ""))
     user, from_hub = identity_of(values), not envs.VLLM_USE_MODELSCOPE
     identity = weights_of(vllm_config, user, from_hub)

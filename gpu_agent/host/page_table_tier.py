@@ -1,12 +1,13 @@
-"""Whole pages of an engine's host memory, kept in the store: for an engine that has a CPU cache of its
-own and asks for a tier below it.
+"""Whole pages of an engine's host memory, kept in the store: for an engine that has a CPU cache of
+its own and asks for a tier below it.
 
     host memory [pages, page_nbytes] --- UnitCopies: whole rows --- Agent --- client
 
-The engine waits for what it asks here, so all of it is short: a store that does not answer is a miss.
-What `present` finds stays readable until it can be loaded: it is held by a pin that ends by itself, for such
-an engine throws a whole load away if one page of it is gone. Pages are copied (`SlotCopies`), never received in
-a row: two requests may load the same row, and the later one would write what it has not verified over what is in use.
+The engine waits for what it asks here, so all of it is short: a store that does not answer is a
+miss. What `present` finds stays readable until it can be loaded: it is held by a pin that ends by
+itself, for such an engine throws a whole load away if one page of it is gone. Pages are copied
+(`SlotCopies`), never received in a row: two requests may load the same row, and the later one would
+write what it has not verified over what is in use.
 """
 
 import concurrent.futures
@@ -32,30 +33,41 @@ from kvstore.sync import Future
 from kvstore.threads import wait_for
 
 _SPACE = "page"
-# Found pages are held for as long as a load may take, but what is held can not make room for others.
+# Found pages are held for as long as a load may take, but what is held can not make room for
+# others.
 HOLD_S_MAX = 2.0
 _PENDING_NBYTES_MAX = 1 << 40
 
 
 @dataclass(frozen=True)
 class TierConfig(AgentConfig):
-    """An agent whose engine waits. Environment as AgentConfig: KVSTORE_AGENT_LOAD_TIMEOUT_S, ..."""
+    """An agent whose engine waits.
+
+    Environment as AgentConfig: KVSTORE_AGENT_LOAD_TIMEOUT_S, ...
+    """
 
     workers: int = setting(4, "threads for saves, and as many for loads", 1, 64)
     lookup_timeout_s: float = setting(0.5, "deadline of a lookup", 0.001, 10.0)
-    save_timeout_s: float = setting(10.0, "deadline of a save, its wait for a thread included", 0.001, 60.0)
-    load_timeout_s: float = setting(1.0, "deadline of a load, its wait for a thread included", 0.001, 60.0)
+    save_timeout_s: float = setting(
+        10.0, "deadline of a save, its wait for a thread included", 0.001, 60.0
+    )
+    load_timeout_s: float = setting(
+        1.0, "deadline of a load, its wait for a thread included", 0.001, 60.0
+    )
 
 
 def tier_config(memory: torch.Tensor, **values: Any) -> TierConfig:
     """From explicit values, the environment and the defaults, made to fit `memory`.
 
-    A buffer holds a page at least, however large. Loads fill pages that the engine has allocated, so twice
-    the memory is all that can wait, and a prompt that fits into it is never refused for its length.
+    A buffer holds a page at least, however large. Loads fill pages that the engine has allocated,
+    so twice the memory is all that can wait, and a prompt that fits into it is never refused for
+    its length.
     """
     config = load(TierConfig, "KVSTORE_AGENT", values)
     staging_nbytes = max(config.staging_nbytes, memory.shape[-1])
-    pending_nbytes_max = min(max(config.pending_nbytes_max, 2 * memory.nbytes, staging_nbytes), _PENDING_NBYTES_MAX)
+    pending_nbytes_max = min(
+        max(config.pending_nbytes_max, 2 * memory.nbytes, staging_nbytes), _PENDING_NBYTES_MAX
+    )
     return replace(config, staging_nbytes=staging_nbytes, pending_nbytes_max=pending_nbytes_max)
 
 
@@ -67,14 +79,23 @@ def row_pool(memory: torch.Tensor, page_tokens: int) -> KVPool:
             f"host memory must be a contiguous uint8 CPU tensor, not {memory.dtype} with strides "
             f"{list(memory.stride())} on {memory.device}"
         )
-    tokens = min(page_tokens, PAGE_TOKENS_MAX)  # nobody looks into the page; a hybrid model's may be that long
-    return pool_of(tokens, GroupView("host", (0,), {"page": [memory]}, unit_tokens=tokens, space=_SPACE))
+    tokens = min(
+        page_tokens, PAGE_TOKENS_MAX
+    )  # nobody looks into the page; a hybrid model's may be that long
+    return pool_of(
+        tokens, GroupView("host", (0,), {"page": [memory]}, unit_tokens=tokens, space=_SPACE)
+    )
 
 
 class PageTableTier:
-    """Thread-safe. `memory` as in `row_pool`; `namespace.layout` is its layout. `client` is not closed here."""
+    """Thread-safe.
 
-    def __init__(self, client: Client, namespace: Namespace, memory: torch.Tensor, config: TierConfig) -> None:
+    `memory` as in `row_pool`; `namespace.layout` is its layout. `client` is not closed here.
+    """
+
+    def __init__(
+        self, client: Client, namespace: Namespace, memory: torch.Tensor, config: TierConfig
+    ) -> None:
         pool = row_pool(memory, namespace.layout.page_tokens)
         self._agent = Agent(client, namespace, pool, config, SlotCopies())
         self._row_count = memory.shape[0]
@@ -83,36 +104,51 @@ class PageTableTier:
         self._active = {"save": 0, "load": 0}
 
     def present(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Which pages are stored. They stay so until a load that begins now would have ended."""
+        """Which pages are stored.
+
+        They stay so until a load that begins now would have ended.
+        """
         return list(self._agent.ask(prefix_hashes, self._hold_s) or (False,) * len(prefix_hashes))
 
-    def save(self, prefix_hashes: Sequence[bytes], rows: Sequence[int]) -> tuple[list[int], SaveJob]:
+    def save(
+        self, prefix_hashes: Sequence[bytes], rows: Sequence[int]
+    ) -> tuple[list[int], SaveJob]:
         """(rows that are not read, because their pages are stored already; the others' job).
 
-        Only pages that were missing just now are read, ever: the engine may reuse the rows of the others
-        at once. A store that can not be asked gets nothing. Raises InvalidRequest for a row that is not
-        there or named twice.
+        Only pages that were missing just now are read, ever: the engine may reuse the rows of the
+        others at once. A store that can not be asked gets nothing. Raises InvalidRequest for a row
+        that is not there or named twice.
         """
         self._check_rows(rows, len(prefix_hashes))
         found = self._agent.ask(prefix_hashes)
         if found is None:
             return [], _nothing_saved(len(rows))
         missing = [page for page, stored in enumerate(found) if not stored]
-        job = self._agent.save([prefix_hashes[page] for page in missing], _units([rows[page] for page in missing]))
+        job = self._agent.save(
+            [prefix_hashes[page] for page in missing], _units([rows[page] for page in missing])
+        )
         self._count("save", job.done)
         return [rows[page] for page, stored in enumerate(found) if stored], job
 
     def load(self, prefix_hashes: Sequence[bytes], rows: Sequence[int]) -> LoadJob:
-        """Fills rows with the leading stored pages. Raises InvalidRequest as `save`."""
+        """Fills rows with the leading stored pages.
+
+        Raises InvalidRequest as `save`.
+        """
         self._check_rows(rows, len(prefix_hashes))
         job = self._agent.load(prefix_hashes, _units(rows))
         self._count("load", job.done)
         return job
 
     def settle(self, job: SaveJob | LoadJob) -> None:
-        """Returns when nobody reads or writes the memory for this job any more. Nothing can be called
-        back that a thread is just copying, so this waits: at most until the job's own deadline."""
-        last: concurrent.futures.Future[Any] = job.gathered if isinstance(job, SaveJob) else job.done
+        """Returns when nobody reads or writes the memory for this job any more.
+
+        Nothing can be called back that a thread is just copying, so this waits: at most until the
+        job's own deadline.
+        """
+        last: concurrent.futures.Future[Any] = (
+            job.gathered if isinstance(job, SaveJob) else job.done
+        )
         wait_for([last])
 
     def active(self, kind: str) -> int:
@@ -135,7 +171,9 @@ class PageTableTier:
 
     def _check_rows(self, rows: Sequence[int], page_count: int) -> None:
         if len(rows) != page_count or len(set(rows)) != len(rows):
-            raise InvalidRequest(f"rows {list(rows)} of the host memory are not {page_count} different ones")
+            raise InvalidRequest(
+                f"rows {list(rows)} of the host memory are not {page_count} different ones"
+            )
         if rows and not 0 <= min(rows) <= max(rows) < self._row_count:
             raise InvalidRequest(f"rows {list(rows)} are not all in 0..{self._row_count - 1}")
 

@@ -1,8 +1,8 @@
-"""One pool of pages in host memory and its copies in the store: calls that wait, for engines whose own
-threads do the waiting.
+"""One pool of pages in host memory and its copies in the store: calls that wait, for engines whose
+own threads do the waiting.
 
-When a call returns, nothing reads or writes the pool any more. Nothing raises for a store that is slow,
-wrong or away: that is False.
+When a call returns, nothing reads or writes the pool any more. Nothing raises for a store that is
+slow, wrong or away: that is False.
 """
 
 import dataclasses
@@ -24,24 +24,36 @@ from kvstore.tracing import NamesRequest
 log = logging.getLogger(__name__)
 log.addFilter(NamesRequest())
 
-# Pages of a staging buffer (wires without shared memory) at most: of pools with small pages there may be many.
+# Pages of a staging buffer (wires without shared memory) at most: of pools with small pages there
+# may be many.
 STAGING_PAGES_MAX = 128
 
 
 class HostPages:
-    """Thread-safe. `pool`: with one index space, a page's number as its unit. Counts are in `agent.stats`.
+    """Thread-safe.
+
+    `pool`: with one index space, a page's number as its unit. Counts are in `agent.stats`.
 
     `batch_pages_max`: pages that one call may name; a batch of them is never refused for its size.
     """
 
     def __init__(
-        self, client: Client, namespace: Namespace, pool: KVPool, config: AgentConfig, batch_pages_max: int
+        self,
+        client: Client,
+        namespace: Namespace,
+        pool: KVPool,
+        config: AgentConfig,
+        batch_pages_max: int,
     ) -> None:
         nbytes = pool.layout.page_nbytes
         config = dataclasses.replace(
             config,
-            staging_nbytes=max(nbytes, min(config.staging_nbytes, STAGING_PAGES_MAX * nbytes), 4096),
-            pending_nbytes_max=max(config.pending_nbytes_max, config.workers * batch_pages_max * nbytes, nbytes),
+            staging_nbytes=max(
+                nbytes, min(config.staging_nbytes, STAGING_PAGES_MAX * nbytes), 4096
+            ),
+            pending_nbytes_max=max(
+                config.pending_nbytes_max, config.workers * batch_pages_max * nbytes, nbytes
+            ),
         )
         self.namespace = namespace
         self._client = client
@@ -55,21 +67,31 @@ class HostPages:
         return list(self.agent.present(hashes, timeout_s))
 
     def save(self, hashes: Sequence[bytes], numbers: torch.Tensor, timeout_s: float) -> list[bool]:
-        """Which pages are stored now. `numbers`: int64 `[pages]`, where they are in the pool."""
+        """Which pages are stored now.
+
+        `numbers`: int64 `[pages]`, where they are in the pool.
+        """
         result = self.agent.save(hashes, numbers, timeout_s=timeout_s).done.result()
         if not result.dropped:
             return [True] * len(hashes)
         return self.present(hashes, self.agent.config.lookup_timeout_s)
 
     def load(self, hashes: Sequence[bytes], numbers: torch.Tensor, timeout_s: float) -> list[bool]:
-        """Which pages are in the pool now: a leading run. The others' slots hold nothing of meaning."""
+        """Which pages are in the pool now: a leading run.
+
+        The others' slots hold nothing of meaning.
+        """
         result = self.agent.load(hashes, numbers, timeout_s=timeout_s).done.result()
         return _leading(result.pages, len(hashes))
 
     def put(self, hashes: Sequence[bytes], pages: Sequence[Any], timeout_s: float) -> list[bool]:
         """Like `save`, from buffers of `page_nbytes` bytes that are no part of the pool."""
         try:
-            outcomes = self._client.put(self.namespace, hashes, pages, timeout_s=timeout_s) if hashes else []
+            outcomes = (
+                self._client.put(self.namespace, hashes, pages, timeout_s=timeout_s)
+                if hashes
+                else []
+            )
         except KVStoreError as error:
             log.info("%d pages were not stored: %s", len(hashes), error)
             return [False] * len(hashes)
@@ -78,7 +100,11 @@ class HostPages:
     def get(self, hashes: Sequence[bytes], pages: Sequence[Any], timeout_s: float) -> list[bool]:
         """Like `load`, into buffers; those of misses hold nothing of meaning."""
         try:
-            return self._client.get(self.namespace, hashes, pages, prefix=True, timeout_s=timeout_s) if hashes else []
+            return (
+                self._client.get(self.namespace, hashes, pages, prefix=True, timeout_s=timeout_s)
+                if hashes
+                else []
+            )
         except KVStoreError as error:
             log.info("%d pages were not loaded: %s", len(hashes), error)
             return [False] * len(hashes)

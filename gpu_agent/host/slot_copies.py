@@ -1,5 +1,5 @@
-"""Gather and scatter for pools in host memory whose units are large: one copy for each unit and plane,
-straight between the slot and the page.
+"""Gather and scatter for pools in host memory whose units are large: one copy for each unit and
+plane, straight between the slot and the page.
 
 `TorchTransfer` gathers a plane of all pages at once and copies the result into the pages: right for
 token slots, which are too small to be copied one by one, and twice the traffic for whole pages.
@@ -13,16 +13,28 @@ import torch
 
 from gpu_agent.kernels.plan import Unit, unit_of
 from gpu_agent.pool import KVPool, PoolPlane, UnitTable
-from gpu_agent.transfer import Fence, Gathered, Landed, Placed, Ready, Summed, TorchTransfer, check_pages
+from gpu_agent.transfer import (
+    Fence,
+    Gathered,
+    Landed,
+    Placed,
+    Ready,
+    Summed,
+    TorchTransfer,
+    check_pages,
+)
 from kvstore.buffers import Pieces, byte_view
 
-# Pages that are told of together: enough to be worth a call, few enough that their checksums are made
-# while they are still in a cache.
+# Pages that are told of together: enough to be worth a call, few enough that their checksums are
+# made while they are still in a cache.
 RUN_NBYTES = 4 << 20
 
 
 class SlotCopies(TorchTransfer):
-    """CPU pools only. Copies release the GIL and use torch's threads."""
+    """CPU pools only.
+
+    Copies release the GIL and use torch's threads.
+    """
 
     @torch.inference_mode()
     def gather(
@@ -59,7 +71,9 @@ class SlotCopies(TorchTransfer):
         ready: Ready | None = None,
         summed: Summed | None = None,
     ) -> None:
-        if placed or skip_tokens:  # by layers, or parts of a page: not what whole host pages are for
+        if (
+            placed or skip_tokens
+        ):  # by layers, or parts of a page: not what whole host pages are for
             return super().scatter(pool, units, pages, fence, skip_tokens, placed, ready)
         check_pages(pool, units, pages)
         rows = slots_of(pool, units)
@@ -83,7 +97,9 @@ def _runs(pool: KVPool, count: int) -> Iterator[range]:
         yield range(start, min(start + step, count))
 
 
-def _pairs(plane: PoolPlane, slots: list[int], page: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(
+    plane: PoolPlane, slots: list[int], page: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(a slot of the pool, its bytes in the page) for each unit of one plane."""
     offset, nbytes = plane.piece.offset, plane.piece.plane.unit_nbytes
     for slot in slots:
@@ -122,7 +138,10 @@ PIECE_NBYTES_MIN = 16 << 10
 
 
 class SlotSegments(SlotCopies):
-    """`SlotCopies`, and pages of `pool` in pieces if these are large enough. It keeps the pool's memory."""
+    """`SlotCopies`, and pages of `pool` in pieces if these are large enough.
+
+    It keeps the pool's memory.
+    """
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -136,7 +155,12 @@ class SlotSegments(SlotCopies):
         slots = slots_of(pool, units)
         return [
             tuple(
-                [piece for plane in self._planes for slot in slots[plane.space][page] for piece in plane.pieces(slot)]
+                [
+                    piece
+                    for plane in self._planes
+                    for slot in slots[plane.space][page]
+                    for piece in plane.pieces(slot)
+                ]
             )
             for page in range(units.page_count)
         ]
@@ -158,7 +182,13 @@ class _Runs(NamedTuple):
         starts = list(map(sum, itertools.product(*steps)))
         slot_nbytes = bits.stride(0) * size
         extent = (bits.shape[0] - 1) * slot_nbytes + starts[-1] + nbytes
-        return _Runs(plane.space, byte_view(bits.as_strided((extent // size,), (1,))), slot_nbytes, starts, nbytes)
+        return _Runs(
+            plane.space,
+            byte_view(bits.as_strided((extent // size,), (1,))),
+            slot_nbytes,
+            starts,
+            nbytes,
+        )
 
     def pieces(self, slot: int) -> list[memoryview]:
         first = slot * self.slot_nbytes

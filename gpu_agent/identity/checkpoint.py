@@ -5,11 +5,12 @@
     a hub's name                the name, and the commit that this machine's cache holds for it
     anything else               the start ends, unless the user names a revision
 
-A local path names nothing to others, and a name or a branch says nothing about bytes. A revision that the user
-names is believed, and vouches for all weights of the engine.
+A local path names nothing to others, and a name or a branch says nothing about bytes. A revision
+that the user names is believed, and vouches for all weights of the engine.
 
-Of files everything is read: weights that were trained further, or quantised again, keep their length, their names and
-their headers. What is told apart by less would be told apart wrongly one day.
+Of files everything is read: weights that were trained further, or quantised again, keep their
+length, their names and their headers. What is told apart by less would be told apart wrongly one
+day.
 
 A Hugging Face hub's cache on this machine:
 
@@ -39,16 +40,25 @@ log = logging.getLogger(__name__)
 
 _READ_NBYTES = 16 << 20
 SLOW_NBYTES = 8 << 30  # from here on, two seconds and more, a start says what it waits for
-# What lies beside weights and says nothing about KV. Anything else counts: a format that nobody knows here would
-# otherwise be no part of the name.
+# What lies beside weights and says nothing about KV. Anything else counts: a format that nobody
+# knows here would otherwise be no part of the name.
 _NOISE = {".md", ".log", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf", ".lock", ".tmp", ".pyc"}
 # What counts and is no weights by itself: configurations, code, vocabularies.
 _TEXT = {".json", ".yaml", ".yml", ".txt", ".py", ".jinja", ".model", ".tiktoken", ""}
-# Of a model's configuration, what says nothing about its KV: who wrote it, where it was, how it runs.
-_NOT_IDENTITY = {"transformers_version", "_name_or_path", "use_cache", "return_dict", "output_attentions"}
+# Of a model's configuration, what says nothing about its KV: who wrote it, where it was, how it
+# runs.
+_NOT_IDENTITY = {
+    "transformers_version",
+    "_name_or_path",
+    "use_cache",
+    "return_dict",
+    "output_attentions",
+}
 _SPLIT = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.\w+)$")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SNAPSHOT = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?P<rest>/.*)?$")
+_SNAPSHOT = re.compile(
+    r"/models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?P<rest>/.*)?$"
+)
 _BLOB = re.compile(r"/models--[^/]+/blobs/(?:(?P<git>[0-9a-f]{40})|[0-9a-f]{64})$")
 
 _Signature = tuple[tuple[str, int, int, int, int, int], ...]
@@ -57,10 +67,11 @@ _Signature = tuple[tuple[str, int, int, int, int, int], ...]
 def named(identity: Identity, model: str, revision: str = "", cache: str | None = "") -> Identity:
     """`identity` with the model's name and revision filled in where the user gave none.
 
-    `model`: what the engine loads, a hub's name, a directory or a file; `revision`: of the hub, if the engine
-    was told one; `cache`: where the engine keeps what it fetches from the Hugging Face hub (empty: this user's
-    place, None: it fetches from elsewhere). Without a revision of the user's, weights in a directory or a file
-    are read as a whole. Raises ConfigError if nothing says which weights these are.
+    `model`: what the engine loads, a hub's name, a directory or a file; `revision`: of the hub, if
+    the engine was told one; `cache`: where the engine keeps what it fetches from the Hugging Face
+    hub (empty: this user's place, None: it fetches from elsewhere). Without a revision of the
+    user's, weights in a directory or a file are read as a whole. Raises ConfigError if nothing says
+    which weights these are.
     """
     path = Path(model)
     if not path.exists():
@@ -68,7 +79,9 @@ def named(identity: Identity, model: str, revision: str = "", cache: str | None 
         return replace(identity, model=identity.model or model, revision=commit)
     if identity.revision:
         snapshot = snapshot_of(path, ())
-        return replace(identity, model=identity.model or (snapshot[0] if snapshot else path.resolve().name))
+        return replace(
+            identity, model=identity.model or (snapshot[0] if snapshot else path.resolve().name)
+        )
     files = weight_files(path)
     snapshot = snapshot_of(path, files.values())
     name, content = snapshot or (path.resolve().name, weights_digest(files))
@@ -76,8 +89,11 @@ def named(identity: Identity, model: str, revision: str = "", cache: str | None 
 
 
 def also_loaded(vouched: bool, model: str, revision: str = "", cache: str | None = "") -> str:
-    """`"name@revision"` of weights that an engine has beside its model's: a draft model, a LoRA. What can not be
-    named is taken by its name if the user vouches for the engine's weights with a revision; else raises ConfigError."""
+    """`"name@revision"` of weights that an engine has beside its model's: a draft model, a LoRA.
+
+    What can not be named is taken by its name if the user vouches for the engine's weights with a
+    revision; else raises ConfigError.
+    """
     try:
         other = named(Identity(), model, revision, cache)
     except ConfigError:
@@ -93,7 +109,11 @@ def _commit(model: str, revision: str, cache: str | None) -> str:
     if commit is None:
         raise ConfigError(
             f"nothing says which weights {model!r} are: it is no directory and no file here, and "
-            + (f"{directory} holds no commit for its revision {revision or 'main'!r}" if directory else "no hub's name")
+            + (
+                f"{directory} holds no commit for its revision {revision or 'main'!r}"
+                if directory
+                else "no hub's name"
+            )
             + "; set the option revision (a commit, a date), and another one after every change of the weights"
         )
     return commit
@@ -110,9 +130,10 @@ def text_digest(value: Any) -> str:
 
 
 def weight_files(path: Path) -> dict[str, Path]:
-    """Files that count, by their name below `path`, in order: of a directory all but noise, of a file itself and
-    the other parts of a checkpoint that is split (model-00001-of-00003.gguf). Raises ConfigError for a
-    directory without weights."""
+    """Files that count, by their name below `path`, in order: of a directory all but noise, of a
+    file itself and the other parts of a checkpoint that is split (model-00001-of-00003.gguf).
+    Raises ConfigError for a directory without weights.
+    """
     if not path.is_dir():
         split = _SPLIT.match(path.name)
         parts = [file for file in path.parent.iterdir() if split and _same_split(split, file.name)]
@@ -129,7 +150,10 @@ def _same_split(first: re.Match[str], name: str) -> bool:
 
 
 def _walk(directory: Path, seen: set[Path]) -> Iterator[Path]:
-    """Through links too: an engine follows them. `seen`: real directories, each read once."""
+    """Through links too: an engine follows them.
+
+    `seen`: real directories, each read once.
+    """
     for entry in sorted(directory.iterdir()):
         if entry.name.startswith(".") or entry.name == "__pycache__":
             continue
@@ -142,8 +166,11 @@ def _walk(directory: Path, seen: set[Path]) -> Iterator[Path]:
 
 
 def weights_digest(files: dict[str, Path]) -> str:
-    """`"weights=..."`: xxh3_128 over names and bytes. A second per 5 GB; once per process and content. Raises
-    ConfigError for a file that can not be read, or that changes meanwhile."""
+    """`"weights=..."`: xxh3_128 over names and bytes.
+
+    A second per 5 GB; once per process and content. Raises ConfigError for a file that can not be
+    read, or that changes meanwhile.
+    """
     try:
         signature = _signature(files)
         nbytes = sum(size for *_, size, _, _ in signature)
@@ -157,15 +184,21 @@ def weights_digest(files: dict[str, Path]) -> str:
     except OSError as error:
         raise ConfigError(f"weights can not be read, and so not be named: {error}") from error
     if changed:
-        raise ConfigError(f"weights changed while they were read: {next(iter(files.values())).parent}; start again")
+        raise ConfigError(
+            f"weights changed while they were read: {next(iter(files.values())).parent}; start again"
+        )
     return digest
 
 
 def _signature(files: dict[str, Path]) -> _Signature:
-    """What changes with any change of content. Modification times are set by users, change times are not."""
+    """What changes with any change of content.
+
+    Modification times are set by users, change times are not.
+    """
     stats = [(name, os.stat(path)) for name, path in files.items()]
     return tuple(
-        (name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats
+        (name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        for name, stat in stats
     )
 
 
@@ -181,11 +214,11 @@ def _digest(files: tuple[tuple[str, Path], ...], signature: _Signature) -> str:
 
 
 def commit_of(cache: Path, name: str, revision: str) -> str | None:
-    """The commit that `revision` (empty: main) of a repository stands for here; None if its snapshot is not here.
-    A commit stands for itself.
+    """The commit that `revision` (empty: main) of a repository stands for here; None if its
+    snapshot is not here. A commit stands for itself.
 
-    Raises ConfigError if it stands for another one since this process began: the engine has loaded one of them,
-    and nothing says which.
+    Raises ConfigError if it stands for another one since this process began: the engine has loaded
+    one of them, and nothing says which.
     """
     if _COMMIT.fullmatch(revision):
         return revision
@@ -211,11 +244,11 @@ def process_start() -> float:
 
 
 def snapshot_of(path: Path, files: Iterable[Path]) -> tuple[str, str] | None:
-    """(name, commit) of a snapshot, or of a file in one; None if it is none, or if one of `files`, those of it that
-    count, is not what the hub put there.
+    """(name, commit) of a snapshot, or of a file in one; None if it is none, or if one of `files`,
+    those of it that count, is not what the hub put there.
 
-    Small files are read and compared with their names. Large ones are believed to be what they are called, if
-    they are links to a blob: reading them is what this saves.
+    Small files are read and compared with their names. Large ones are believed to be what they are
+    called, if they are links to a blob: reading them is what this saves.
     """
     place = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
     match = _SNAPSHOT.search(str(place))
@@ -231,11 +264,15 @@ def _untouched(file: Path) -> bool:
     if blob["git"] is None:
         return True
     content = file.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest() == blob["git"]
+    return (
+        hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+        == blob["git"]
+    )
 
 
 def length_dependent(config: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of rotary embeddings in a model's configuration whose angles depend on a prompt's length.
+    """Return the kinds of rotary embeddings in a model's configuration whose angles depend on a
+    prompt's length.
 
         dynamic         transformers: on the longest prompt since a short one; vLLM: on nothing; SGLang: on nothing;
                         LightLLM: on a token's own position
@@ -243,8 +280,8 @@ def length_dependent(config: Mapping[str, Any]) -> list[str]:
                         a token's own position
         all others      (linear, yarn, llama3, proportional, mrope) on nothing
 
-    A page is found by its tokens and those before it. Where its K depends on what comes after, or on what else was in
-    the batch, no key tells such pages apart.
+    A page is found by its tokens and those before it. Where its K depends on what comes after, or
+    on what else was in the batch, no key tells such pages apart.
     """
     return sorted({kind for kind in _kinds(config) if is_length_dependent(kind)})
 
@@ -255,7 +292,10 @@ def is_length_dependent(kind: str) -> bool:
 
 
 def _kinds(config: Mapping[str, Any], within: bool = False) -> Iterator[str]:
-    """`within`: of an entry that is about rotary embeddings. Nested: one for each kind of layer."""
+    """`within`: of an entry that is about rotary embeddings.
+
+    Nested: one for each kind of layer.
+    """
     for name, value in config.items():
         if name == "use_dynamic_ntk" and value:
             yield "dynamic"

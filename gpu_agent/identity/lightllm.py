@@ -1,7 +1,7 @@
 """Name the KV of LightLLM: what its start arguments say of a page of its CPU cache.
 
-Its page hashes are of token ids alone, so all that decides what the bytes are stands here, and whatever is not
-said by token ids is refused.
+Its page hashes are of token ids alone, so all that decides what the bytes are stands here, and
+whatever is not said by token ids is refused.
 """
 
 import hashlib
@@ -46,13 +46,19 @@ _DIMENSIONS = ("num_hidden_layers", "num_key_value_heads", "head_dim")
 
 
 def namespace_of(
-    arguments: Mapping[str, Any], variables: Mapping[str, str], identity: Identity, memory: torch.Tensor
+    arguments: Mapping[str, Any],
+    variables: Mapping[str, str],
+    identity: Identity,
+    memory: torch.Tensor,
 ) -> Namespace:
-    """The namespace of LightLLM's CPU pages. `variables`: those of VARIABLES that are set. Raises ConfigError for a
-    server whose pages can not be shared, and for a file that decides what they hold and can not be read.
+    """The namespace of LightLLM's CPU pages.
 
-    Not the tensor-parallel size: a page holds the heads of all ranks, in the model's order. A hybrid model's
-    page holds their states rank by rank, and a node of several only what its own ranks have.
+    `variables`: those of VARIABLES that are set. Raises ConfigError for a server whose pages can
+    not be shared, and for a file that decides what they hold and can not be read.
+
+    Not the tensor-parallel size: a page holds the heads of all ranks, in the model's order. A
+    hybrid model's page holds their states rank by rank, and a node of several only what its own
+    ranks have.
     """
     model_dir = arguments.get("model_dir")
     if not model_dir:
@@ -69,8 +75,9 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
             "LightLLM runs with --enable_rl, which changes weights under the same name, and does not tell its disk "
             "cache: old pages would be taken for new ones. Leave out --enable_disk_cache"
         )
-    # LightLLM numbers images in the order of their arrival, in each process anew, and a hash says nothing of what
-    # was hashed: not even a prompt of text alone could be told from one with an image.
+    # LightLLM numbers images in the order of their arrival, in each process anew, and a hash says
+    # nothing of what was hashed: not even a prompt of text alone could be told from one with an
+    # image.
     text_only = bool(arguments.get("disable_vision")) and bool(arguments.get("disable_audio"))
     if arguments.get("enable_multimodal", not text_only) or arguments.get("run_mode") == "decode":
         raise ConfigError(
@@ -119,4 +126,6 @@ def _content(path: str | None) -> str | None:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
     except OSError as error:
-        raise ConfigError(f"{path} decides what the cache's bytes mean, and can not be read: {error}") from error
+        raise ConfigError(
+            f"{path} decides what the cache's bytes mean, and can not be read: {error}"
+        ) from error

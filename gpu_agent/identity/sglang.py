@@ -1,7 +1,7 @@
 """Name the KV of SGLang from a server's arguments and its pools.
 
-Its keys are a SHA-256 chain over token ids, which for an image are made from a hash of its content, and over
-`extra_key` (a LoRA's id) and `cache_salt`. The rest is in the namespace.
+Its keys are a SHA-256 chain over token ids, which for an image are made from a hash of its content,
+and over `extra_key` (a LoRA's id) and `cache_salt`. The rest is in the namespace.
 """
 
 import hashlib
@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu_agent.identity.checkpoint import also_loaded, config_digest, length_dependent, named, text_digest
+from gpu_agent.identity.checkpoint import (
+    also_loaded,
+    config_digest,
+    length_dependent,
+    named,
+    text_digest,
+)
 from gpu_agent.options import Identity, facts_text
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
@@ -17,7 +23,14 @@ from kvstore.layout import PageLayout
 
 GENERATION = 1  # of what a page's bytes mean; raised when SGLang changes that under the same shapes
 # Arguments that decide what KV a server makes, and those that do where they are used at all.
-_ARGUMENTS = ("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "load_format", "weight_version")
+_ARGUMENTS = (
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "json_model_override_args",
+    "load_format",
+    "weight_version",
+)
 _SELDOM = (
     "model_loader_extra_config",
     "modelopt_quant",
@@ -27,10 +40,20 @@ _SELDOM = (
     "torchao_config",
     "model_impl",
 )
-# Ways of loading that read all weights from the model's path. Others (remote_instance, ipc_cache, private) have them
-# from elsewhere: a server, a process, whose content nothing here names.
+# Ways of loading that read all weights from the model's path. Others (remote_instance, ipc_cache,
+# private) have them from elsewhere: a server, a process, whose content nothing here names.
 _FROM_ITS_PATH = {
-    *("auto", "pt", "safetensors", "npcache", "dummy", "sharded_state", "presharded", "gguf", "bitsandbytes"),
+    *(
+        "auto",
+        "pt",
+        "safetensors",
+        "npcache",
+        "dummy",
+        "sharded_state",
+        "presharded",
+        "gguf",
+        "bitsandbytes",
+    ),
     *("mistral", "layered", "flash_rl", "instanttensor", "fastsafetensors", "runai_streamer"),
 }
 _UNUSED = (None, "", "auto", "{}", False)
@@ -44,12 +67,18 @@ def weights(
     from_hub: bool = True,
     native: Callable[[], bool] = lambda: True,
 ) -> tuple[Identity, dict[str, Any]]:
-    """Which weights, and what else of the server's arguments (`args`) and its model's configuration decides what KV
-    they make. `from_hub`: names are the Hugging Face hub's. `native`: whether SGLang has code of its own for the model;
-    where it has none, it runs transformers'. Raises ConfigError."""
+    """Which weights, and what else of the server's arguments (`args`) and its model's configuration
+    decides what KV they make. `from_hub`: names are the Hugging Face hub's. `native`: whether
+    SGLang has code of its own for the model; where it has none, it runs transformers'. Raises
+    ConfigError.
+    """
 
     def depends(kind: str) -> bool:
-        return "dynamic" not in kind or getattr(args, "model_impl", "auto") == "transformers" or not native()
+        return (
+            "dynamic" not in kind
+            or getattr(args, "model_impl", "auto") == "transformers"
+            or not native()
+        )
 
     kinds = [kind for kind in length_dependent(config) if depends(kind)]
     if kinds:
@@ -59,7 +88,10 @@ def weights(
             "server without the store, or replace the embedding by --json-model-override-args"
         )
     cache = (getattr(args, "download_dir", None) or "") if from_hub else None
-    vouched, form = bool(identity.revision), str(getattr(args.load_format, "value", args.load_format))
+    vouched, form = (
+        bool(identity.revision),
+        str(getattr(args.load_format, "value", args.load_format)),
+    )
     if not vouched and form not in _FROM_ITS_PATH:
         raise ConfigError(
             f"SGLang loads weights by {form!r}, from elsewhere than {args.model_path}, so that nothing says which they "
@@ -68,20 +100,28 @@ def weights(
     facts = {name: getattr(args, name) for name in _ARGUMENTS}
     facts["config"] = config_digest(config)
     seldom = {name: getattr(args, name, None) for name in _SELDOM}
-    facts |= {name: text_digest(value)[:16] for name, value in seldom.items() if value not in _UNUSED}
+    facts |= {
+        name: text_digest(value)[:16] for name, value in seldom.items() if value not in _UNUSED
+    }
     scales = args.quantization_param_path
     facts["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest() if scales else ""
     loras = [f"{name}={also_loaded(vouched, path, '', cache)}" for name, path in _loras(args)]
     facts["lora"] = text_digest(sorted(loras))[:16] if loras else ""
     draft = args.speculative_draft_model_path
     own = draft and draft != args.model_path
-    facts["draft"] = also_loaded(vouched, draft, args.speculative_draft_model_revision or "", cache) if own else draft
+    facts["draft"] = (
+        also_loaded(vouched, draft, args.speculative_draft_model_revision or "", cache)
+        if own
+        else draft
+    )
     return named(identity, args.model_path, args.revision or "", cache), facts
 
 
 def _loras(args: Any) -> Iterator[tuple[str, str]]:
-    """(name, path) of those that the server starts with, whose ids are made of both. One that is loaded later has an
-    id at random: nothing of it is ever found by others."""
+    """(name, path) of those that the server starts with, whose ids are made of both.
+
+    One that is loaded later has an id at random: nothing of it is ever found by others.
+    """
     given = getattr(args, "lora_paths", None) or []
     for lora in given.items() if isinstance(given, Mapping) else given:
         if isinstance(lora, str):
@@ -96,9 +136,17 @@ def _loras(args: Any) -> Iterator[tuple[str, str]]:
 
 
 def pool_namespace(
-    identity: Identity, facts: Mapping[str, Any], engine: Any, name: str, host: Any, layout: PageLayout
+    identity: Identity,
+    facts: Mapping[str, Any],
+    engine: Any,
+    name: str,
+    host: Any,
+    layout: PageLayout,
 ) -> Namespace:
-    """Of a host pool's pages. `facts`: of `weights`; `engine`: SGLang's HiCacheStorageConfig."""
+    """Of a host pool's pages.
+
+    `facts`: of `weights`; `engine`: SGLang's HiCacheStorageConfig.
+    """
     packed = getattr(host, "layer_num", 0) > getattr(host, "target_layer_num", 1 << 30)
     text = facts_text(
         "sglang",
@@ -112,7 +160,8 @@ def pool_namespace(
         draft=facts["draft"] if packed or name.startswith("draft") else "",
         **{fact: value for fact, value in facts.items() if fact != "draft"},
     )
-    # Pools with heads, and Mamba's state, differ between ranks even where the KV is a latent that does not.
+    # Pools with heads, and Mamba's state, differ between ranks even where the KV is a latent that
+    # does not.
     split = not engine.is_mla_model or name == _MAMBA or hasattr(host, "head_num")
     return identity.namespace(
         layout,
@@ -134,8 +183,11 @@ def linker_namespace(
     layout: PageLayout,
     shard: tuple[int, int],
 ) -> Namespace:
-    """Of the linker's pages. `params`: SGLang's for a cache; `shard`: rank and size of those whose pages differ.
-    Draft layers are not in its pool."""
+    """Of the linker's pages.
+
+    `params`: SGLang's for a cache; `shard`: rank and size of those whose pages differ. Draft layers
+    are not in its pool.
+    """
     text = facts_text(
         "sglang-linker",
         generation=GENERATION,

@@ -1,5 +1,7 @@
-"""Hugging Face transformers: whose KV a model's cache holds, and which models' can not be shared. Nothing of
-transformers is imported: a model is asked for its attributes."""
+"""Hugging Face transformers: whose KV a model's cache holds, and which models' can not be shared.
+
+Nothing of transformers is imported: a model is asked for its attributes.
+"""
 
 from typing import Any
 
@@ -26,37 +28,56 @@ def model_namespace(
     key_id: str = "",
     tenant: str = DEFAULT_TENANT,
 ) -> Namespace:
-    """Namespace and layout of a model's KV; its configuration's digest is the salt. Without a revision the weights
-    are digested. `key_id`: of the key that its pages are sealed with. Raises InvalidRequest for a model whose KV does
-    not follow from its tokens alone."""
+    """Namespace and layout of a model's KV; its configuration's digest is the salt.
+
+    Without a revision the weights are digested. `key_id`: of the key that its pages are sealed
+    with. Raises InvalidRequest for a model whose KV does not follow from its tokens alone.
+    """
     check_model(model)
     text: Any = model.config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     dtype = dtype_name(model.dtype)
     planes = (Plane("k", dtype, (heads, dim)), Plane("v", dtype, (heads, dim)))
-    layout = PageLayout(page_tokens, (LayerGroup(KV_GROUP, tuple(range(text.num_hidden_layers)), planes),))
+    layout = PageLayout(
+        page_tokens, (LayerGroup(KV_GROUP, tuple(range(text.num_hidden_layers)), planes),)
+    )
     facts = facts_text("transformers", config=config_digest(model.config.to_dict()))
     revision = weights_digest(model) if revision is None else revision
-    return Namespace(model=name, layout=layout, tenant=tenant, revision=revision, salt=facts, key_id=key_id)
+    return Namespace(
+        model=name, layout=layout, tenant=tenant, revision=revision, salt=facts, key_id=key_id
+    )
 
 
 def check_model(model: Any) -> None:
-    """Raises InvalidRequest for a model of which two prompts with the same tokens may have different KV."""
+    """Raises InvalidRequest for a model of which two prompts with the same tokens may have
+    different KV.
+    """
     config = model.config
     if config.is_encoder_decoder:
-        raise InvalidRequest("the model has an encoder, whose input its KV depends on and its tokens do not show")
+        raise InvalidRequest(
+            "the model has an encoder, whose input its KV depends on and its tokens do not show"
+        )
     text = config.get_text_config(decoder=True)
     if text is not config:
         raise InvalidRequest(
             "the model takes images, sound or video, all of which have the same token ids; store the KV of its text "
             "model, if it has one of its own"
         )
-    if getattr(text, "use_bidirectional_attention", None) or getattr(text, "is_causal", True) is False:
-        raise InvalidRequest("the model looks at later tokens: the KV of a prefix depends on what follows it")
+    if (
+        getattr(text, "use_bidirectional_attention", None)
+        or getattr(text, "is_causal", True) is False
+    ):
+        raise InvalidRequest(
+            "the model looks at later tokens: the KV of a prefix depends on what follows it"
+        )
     if (getattr(model, "_tp_size", None) or 1) > 1:
-        raise InvalidRequest("the model is one of several in a tensor-parallel group; it has a part of the heads only")
-    kinds = sorted({*length_dependent(config.to_dict()), *filter(is_length_dependent, _rope_kinds(model))})
+        raise InvalidRequest(
+            "the model is one of several in a tensor-parallel group; it has a part of the heads only"
+        )
+    kinds = sorted(
+        {*length_dependent(config.to_dict()), *filter(is_length_dependent, _rope_kinds(model))}
+    )
     if kinds:
         raise InvalidRequest(
             f"the model has rotary embeddings of the kind {kinds[0]!r}: their angles depend on the longest prompt of a "
@@ -66,7 +87,10 @@ def check_model(model: Any) -> None:
 
 
 def check_adapters(model: Any) -> None:
-    """Raises InvalidRequest if a LoRA or the like was added to a model. They come and go while it runs."""
+    """Raises InvalidRequest if a LoRA or the like was added to a model.
+
+    They come and go while it runs.
+    """
     if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None):
         raise InvalidRequest(
             "the model has adapters (LoRA), which can be switched without a trace in its name; merge the one that is "

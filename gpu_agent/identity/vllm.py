@@ -1,14 +1,20 @@
 """Name the KV of vLLM from its configuration, for both routes.
 
-Everything that changes the bytes of a block, or their meaning, is in the namespace; what an engine's
-block hash covers (tokens, LoRA's name and path, images, cache salt) is in the key.
+Everything that changes the bytes of a block, or their meaning, is in the namespace; what an
+engine's block hash covers (tokens, LoRA's name and path, images, cache salt) is in the key.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpu_agent.identity.checkpoint import also_loaded, config_digest, length_dependent, named, text_digest
+from gpu_agent.identity.checkpoint import (
+    also_loaded,
+    config_digest,
+    length_dependent,
+    named,
+    text_digest,
+)
 from gpu_agent.options import Identity, facts_text
 from gpu_agent.pool import KVPool
 from kvstore.errors import ConfigError
@@ -16,10 +22,22 @@ from kvstore.keys import Namespace
 from kvstore.layout import PAGE_TOKENS_MAX, PageLayout, opaque_layout
 
 GENERATION = "0.29"  # since when a layer's cache is [blocks, heads, tokens, cell]
-# Ways of loading that read all weights from the model's place. Others (tensorizer, ipc_cache, modelexpress, a plugin's)
-# have them from elsewhere: a file, a process, a service, whose content nothing here names.
+# Ways of loading that read all weights from the model's place. Others (tensorizer, ipc_cache,
+# modelexpress, a plugin's) have them from elsewhere: a file, a process, a service, whose content
+# nothing here names.
 _FROM_ITS_PLACE = {
-    *("auto", "hf", "dummy", "safetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes", "sharded_state"),
+    *(
+        "auto",
+        "hf",
+        "dummy",
+        "safetensors",
+        "pt",
+        "npcache",
+        "mistral",
+        "gguf",
+        "bitsandbytes",
+        "sharded_state",
+    ),
     *("fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded"),
 }
 # Of the processor of images, sound and video, what makes another input of the same file, by flags.
@@ -52,8 +70,9 @@ def not_shareable(vllm_config: Any) -> str:
             "without prefix caching: turn prefix caching on)"
         )
     if not cache.enable_prefix_caching:
-        # vLLM turns it off by itself where a prompt must not go on from KV that was there before, or where KV depends
-        # on more than the tokens: MLA on a CPU without AMX (other answers, and no error), batch-invariant kernels.
+        # vLLM turns it off by itself where a prompt must not go on from KV that was there before,
+        # or where KV depends on more than the tokens: MLA on a CPU without AMX (other answers, and
+        # no error), batch-invariant kernels.
         return "no prefix caching of its own (if nobody turned it off, vLLM did: see its log; --enable-prefix-caching)"
     return ""
 
@@ -61,11 +80,16 @@ def not_shareable(vllm_config: Any) -> str:
 def _moving_angles(model: Any) -> list[str]:
     """vLLM's own code chooses angles once, when it starts; that of transformers while it runs."""
     by_transformers = getattr(model, "using_transformers_backend", None)
-    return length_dependent(model.hf_config.to_dict()) if by_transformers and by_transformers() else []
+    return (
+        length_dependent(model.hf_config.to_dict()) if by_transformers and by_transformers() else []
+    )
 
 
 def weights_of(vllm_config: Any, identity: Identity, from_hub: bool = True) -> Identity:
-    """`identity` with the weights named. `from_hub`: names are the Hugging Face hub's. Raises ConfigError."""
+    """`identity` with the weights named.
+
+    `from_hub`: names are the Hugging Face hub's. Raises ConfigError.
+    """
     model, form = vllm_config.model_config, str(vllm_config.load_config.load_format)
     if not identity.revision and form not in _FROM_ITS_PLACE:
         raise ConfigError(
@@ -81,8 +105,10 @@ def _cache(vllm_config: Any, from_hub: bool) -> str | None:
 
 
 def model_facts(vllm_config: Any, vouched: bool, from_hub: bool = True) -> dict[str, Any]:
-    """What decides an engine's KV beside the weights' name and the cache's shape; of both routes. `vouched`:
-    the user named a revision. Raises ConfigError for a draft model that nothing names."""
+    """What decides an engine's KV beside the weights' name and the cache's shape; of both routes.
+
+    `vouched`: the user named a revision. Raises ConfigError for a draft model that nothing names.
+    """
     model, loading = vllm_config.model_config, vllm_config.load_config
     config = model.hf_config.to_dict()
     facts = {
@@ -97,18 +123,24 @@ def model_facts(vllm_config: Any, vouched: bool, from_hub: bool = True) -> dict[
         "quantization_how": getattr(model, "quantization_config", None),
         "load_how": getattr(loading, "model_loader_extra_config", None),
         "kv_dtype_not_of": getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None),
-        "processing": processing and {name: getattr(processing, name, None) for name in _PROCESSING},
+        "processing": processing
+        and {name: getattr(processing, name, None) for name in _PROCESSING},
     }
     facts |= {name: text_digest(value)[:16] for name, value in more.items() if value}
     if vllm_config.speculative_config:
         facts["draft"] = _draft(vllm_config, vouched, from_hub)
     if length_dependent(config):
-        facts["max_len"] = model.max_model_len  # longrope is chosen once, by how long a prompt may be
+        facts["max_len"] = (
+            model.max_model_len
+        )  # longrope is chosen once, by how long a prompt may be
     return facts
 
 
 def _draft(vllm_config: Any, vouched: bool, from_hub: bool) -> str:
-    """Draft layers may stand in the model's own blocks. A method without weights has its own name for a model."""
+    """Draft layers may stand in the model's own blocks.
+
+    A method without weights has its own name for a model.
+    """
     draft, model = vllm_config.speculative_config, vllm_config.model_config
     if not draft.model or draft.model in (model.model, draft.method):
         return f"{draft.method}"
@@ -116,7 +148,8 @@ def _draft(vllm_config: Any, vouched: bool, from_hub: bool) -> str:
     return f"{draft.method}:{also_loaded(vouched, draft.model, revision, _cache(vllm_config, from_hub))}"
 
 
-# ---- the connector ---------------------------------------------------------------------------------------------------
+# ---- the connector
+# ---------------------------------------------------------------------------------------------------
 
 
 def namespaces(
@@ -129,8 +162,11 @@ def namespaces(
     seed: str,
     from_hub: bool = True,
 ) -> list[Namespace | None]:
-    """Of this rank, one per group of caches. `ranks`: tp, pp and cp (prefill context parallel); `copies`: consecutive
-    tensor-parallel ranks with the same KV; `seed`: of the first block's hash. Raises ConfigError."""
+    """Of this rank, one per group of caches.
+
+    `ranks`: tp, pp and cp (prefill context parallel); `copies`: consecutive tensor-parallel ranks
+    with the same KV; `seed`: of the first block's hash. Raises ConfigError.
+    """
     parallel = vllm_config.parallel_config
     shard = {
         "tp_rank": ranks["tp"] // copies,
@@ -140,7 +176,9 @@ def namespaces(
         "cp_rank": ranks["cp"],
         "cp_size": getattr(parallel, "prefill_context_parallel_size", 1),
     }
-    facts = model_facts(vllm_config, bool(identity.revision), from_hub) | _cache_facts(vllm_config, seed)
+    facts = model_facts(vllm_config, bool(identity.revision), from_hub) | _cache_facts(
+        vllm_config, seed
+    )
     identity = weights_of(vllm_config, identity, from_hub)
     found: list[Namespace | None] = []
     for group, pool in zip(kv_cache_config.kv_cache_groups, pools, strict=True):
@@ -165,9 +203,13 @@ def _group_facts(vllm_config: Any, group: Any) -> dict[str, Any]:
     spec, names = group.kv_cache_spec, sorted(group.layer_names)
     layers = vllm_config.compilation_config.static_forward_context
     backends = {
-        layers[name].get_attn_backend().get_name() for name in names if hasattr(layers.get(name), "get_attn_backend")
+        layers[name].get_attn_backend().get_name()
+        for name in names
+        if hasattr(layers.get(name), "get_attn_backend")
     }
-    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0
+    window = (
+        getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0
+    )
     return {
         "kind": type(spec).__name__,
         "window": window,
@@ -176,11 +218,15 @@ def _group_facts(vllm_config: Any, group: Any) -> dict[str, Any]:
     }
 
 
-# ---- the tier behind vLLM's CPU offloading ---------------------------------------------------------------------------
+# ---- the tier behind vLLM's CPU offloading
+# ---------------------------------------------------------------------------
 
 
 def check_tier(vllm_config: Any, lora: str) -> None:
-    """Raises ConfigError for an engine whose requests would be told apart by less than their KV. `lora`: the option."""
+    """Raises ConfigError for an engine whose requests would be told apart by less than their KV.
+
+    `lora`: the option.
+    """
     if reason := not_shareable(vllm_config):
         raise ConfigError(f"vLLM has {reason}; its blocks can not be shared: leave KVStoreTier out")
     if vllm_config.lora_config and lora != "named":
@@ -191,9 +237,13 @@ def check_tier(vllm_config: Any, lora: str) -> None:
         )
 
 
-def tier_facts(vllm_config: Any, release: str, device: str, facts: Mapping[str, Any]) -> dict[str, str]:
-    """What the rows' shape does not show: how the engine computes (`facts`: of `model_facts`), and which backend reads
-    the bytes. A backend that vLLM chooses by itself follows from its release and the device."""
+def tier_facts(
+    vllm_config: Any, release: str, device: str, facts: Mapping[str, Any]
+) -> dict[str, str]:
+    """What the rows' shape does not show: how the engine computes (`facts`: of `model_facts`), and
+    which backend reads the bytes. A backend that vLLM chooses by itself follows from its release
+    and the device.
+    """
     backend = vllm_config.attention_config.backend
     found = {
         **facts,
@@ -204,17 +254,22 @@ def tier_facts(vllm_config: Any, release: str, device: str, facts: Mapping[str, 
     return {name: str(fact) for name, fact in found.items()}
 
 
-def tier_namespace(config: Any, identity: Identity, facts: Mapping[str, str], row_nbytes: int) -> Namespace:
-    """Of an engine's rows (`config`: vLLM's OffloadingConfig); the weights are named already. A row holds all ranks, so
-    that the sizes of the parallel groups are part of it and ranks are not; rows in canonical layout are the same for
-    every size.
+def tier_namespace(
+    config: Any, identity: Identity, facts: Mapping[str, str], row_nbytes: int
+) -> Namespace:
+    """Of an engine's rows (`config`: vLLM's OffloadingConfig); the weights are named already.
+
+    A row holds all ranks, so that the sizes of the parallel groups are part of it and ranks are
+    not; rows in canonical layout are the same for every size.
 
     The hash's seed is no part of it: the first key of a chain, and so every key, is made from it.
     """
     parallel = config.parallel
     portable = config.canonical_layout and parallel.is_parallelism_agnostic
     shard = {} if portable else {"tp_size": parallel.tp_size, "pp_size": parallel.pp_size}
-    groups = [(group.group_id, group.tokens_per_block, group.layer_names) for group in config.groups]
+    groups = [
+        (group.group_id, group.tokens_per_block, group.layer_names) for group in config.groups
+    ]
     shape = {
         "kv_dtype": config.model.dtype,
         "kv_layout": config.kv_cache_layout,
@@ -225,10 +280,15 @@ def tier_namespace(config: Any, identity: Identity, facts: Mapping[str, str], ro
         "hash_tokens": config.cache.tokens_per_hash,
         "groups": text_digest(groups),
     }
-    return identity.namespace(_row_layout(config, row_nbytes), facts_text("vllm-tier", **shape, **facts), **shard)
+    return identity.namespace(
+        _row_layout(config, row_nbytes), facts_text("vllm-tier", **shape, **facts), **shard
+    )
 
 
 def _row_layout(config: Any, row_nbytes: int) -> PageLayout:
-    """A page that nobody looks into. Groups may have blocks of different lengths: of the shortest."""
+    """A page that nobody looks into.
+
+    Groups may have blocks of different lengths: of the shortest.
+    """
     tokens = min(group.tokens_per_block for group in config.groups) * config.cache.blocks_per_chunk
     return opaque_layout(row_nbytes, min(tokens, PAGE_TOKENS_MAX))

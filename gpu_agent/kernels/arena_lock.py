@@ -1,4 +1,6 @@
-"""Page-locks the memory that pages lie in, in the background: the arena of the node that is used now."""
+"""Page-locks the memory that pages lie in, in the background: the arena of the node that is used
+now.
+"""
 
 import contextlib
 import ctypes
@@ -17,13 +19,18 @@ _NEVER_UNMAPPED: list[memoryview] = []
 
 
 class ArenaLock:
-    """Thread-safe. A node that was restarted has another arena: the old one is unlocked, and with that
-    given back to the system, when no copy can be under way in it: within `idle()` none is.
+    """Thread-safe.
 
-    Memory that is locked stays mapped. What is mapped later where locked memory was can not be used with CUDA any more
-    ("resource already mapped"), nor can the process, in the end."""
+    A node that was restarted has another arena: the old one is unlocked, and with that given back
+    to the system, when no copy can be under way in it: within `idle()` none is.
 
-    def __init__(self, device: Device, idle: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    Memory that is locked stays mapped. What is mapped later where locked memory was can not be used
+    with CUDA any more ("resource already mapped"), nor can the process, in the end.
+    """
+
+    def __init__(
+        self, device: Device, idle: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
         self._device = device
         self._idle = idle
         self._lock = Condition()  # notified when the thread ends
@@ -32,19 +39,25 @@ class ArenaLock:
         self._failed: memoryview | None = None  # not tried again
         self._thread: threading.Thread | None = None
         self._kept: dict[int, memoryview] = {}  # by address: locked, or thought to be
-        weakref.finalize(self, _unlock_all, device, self._kept).atexit = False  # the system does it, then
+        weakref.finalize(
+            self, _unlock_all, device, self._kept
+        ).atexit = False  # the system does it, then
 
     def use(self, memory: memoryview) -> bool:
         """Whether `memory` is page-locked; if not, that is begun."""
         with self._lock:
             self._wanted = memory
             if self._thread is None and memory is not self._locked and memory is not self._failed:
-                self._thread = threading.Thread(target=self._run, name="kvstore-page-lock", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="kvstore-page-lock", daemon=True
+                )
                 try:
                     run_in_helper_thread(self._thread.start)
                 except RuntimeError as error:  # no thread to be had: tried again at the next use
                     self._thread = None
-                    log.warning("no thread to page-lock the node's memory, copies are slow: %s", error)
+                    log.warning(
+                        "no thread to page-lock the node's memory, copies are slow: %s", error
+                    )
             return memory is self._locked
 
     def wait(self, timeout_s: float) -> bool:
@@ -74,9 +87,16 @@ class ArenaLock:
                 self._device.register(address_of(memory), memory.nbytes)
         except (ConfigError, RuntimeError) as error:
             del self._kept[address_of(memory)]
-            log.warning("copies to and from the node's memory stay slow, it can not be page-locked: %s", error)
+            log.warning(
+                "copies to and from the node's memory stay slow, it can not be page-locked: %s",
+                error,
+            )
             return False
-        log.info("%d bytes of the node's memory are page-locked after %.1f s", memory.nbytes, time.monotonic() - began)
+        log.info(
+            "%d bytes of the node's memory are page-locked after %.1f s",
+            memory.nbytes,
+            time.monotonic() - began,
+        )
         return True
 
     def _unlock(self, memory: memoryview) -> None:
@@ -91,7 +111,10 @@ class ArenaLock:
 
 
 def _unlock_all(device: Device, kept: dict[int, memoryview]) -> None:
-    """Of a lock that nobody has any more: no copy is under way. What can not be unlocked stays mapped."""
+    """Of a lock that nobody has any more: no copy is under way.
+
+    What can not be unlocked stays mapped.
+    """
     for address, memory in kept.items():
         try:
             with device.active():

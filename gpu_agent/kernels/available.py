@@ -22,10 +22,13 @@ _made: dict[torch.device, Transfer] = {}
 
 def transfer_for(device: torch.device) -> Transfer:
     """The fastest transfer for pools on `device`; all agents of a process share one per GPU, which
-    holds 64 MiB of its memory. Without CuPy, or without room, plain torch."""
+    holds 64 MiB of its memory. Without CuPy, or without room, plain torch.
+    """
     if device.type != "cuda":
         return TorchTransfer()
-    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    device = torch.device(
+        "cuda", torch.cuda.current_device() if device.index is None else device.index
+    )
     with _lock:
         if device not in _made:
             _made[device] = _make(device)
@@ -34,7 +37,10 @@ def transfer_for(device: torch.device) -> Transfer:
 
 def _make(device: torch.device) -> Transfer:
     if CudaTransfer is None:
-        log.warning("moving pages by torch, which is slower: %s (install cupy-cuda12x or cupy-cuda13x)", _missing)
+        log.warning(
+            "moving pages by torch, which is slower: %s (install cupy-cuda12x or cupy-cuda13x)",
+            _missing,
+        )
         return TorchTransfer()
     try:
         return CudaTransfer(device)

@@ -1,4 +1,7 @@
-"""`CudaTransfer`: the staged pipeline on an NVIDIA GPU, through CuPy. Needs the extra cuda12 or cuda13."""
+"""`CudaTransfer`: the staged pipeline on an NVIDIA GPU, through CuPy.
+
+Needs the extra cuda12 or cuda13.
+"""
 
 import contextlib
 import ctypes
@@ -23,12 +26,16 @@ from kvstore.errors import ConfigError
 log = logging.getLogger(__name__)
 SOURCES = {"transfer.cu": ("gather", "scatter"), "leaves.cu": ("leaves",)}  # file -> kernels in it
 COMPILER_OPTIONS = ("--std=c++17",)
-BLOCKS = 128  # fewer hold their multiprocessors longer and hurt other kernels more; measured on an H200
+BLOCKS = (
+    128  # fewer hold their multiprocessors longer and hurt other kernels more; measured on an H200
+)
 BLOCKS_MAX = 1024
 
 
 class CudaDevice:
-    """`gpu_agent.kernels.device.Device`. `blocks`: of a kernel, hence multiprocessors that it may take.
+    """`gpu_agent.kernels.device.Device`.
+
+    `blocks`: of a kernel, hence multiprocessors that it may take.
 
     The kernels are compiled here, or taken from CuPy's cache on disk. Raises ConfigError for a
     device that is no GPU; CuPy's errors if the kernels can not be compiled.
@@ -43,17 +50,24 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         self.host = HostMemory()
         self._blocks = blocks
-        self._waits: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()  # streams and events for those who wait
+        self._waits: queue.SimpleQueue[tuple[Any, Any]] = (
+            queue.SimpleQueue()
+        )  # streams and events for those who wait
         torch.empty(1, device=self.device)  # torch makes the GPU's context, as the engine would
         self.batch = BatchCopy()
         with self.active():
             with interrupts_kept():
                 self._modules = {file: _module(file) for file in SOURCES}
             self._kernels = {
-                name: self._modules[file].get_function(name).ptr for file, names in SOURCES.items() for name in names
+                name: self._modules[file].get_function(name).ptr
+                for file, names in SOURCES.items()
+                for name in names
             }
             stream = self.stream()
-            for kernel, nothing in KERNELS.items():  # CUDA loads one at its first launch and may stop the GPU for it
+            for (
+                kernel,
+                nothing,
+            ) in KERNELS.items():  # CUDA loads one at its first launch and may stop the GPU for it
                 CudaDevice.launch(self, kernel, nothing(), stream)
             stream.synchronize()
 
@@ -64,10 +78,14 @@ class CudaDevice:
         return cupy.cuda.Stream(non_blocking=True)
 
     def event(self) -> Any:
-        return cupy.cuda.Event(block=True, disable_timing=True)  # waiting threads sleep: the engine needs the cores
+        return cupy.cuda.Event(
+            block=True, disable_timing=True
+        )  # waiting threads sleep: the engine needs the cores
 
     def memory(self, nbytes: int) -> Any:
-        return cupy.cuda.Memory(nbytes)  # not from torch's cache, whose blocks other streams may still use
+        return cupy.cuda.Memory(
+            nbytes
+        )  # not from torch's cache, whose blocks other streams may still use
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -83,8 +101,9 @@ class CudaDevice:
         return event
 
     def wait(self, fence: Fence) -> None:
-        """By an event of ours: another process's event would be waited for in a loop, by a core that the engine's
-        own thread may share."""
+        """By an event of ours: another process's event would be waited for in a loop, by a core
+        that the engine's own thread may share.
+        """
         if fence is None or fence.query():  # type: ignore[no-untyped-call]
             return
         try:
@@ -110,9 +129,12 @@ class CudaDevice:
     def unregister(self, address: int) -> None:
         self.host.unregister(address)
 
-    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Any, locked: bool) -> None:
-        """One call for up to 256 copies where the host's memory is page-locked, else one call each, which
-        returns only when the driver has staged the bytes."""
+    def copy(
+        self, targets: Addresses, sources: Addresses, nbytes: int, stream: Any, locked: bool
+    ) -> None:
+        """One call for up to 256 copies where the host's memory is page-locked, else one call each,
+        which returns only when the driver has staged the bytes.
+        """
         if (
             locked
             and len(targets) > 1
@@ -127,9 +149,21 @@ class CudaDevice:
         """The driver's own call: CuPy's takes several times as long to look at eleven arguments."""
         blocks = max(1, min(self._blocks, launch.blocks))
         first, step = ctypes.addressof(launch), ctypes.sizeof(ctypes.c_int64)
-        arguments = array("Q", range(first, first + ctypes.sizeof(launch), step))  # the address of each
+        arguments = array(
+            "Q", range(first, first + ctypes.sizeof(launch), step)
+        )  # the address of each
         driver.launchKernel(
-            self._kernels[kernel], blocks, 1, 1, 32 * WARPS, 1, 1, 0, stream.ptr, arguments.buffer_info()[0], 0
+            self._kernels[kernel],
+            blocks,
+            1,
+            1,
+            32 * WARPS,
+            1,
+            1,
+            0,
+            stream.ptr,
+            arguments.buffer_info()[0],
+            0,
         )
 
 
@@ -140,13 +174,18 @@ class CudaTransfer(StagedTransfer):
     """
 
     def __init__(
-        self, device: torch.device | str = "cuda", buffer_nbytes: int = BUFFER_NBYTES, blocks: int = BLOCKS
+        self,
+        device: torch.device | str = "cuda",
+        buffer_nbytes: int = BUFFER_NBYTES,
+        blocks: int = BLOCKS,
     ) -> None:
         self.device = CudaDevice(torch.device(device), blocks)
         super().__init__(self.device, buffer_nbytes)
 
     def register_host(self, address: int, nbytes: int) -> None:
-        """Makes mapped memory, such as a node's arena, usable at full speed: see `HostMemory.register`."""
+        """Makes mapped memory, such as a node's arena, usable at full speed: see
+        `HostMemory.register`.
+        """
         with self.device.active():
             self.device.host.register(address, nbytes)
 
@@ -164,14 +203,19 @@ def _active(index: int) -> Any:
 
 
 def _module(file: str) -> Any:
-    """A file's compiled kernels. A cache folder that can not be written costs seconds, not the start."""
+    """A file's compiled kernels.
+
+    A cache folder that can not be written costs seconds, not the start.
+    """
     source = Path(__file__).with_name(file).read_text()
     try:
         module = cupy.RawModule(code=source, options=COMPILER_OPTIONS)
         module.compile()
         return module.module
     except OSError as error:
-        log.warning("CuPy's kernel cache (CUPY_CACHE_DIR) is unusable, compiling without it: %s", error)
+        log.warning(
+            "CuPy's kernel cache (CUPY_CACHE_DIR) is unusable, compiling without it: %s", error
+        )
     binary, _ = compiler.compile_using_nvrtc(source, COMPILER_OPTIONS, filename=file)
     module = cupy.cuda.function.Module()
     module.load(binary)

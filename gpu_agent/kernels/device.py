@@ -21,7 +21,9 @@ def _int64s(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
 
 
 class Launch(ctypes.Structure):
-    """Arguments of "gather" and "scatter" in transfer.cu, in their order; the first five are addresses."""
+    """Arguments of "gather" and "scatter" in transfer.cu, in their order; the first five are
+    addresses.
+    """
 
     _fields_ = (
         *_int64s("planes", "tiles", "slots", "page_table", "base"),
@@ -48,13 +50,18 @@ class LeavesLaunch(ctypes.Structure):
 
 
 # The kernels, and what a launch of each that does nothing looks like.
-KERNELS: dict[str, type[Launch] | type[LeavesLaunch]] = {"gather": Launch, "scatter": Launch, "leaves": LeavesLaunch}
+KERNELS: dict[str, type[Launch] | type[LeavesLaunch]] = {
+    "gather": Launch,
+    "scatter": Launch,
+    "leaves": LeavesLaunch,
+}
 
 
 class Device(Protocol):
     """Streams and events are CuPy's, or have their methods: a stream `wait_event(event)` and
-    `synchronize()`; an event `record(stream)`, `synchronize()` and `done`. Memory has an address `ptr`
-    and lasts as long as its object. Errors of CUDA are RuntimeErrors."""
+    `synchronize()`; an event `record(stream)`, `synchronize()` and `done`. Memory has an address
+    `ptr` and lasts as long as its object. Errors of CUDA are RuntimeErrors.
+    """
 
     device: torch.device
 
@@ -72,13 +79,21 @@ class Device(Protocol):
         """A uint8 CPU tensor that copies may read, and kernels write, while the caller goes on."""
 
     def page_locked(self, addresses: Sequence[int], nbytes: int) -> bool:
-        """Whether `nbytes` from each address on are host memory that the copy engine reaches by itself."""
+        """Whether `nbytes` from each address on are host memory that the copy engine reaches by
+        itself.
+        """
 
     def register(self, address: int, nbytes: int) -> None:
-        """Makes mapped host memory page-locked. Raises ConfigError. May take seconds."""
+        """Makes mapped host memory page-locked.
+
+        Raises ConfigError. May take seconds.
+        """
 
     def unregister(self, address: int) -> None:
-        """The reverse. No copy may be under way there, and it must still be mapped. Raises ConfigError."""
+        """The reverse.
+
+        No copy may be under way there, and it must still be mapped. Raises ConfigError.
+        """
 
     def upload(self, table: torch.Tensor) -> torch.Tensor:
         """A copy in GPU memory, complete on return."""
@@ -92,9 +107,13 @@ class Device(Protocol):
     def mark(self, stream: Any) -> Fence:
         """An event behind what `stream` has been given, for the engine's streams to wait for."""
 
-    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Any, locked: bool) -> None:
-        """Enqueues copies of `nbytes` each, between GPU and host memory in either direction. `locked`:
-        what `page_locked` says of the host's side."""
+    def copy(
+        self, targets: Addresses, sources: Addresses, nbytes: int, stream: Any, locked: bool
+    ) -> None:
+        """Enqueues copies of `nbytes` each, between GPU and host memory in either direction.
+
+        `locked`: what `page_locked` says of the host's side.
+        """
 
     def launch(self, kernel: str, launch: Launch | LeavesLaunch, stream: Any) -> None:
         """Enqueues one of `KERNELS`; `launch` is read before it returns."""

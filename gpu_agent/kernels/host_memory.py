@@ -1,7 +1,7 @@
 """Page-lock host memory, and copy many pieces of it to and from a GPU in one call.
 
-The copy engine reads and writes page-locked memory by itself. A mapping of shared memory that is registered here is as
-fast as memory from CUDA's own allocator.
+The copy engine reads and writes page-locked memory by itself. A mapping of shared memory that is
+registered here is as fast as memory from CUDA's own allocator.
 """
 
 import bisect
@@ -27,7 +27,10 @@ _PORTABLE, _MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 
 
 class HostMemory:
-    """Ranges registered by us, and what CUDA says of others. Thread-safe."""
+    """Ranges registered by us, and what CUDA says of others.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,9 +38,11 @@ class HostMemory:
         self._ends: list[int] = []
 
     def register(self, address: int, nbytes: int) -> None:
-        """Locks the pages of `address .. address + nbytes`, for all GPUs of this process. Takes about as
-        long as writing them once. Raises ConfigError for memory that is registered here already, or if
-        CUDA refuses: not mapped, or over the limit of locked memory."""
+        """Locks the pages of `address .. address + nbytes`, for all GPUs of this process.
+
+        Takes about as long as writing them once. Raises ConfigError for memory that is registered
+        here already, or if CUDA refuses: not mapped, or over the limit of locked memory.
+        """
         with self._lock:
             index = bisect.bisect_left(self._starts, address + nbytes)
             if index and self._ends[index - 1] > address:
@@ -48,15 +53,20 @@ class HostMemory:
         try:  # without our lock: a large arena takes seconds, and copies ask `locked` meanwhile
             runtime.hostRegister(address, nbytes, _PORTABLE | _MAPPED)
         except runtime.CUDARuntimeError as error:
-            raise ConfigError(f"can not page-lock {nbytes} bytes at {address:#x}: {error}") from error
+            raise ConfigError(
+                f"can not page-lock {nbytes} bytes at {address:#x}: {error}"
+            ) from error
         with self._lock:
             index = bisect.bisect_left(self._starts, address)
             self._starts.insert(index, address)
             self._ends.insert(index, address + nbytes)
 
     def unregister(self, address: int) -> None:
-        """The range registered at `address`. No copy may be under way in it, and it must still be
-        mapped. Raises ConfigError for any other address."""
+        """The range registered at `address`.
+
+        No copy may be under way in it, and it must still be mapped. Raises ConfigError for any
+        other address.
+        """
         with self._lock:
             if address not in self._starts:
                 raise ConfigError(f"no memory is registered at {address:#x}")
@@ -68,11 +78,17 @@ class HostMemory:
             raise ConfigError(f"can not unlock the memory at {address:#x}: {error}") from error
 
     def locked(self, addresses: Sequence[int], nbytes: int) -> bool:
-        """Whether copies of `nbytes` at each address may go without the driver's staging. One question
-        for all that lie in one registered range, as an arena's pages do; else both ends of each decide."""
+        """Whether copies of `nbytes` at each address may go without the driver's staging.
+
+        One question for all that lie in one registered range, as an arena's pages do; else both
+        ends of each decide.
+        """
         if self._registered(min(addresses), max(addresses) + nbytes):
             return True
-        return all(self._registered(address, address + nbytes) or _locked(address, nbytes) for address in addresses)
+        return all(
+            self._registered(address, address + nbytes) or _locked(address, nbytes)
+            for address in addresses
+        )
 
     def _registered(self, start: int, end: int) -> bool:
         with self._lock:
@@ -94,7 +110,12 @@ class _Location(ctypes.Structure):
 class _Attributes(ctypes.Structure):
     """CUmemcpyAttributes."""
 
-    _fields_ = (("order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
+    _fields_ = (
+        ("order", ctypes.c_int),
+        ("source", _Location),
+        ("target", _Location),
+        ("flags", ctypes.c_uint),
+    )
 
 
 def _driver_function() -> Any:
@@ -106,7 +127,9 @@ def _driver_function() -> Any:
         return None
     address, status = ctypes.c_void_p(), ctypes.c_int()
     flags = ctypes.c_uint64(0)
-    failed = look_up(b"cuMemcpyBatchAsync", ctypes.byref(address), _CUDA_VERSION, flags, ctypes.byref(status))
+    failed = look_up(
+        b"cuMemcpyBatchAsync", ctypes.byref(address), _CUDA_VERSION, flags, ctypes.byref(status)
+    )
     if failed or not address.value:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
@@ -117,7 +140,8 @@ def _driver_function() -> Any:
 
 
 class BatchCopy:
-    """Many copies in one call of the driver: `cuMemcpyBatchAsync` (CUDA 12.8), which CuPy does not wrap.
+    """Many copies in one call of the driver: `cuMemcpyBatchAsync` (CUDA 12.8), which CuPy does not
+    wrap.
 
     One call per page loses about 2 us each on the GPU; one call with thousands of entries costs the
     CPU more than the copies take (16,384 entries: 43 ms on the H200's host), hence BATCH_MAX.
@@ -132,13 +156,19 @@ class BatchCopy:
 
     @property
     def available(self) -> bool:
-        """Whether `copy` may be called. Can turn False at the first call: some GPUs refuse."""
+        """Whether `copy` may be called.
+
+        Can turn False at the first call: some GPUs refuse.
+        """
         return self._function is not None
 
     def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: int) -> bool:
-        """Enqueues copies of `nbytes` each on a stream's handle. False if the driver refused: some are perhaps
-        enqueued, and all may be enqueued again. On an H200 it refuses (error 1) the first batch in each
-        direction between page-locked memory and memory that another process shares through CUDA IPC."""
+        """Enqueues copies of `nbytes` each on a stream's handle.
+
+        False if the driver refused: some are perhaps enqueued, and all may be enqueued again. On an
+        H200 it refuses (error 1) the first batch in each direction between page-locked memory and
+        memory that another process shares through CUDA IPC.
+        """
         sizes = array("Q", (nbytes,)) * min(len(targets), BATCH_MAX)
         for start in range(0, len(targets), BATCH_MAX):
             failed_at = ctypes.c_size_t(0)

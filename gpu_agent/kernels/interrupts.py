@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """Let signals with a handler in Python interrupt system calls after a call of NVRTC, as before it.
+    """Let signals with a handler in Python interrupt system calls after a call of NVRTC, as before
+    it.
 
-    Compiling, NVRTC puts the process's handlers aside and back again, but marked so that system calls
-    go on after a signal (SA_RESTART). A main thread that waits in one, as an engine's does for
-    requests, then never sees that Python has a handler to run: the process ignores SIGTERM until
-    something else wakes it (NVRTC 13.0; found with vLLM, all of whose engines with an agent of ours
-    ignored SIGTERM).
+    Compiling, NVRTC puts the process's handlers aside and back again, but marked so that system
+    calls go on after a signal (SA_RESTART). A main thread that waits in one, as an engine's does
+    for requests, then never sees that Python has a handler to run: the process ignores SIGTERM
+    until something else wakes it (NVRTC 13.0; found with vLLM, all of whose engines with an agent
+    of ours ignored SIGTERM).
     """
     try:
         yield

@@ -1,4 +1,5 @@
-"""Two lanes of one direction: each a buffer in GPU memory and a stream that fills and drains it in turn.
+"""Two lanes of one direction: each a buffer in GPU memory and a stream that fills and drains it in
+turn.
 
     gather     fill: kernel  slots -> buffer      drain: copies  buffer -> pages
     scatter    fill: copies  pages -> buffer      drain: kernel  buffer -> slots
@@ -36,12 +37,14 @@ Half = Callable[[Chunk, int, int, Any], None]
 
 @dataclass(frozen=True)
 class Job:
-    """`slots`: contiguous int64 CPU tensors, put into GPU memory one after the other. `fill` and `drain`
-    enqueue the halves of a chunk.
+    """`slots`: contiguous int64 CPU tensors, put into GPU memory one after the other.
 
-    Hooks, on the job's own thread: `before(chunk)` before a chunk is enqueued; `all_filled` when the last
-    fill has happened; `queued(chunk, drained)` when a chunk is enqueued, with the event behind its
-    drain; `drained(chunk)` when that has happened. All but `all_filled` are called in the order of the chunks.
+    `fill` and `drain` enqueue the halves of a chunk.
+
+    Hooks, on the job's own thread: `before(chunk)` before a chunk is enqueued; `all_filled` when
+    the last fill has happened; `queued(chunk, drained)` when a chunk is enqueued, with the event
+    behind its drain; `drained(chunk)` when that has happened. All but `all_filled` are called in
+    the order of the chunks.
     """
 
     slots: Sequence[torch.Tensor]
@@ -97,9 +100,10 @@ class _Ticket:
 
 
 class Pipeline:
-    """Shared by its jobs chunk by chunk: a small job does not wait for all of a large one. The streams
-    are its own, as torch's come from a pool that others draw from too; two roles on one stream would
-    be served one after the other.
+    """Shared by its jobs chunk by chunk: a small job does not wait for all of a large one.
+
+    The streams are its own, as torch's come from a pool that others draw from too; two roles on one
+    stream would be served one after the other.
 
     Thread-safe. `_lock` covers what is enqueued for one chunk; nobody waits for the GPU under it.
     """
@@ -168,16 +172,22 @@ class Pipeline:
         return lane
 
     def _finish(self, job: Job, ticket: _Ticket, newest: dict[int, int], done: int) -> None:
-        """Waits for the chunks from `done` on. Each lane's newest stands for its earlier ones; the last
-        chunks may all be in one lane, if another job's came between."""
+        """Waits for the chunks from `done` on.
+
+        Each lane's newest stands for its earlier ones; the last chunks may all be in one lane, if
+        another job's came between.
+        """
         last, count = max(done, len(job.chunks) - LANES), len(job.chunks)
-        # Behind the newest of all the other lane has mostly ended too, and a wait that finds it so costs no sleep.
+        # Behind the newest of all the other lane has mostly ended too, and a wait that finds it so
+        # costs no sleep.
         ends = sorted(newest.values(), reverse=True)
         for number in range(done, last) if job.drained else ():
             self._drained(job, ticket, number)
         if job.all_filled:
             for number in ends:
-                (ticket.filled(number) if number >= count - LANES else ticket.drained(number)).synchronize()
+                (
+                    ticket.filled(number) if number >= count - LANES else ticket.drained(number)
+                ).synchronize()
             job.all_filled()
         for number in range(last, count) if job.drained else ():
             self._drained(job, ticket, number)

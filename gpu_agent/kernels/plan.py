@@ -1,4 +1,6 @@
-"""What the kernels are told: a pool and its page layout as two tables of integers. Pure arithmetic.
+"""What the kernels are told: a pool and its page layout as two tables of integers.
+
+Pure arithmetic.
 
     plane table   one row per plane slice: addresses and strides of the engine's tensor, the width of a
                   word, the shape of a unit as rows of contiguous bytes
@@ -26,24 +28,26 @@ from kvstore.layout import PageLayout
 
 OUTER_MAX = 8  # a unit has at most eight dimensions
 WARP_THREADS = 32
-# Bytes of a word -> words that each thread of a warp has in flight; more would not fit its registers. The
-# switch in transfer.cu.
+# Bytes of a word -> words that each thread of a warp has in flight; more would not fit its
+# registers. The switch in transfer.cu.
 LOADS = {16: 4, 8: 4, 4: 14, 2: 8, 1: 8}
 ROW_WORDS_MAX = 1 << 30  # with a tile's words added still below 2^31, the bound of `divisor`
 ROWS_MAX = 1 << 31
 PLANE_FIELDS = 14 + 4 * OUTER_MAX
 TILE_FIELDS = 4
 TILE_NBYTES = 4 * TILE_FIELDS
-# Layers travel together until each of a page's copies has this much: below it a copy's fixed cost of about
-# 1 us shows (H200: 21 GB/s with 32 KiB, 52 with 256 KiB).
+# Layers travel together until each of a page's copies has this much: below it a copy's fixed cost
+# of about 1 us shows (H200: 21 GB/s with 32 KiB, 52 with 256 KiB).
 FRAGMENT_NBYTES_MIN = 128 << 10
-# Page byte b lies in a staging row at an address that equals b modulo this, so that a span that starts
-# anywhere keeps the alignment that words were chosen by.
+# Page byte b lies in a staging row at an address that equals b modulo this, so that a span that
+# starts anywhere keeps the alignment that words were chosen by.
 ROW_ALIGN_NBYTES = 256
 
 
 class Divisor(NamedTuple):
-    """`n // value` as `(high32(n * magic) + n) >> shift`, exact for 0 <= n < 2^31 (Granlund, Montgomery 1994)."""
+    """`n // value` as `(high32(n * magic) + n) >> shift`, exact for 0 <= n < 2^31 (Granlund,
+    Montgomery 1994).
+    """
 
     value: int
     magic: int
@@ -51,7 +55,10 @@ class Divisor(NamedTuple):
 
 
 def divisor(value: int) -> Divisor:
-    """`value`: 1 .. 2^31."""
+    """`value`: 1 ..
+
+    2^31.
+    """
     shift = (value - 1).bit_length()
     return Divisor(value, (1 << 32) * ((1 << shift) - value) // value + 1, shift)
 
@@ -73,7 +80,9 @@ class Unit(NamedTuple):
 def merged(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Unit:
     """The longest rows, and the fewest dimensions around them, of a view with strides in elements."""
     row_nbytes, outer = itemsize, list[tuple[int, int]]()
-    for size, stride in reversed([(n, s * itemsize) for n, s in zip(shape, strides, strict=True) if n > 1]):
+    for size, stride in reversed(
+        [(n, s * itemsize) for n, s in zip(shape, strides, strict=True) if n > 1]
+    ):
         if not outer and stride == row_nbytes:
             row_nbytes *= size
         elif outer and stride == outer[-1][0] * outer[-1][1]:
@@ -109,8 +118,10 @@ class Span:
 
 
 class Chunk(NamedTuple):
-    """What one buffer takes: a span of consecutive pages of a job. `layers`: those that are complete
-    with it, when a job goes layer by layer."""
+    """What one buffer takes: a span of consecutive pages of a job.
+
+    `layers`: those that are complete with it, when a job goes layer by layer.
+    """
 
     page_first: int
     page_count: int
@@ -127,13 +138,18 @@ class Run(NamedTuple):
 
 
 def run_of(pool: KVPool) -> Run | None:
-    """None if a page is put together from several places. `BLHNC` is made for this (docs/layouts.md)."""
+    """None if a page is put together from several places.
+
+    `BLHNC` is made for this (docs/layouts.md).
+    """
     found = set()
     for plane in pool.planes:
         bits, piece, unit = plane.bits, plane.piece, unit_of(plane)
         if piece.units != 1 or unit.outer or unit.row_nbytes != piece.nbytes:
             return None
-        found.add(Run(plane.space, bits.data_ptr() - piece.offset, bits.stride(0) * bits.element_size()))
+        found.add(
+            Run(plane.space, bits.data_ptr() - piece.offset, bits.stride(0) * bits.element_size())
+        )
     return found.pop() if len(found) == 1 else None
 
 
@@ -154,19 +170,26 @@ class Plan:
         rows = [_plane_row(plane, before[plane.space], page_align) for plane in pool.planes]
         self.planes = torch.tensor(rows, dtype=torch.int64)
         pieces = [plane.piece for plane in pool.planes]
-        slices = ((piece.offset, piece.nbytes, row[3], row[7]) for piece, row in zip(pieces, rows, strict=True))
+        slices = (
+            (piece.offset, piece.nbytes, row[3], row[7])
+            for piece, row in zip(pieces, rows, strict=True)
+        )
         self.tiles, self._offsets, self._slice_tiles = _cut(tuple(slices))
         self.whole = self._span(0, len(self.tiles))
         self.run = run_of(pool)
         self.layers = tuple(self._layers())
 
     def gather_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
-        """Whole pages, as many as a buffer takes; a page that is larger than one, piece by piece. Nothing
-        travels before the first chunk is gathered: that is a quarter of a buffer."""
+        """Whole pages, as many as a buffer takes; a page that is larger than one, piece by piece.
+
+        Nothing travels before the first chunk is gathered: that is a quarter of a buffer.
+        """
         page, row = 0, self.whole.row_nbytes
         if page_count * row > buffer_nbytes:
             if row > buffer_nbytes // 4:
-                tile = bisect_left(self._offsets, buffer_nbytes // 4)  # behind the last: a page is less than its row
+                tile = bisect_left(
+                    self._offsets, buffer_nbytes // 4
+                )  # behind the last: a page is less than its row
                 yield from self._split(0, min(tile, len(self.tiles)), buffer_nbytes)
                 page = 1
             else:
@@ -213,8 +236,12 @@ class Plan:
             yield self._span(first, stop)
             first = stop
 
-    def _chunks(self, span: Span, page_first: int, page_end: int, buffer_nbytes: int) -> Iterator[Chunk]:
-        """About equal, and no more of them than must be: enqueueing one costs the CPU what the link needs for 3 MiB."""
+    def _chunks(
+        self, span: Span, page_first: int, page_end: int, buffer_nbytes: int
+    ) -> Iterator[Chunk]:
+        """About equal, and no more of them than must be: enqueueing one costs the CPU what the link
+        needs for 3 MiB.
+        """
         count, pages_max = page_end - page_first, max(1, buffer_nbytes // span.row_nbytes)
         chunks = max(1, -(-count // pages_max))
         pages = max(1, -(-count // chunks))
@@ -249,7 +276,9 @@ class Plan:
         return [self._span(first, end) for first, end in runs]
 
     def _span(self, first: int, end: int) -> Span:
-        return Span(first, end - first, self._offsets[first], self._offsets[end] - self._offsets[first])
+        return Span(
+            first, end - first, self._offsets[first], self._offsets[end] - self._offsets[first]
+        )
 
 
 def _plane_row(plane: PoolPlane, slots_before: int, page_align: int) -> list[int]:
@@ -271,7 +300,15 @@ def _plane_row(plane: PoolPlane, slots_before: int, page_align: int) -> list[int
             f"group {piece.group} layer {piece.layer} plane {piece.plane.name}: {rows} rows of {row_words} words "
             f"of {word} bytes in a page; a kernel counts fewer than {ROWS_MAX} rows of at most {ROW_WORDS_MAX} words"
         )
-    fields = [bits.data_ptr(), slot_stride, piece.offset, word, slots_before, piece.units, piece.plane.unit_tokens]
+    fields = [
+        bits.data_ptr(),
+        slot_stride,
+        piece.offset,
+        word,
+        slots_before,
+        piece.units,
+        piece.plane.unit_tokens,
+    ]
     fields += [*divisor(row_words), *divisor(unit.rows), len(unit.outer)]
     for size, stride in unit.outer:
         fields += [*divisor(size), stride]
@@ -279,24 +316,35 @@ def _plane_row(plane: PoolPlane, slots_before: int, page_align: int) -> list[int
 
 
 @functools.lru_cache(maxsize=64)
-def _cut(slices: tuple[tuple[int, int, int, int], ...]) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Tiles of all slices (offset in the page, bytes, word, words of a row); the page byte where each
-    starts, and the end; the first tile of each slice, and the end. Takes milliseconds, and pools that
-    come and go, as in Hugging Face transformers, are all cut alike."""
+def _cut(
+    slices: tuple[tuple[int, int, int, int], ...],
+) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Tiles of all slices (offset in the page, bytes, word, words of a row); the page byte where
+    each starts, and the end; the first tile of each slice, and the end. Takes milliseconds, and
+    pools that come and go, as in Hugging Face transformers, are all cut alike.
+    """
     tiles, starts, slice_tiles = list[torch.Tensor](), list[torch.Tensor](), [0]
     for number, (offset, nbytes, word, row_words) in enumerate(slices):
         cut, start = _tiles(number, nbytes, word, row_words)
         tiles.append(cut)
         starts.append(start + offset)
         slice_tiles.append(slice_tiles[-1] + len(cut))
-    return torch.cat(tiles), [*torch.cat(starts).tolist(), slices[-1][0] + slices[-1][1]], slice_tiles
+    return (
+        torch.cat(tiles),
+        [*torch.cat(starts).tolist(), slices[-1][0] + slices[-1][1]],
+        slice_tiles,
+    )
 
 
 def _tiles(plane: int, nbytes: int, word: int, row_words: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tiles of a slice of `nbytes` (plane, row, column, words), and the byte of the slice where each starts."""
+    """Tiles of a slice of `nbytes` (plane, row, column, words), and the byte of the slice where
+    each starts.
+    """
     words = nbytes // word
     count = -(-words // (WARP_THREADS * LOADS[word]))
-    tile_words = -(-words // (count * WARP_THREADS)) * WARP_THREADS  # about equal: the longest sets the pace
+    tile_words = (
+        -(-words // (count * WARP_THREADS)) * WARP_THREADS
+    )  # about equal: the longest sets the pace
     first = torch.arange(0, words, tile_words, dtype=torch.int64)
     fields = (
         torch.full_like(first, plane),

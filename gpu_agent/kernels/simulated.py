@@ -1,4 +1,5 @@
-"""A GPU that is none: streams that run in any order CUDA allows, and the kernels' arithmetic in Python.
+"""A GPU that is none: streams that run in any order CUDA allows, and the kernels' arithmetic in
+Python.
 
 For tests without a GPU. Work is only queued when it is enqueued; it runs when somebody waits, one
 step of a randomly chosen stream at a time. A wait that is missing in the pipeline, a buffer that is
@@ -40,7 +41,9 @@ def run_kernel(kernel: str, launch: Launch | LeavesLaunch) -> None:
         if launch.page_table:
             page = _int64s(launch.page_table + 8 * page_index, 1)[0]
         for position in range(launch.tile_count):
-            tile = (ctypes.c_int32 * TILE_FIELDS).from_address(launch.tiles + 4 * TILE_FIELDS * position)
+            tile = (ctypes.c_int32 * TILE_FIELDS).from_address(
+                launch.tiles + 4 * TILE_FIELDS * position
+            )
             plane = _int64s(launch.planes + 8 * PLANE_FIELDS * tile[0], PLANE_FIELDS)
             _move_tile(kernel, launch, list(tile), plane, page, page_index)
 
@@ -55,13 +58,22 @@ def _make_leaves(launch: LeavesLaunch) -> None:
         assert not (page | launch.page_nbytes) % 8, "a misaligned word: a fault on a GPU"
         for part in range(launch.part_count):
             start = part * launch.part_nbytes
-            end = launch.page_nbytes if part == launch.part_count - 1 else start + launch.part_nbytes
+            end = (
+                launch.page_nbytes if part == launch.part_count - 1 else start + launch.part_nbytes
+            )
             sum_ = leaf(ctypes.string_at(page + start, end - start))
-            ctypes.memmove(launch.out + 8 * (page_index * launch.part_count + part), sum_, len(sum_))
+            ctypes.memmove(
+                launch.out + 8 * (page_index * launch.part_count + part), sum_, len(sum_)
+            )
 
 
 def _move_tile(
-    kernel: str, launch: Launch, tile: Sequence[int], plane: Sequence[int], page: int, page_index: int
+    kernel: str,
+    launch: Launch,
+    tile: Sequence[int],
+    plane: Sequence[int],
+    page: int,
+    page_index: int,
 ) -> None:
     base, slot_stride, page_offset, word, slots_before, units, unit_tokens = plane[:7]
     row_words, unit_rows, outer_count = Divisor(*plane[7:10]), Divisor(*plane[10:13]), plane[13]
@@ -127,7 +139,9 @@ class Stream:
     steps: deque[Step] = field(default_factory=deque)
 
     def wait_event(self, event: Event) -> None:
-        version = event.recorded  # an event that was never recorded is no reason to wait, as in CUDA
+        version = (
+            event.recorded
+        )  # an event that was never recorded is no reason to wait, as in CUDA
         self.steps.append(lambda: event.happened >= version)
 
     def synchronize(self) -> None:
@@ -143,10 +157,14 @@ class Memory:
 
 
 class SimulatedDevice:
-    """`gpu_agent.kernels.device.Device` on the CPU. `kernel` replaces the kernels' arithmetic; `engine` is the stream
-    that a fence is put on."""
+    """`gpu_agent.kernels.device.Device` on the CPU.
 
-    def __init__(self, seed: int, kernel: Callable[[str, Launch | LeavesLaunch], None] = run_kernel) -> None:
+    `kernel` replaces the kernels' arithmetic; `engine` is the stream that a fence is put on.
+    """
+
+    def __init__(
+        self, seed: int, kernel: Callable[[str, Launch | LeavesLaunch], None] = run_kernel
+    ) -> None:
         self.device = torch.device("cpu")
         self.copies = self.launches = 0
         self.registered: list[tuple[int, int]] = []
@@ -196,7 +214,9 @@ class SimulatedDevice:
     def unregister(self, address: int) -> None:
         self.registered = [entry for entry in self.registered if entry[0] != address]
 
-    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream, locked: bool) -> None:
+    def copy(
+        self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream, locked: bool
+    ) -> None:
         self.copies += 1
 
         def step() -> bool:
@@ -228,7 +248,9 @@ class SimulatedDevice:
                 self._step()
 
     def _step(self) -> bool:
-        """The next step of some stream that can go on; often the same as before, so that one is far ahead."""
+        """The next step of some stream that can go on; often the same as before, so that one is far
+        ahead.
+        """
         if self._draw.random() < SWITCH_SHARE:
             self._draw.shuffle(self._streams)
         for stream in self._streams:

@@ -1,5 +1,7 @@
-"""`StagedTransfer`: slots <-- kernel --> buffers in GPU memory <-- copy engine --> pages in host memory.
-                   slots <-------------------- copy engine -----------------> pages, where a page is one run
+"""`StagedTransfer`: slots <-- kernel --> buffers in GPU memory <-- copy engine --> pages in host
+memory.
+                   slots <-------------------- copy engine -----------------> pages, where a page is
+                   one run
 
 Kernels that store to host memory themselves fill the link no better and slow everything else on the
 GPU 1.5 to 21 times (H200); the copy engine does not. What a GPU can do is behind `Device`, and the
@@ -22,19 +24,30 @@ from gpu_agent.kernels.device import Addresses, Device, Launch, LeavesLaunch
 from gpu_agent.kernels.pipeline import Job, Pipeline
 from gpu_agent.kernels.plan import TILE_NBYTES, Chunk, Plan, Run
 from gpu_agent.pool import KVPool, UnitTable
-from gpu_agent.transfer import Fence, Gathered, Landed, MappedPages, Placed, Ready, Summed, check_pages
+from gpu_agent.transfer import (
+    Fence,
+    Gathered,
+    Landed,
+    MappedPages,
+    Placed,
+    Ready,
+    Summed,
+    check_pages,
+)
 from kvstore.buffers import fill
 from kvstore.checksum import LEAF_SUM_NBYTES, cuts, leaf_nbytes
 from kvstore.errors import ConfigError, InvalidRequest
 
-# 8 MiB buffers starve beside kernels of 250 us (33 instead of 54 GB/s); 16 MiB reach 0.97 and 0.98 of the link,
-# 32 MiB half a percent more, and slow other kernels by two percent more (H200).
+# 8 MiB buffers starve beside kernels of 250 us (33 instead of 54 GB/s); 16 MiB reach 0.97 and 0.98
+# of the link, 32 MiB half a percent more, and slow other kernels by two percent more (H200).
 BUFFER_NBYTES = 16 << 20
 BUFFER_NBYTES_MIN = 4096
-# From here on a page that is one run in the engine's memory is copied as it is, without a kernel that takes
-# turns with the engine's: a copy's fixed cost of 2 us is less than a twentieth of its time then.
+# From here on a page that is one run in the engine's memory is copied as it is, without a kernel
+# that takes turns with the engine's: a copy's fixed cost of 2 us is less than a twentieth of its
+# time then.
 RUN_NBYTES_MIN = 1 << 20
-# Of a chunk of such pages, which needs no buffer: enqueueing one takes 0.1 ms of Python, in which the link moves 6 MiB.
+# Of a chunk of such pages, which needs no buffer: enqueueing one takes 0.1 ms of Python, in which
+# the link moves 6 MiB.
 RUN_CHUNK_NBYTES = 64 << 20
 # leaves.cu reads words of 8 bytes, and knows only the hash of more than 240 bytes.
 WORD_NBYTES = 8
@@ -46,8 +59,11 @@ Cut: TypeAlias = Callable[[int, int], Iterator[Chunk]]
 
 
 class _Tables(NamedTuple):
-    """A plan, its tables in GPU memory with their addresses, and its chunks for a number of pages. `run`: where the
-    pages lie, if they are better copied as they are; `makes_leaves`: as `Transfer.makes_leaves`."""
+    """A plan, its tables in GPU memory with their addresses, and its chunks for a number of pages.
+
+    `run`: where the pages lie, if they are better copied as they are; `makes_leaves`: as
+    `Transfer.makes_leaves`.
+    """
 
     plan: Plan
     run: Run | None
@@ -61,20 +77,29 @@ class _Tables(NamedTuple):
 def _tables(device: Device, pool: KVPool, buffer_nbytes: int) -> _Tables:
     plan, nbytes = Plan(pool), pool.layout.page_nbytes
     run = plan.run if nbytes >= RUN_NBYTES_MIN else None
-    in_words = not any(number % WORD_NBYTES for number in (nbytes, *((run.base, run.stride) if run else ())))
+    in_words = not any(
+        number % WORD_NBYTES for number in (nbytes, *((run.base, run.stride) if run else ()))
+    )
     # No page may be cut into chunks.
-    makes_leaves = in_words and nbytes >= LEAVES_NBYTES_MIN and plan.whole.row_nbytes <= buffer_nbytes
+    makes_leaves = (
+        in_words and nbytes >= LEAVES_NBYTES_MIN and plan.whole.row_nbytes <= buffer_nbytes
+    )
     planes, tiles = device.upload(plan.planes), device.upload(plan.tiles)
 
     @lru_cache(CHUNK_LISTS_MAX)
     def chunks(cut: Cut, page_count: int, without_buffer: bool) -> tuple[Chunk, ...]:
         return tuple(cut(page_count, RUN_CHUNK_NBYTES if without_buffer else buffer_nbytes))
 
-    return _Tables(plan, run, makes_leaves, (planes, tiles), planes.data_ptr(), tiles.data_ptr(), chunks)
+    return _Tables(
+        plan, run, makes_leaves, (planes, tiles), planes.data_ptr(), tiles.data_ptr(), chunks
+    )
 
 
 class _SumsMemory:
-    """Host memory for leaves. To ask a tensor where it lies takes longer than it should."""
+    """Host memory for leaves.
+
+    To ask a tensor where it lies takes longer than it should.
+    """
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._memory = device.host_memory(nbytes)
@@ -82,10 +107,15 @@ class _SumsMemory:
 
 
 class _Sums:
-    """The leaves of a job's pages. The GPU writes them into host memory, chunk by chunk. `kept`: such memory of jobs
-    that have ended."""
+    """The leaves of a job's pages.
 
-    def __init__(self, device: Device, kept: list[_SumsMemory], page_nbytes: int, page_count: int) -> None:
+    The GPU writes them into host memory, chunk by chunk. `kept`: such memory of jobs that have
+    ended.
+    """
+
+    def __init__(
+        self, device: Device, kept: list[_SumsMemory], page_nbytes: int, page_count: int
+    ) -> None:
         self._device, self._kept = device, kept
         self._page_nbytes = page_nbytes
         self._parts = len(cuts(page_nbytes))
@@ -94,13 +124,20 @@ class _Sums:
             memory = kept.pop()
         except IndexError:
             memory = _SumsMemory(device, SUMS_NBYTES)
-        self._memory = memory if memory.nbytes >= self._nbytes else _SumsMemory(device, self._nbytes)
+        self._memory = (
+            memory if memory.nbytes >= self._nbytes else _SumsMemory(device, self._nbytes)
+        )
         self._out = self._memory.address
         fill(self._out, 0, self._nbytes)  # it may hold those of the job before
 
     def make(self, chunk: Chunk, table: int, base: int, stride: int, stream: Any) -> None:
-        """Of the chunk's pages: each where the table in GPU memory says, or, without one, `stride` from the last."""
-        part_nbytes, pages = leaf_nbytes(self._page_nbytes), (chunk.page_first, chunk.page_count, self._page_nbytes)
+        """Of the chunk's pages: each where the table in GPU memory says, or, without one, `stride`
+        from the last.
+        """
+        part_nbytes, pages = (
+            leaf_nbytes(self._page_nbytes),
+            (chunk.page_first, chunk.page_count, self._page_nbytes),
+        )
         launch = LeavesLaunch(table, base, stride, *pages, part_nbytes, self._parts, self._out)
         self._device.launch("leaves", launch, stream)
 
@@ -112,8 +149,11 @@ class _Sums:
 
 
 class _Move:
-    """The two halves of a chunk of one gather or scatter. All that is known before the first chunk is
-    worked out here, once: chunks follow each other every 300 us."""
+    """The two halves of a chunk of one gather or scatter.
+
+    All that is known before the first chunk is worked out here, once: chunks follow each other
+    every 300 us.
+    """
 
     def __init__(
         self,
@@ -151,10 +191,14 @@ class _Move:
         self._sum(chunk, buffer, stream)
 
     def to_pages(self, chunk: Chunk, buffer: int, _: int, stream: Any) -> None:
-        self._device.copy(self._parts(chunk), _rows(chunk, buffer), chunk.span.nbytes, stream, self._locked)
+        self._device.copy(
+            self._parts(chunk), _rows(chunk, buffer), chunk.span.nbytes, stream, self._locked
+        )
 
     def from_pages(self, chunk: Chunk, buffer: int, _: int, stream: Any) -> None:
-        self._device.copy(_rows(chunk, buffer), self._parts(chunk), chunk.span.nbytes, stream, self._locked)
+        self._device.copy(
+            _rows(chunk, buffer), self._parts(chunk), chunk.span.nbytes, stream, self._locked
+        )
         self._sum(chunk, buffer, stream)
 
     def _sum(self, chunk: Chunk, buffer: int, stream: Any) -> None:
@@ -166,9 +210,10 @@ class _Move:
 
 
 class _RunMove:
-    """Chunks of pages that are one run each in the engine's memory: the copy engine alone moves them, and a kernel
-    looks at them where they are. The first half of a gather is all of it, so that the slots have been read when that
-    has happened."""
+    """Chunks of pages that are one run each in the engine's memory: the copy engine alone moves
+    them, and a kernel looks at them where they are. The first half of a gather is all of it, so
+    that the slots have been read when that has happened.
+    """
 
     def __init__(
         self,
@@ -182,7 +227,9 @@ class _RunMove:
         self._device, self._sums = device, sums
         self._pages = _addresses(pages)
         self._locked = device.page_locked(self._pages, page_nbytes)
-        self._slots = array("Q", [run.base + slot * run.stride for slot in units.flat(run.space).tolist()])
+        self._slots = array(
+            "Q", [run.base + slot * run.stride for slot in units.flat(run.space).tolist()]
+        )
 
     @property
     def addresses(self) -> list[torch.Tensor]:
@@ -191,10 +238,22 @@ class _RunMove:
 
     def to_pages(self, chunk: Chunk, _: int, slots: int, stream: Any) -> None:
         self.sum_slots(chunk, _, slots, stream)
-        self._device.copy(_at(self._pages, chunk), _at(self._slots, chunk), chunk.span.nbytes, stream, self._locked)
+        self._device.copy(
+            _at(self._pages, chunk),
+            _at(self._slots, chunk),
+            chunk.span.nbytes,
+            stream,
+            self._locked,
+        )
 
     def to_slots(self, chunk: Chunk, _: int, __: int, stream: Any) -> None:
-        self._device.copy(_at(self._slots, chunk), _at(self._pages, chunk), chunk.span.nbytes, stream, self._locked)
+        self._device.copy(
+            _at(self._slots, chunk),
+            _at(self._pages, chunk),
+            chunk.span.nbytes,
+            stream,
+            self._locked,
+        )
 
     def sum_slots(self, chunk: Chunk, _: int, slots: int, stream: Any) -> None:
         if self._sums:
@@ -207,11 +266,11 @@ class _RunMove:
 class StagedTransfer:
     """`gpu_agent.transfer.Transfer` for pools on one GPU.
 
-    GPU memory held from the start: two buffers of `buffer_nbytes` in each direction, 64 MiB by default,
-    and 8 bytes for each index of the largest job so far. Per pool, while it lives: about 1 % of a page
-    for rows of 16-byte words, up to 6 % for words of one byte.
-    Pages travel at full speed in page-locked memory only; elsewhere the driver stages them.
-    Raises ConfigError if the memory can not be had.
+    GPU memory held from the start: two buffers of `buffer_nbytes` in each direction, 64 MiB by
+    default, and 8 bytes for each index of the largest job so far. Per pool, while it lives: about 1
+    % of a page for rows of 16-byte words, up to 6 % for words of one byte. Pages travel at full
+    speed in page-locked memory only; elsewhere the driver stages them. Raises ConfigError if the
+    memory can not be had.
     """
 
     def __init__(self, device: Device, buffer_nbytes: int = BUFFER_NBYTES) -> None:
@@ -224,10 +283,16 @@ class StagedTransfer:
         self._tables: weakref.WeakKeyDictionary[KVPool, _Tables] = weakref.WeakKeyDictionary()
         with device.active():
             try:
-                self._out, self._in = Pipeline(device, buffer_nbytes), Pipeline(device, buffer_nbytes)
+                self._out, self._in = (
+                    Pipeline(device, buffer_nbytes),
+                    Pipeline(device, buffer_nbytes),
+                )
             except RuntimeError as error:
-                raise ConfigError(f"no room for 4 x {buffer_nbytes} bytes on {device.device}: {error}") from error
-            # Waits for drains of both lanes, which must not wait for each other. Concurrent jobs share it.
+                raise ConfigError(
+                    f"no room for 4 x {buffer_nbytes} bytes on {device.device}: {error}"
+                ) from error
+            # Waits for drains of both lanes, which must not wait for each other. Concurrent jobs
+            # share it.
             self._placed = device.stream()
         self._arena = ArenaLock(device, self._idle)
 
@@ -259,18 +324,34 @@ class StagedTransfer:
             if units.page_count:
                 run, nbytes = tables.run, pool.layout.page_nbytes
                 sums = _Sums(self._device, self._sums, nbytes, units.page_count) if summed else None
-                cut = self._uncut(tables.plan, tables.plan.gather_chunks) if summed else tables.plan.gather_chunks
+                cut = (
+                    self._uncut(tables.plan, tables.plan.gather_chunks)
+                    if summed
+                    else tables.plan.gather_chunks
+                )
                 chunks = tables.chunks(cut, units.page_count, bool(run))
                 drained = partial(_land, landed, nbytes) if landed else None
                 if run:
                     alone = _RunMove(self._device, run, nbytes, pages, units, sums)
                     job = Job(
-                        alone.addresses, chunks, alone.to_pages, alone.nothing, all_filled=gathered, drained=drained
+                        alone.addresses,
+                        chunks,
+                        alone.to_pages,
+                        alone.nothing,
+                        all_filled=gathered,
+                        drained=drained,
                     )
                 else:
                     move = _Move(self._device, tables, pages, "gather", 0, sums)
                     slots = _slots(pool, units)
-                    job = Job(slots, chunks, move.from_slots, move.to_pages, all_filled=gathered, drained=drained)
+                    job = Job(
+                        slots,
+                        chunks,
+                        move.from_slots,
+                        move.to_pages,
+                        all_filled=gathered,
+                        drained=drained,
+                    )
                 self._out.run(job)
                 if summed and sums:
                     summed(sums.of_pages())
@@ -303,10 +384,24 @@ class StagedTransfer:
                 before = partial(_await, ready) if ready else None
                 if run:
                     alone = _RunMove(self._device, run, nbytes, pages, units, sums)
-                    job = Job(alone.addresses, chunks, alone.to_slots, alone.sum_slots, before, queued=queued)
+                    job = Job(
+                        alone.addresses,
+                        chunks,
+                        alone.to_slots,
+                        alone.sum_slots,
+                        before,
+                        queued=queued,
+                    )
                 else:
                     move = _Move(self._device, tables, pages, "scatter", skip_tokens, sums)
-                    job = Job(_slots(pool, units), chunks, move.from_pages, move.kernel, before, queued=queued)
+                    job = Job(
+                        _slots(pool, units),
+                        chunks,
+                        move.from_pages,
+                        move.kernel,
+                        before,
+                        queued=queued,
+                    )
                 self._in.run(job)
                 if summed and sums:
                     summed(sums.of_pages())
@@ -337,8 +432,11 @@ class StagedTransfer:
         return cut if plan.whole.row_nbytes <= self._buffer_nbytes // 4 else plan.page_chunks
 
     def _prepare(self, pool: KVPool, fence: Fence) -> _Tables:
-        """Tables of the pool. Waits for `fence` here, not on our streams: a job whose engine is still
-        busy would hold up those behind it."""
+        """Tables of the pool.
+
+        Waits for `fence` here, not on our streams: a job whose engine is still busy would hold up
+        those behind it.
+        """
         tables = self._tables_of(pool)
         self._device.wait(fence)
         return tables
@@ -354,11 +452,17 @@ class StagedTransfer:
 
     def _check_device(self, pool: KVPool) -> None:
         if pool.device != self._device.device:
-            raise InvalidRequest(f"the pool is on {pool.device}, this transfer serves {self._device.device}")
+            raise InvalidRequest(
+                f"the pool is on {pool.device}, this transfer serves {self._device.device}"
+            )
 
 
 def _addresses(pages: Sequence[torch.Tensor]) -> Addresses:
-    return pages.addresses if isinstance(pages, MappedPages) else array("Q", [page.data_ptr() for page in pages])
+    return (
+        pages.addresses
+        if isinstance(pages, MappedPages)
+        else array("Q", [page.data_ptr() for page in pages])
+    )
 
 
 def _slots(pool: KVPool, units: UnitTable) -> list[torch.Tensor]:

@@ -39,19 +39,25 @@ class GroupView:
                     f"group {self.name} plane {plane}: {len(tensors)} tensors for {len(self.layers)} layers; "
                     "give one tensor for each of at least one layer"
                 )
-        return LayerGroup(self.name, tuple(self.layers), tuple(self._plane(name) for name in self.planes))
+        return LayerGroup(
+            self.name, tuple(self.layers), tuple(self._plane(name) for name in self.planes)
+        )
 
     def _plane(self, name: str) -> Plane:
         first = self.planes[name][0]
         try:
             return Plane(name, dtype_name(first.dtype), tuple(first.shape[1:]), self.unit_tokens)
         except InvalidRequest as error:
-            raise InvalidRequest(f"group {self.name} layer {self.layers[0]} plane {name}: {error}") from error
+            raise InvalidRequest(
+                f"group {self.name} layer {self.layers[0]} plane {name}: {error}"
+            ) from error
 
 
 def pool_of(page_tokens: int, *groups: GroupView) -> KVPool:
-    """The pool of all groups; they stand in a page in the order given. Raises InvalidRequest naming
-    group, layer and plane of what does not fit."""
+    """The pool of all groups; they stand in a page in the order given.
+
+    Raises InvalidRequest naming group, layer and plane of what does not fit.
+    """
     layout = PageLayout(page_tokens, tuple(group.layer_group() for group in groups))
     tensors = {
         (group.name, layer, plane): tensor
@@ -64,9 +70,15 @@ def pool_of(page_tokens: int, *groups: GroupView) -> KVPool:
 
 
 def check_shape(name: str, tensor: torch.Tensor, *sizes: int | str) -> None:
-    """Raises InvalidRequest unless `tensor` has these dimensions: an int must be met, a word is any size."""
+    """Raises InvalidRequest unless `tensor` has these dimensions: an int must be met, a word is any
+    size.
+    """
     fits = tensor.dim() == len(sizes) and all(
-        want == have for want, have in zip(sizes, tensor.shape, strict=True) if isinstance(want, int)
+        want == have
+        for want, have in zip(sizes, tensor.shape, strict=True)
+        if isinstance(want, int)
     )
     if not fits:
-        raise InvalidRequest(f"{name}: shape is {list(tensor.shape)}, expected [{', '.join(map(str, sizes))}]")
+        raise InvalidRequest(
+            f"{name}: shape is {list(tensor.shape)}, expected [{', '.join(map(str, sizes))}]"
+        )

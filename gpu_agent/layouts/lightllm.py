@@ -1,4 +1,5 @@
-"""LightLLM: one tensor for all layers, `[layers, slots + 1, heads, dim]`, token slots handed out singly.
+"""LightLLM: one tensor for all layers, `[layers, slots + 1, heads, dim]`, token slots handed out
+singly.
 
 The last slot takes what padded requests write. It belongs to nobody, so the pools end before it and
 refuse its number. `manager_pool` makes the pool of any of LightLLM's memory managers.
@@ -22,22 +23,29 @@ _KNOWN = {"kv_buffer", "scale_buffer", "scales", "kv_move_buffer", "req_to_token
 def heads_pool(kv_buffer: torch.Tensor, page_tokens: int, first_layer: int = 0) -> KVPool:
     """`MemoryManager` and the two with static fp8 scales: `kv_buffer` `[L, S+1, 2H, D]`, of a token
     first the K heads, then the V heads. Static scales lie outside the cache: they go into the
-    namespace's salt."""
+    namespace's salt.
+    """
     _check_pairs(kv_buffer)
     return _pool({"kv": kv_buffer}, page_tokens, first_layer)
 
 
-def scaled_pool(kv_buffer: torch.Tensor, scale_buffer: torch.Tensor, page_tokens: int, first_layer: int = 0) -> KVPool:
-    """`PPLINT8KVMemoryManager` (`kv_buffer` `[L, S+1, 2H, D]`) and `PPLINT4KVMemoryManager` (`[.., D/2]`,
-    two values a byte), both int8, with `scale_buffer` `[L, S+1, 2H, D/group]` of the model's dtype; the
-    historic `INT8KVMemoryManager` has one scale for a head, `[.., 1]`."""
+def scaled_pool(
+    kv_buffer: torch.Tensor, scale_buffer: torch.Tensor, page_tokens: int, first_layer: int = 0
+) -> KVPool:
+    """`PPLINT8KVMemoryManager` (`kv_buffer` `[L, S+1, 2H, D]`) and `PPLINT4KVMemoryManager` (`[..,
+    D/2]`, two values a byte), both int8, with `scale_buffer` `[L, S+1, 2H, D/group]` of the model's
+    dtype; the historic `INT8KVMemoryManager` has one scale for a head, `[.., 1]`.
+    """
     _check_pairs(kv_buffer)
     return _pool({"kv": kv_buffer, "scale": scale_buffer}, page_tokens, first_layer)
 
 
 def latent_pool(kv_buffer: torch.Tensor, page_tokens: int, first_layer: int = 0) -> KVPool:
-    """`Deepseek2MemoryManager` and its descendants: `kv_buffer` `[L, S+1, 1, row]`. Rows of 576 x 16-bit;
-    578 bytes (fp8, scale in the last two); with the indexer inline 648 x 16-bit or 800 bytes."""
+    """`Deepseek2MemoryManager` and its descendants: `kv_buffer` `[L, S+1, 1, row]`.
+
+    Rows of 576 x 16-bit; 578 bytes (fp8, scale in the last two); with the indexer inline 648 x
+    16-bit or 800 bytes.
+    """
     check_shape("kv_buffer", kv_buffer, "layers", "slots + 1", 1, "row")
     return _pool({"latent": kv_buffer}, page_tokens, first_layer)
 
@@ -49,11 +57,13 @@ def hybrid_pool(
     page_tokens: int,
     full_attention_interval: int,
 ) -> KVPool:
-    """`Qwen3NextMemManager`: every `full_attention_interval`th layer attends to all tokens, `kv_buffer` `[L, S+1,
-    2H, D]`; the others have a state, kept at the end of each page of `page_tokens` tokens: `conv_state` `[layers,
-    checkpoints, dim, window]`, `ssm_state` `[layers, checkpoints, heads, k dim, v dim]`.
+    """`Qwen3NextMemManager`: every `full_attention_interval`th layer attends to all tokens,
+    `kv_buffer` `[L, S+1, 2H, D]`; the others have a state, kept at the end of each page of
+    `page_tokens` tokens: `conv_state` `[layers, checkpoints, dim, window]`, `ssm_state` `[layers,
+    checkpoints, heads, k dim, v dim]`.
 
-    Index spaces: "token", and "state", one checkpoint for a page. Layers of a draft model follow the model's.
+    Index spaces: "token", and "state", one checkpoint for a page. Layers of a draft model follow
+    the model's.
     """
     _check_pairs(kv_buffer)
     check_shape("conv_state", conv_state, "layers", "checkpoints", "dim", "window")
@@ -66,7 +76,11 @@ def hybrid_pool(
     model = stateful + stateful // (full_attention_interval - 1)
     if attending < model - stateful:
         raise InvalidRequest(f"kv_buffer: {attending} layers, expected at least {model - stateful}")
-    full = [layer for layer in range(model) if layer % full_attention_interval == full_attention_interval - 1]
+    full = [
+        layer
+        for layer in range(model)
+        if layer % full_attention_interval == full_attention_interval - 1
+    ]
     others = [layer for layer in range(model) if layer not in full]
     full += range(model, stateful + attending)
     states = {"conv": conv_state.unbind(0), "ssm": ssm_state.unbind(0)}
@@ -78,18 +92,26 @@ def hybrid_pool(
 
 
 def manager_pool(manager: Any, page_tokens: int, first_layer: int = 0) -> KVPool:
-    """The pool of a LightLLM memory manager, chosen by what the object has, whatever its class is called.
+    """The pool of a LightLLM memory manager, chosen by what the object has, whatever its class is
+    called.
 
-    Raises InvalidRequest for one that holds KV in a buffer that no layout here covers: a page without it
-    would be half the truth.
+    Raises InvalidRequest for one that holds KV in a buffer that no layout here covers: a page
+    without it would be half the truth.
     """
     name, kv_buffer = type(manager).__name__, getattr(manager, "kv_buffer", None)
     if not isinstance(kv_buffer, torch.Tensor):
         raise InvalidRequest(f"{name} has no kv_buffer tensor; its KV can not be described")
     slots = getattr(manager, "size", kv_buffer.shape[1] - 1)
     for buffer, tensor in vars(manager).items():
-        if isinstance(tensor, torch.Tensor) and buffer not in _KNOWN and tensor.dim() > 1 and tensor.shape[1] >= slots:
-            raise InvalidRequest(f"{name} has a buffer {buffer} {list(tensor.shape)} that no layout covers")
+        if (
+            isinstance(tensor, torch.Tensor)
+            and buffer not in _KNOWN
+            and tensor.dim() > 1
+            and tensor.shape[1] >= slots
+        ):
+            raise InvalidRequest(
+                f"{name} has a buffer {buffer} {list(tensor.shape)} that no layout covers"
+            )
     kv_buffer = kv_buffer[:, : slots + 1]  # some have a whole page of slots for padding
     states = getattr(manager, "linear_att_big_page_buffers", None)
     if states is not None:
@@ -106,18 +128,23 @@ def manager_pool(manager: Any, page_tokens: int, first_layer: int = 0) -> KVPool
 
 
 def static_scales(manager: Any) -> str:
-    """Digest of scales that lie outside the cache (`fp8kv_sph`, `fp8kv_spt`), for the namespace's salt:
-    equal bytes mean other values under other scales. Empty if the manager has none."""
+    """Digest of scales that lie outside the cache (`fp8kv_sph`, `fp8kv_spt`), for the namespace's
+    salt: equal bytes mean other values under other scales. Empty if the manager has none.
+    """
     scales = getattr(manager, "scales", None)
     if scales is None:
         return ""
-    return f"{list(scales.shape)}{checksum(byte_view(scales.detach().cpu().contiguous()), 0).hex()}".replace(" ", "")
+    return f"{list(scales.shape)}{checksum(byte_view(scales.detach().cpu().contiguous()), 0).hex()}".replace(
+        " ", ""
+    )
 
 
 def _by_layer(buffer: torch.Tensor, layers: int) -> torch.Tensor:
     """`[layers, checkpoints, ...]` of a buffer that may have its checkpoints in front."""
     if (buffer.shape[0] == layers) == (buffer.shape[1] == layers):
-        raise InvalidRequest(f"a state of {layers} layers has shape {list(buffer.shape)}; which axis are the layers?")
+        raise InvalidRequest(
+            f"a state of {layers} layers has shape {list(buffer.shape)}; which axis are the layers?"
+        )
     return buffer if buffer.shape[0] == layers else buffer.transpose(0, 1)
 
 
@@ -128,9 +155,14 @@ def _check_pairs(kv_buffer: torch.Tensor) -> None:
 
 
 def _pool(buffers: Mapping[str, torch.Tensor], page_tokens: int, first_layer: int) -> KVPool:
-    """`buffers`: by plane name. Raises InvalidRequest if they differ in layers, slots or heads."""
+    """`buffers`: by plane name.
+
+    Raises InvalidRequest if they differ in layers, slots or heads.
+    """
     layers, slots, heads = next(iter(buffers.values())).shape[:3]
     for name, buffer in buffers.items():
         check_shape(f"{name} buffer", buffer, layers, slots, heads, "dim")
     rows = {name: buffer[:, :-1].unbind(0) for name, buffer in buffers.items()}
-    return pool_of(page_tokens, GroupView("attention", range(first_layer, first_layer + layers), rows))
+    return pool_of(
+        page_tokens, GroupView("attention", range(first_layer, first_layer + layers), rows)
+    )

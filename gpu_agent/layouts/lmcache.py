@@ -1,11 +1,14 @@
-"""LMCache: objects, not pools. One object is a chunk of tokens of one KV rank and one object group, a flat run
-of bytes whose layer groups stand one after the other. Here is what its key and its shapes say.
+"""LMCache: objects, not pools.
+
+One object is a chunk of tokens of one KV rank and one object group, a flat run of bytes whose layer
+groups stand one after the other. Here is what its key and its shapes say.
 
     key      <model>@<kv_rank, 8 hex>@<group, hex>@<chunk hash, hex>[@<cache salt>]
     kv_rank  world_size << 24 | rank << 16 | local_world_size << 8 | local_rank
 
-Model, rank, group and salt go into the namespace, the chunk hash is the prefix hash. What has another form
-(benchmarks number their ranks, tests have hashes of 4 bytes) is hashed into it, in namespaces of its own.
+Model, rank, group and salt go into the namespace, the chunk hash is the prefix hash. What has
+another form (benchmarks number their ranks, tests have hashes of 4 bytes) is hashed into it, in
+namespaces of its own.
 """
 
 import functools
@@ -46,14 +49,19 @@ def parse_key(text: str) -> ObjectKey:
     model, kv_rank, group, chunk_hash, *salt = text.split("@")
     if len(salt) > 1:
         raise ValueError(f"{len(salt) + 4} fields in key {text!r}")
-    return ObjectKey(model, int(kv_rank, 16), int(group, 16), bytes.fromhex(chunk_hash), "".join(salt))
+    return ObjectKey(
+        model, int(kv_rank, 16), int(group, 16), bytes.fromhex(chunk_hash), "".join(salt)
+    )
 
 
 class Naming:
-    """Names for objects. `kv_format` tells in words what the key does not and nobody else knows: how the engines
-    compute and what they write.
+    """Names for objects.
 
-    Raises ConfigError if that is empty, or `identity` has no revision: a key names a model, never its weights.
+    `kv_format` tells in words what the key does not and nobody else knows: how the engines compute
+    and what they write.
+
+    Raises ConfigError if that is empty, or `identity` has no revision: a key names a model, never
+    its weights.
     """
 
     def __init__(self, identity: Identity, kv_format: str) -> None:
@@ -81,7 +89,9 @@ class Naming:
         try:
             key = parse_key(text)
         except ValueError:
-            return ObjectName(self._scope(ENGINE, None, 0, ""), _digest("text", text.encode()), layout)
+            return ObjectName(
+                self._scope(ENGINE, None, 0, ""), _digest("text", text.encode()), layout
+            )
         return self.of(key, layout)
 
     def of(self, key: "ObjectKey", layout: PageLayout | None) -> ObjectName:
@@ -89,8 +99,12 @@ class Naming:
         try:
             return self._of(key, layout)
         except InvalidRequest:  # such as an empty model name
-            odd = repr((key.model_name, key.kv_rank, key.object_group_id, key.chunk_hash, key.cache_salt))
-            return ObjectName(self._scope(ENGINE, None, 0, ""), _digest("odd", odd.encode()), layout)
+            odd = repr(
+                (key.model_name, key.kv_rank, key.object_group_id, key.chunk_hash, key.cache_salt)
+            )
+            return ObjectName(
+                self._scope(ENGINE, None, 0, ""), _digest("odd", odd.encode()), layout
+            )
 
     def _of(self, key: "ObjectKey", layout: PageLayout | None) -> ObjectName:
         sized = PREFIX_HASH_NBYTES_MIN <= len(key.chunk_hash) <= PREFIX_HASH_NBYTES_MAX
@@ -101,11 +115,17 @@ class Naming:
         return ObjectName(scope, _digest(f"{key.kv_rank:08x}", key.chunk_hash), layout)
 
     def key_of(self, namespace: Namespace, prefix_hash: bytes) -> ObjectKey | None:
-        """The key of an object that was named here; None for others, and for those with a hashed key."""
+        """The key of an object that was named here; None for others, and for those with a hashed
+        key.
+        """
         facts = dict(fact.partition("=")[::2] for fact in namespace.salt.split(" "))
         try:
             key = ObjectKey(
-                namespace.model, int(facts["kv_rank"], 16), int(facts["group"], 16), prefix_hash, unquote(facts["by"])
+                namespace.model,
+                int(facts["kv_rank"], 16),
+                int(facts["group"], 16),
+                prefix_hash,
+                unquote(facts["by"]),
             )
         except (KeyError, ValueError):
             return None
@@ -133,18 +153,25 @@ class Naming:
         return scope
 
 
-def object_layout(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], nbytes: int) -> PageLayout:
-    """The layout of an object of `nbytes` bytes: a plane for each of its layer groups. Where the shapes do not
-    say what the bytes are (compressed objects), a run of bytes."""
+def object_layout(
+    shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], nbytes: int
+) -> PageLayout:
+    """The layout of an object of `nbytes` bytes: a plane for each of its layer groups.
+
+    Where the shapes do not say what the bytes are (compressed objects), a run of bytes.
+    """
     layout = shapes_layout(tuple(map(tuple, shapes)), tuple(dtypes))
     return layout if layout is not None and layout.page_nbytes == nbytes else bytes_layout(nbytes)
 
 
 @functools.lru_cache(maxsize=1024)
-def shapes_layout(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]) -> PageLayout | None:
+def shapes_layout(
+    shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]
+) -> PageLayout | None:
     """None if nothing is said."""
     planes = tuple(
-        _plane(f"part{number}", shape, dtype) for number, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+        _plane(f"part{number}", shape, dtype)
+        for number, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
     )
     return PageLayout(1, (LayerGroup(ENGINE, (0,), planes),)) if planes else None
 

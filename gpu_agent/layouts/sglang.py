@@ -1,10 +1,11 @@
 """Describe SGLang's pools: those of the GPU, and those of HiCache on the host.
 
-On the GPU: a list of tensors per kind of data, one per layer. Slots name tokens, except in the indexer. Slots below the
-engine's page size are its padding; like any other slot they are moved if named.
+On the GPU: a list of tensors per kind of data, one per layer. Slots name tokens, except in the
+indexer. Slots below the engine's page size are its padding; like any other slot they are moved if
+named.
 
-On the host: a page of the pool is the unit, whatever lies in it in whatever order. Nothing here asks for the layout's
-name. The pool itself says where a page is, in one of two ways:
+On the host: a page of the pool is the unit, whatever lies in it in whatever order. Nothing here
+asks for the layout's name. The pool itself says where a page is, in one of two ways:
 
     page_view   get_data_page(index, flat=False)  a view of the page, with dtype, shape and strides.
                 Row-major it is the engine's flat page, so both of its interfaces share their bytes
@@ -37,22 +38,32 @@ class Heads(NamedTuple):
 
 
 def mha_pool(
-    k_buffer: Sequence[torch.Tensor], v_buffer: Sequence[torch.Tensor], page_tokens: int, first_layer: int = 0
+    k_buffer: Sequence[torch.Tensor],
+    v_buffer: Sequence[torch.Tensor],
+    page_tokens: int,
+    first_layer: int = 0,
 ) -> KVPool:
-    """`MHATokenToKVPool`: `k_buffer` and `v_buffer` `L x [slots, heads, dim]`; fp8 is shown as uint8."""
+    """`MHATokenToKVPool`: `k_buffer` and `v_buffer` `L x [slots, heads, dim]`; fp8 is shown as
+    uint8.
+    """
     layers = range(first_layer, first_layer + len(k_buffer))
     return pool_of(page_tokens, _attention("attention", Heads(k_buffer, v_buffer, layers), "token"))
 
 
 def window_pool(full: Heads, window: Heads, page_tokens: int) -> KVPool:
-    """`SWAKVPool`: two pools whose slots are numbered apart, spaces "token" and "window". The caller
-    translates; a page needs slots for all its tokens in both."""
-    return pool_of(page_tokens, _attention("full", full, "token"), _attention("window", window, "window"))
+    """`SWAKVPool`: two pools whose slots are numbered apart, spaces "token" and "window".
+
+    The caller translates; a page needs slots for all its tokens in both.
+    """
+    return pool_of(
+        page_tokens, _attention("full", full, "token"), _attention("window", window, "window")
+    )
 
 
 def mla_pool(kv_buffer: Sequence[torch.Tensor], page_tokens: int, first_layer: int = 0) -> KVPool:
-    """`MLATokenToKVPool`: `L x [slots, 1, row]`, rows of 576 elements or 656 packed bytes; the same on
-    every tensor-parallel rank."""
+    """`MLATokenToKVPool`: `L x [slots, 1, row]`, rows of 576 elements or 656 packed bytes; the same
+    on every tensor-parallel rank.
+    """
     return pool_of(page_tokens, _latent(kv_buffer, first_layer))
 
 
@@ -63,9 +74,11 @@ def dsa_pool(
     first_layer: int = 0,
     indexer_tokens: int = INDEXER_TOKENS,
 ) -> KVPool:
-    """`DSATokenToKVPool`: latents as above, and per layer `index_buffer` `[pages, 8448]`, bytes: first
-    all keys of an engine page, then all scales, so a page is the unit and "page" its space (slot //
-    `indexer_tokens`). A layer that uses another's top-k has a tensor of 0 pages and owns nothing."""
+    """`DSATokenToKVPool`: latents as above, and per layer `index_buffer` `[pages, 8448]`, bytes:
+    first all keys of an engine page, then all scales, so a page is the unit and "page" its space
+    (slot // `indexer_tokens`). A layer that uses another's top-k has a tensor of 0 pages and owns
+    nothing.
+    """
     owners = [layer for layer, pages in enumerate(index_buffer) if pages.shape[0]]
     for layer in owners:
         check_shape(f"index_buffer[{layer}]", index_buffer[layer], "pages", "page bytes")
@@ -93,10 +106,12 @@ def _latent(kv_buffer: Sequence[torch.Tensor], first_layer: int) -> GroupView:
 
 
 def host_pool(pool: Any) -> tuple[KVPool, bool]:
-    """(pages of a `HostKVCache` by their number, whether a page's bytes are the engine's flat page).
+    """(pages of a `HostKVCache` by their number, whether a page's bytes are the engine's flat
+    page).
 
-    Unit: `pool.page_size` slots, number = first slot // page_size. The `KVPool` is over the pool's own
-    memory: it must outlive it. Raises InvalidRequest if the pool describes its pages in neither way.
+    Unit: `pool.page_size` slots, number = first slot // page_size. The `KVPool` is over the pool's
+    own memory: it must outlive it. Raises InvalidRequest if the pool describes its pages in neither
+    way.
     """
     page_tokens = int(pool.page_size or 1)
     pages = int(pool.size) // page_tokens
@@ -108,7 +123,9 @@ def host_pool(pool: Any) -> tuple[KVPool, bool]:
 
 
 def page_numbers(indices: torch.Tensor, page_tokens: int, count: int) -> torch.Tensor:
-    """`indices`: int64 slots `[count * page_tokens]`. Numbers of the pages that they are.
+    """`indices`: int64 slots `[count * page_tokens]`.
+
+    Numbers of the pages that they are.
 
     Raises InvalidRequest unless they are whole pages: neighbours, the first at a page's start.
     """
@@ -125,20 +142,24 @@ def page_numbers(indices: torch.Tensor, page_tokens: int, count: int) -> torch.T
 def _pool(page_tokens: int, planes: dict[str, torch.Tensor]) -> KVPool:
     """All layers of a page are in its planes, so there is one "layer"."""
     views = {name: [tensor] for name, tensor in planes.items()}
-    return pool_of(page_tokens, GroupView("host", (0,), views, unit_tokens=page_tokens, space=SPACE))
+    return pool_of(
+        page_tokens, GroupView("host", (0,), views, unit_tokens=page_tokens, space=SPACE)
+    )
 
 
 def _page_view(pool: Any, page_tokens: int, pages: int) -> torch.Tensor | None:
     """`[pages, *shape of a page]` over the pool's memory, any strides."""
     try:
         first, second, last = (
-            pool.get_data_page(page * page_tokens, flat=False) for page in (0, min(1, pages - 1), pages - 1)
+            pool.get_data_page(page * page_tokens, flat=False)
+            for page in (0, min(1, pages - 1), pages - 1)
         )
     except (NotImplementedError, ValueError):
         return None
     stride = second.storage_offset() - first.storage_offset()
     if not first.numel() or any(
-        page.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()  # a copy, not a view
+        page.untyped_storage().data_ptr()
+        != first.untyped_storage().data_ptr()  # a copy, not a view
         or page.shape != first.shape
         or page.stride() != first.stride()
         for page in (second, last)
@@ -150,14 +171,18 @@ def _page_view(pool: Any, page_tokens: int, pages: int) -> torch.Tensor | None:
         dtype_name(first.dtype)
     except InvalidRequest:
         return None
-    view: torch.Tensor = first.as_strided((pages, *first.shape), (stride or first.numel(), *first.stride()))
+    view: torch.Tensor = first.as_strided(
+        (pages, *first.shape), (stride or first.numel(), *first.stride())
+    )
     return view
 
 
 def _segments(pool: Any, page_tokens: int, pages: int) -> list[torch.Tensor]:
     """Per segment uint8 `[pages, nbytes]`."""
     try:
-        first, second, last = (_meta(pool, page, page_tokens) for page in (0, min(1, pages - 1), pages - 1))
+        first, second, last = (
+            _meta(pool, page, page_tokens) for page in (0, min(1, pages - 1), pages - 1)
+        )
     except (NotImplementedError, ValueError, AttributeError) as error:
         raise InvalidRequest(f"{type(pool).__name__} describes no pages: {error}") from error
     tensors = []
@@ -166,7 +191,9 @@ def _segments(pool: Any, page_tokens: int, pages: int) -> list[torch.Tensor]:
         if stride < nbytes or end != start + (pages - 1) * stride:
             raise InvalidRequest(f"{type(pool).__name__}: pages are not evenly spaced")
         memory = (ctypes.c_uint8 * ((pages - 1) * stride + nbytes)).from_address(start)
-        tensors.append(torch.frombuffer(memory, dtype=torch.uint8).as_strided((pages, nbytes), (stride, 1)))
+        tensors.append(
+            torch.frombuffer(memory, dtype=torch.uint8).as_strided((pages, nbytes), (stride, 1))
+        )
     return tensors
 
 

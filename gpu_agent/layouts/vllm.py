@@ -1,5 +1,5 @@
-"""vLLM (0.29 and later): per layer a view `[blocks, heads, tokens, cell]` of one buffer, whatever the
-order of these dimensions and of the layers in memory.
+"""vLLM (0.29 and later): per layer a view `[blocks, heads, tokens, cell]` of one buffer, whatever
+the order of these dimensions and of the layers in memory.
 
 A page holds cells in the order of the view, not of the memory, so pools of all stride orders have
 the same layout and share their pages. With `BLHNC` and pages of one block, page and block are the
@@ -22,9 +22,9 @@ from kvstore.errors import InvalidRequest
 class Blocks(NamedTuple):
     """Layers with views of one shape and dtype.
 
-    `views`: by the model's layer number; a cell is K and V, a latent, an indexer row, with its scales.
-    `block_tokens`: what a block id names; a view whose blocks are smaller holds several of them for
-    each block, one after the other. `space`: groups with one block table share it.
+    `views`: by the model's layer number; a cell is K and V, a latent, an indexer row, with its
+    scales. `block_tokens`: what a block id names; a view whose blocks are smaller holds several of
+    them for each block, one after the other. `space`: groups with one block table share it.
     """
 
     views: Mapping[int, torch.Tensor]
@@ -33,18 +33,22 @@ class Blocks(NamedTuple):
 
 
 def block_pool(groups: Mapping[str, Blocks], page_tokens: int) -> KVPool:
-    """A pool of all `groups`, indexed by block id. In a page they stand in the order of their names:
-    vLLM's own order of groups has no meaning. Raises InvalidRequest."""
+    """A pool of all `groups`, indexed by block id.
+
+    In a page they stand in the order of their names: vLLM's own order of groups has no meaning.
+    Raises InvalidRequest.
+    """
     return pool_of(page_tokens, *(_group(name, groups[name]) for name in sorted(groups)))
 
 
 def table_pool(views: Mapping[str, torch.Tensor], num_blocks: int, block_tokens: int) -> KVPool:
-    """The pool of one cache group: `views` by the engine's layer names, all indexed by one block table.
+    """The pool of one cache group: `views` by the engine's layer names, all indexed by one block
+    table.
 
-    Layers of one shape and dtype make a group of the layout, named for what they are (a latent beside
-    its indexer is two). How many rows of a view a block has is told by `num_blocks`: a row may be a
-    smaller kernel block, or hold fewer states than tokens. Layers that share another's memory are in
-    the pages once. Raises InvalidRequest.
+    Layers of one shape and dtype make a group of the layout, named for what they are (a latent
+    beside its indexer is two). How many rows of a view a block has is told by `num_blocks`: a row
+    may be a smaller kernel block, or hold fewer states than tokens. Layers that share another's
+    memory are in the pages once. Raises InvalidRequest.
     """
     kinds: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
@@ -57,21 +61,32 @@ def table_pool(views: Mapping[str, torch.Tensor], num_blocks: int, block_tokens:
         seen.add(place)
         rows, heads, tokens, cell = view.shape
         if rows < num_blocks or rows % num_blocks:
-            raise InvalidRequest(f"{name}: {rows} rows are no whole number for each of {num_blocks} blocks")
-        kind = f"{str(view.dtype).removeprefix('torch.')}.{rows // num_blocks}x{heads}x{tokens}x{cell}"
+            raise InvalidRequest(
+                f"{name}: {rows} rows are no whole number for each of {num_blocks} blocks"
+            )
+        kind = (
+            f"{str(view.dtype).removeprefix('torch.')}.{rows // num_blocks}x{heads}x{tokens}x{cell}"
+        )
         kinds[kind][name] = view.view(num_blocks, rows // num_blocks, heads, tokens, cell)
     groups = []
     for kind in sorted(kinds):
         cells = {number: kinds[kind][name] for number, name in _numbered(kinds[kind]).items()}
         groups.append(
-            GroupView(kind, sorted(cells), {"cell": [cells[n] for n in sorted(cells)]}, block_tokens, "block")
+            GroupView(
+                kind,
+                sorted(cells),
+                {"cell": [cells[n] for n in sorted(cells)]},
+                block_tokens,
+                "block",
+            )
         )
     return pool_of(block_tokens, *groups)
 
 
 def _numbered(names: Mapping[str, torch.Tensor]) -> dict[int, str]:
-    """Layers by the first number in their names ("model.layers.3.self_attn.attn"); if that is not unique,
-    by their place in the order of the names."""
+    """Layers by the first number in their names ("model.layers.3.self_attn.attn"); if that is not
+    unique, by their place in the order of the names.
+    """
     found = [re.search(r"\d+", name) for name in names]
     numbers = [int(match.group()) for match in found if match]
     if len(set(numbers)) < len(names):
@@ -81,7 +96,10 @@ def _numbered(names: Mapping[str, torch.Tensor]) -> dict[int, str]:
 
 def _group(name: str, blocks: Blocks) -> GroupView:
     layers = sorted(blocks.views)
-    cells = [_whole_blocks(f"group {name} layer {layer}", blocks.views[layer], blocks.block_tokens) for layer in layers]
+    cells = [
+        _whole_blocks(f"group {name} layer {layer}", blocks.views[layer], blocks.block_tokens)
+        for layer in layers
+    ]
     return GroupView(name, layers, {"cell": cells}, blocks.block_tokens, blocks.space)
 
 

@@ -21,8 +21,9 @@ from kvstore.keys import Namespace
 from kvstore.layout import PageLayout
 from kvstore.sync import Future
 
-# One task of a lane: large enough that its round trip does not count (half a millisecond beside busy cores, in which
-# one moves 3 MiB), small enough that the threads share a call of a few large objects.
+# One task of a lane: large enough that its round trip does not count (half a millisecond beside
+# busy cores, in which one moves 3 MiB), small enough that the threads share a call of a few large
+# objects.
 PART_NBYTES = 16 << 20
 # A call of many objects is cut into larger parts, so that the lane's bookkeeping stays small.
 PARTS_MAX = 64
@@ -32,8 +33,10 @@ Value = TypeVar("Value")
 
 
 class ObjectName(NamedTuple):
-    """`scope`: a namespace whose layout says nothing (`objects.store.ANY`). `layout`: the object's own;
-    None means any, which `ObjectStore.exists` and `remove` take."""
+    """`scope`: a namespace whose layout says nothing (`objects.store.ANY`).
+
+    `layout`: the object's own; None means any, which `ObjectStore.exists` and `remove` take.
+    """
 
     scope: Namespace
     prefix_hash: bytes
@@ -42,7 +45,10 @@ class ObjectName(NamedTuple):
 
 @dataclass(frozen=True)
 class ObjectResults(Generic[Value]):
-    """One value per object. `error`: why the store could not answer for all, empty if it did."""
+    """One value per object.
+
+    `error`: why the store could not answer for all, empty if it did.
+    """
 
     values: list[Value]
     error: str = ""
@@ -78,26 +84,39 @@ def cut(
     space: Callable[[Namespace, PageLayout], Namespace],
     deadline: Deadline,
 ) -> list[Part]:
-    """`space(scope, layout)`: the namespace of such objects. Raises InvalidRequest for a name without a layout or
-    a view of another length."""
+    """`space(scope, layout)`: the namespace of such objects.
+
+    Raises InvalidRequest for a name without a layout or a view of another length.
+    """
     if len(names) != len(views):
         raise InvalidRequest(f"{len(names)} names for {len(views)} buffers")
     groups: dict[bytes, tuple[Namespace, list[int]]] = {}
     for position, (name, view) in enumerate(zip(names, views, strict=True)):
         if name.layout is None or name.layout.page_nbytes != view.nbytes:
-            raise InvalidRequest(f"object {position} has {view.nbytes} bytes, which its layout does not say")
+            raise InvalidRequest(
+                f"object {position} has {view.nbytes} bytes, which its layout does not say"
+            )
         namespace = space(name.scope, name.layout)
         groups.setdefault(namespace.digest, (namespace, []))[1].append(position)
     step_nbytes = max(PART_NBYTES, sum(view.nbytes for view in views) // PARTS_MAX)
     return [
-        Part(namespace, some, [names[i].prefix_hash for i in some], [views[i] for i in some], deadline)
+        Part(
+            namespace,
+            some,
+            [names[i].prefix_hash for i in some],
+            [views[i] for i in some],
+            deadline,
+        )
         for namespace, positions in groups.values()
         for some in runs(positions, max(1, step_nbytes // namespace.layout.page_nbytes))
     ]
 
 
 class Batch(Generic[Value]):
-    """A call whose parts end one by one, in any thread. `done` has the results when the last one did."""
+    """A call whose parts end one by one, in any thread.
+
+    `done` has the results when the last one did.
+    """
 
     def __init__(self, count: int, parts: int, default: Value) -> None:
         self.done: concurrent.futures.Future[ObjectResults[Value]] = Future()
@@ -128,7 +147,10 @@ def runs(positions: Sequence[int], step: int) -> Iterator[list[int]]:
 
 
 class Completions(Generic[Item]):
-    """A queue of results with a descriptor. Thread-safe. `fileno()` is for polling only; `drain` clears it."""
+    """A queue of results with a descriptor.
+
+    Thread-safe. `fileno()` is for polling only; `drain` clears it.
+    """
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

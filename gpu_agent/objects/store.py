@@ -3,17 +3,18 @@
 For engines that hand over bytes in host memory instead of slots of a pool. One call may carry
 gigabytes:
 
-    names, views --- parts of one namespace, PART_NBYTES each --- a few threads ---> a value per object
+    names, views --- parts of one namespace, PART_NBYTES each --- a few threads ---> a value per
+    object
 
 Nothing here blocks the caller. Every call's future has its result by the call's deadline, which
 counts from the call and covers the time in the queue. A failure of the store is a value, never an
-exception. No view is touched after the result, and none after the deadline. A read is received in its
-view and compared with its checksum there.
+exception. No view is touched after the result, and none after the deadline. A read is received in
+its view and compared with its checksum there.
 
 An object's layout belongs to its name. A scope is a namespace whose layout is left open:
-`dataclasses.replace(namespace, layout=ANY)`. An engine that asks for an object without its size means
-any layout of the scope. `KnownLayouts` learns layouts from what this process stores and loads, and
-seldom asks the node for those that others stored. Until then such an object is a miss.
+`dataclasses.replace(namespace, layout=ANY)`. An engine that asks for an object without its size
+means any layout of the scope. `KnownLayouts` learns layouts from what this process stores and
+loads, and seldom asks the node for those that others stored. Until then such an object is a miss.
 """
 
 import concurrent.futures
@@ -47,16 +48,23 @@ from kvstore.tracing import request
 
 
 class ObjectMover:
-    """Thread-safe. Methods raise KVStoreErrors; `values` is filled when they do not. A view is not touched any more
-    when they return, nor is it after the part's deadline."""
+    """Thread-safe.
+
+    Methods raise KVStoreErrors; `values` is filled when they do not. A view is not touched any more
+    when they return, nor is it after the part's deadline.
+    """
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     def put(self, part: Part, values: list[PutOutcome | None]) -> None:
-        views: dict[bytes, memoryview] = dict(zip(part.hashes, part.views, strict=True))  # each once
+        views: dict[bytes, memoryview] = dict(
+            zip(part.hashes, part.views, strict=True)
+        )  # each once
         timeout_s = part.deadline.remaining()
-        outcomes = self._client.put(part.namespace, list(views), list(views.values()), timeout_s=timeout_s)
+        outcomes = self._client.put(
+            part.namespace, list(views), list(views.values()), timeout_s=timeout_s
+        )
         by_hash = dict(zip(views, outcomes, strict=True))
         values[:] = [by_hash[prefix_hash] for prefix_hash in part.hashes]
 
@@ -66,8 +74,8 @@ class ObjectMover:
 
 
 ANY = opaque_layout(1)  # in place of a scope's layout
-# The node is asked no sooner than this after the last time: for a scope of which a layout is known, and for one
-# of which none is, where every question would be a miss.
+# The node is asked no sooner than this after the last time: for a scope of which a layout is known,
+# and for one of which none is, where every question would be a miss.
 REFRESH_S, FIRST_S = 2.0, 0.1
 # Of a scope, the newest: more than one exist only while a configuration changes.
 LAYOUTS_MAX = 8
@@ -76,13 +84,18 @@ SCOPES_MAX = 4096
 
 
 class KnownLayouts:
-    """Thread-safe. Holds no lock while it talks to the node."""
+    """Thread-safe.
+
+    Holds no lock while it talks to the node.
+    """
 
     def __init__(self, client: Client, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._clock = clock
         self._lock = threading.Lock()
-        self._by_scope: dict[bytes, dict[bytes, Namespace]] = {}  # scope's digest -> layout's fingerprint -> namespace
+        self._by_scope: dict[
+            bytes, dict[bytes, Namespace]
+        ] = {}  # scope's digest -> layout's fingerprint -> namespace
         self._refreshed_at = float("-inf")
 
     def namespace(self, scope: Namespace, layout: PageLayout) -> Namespace:
@@ -96,7 +109,10 @@ class KnownLayouts:
             return list(self._by_scope.get(scope.digest, {}).values())
 
     def refresh(self, deadline: Deadline, pause_s: float = REFRESH_S) -> bool:
-        """Learns what the node knows, if that was not done just now. Whether it was asked. Raises KVStoreErrors."""
+        """Learns what the node knows, if that was not done just now.
+
+        Whether it was asked. Raises KVStoreErrors.
+        """
         with self._lock:
             now = self._clock()
             if now < self._refreshed_at + pause_s:
@@ -124,7 +140,10 @@ QUERIES_NBYTES_MAX = QUERY_NBYTES << 20
 
 @dataclass
 class ObjectStats:
-    """Objects since the store was made. `failed`: neither found nor missed, the node did not answer in time."""
+    """Objects since the store was made.
+
+    `failed`: neither found nor missed, the node did not answer in time.
+    """
 
     stored: int = 0
     existing: int = 0
@@ -139,9 +158,12 @@ class ObjectStats:
 
 
 class ObjectStore:
-    """Thread-safe. One per process; `client` may be shared and is not closed here.
+    """Thread-safe.
 
-    Of `config`: `workers` threads store, as many load; timeouts; `pending_nbytes_max` for stores and for loads.
+    One per process; `client` may be shared and is not closed here.
+
+    Of `config`: `workers` threads store, as many load; timeouts; `pending_nbytes_max` for stores
+    and for loads.
     """
 
     def __init__(self, client: Client, config: AgentConfig) -> None:
@@ -155,7 +177,9 @@ class ObjectStore:
         self._stores: BoundedExecutor[Ended[PutOutcome | None]] = BoundedExecutor(
             "store", config.workers, none, pending
         )
-        self._loads: BoundedExecutor[Ended[bool | None]] = BoundedExecutor("load", config.workers, none, pending)
+        self._loads: BoundedExecutor[Ended[bool | None]] = BoundedExecutor(
+            "load", config.workers, none, pending
+        )
         self._mover = ObjectMover(client)
         self._queries: BoundedExecutor[ObjectResults[Any]] = BoundedExecutor(
             "query", QUERY_WORKERS, none, QUERIES_NBYTES_MAX
@@ -166,10 +190,11 @@ class ObjectStore:
     def put(
         self, names: Sequence[ObjectName], views: Sequence[Any]
     ) -> concurrent.futures.Future[ObjectResults[PutOutcome | None]]:
-        """Stores objects that are not stored yet; `views`: buffers of exactly `layout.page_nbytes` bytes.
+        """Stores objects that are not stored yet; `views`: buffers of exactly `layout.page_nbytes`
+        bytes.
 
-        None for an object that the node was not asked for in time. Raises InvalidRequest for a name without
-        a layout or a view of another length.
+        None for an object that the node was not asked for in time. Raises InvalidRequest for a name
+        without a layout or a view of another length.
         """
         flat = [byte_view(view) for view in views]
         parts = cut(names, flat, self._known.namespace, Deadline(self._config.save_timeout_s))
@@ -180,15 +205,17 @@ class ObjectStore:
     ) -> concurrent.futures.Future[ObjectResults[bool | None]]:
         """Reads objects into writable `views`; True for each that is there, intact and in its view.
 
-        None for an object that could not be read in time. The views of others hold nothing of meaning.
+        None for an object that could not be read in time. The views of others hold nothing of
+        meaning.
         """
         flat = [byte_view(view, writable=True) for view in views]
         parts = cut(names, flat, self._known.namespace, Deadline(self._config.load_timeout_s))
         return self._submit(self._loads, parts, len(names), self._mover.get, self._count_gets)
 
     def connect(self) -> None:
-        """Connects in the background and learns what the node has, so that the first request need not. A node
-        that is not there is logged."""
+        """Connects in the background and learns what the node has, so that the first request need
+        not. A node that is not there is logged.
+        """
         self._query([], [], self._known.refresh)
 
     def exists(self, names: Sequence[ObjectName]) -> concurrent.futures.Future[ObjectResults[bool]]:
@@ -202,8 +229,10 @@ class ObjectStore:
         return self._query(names, values, partial(self._remove, list(names), values))
 
     def close(self) -> None:
-        """Ends everything: what is queued at once, what is under way with its current call, so at latest by
-        its deadline. Every future has its result then, and nothing touches a view any more."""
+        """Ends everything: what is queued at once, what is under way with its current call, so at
+        latest by its deadline. Every future has its result then, and nothing touches a view any
+        more.
+        """
         for lane in (self._queries, self._loads, self._stores):
             lane.stopping.set()
         for lane in (self._queries, self._loads, self._stores):
@@ -241,13 +270,16 @@ class ObjectStore:
 
         with request():
             for part in parts:
-                lane.submit(part.nbytes, partial(run, part), partial(failed, part)).add_done_callback(end)
+                lane.submit(
+                    part.nbytes, partial(run, part), partial(failed, part)
+                ).add_done_callback(end)
         return batch.done
 
     def _guarded(self, work: Callable[[], object], deadline: Deadline) -> str:
         """Runs what talks to the node; why it failed, empty if it did not."""
         try:
-            deadline.remaining()  # one that waited too long in the queue says nothing about the node
+            # one that waited too long in the queue says nothing about the node
+            deadline.remaining()
         except DeadlineExceeded as error:
             return str(error)
         try:
@@ -271,7 +303,9 @@ class ObjectStore:
             return ObjectResults(values, error)
 
         with request():
-            return self._queries.submit(len(names) * QUERY_NBYTES, run, lambda reason: ObjectResults(values, reason))
+            return self._queries.submit(
+                len(names) * QUERY_NBYTES, run, lambda reason: ObjectResults(values, reason)
+            )
 
     def _exists(self, names: list[ObjectName], values: list[bool], deadline: Deadline) -> None:
         def ask(namespace: Namespace, positions: list[int]) -> None:
@@ -301,7 +335,9 @@ class ObjectStore:
         open_still: Callable[[int], bool],
         deadline: Deadline,
     ) -> None:
-        """Asks in all namespaces that may hold the objects; in those that others made, too, if it is still open."""
+        """Asks in all namespaces that may hold the objects; in those that others made, too, if it
+        is still open.
+        """
         asked = self._spaces(names, range(len(names)))
         for namespace, positions in asked.values():
             ask(namespace, positions)
@@ -312,17 +348,23 @@ class ObjectStore:
                 if digest not in asked:
                     ask(namespace, positions)
 
-    def _spaces(self, names: list[ObjectName], positions: Iterable[int]) -> dict[bytes, tuple[Namespace, list[int]]]:
+    def _spaces(
+        self, names: list[ObjectName], positions: Iterable[int]
+    ) -> dict[bytes, tuple[Namespace, list[int]]]:
         found: dict[bytes, tuple[Namespace, list[int]]] = {}
         for i in positions:
             scope, _, layout = names[i]
-            for namespace in [self._known.namespace(scope, layout)] if layout else self._known.of(scope):
+            for namespace in (
+                [self._known.namespace(scope, layout)] if layout else self._known.of(scope)
+            ):
                 found.setdefault(namespace.digest, (namespace, []))[1].append(i)
         return found
 
     def _touch(self, parts: list[Part]) -> None:
-        """Parts aged a chain piece by piece; puts its order right, tail oldest. The objects have moved
-        already, so a failure costs nothing but the order."""
+        """Parts aged a chain piece by piece; puts its order right, tail oldest.
+
+        The objects have moved already, so a failure costs nothing but the order.
+        """
         chains: dict[bytes, list[Part]] = {}
         for part in parts:
             chains.setdefault(part.namespace.digest, []).append(part)
@@ -346,7 +388,9 @@ class ObjectStore:
 
     def _count_gets(self, ended: Ended[bool | None]) -> None:
         values = ended.values
-        self._add(loaded=values.count(True), missed=values.count(False), load_failed=values.count(None))
+        self._add(
+            loaded=values.count(True), missed=values.count(False), load_failed=values.count(None)
+        )
 
     def _add(self, **counts: int) -> None:
         with self._lock:

@@ -35,7 +35,10 @@ _ENDED, _BROKEN = 0, 1
 
 
 def main(descriptor: int) -> None:
-    """Serve the engine at the other end of the socket `descriptor`. Does not return."""
+    """Serve the engine at the other end of the socket `descriptor`.
+
+    Does not return.
+    """
     engine = os.getppid()
     logging.basicConfig(format="%(levelname)s %(name)s [%(process)d]: %(message)s")
     code = _BROKEN
@@ -43,10 +46,16 @@ def main(descriptor: int) -> None:
         channel = AgentsEnd(socket.socket(fileno=descriptor), engine)
         kind, body = channel.receive()
         setup = frames.parse_facts(body)
-        if kind is not Kind.SETUP or setup.get("engine") != engine or setup.get("task") not in _TASKS:
+        if (
+            kind is not Kind.SETUP
+            or setup.get("engine") != engine
+            or setup.get("task") not in _TASKS
+        ):
             raise ProtocolError("no setup by the process that started this one")
         if setup.get("outlived"):  # by the thread that started us, until the engine ends
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # for one that dies while we are stopped
+            ctypes.CDLL(None).prctl(
+                _PR_SET_PDEATHSIG, signal.SIGKILL
+            )  # for one that dies while we are stopped
         sys.setswitchinterval(SWITCH_S)
         logging.getLogger().setLevel(setup.get("log_level", logging.WARNING))
         _trace()
@@ -65,7 +74,10 @@ def main(descriptor: int) -> None:
 
 
 def _trace() -> None:
-    """Set up traces. The process works without them, too."""
+    """Set up traces.
+
+    The process works without them, too.
+    """
     try:
         spans.set_up("kvstore-agent")
     except ConfigError as error:

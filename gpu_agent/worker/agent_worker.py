@@ -85,14 +85,22 @@ class AgentWorker:
 
     def _save(self, order: frames.Order) -> None:
         try:
-            agent, indices, fence = self._agent(order), _slot_indices(order), self._events.fence(order.event)
+            agent, indices, fence = (
+                self._agent(order),
+                _slot_indices(order),
+                self._events.fence(order.event),
+            )
             with within(unpacked_all(order.trace)):
                 job = agent.save(order.keys, indices, timeout_s=_left_s(order), fence=fence)
         except InvalidRequest as error:
-            self._channel.send(frames.saved_frame(Saved(order.number, 0, 0, len(order.keys), str(error))))
+            self._channel.send(
+                frames.saved_frame(Saved(order.number, 0, 0, len(order.keys), str(error)))
+            )
             return
         # In this order: GATHERED must be sent before SAVED.
-        job.gathered.add_done_callback(lambda _: self._channel.send(frames.number_frame(Kind.GATHERED, order.number)))
+        job.gathered.add_done_callback(
+            lambda _: self._channel.send(frames.number_frame(Kind.GATHERED, order.number))
+        )
         job.done.add_done_callback(partial(self._saved, order.number, job))
 
     def _saved(self, number: int, job: SaveJob, _: object) -> None:
@@ -102,7 +110,11 @@ class AgentWorker:
 
     def _load(self, order: frames.Order) -> None:
         try:
-            agent, indices, fence = self._agent(order), _slot_indices(order), self._events.fence(order.event)
+            agent, indices, fence = (
+                self._agent(order),
+                _slot_indices(order),
+                self._events.fence(order.event),
+            )
             with within(unpacked_all(order.trace)):
                 job = agent.load(order.keys, indices, timeout_s=_left_s(order), fence=fence)
         except InvalidRequest as error:
@@ -112,11 +124,15 @@ class AgentWorker:
 
     def _loaded(self, number: int, job: LoadJob, _: object) -> None:
         result = job.done.result()
-        self._channel.send(frames.loaded_frame(Loaded(number, result.pages, result.loaded, result.error)))
+        self._channel.send(
+            frames.loaded_frame(Loaded(number, result.pages, result.loaded, result.error))
+        )
 
     def _agent(self, order: frames.Order) -> Agent:
         if order.agent not in self._agents:
-            raise InvalidRequest(f"order {order.number} is for agent {order.agent}, which is not here")
+            raise InvalidRequest(
+                f"order {order.number} is for agent {order.agent}, which is not here"
+            )
         return self._agents[order.agent]
 
     def _close(self, seconds: float) -> None:
@@ -132,6 +148,8 @@ def _left_s(order: frames.Order) -> float:
 
 def _slot_indices(order: frames.Order) -> dict[str, torch.Tensor]:
     return {
-        space: torch.frombuffer(bytearray(indices), dtype=torch.int64) if indices else torch.empty(0, dtype=torch.int64)
+        space: torch.frombuffer(bytearray(indices), dtype=torch.int64)
+        if indices
+        else torch.empty(0, dtype=torch.int64)
         for space, indices in order.slot_indices.items()
     }

@@ -29,10 +29,16 @@ def lookup_backend_for(client: ClientConfig, on_gpu: bool, where: str) -> Lookup
         except (ConfigError, OSError) as error:
             if where == "process":
                 raise
-            log.warning("lookups run inside the engine's process and slow it, another can not be started: %s", error)
+            log.warning(
+                "lookups run inside the engine's process and slow it, another can not be started: %s",
+                error,
+            )
         else:
             if not lookups.await_ready(READY_S):
-                log.warning("the process of the lookups is not ready after %.0f s; until then there is no hit", READY_S)
+                log.warning(
+                    "the process of the lookups is not ready after %.0f s; until then there is no hit",
+                    READY_S,
+                )
             return lookups
     return ThreadLookups(Client(client))
 
@@ -40,7 +46,9 @@ def lookup_backend_for(client: ClientConfig, on_gpu: bool, where: str) -> Lookup
 def agent_backend_for(
     groups: Sequence[GroupPool | None], client: ClientConfig, config: AgentConfig, where: str
 ) -> AgentBackend:
-    """Return the agents of a rank. `where`: one of WHERE.
+    """Return the agents of a rank.
+
+    `where`: one of WHERE.
 
     Raises ConfigError if `where` is "process" and the process can not have the engine's memory.
     """
@@ -52,6 +60,7 @@ def agent_backend_for(
             if where == "process":
                 raise
             log.warning(
-                "the agents run inside the engine's process and slow it, no other can have its memory: %s", error
+                "the agents run inside the engine's process and slow it, no other can have its memory: %s",
+                error,
             )
     return LocalBackend(groups, client, config)

@@ -60,7 +60,9 @@ _NAMESPACE = struct.Struct("<H")
 _ANSWER = struct.Struct("<QIB")  # question, status, groups
 _COUNT = struct.Struct("<I")
 _INDEX_NBYTES = 8
-_TRACES = range(0, (REQUESTS_MAX + 1) * PACKED_NBYTES, PACKED_NBYTES)  # bytes of a trace: none, or of each request
+_TRACES = range(
+    0, (REQUESTS_MAX + 1) * PACKED_NBYTES, PACKED_NBYTES
+)  # bytes of a trace: none, or of each request
 
 
 class Kind(enum.IntEnum):
@@ -140,12 +142,17 @@ class Answer:
 def frame(kind: Kind, body: bytes = b"") -> bytes:
     """Raises InvalidRequest for a body that the other side would refuse."""
     if len(body) > BODY_NBYTES_MAX:
-        raise InvalidRequest(f"an order of {len(body)} bytes; at most {BODY_NBYTES_MAX} go to the agents' process")
+        raise InvalidRequest(
+            f"an order of {len(body)} bytes; at most {BODY_NBYTES_MAX} go to the agents' process"
+        )
     return HEADER.pack(len(body), kind) + body
 
 
 def header(data: bytes | bytearray) -> tuple[int, Kind]:
-    """(body nbytes, kind) of the frame that `data` begins with. Raises ProtocolError."""
+    """(body nbytes, kind) of the frame that `data` begins with.
+
+    Raises ProtocolError.
+    """
     nbytes, number = HEADER.unpack_from(data)
     if nbytes > BODY_NBYTES_MAX:
         raise ProtocolError(f"a frame with a body of {nbytes} bytes, at most {BODY_NBYTES_MAX}")
@@ -174,13 +181,20 @@ def order_frame(kind: Kind, order: Order) -> bytes:
     head = _ORDER.pack(order.number, order.agent, order.event, order.until, len(order.keys))
     parts = [head, _lengths(order.keys), *order.keys, bytes((len(order.slot_indices),))]
     for name, indices in order.slot_indices.items():
-        parts += (_SPACE.pack(len(name.encode()), len(indices) // _INDEX_NBYTES), name.encode(), indices)
+        parts += (
+            _SPACE.pack(len(name.encode()), len(indices) // _INDEX_NBYTES),
+            name.encode(),
+            indices,
+        )
     parts += (bytes((len(order.trace),)), order.trace)
     return frame(kind, b"".join(parts))
 
 
 def parse_order(body: bytes) -> Order:
-    """Raises ProtocolError. Whether the indices suit a pool is for its agent to say."""
+    """Raises ProtocolError.
+
+    Whether the indices suit a pool is for its agent to say.
+    """
     reader = _Reader(body)
     number, agent, event, until, count = reader.unpack(_ORDER)
     keys = reader.keys(count)
@@ -197,7 +211,12 @@ def parse_order(body: bytes) -> Order:
 def question_frame(kind: Kind, question: Question) -> bytes:
     parts = [_QUESTION.pack(question.number, question.until, len(question.groups))]
     for namespaces, keys in question.groups:
-        parts += (_GROUP.pack(len(namespaces), len(keys)), *map(_NAMESPACE.pack, namespaces), _lengths(keys), *keys)
+        parts += (
+            _GROUP.pack(len(namespaces), len(keys)),
+            *map(_NAMESPACE.pack, namespaces),
+            _lengths(keys),
+            *keys,
+        )
     parts += (bytes((len(question.trace),)), question.trace)
     return frame(kind, b"".join(parts))
 
@@ -265,7 +284,9 @@ def parse_saved(body: bytes) -> Saved:
 
 
 def loaded_frame(loaded: Loaded) -> bytes:
-    return frame(Kind.LOADED, _LOADED.pack(loaded.order, loaded.pages, loaded.loaded) + _text(loaded.error))
+    return frame(
+        Kind.LOADED, _LOADED.pack(loaded.order, loaded.pages, loaded.loaded) + _text(loaded.error)
+    )
 
 
 def parse_loaded(body: bytes) -> Loaded:
@@ -278,7 +299,9 @@ def _lengths(keys: Sequence[bytes]) -> bytes:
     try:
         return bytes(map(len, keys))
     except ValueError as error:
-        raise InvalidRequest(f"a key of {max(map(len, keys))} bytes, at most {PREFIX_HASH_NBYTES_MAX}") from error
+        raise InvalidRequest(
+            f"a key of {max(map(len, keys))} bytes, at most {PREFIX_HASH_NBYTES_MAX}"
+        ) from error
 
 
 def _text(text: str | None) -> bytes:
@@ -293,7 +316,10 @@ def _whole(form: struct.Struct, body: bytes) -> tuple[Any, ...]:
 
 
 class _Reader:
-    """Parse a body. Raises ProtocolError where it is shorter or longer than its lengths say."""
+    """Parse a body.
+
+    Raises ProtocolError where it is shorter or longer than its lengths say.
+    """
 
     def __init__(self, body: bytes) -> None:
         self._body = body
@@ -302,7 +328,9 @@ class _Reader:
     def take(self, nbytes: int) -> bytes:
         part = self._body[self._at : self._at + nbytes]
         if len(part) < nbytes:
-            raise ProtocolError(f"a frame of {len(self._body)} bytes ends {nbytes - len(part)} bytes too early")
+            raise ProtocolError(
+                f"a frame of {len(self._body)} bytes ends {nbytes - len(part)} bytes too early"
+            )
         self._at += nbytes
         return part
 
@@ -322,7 +350,9 @@ class _Reader:
     def trace(self) -> bytes:
         nbytes = self.take(1)[0]
         if nbytes not in _TRACES:
-            raise ProtocolError(f"a trace of {nbytes} bytes; each has {PACKED_NBYTES}, at most {REQUESTS_MAX}")
+            raise ProtocolError(
+                f"a trace of {nbytes} bytes; each has {PACKED_NBYTES}, at most {REQUESTS_MAX}"
+            )
         return self.take(nbytes)
 
     def text(self) -> str | None:
@@ -331,7 +361,9 @@ class _Reader:
 
     def end(self) -> None:
         if self._at != len(self._body):
-            raise ProtocolError(f"a frame of {len(self._body)} bytes has {len(self._body) - self._at} too many")
+            raise ProtocolError(
+                f"a frame of {len(self._body)} bytes has {len(self._body) - self._at} too many"
+            )
 
 
 class EngineEnd:
@@ -360,7 +392,10 @@ class EngineEnd:
         return bool(self._unsent)
 
     def send(self, data: bytes) -> None:
-        """Queue and flush. Raises as `put`."""
+        """Queue and flush.
+
+        Raises as `put`.
+        """
         self.put(data)
         self.flush()
 
@@ -405,7 +440,9 @@ class EngineEnd:
 
 
 class AgentsEnd:
-    """The worker's end. One thread receives, any thread sends.
+    """The worker's end.
+
+    One thread receives, any thread sends.
 
     `engine`: the process id of the other end. Its death ends the channel even while another process
     holds its socket open.
@@ -440,7 +477,10 @@ class AgentsEnd:
         return found
 
     def send(self, data: bytes) -> None:
-        """Send, and wait until the kernel takes it. If the engine is gone, `receive` raises."""
+        """Send, and wait until the kernel takes it.
+
+        If the engine is gone, `receive` raises.
+        """
         with self._lock, contextlib.suppress(OSError):
             self._sock.sendall(data)
 

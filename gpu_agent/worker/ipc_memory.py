@@ -26,7 +26,16 @@ from kvstore.layout import DTYPE_NBYTES, PageLayout
 EVENTS = 16
 NO_EVENT = -1
 # The order of what torch's `_share_cuda_` returns and `_new_shared_cuda` takes.
-_CUDA_FIELDS = ("device", "handle", "nbytes", "offset", "counter", "counter_offset", "event", "event_sync")
+_CUDA_FIELDS = (
+    "device",
+    "handle",
+    "nbytes",
+    "offset",
+    "counter",
+    "counter_offset",
+    "event",
+    "event_sync",
+)
 
 
 class IpcEvents:
@@ -44,12 +53,17 @@ class IpcEvents:
                 self._events = [torch.cuda.Event(interprocess=True) for _ in range(EVENTS)]  # type: ignore[no-untyped-call]
 
     def handles(self) -> list[str]:
-        """Return handles for the other process. Raises ConfigError."""
+        """Return handles for the other process.
+
+        Raises ConfigError.
+        """
         try:
             with torch.cuda.device(self._device) if self._events else contextlib.nullcontext():
                 return [event.ipc_handle().hex() for event in self._events]  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            raise ConfigError(f"events on {self._device} can not be shared with another process: {error}") from error
+            raise ConfigError(
+                f"events on {self._device} can not be shared with another process: {error}"
+            ) from error
 
     def record(self) -> int:
         """Record an event behind all work of the calling thread's stream, and return its number."""
@@ -68,10 +82,15 @@ class OpenedEvents:
             raw = [bytes.fromhex(handle) for handle in handles]
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"no handles of events: {error!r}") from error
-        self._events: list[Fence] = [torch.cuda.Event.from_ipc_handle(device, handle) for handle in raw]  # type: ignore[no-untyped-call]
+        self._events: list[Fence] = [
+            torch.cuda.Event.from_ipc_handle(device, handle) for handle in raw
+        ]  # type: ignore[no-untyped-call]
 
     def fence(self, number: int) -> Fence:
-        """Return the event of that number. Raises ProtocolError if there is none."""
+        """Return the event of that number.
+
+        Raises ProtocolError if there is none.
+        """
         if number == NO_EVENT and not self._events:
             return None
         if not 0 <= number < len(self._events):
@@ -94,7 +113,9 @@ def described_pools(pools: Iterable[KVPool]) -> tuple[list[Any], list[Any], list
         views = []
         for plane in pool.planes:
             storage = plane.bits.untyped_storage()
-            if storage._cdata not in numbers:  # not its address: that changes when memory becomes shared
+            if (
+                storage._cdata not in numbers
+            ):  # not its address: that changes when memory becomes shared
                 numbers[storage._cdata] = len(storages)
                 storages.append(described_storage(storage, inherited))
             views.append(
@@ -120,7 +141,9 @@ def described_storage(storage: torch.UntypedStorage, inherited: list[int]) -> di
             }
         descriptor, nbytes = storage._share_fd_cpu_()
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"the engine's memory on {storage.device} can not be mapped elsewhere: {error}") from error
+        raise ConfigError(
+            f"the engine's memory on {storage.device} can not be mapped elsewhere: {error}"
+        ) from error
     inherited.append(descriptor)
     return {"descriptor": descriptor, "nbytes": nbytes}
 
@@ -162,11 +185,15 @@ def _opened_storage(described: Mapping[str, Any]) -> torch.UntypedStorage:
     storages: Any = torch.UntypedStorage
     try:
         if "descriptor" in described:
-            opened: torch.UntypedStorage = storages._new_shared_fd_cpu(described["descriptor"], described["nbytes"])
+            opened: torch.UntypedStorage = storages._new_shared_fd_cpu(
+                described["descriptor"], described["nbytes"]
+            )
             return opened
         values = [described[name] for name in _CUDA_FIELDS]
         _begin_cuda()
-        opened = storages._new_shared_cuda(*(bytes.fromhex(v) if isinstance(v, str) else v for v in values))
+        opened = storages._new_shared_cuda(
+            *(bytes.fromhex(v) if isinstance(v, str) else v for v in values)
+        )
         return opened
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"no description of memory: {error!r}") from error
@@ -174,8 +201,13 @@ def _opened_storage(described: Mapping[str, Any]) -> torch.UntypedStorage:
         raise ConfigError(f"the engine's memory can not be mapped: {error}") from error
 
 
-def opened_pool(views: Iterable[Mapping[str, Any]], layout: PageLayout, storages: list[torch.UntypedStorage]) -> KVPool:
-    """Make the described pool over memory mapped here. Raises ProtocolError or InvalidRequest."""
+def opened_pool(
+    views: Iterable[Mapping[str, Any]], layout: PageLayout, storages: list[torch.UntypedStorage]
+) -> KVPool:
+    """Make the described pool over memory mapped here.
+
+    Raises ProtocolError or InvalidRequest.
+    """
     tensors, spaces = {}, {}
     try:
         for piece, view in zip(layout.slices, views, strict=True):
@@ -193,7 +225,9 @@ def opened_pool(views: Iterable[Mapping[str, Any]], layout: PageLayout, storages
 
 def _check_inside(view: Mapping[str, Any], item_nbytes: int, nbytes: int) -> None:
     """Raise ValueError for a view that does not fit: torch would make the storage larger."""
-    steps = ((size - 1) * stride for size, stride in zip(view["shape"], view["stride"], strict=True))
+    steps = (
+        (size - 1) * stride for size, stride in zip(view["shape"], view["stride"], strict=True)
+    )
     end = (view["offset"] + sum(steps) + 1) * item_nbytes
     if view["offset"] < 0 or min(view["stride"], default=0) < 0 or end > nbytes:
         raise ValueError(f"a view of {end} bytes in memory of {nbytes}")

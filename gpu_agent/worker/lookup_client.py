@@ -23,19 +23,25 @@ from kvstore.sync import Future
 from kvstore.tracing import packed_now
 from kvstore.transports.status import from_status
 
-NAMESPACES_MAX = 1 << 14  # named to one process: a shard of each group, again after each change of the epoch
+NAMESPACES_MAX = (
+    1 << 14
+)  # named to one process: a shard of each group, again after each change of the epoch
 NAMED = 64  # to a new process at its start, the last ones; others when they are asked about
 
 
 class ProcessLookups:
-    """`gpu_agent.blocks.lookups.LookupBackend` in a child process. Not thread-safe.
+    """`gpu_agent.blocks.lookups.LookupBackend` in a child process.
+
+    Not thread-safe.
 
     Raises OSError if it can not be started.
     """
 
     name = "lookups"
 
-    def __init__(self, client: ClientConfig, command: Sequence[str] = (), timeouts: WorkerTimeouts = TIMEOUTS) -> None:
+    def __init__(
+        self, client: ClientConfig, command: Sequence[str] = (), timeouts: WorkerTimeouts = TIMEOUTS
+    ) -> None:
         self._client = client
         self._namespaces: list[Namespace] = []
         self._numbers: dict[bytes, int] = {}  # by their digests
@@ -57,7 +63,9 @@ class ProcessLookups:
     def touch(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[None]":
         return self._ask(Kind.TOUCH, question, timeout_s)
 
-    def open(self, namespaces: Sequence[Namespace], timeout_s: float) -> "concurrent.futures.Future[None]":
+    def open(
+        self, namespaces: Sequence[Namespace], timeout_s: float
+    ) -> "concurrent.futures.Future[None]":
         """The process opens what it is named, when it is ready."""
         done: concurrent.futures.Future[None] = Future()
         try:
@@ -78,7 +86,9 @@ class ProcessLookups:
     def close(self) -> None:
         self._child.close(lambda: False)
 
-    def _ask(self, kind: Kind, question: Question, timeout_s: float) -> "concurrent.futures.Future[Any]":
+    def _ask(
+        self, kind: Kind, question: Question, timeout_s: float
+    ) -> "concurrent.futures.Future[Any]":
         done: concurrent.futures.Future[Any] = Future()
         if not (self._child.listens and self._child.ready):
             self._child.poll()  # the only ones who ask it may be those who wait for it
@@ -92,9 +102,18 @@ class ProcessLookups:
         self._asked[self._next] = (done, counts, until + self._child.timeouts.grace_s)
         self._awaited += kind is Kind.ASK
         try:
-            groups = [([self._number(namespace) for namespace in namespaces], keys) for namespaces, keys in question]
-            self._child.give(frames.question_frame(kind, frames.Question(self._next, until, groups, packed_now())))
-            if kind is Kind.ASK and alone:  # of many at once each would wake the process: those go with the next poll
+            groups = [
+                ([self._number(namespace) for namespace in namespaces], keys)
+                for namespaces, keys in question
+            ]
+            self._child.give(
+                frames.question_frame(
+                    kind, frames.Question(self._next, until, groups, packed_now())
+                )
+            )
+            if (
+                kind is Kind.ASK and alone
+            ):  # of many at once each would wake the process: those go with the next poll
                 self._child.poll()
         except (Exhausted, InvalidRequest) as error:  # it was not asked
             self._end(self._next).set_exception(error)
@@ -110,7 +129,9 @@ class ProcessLookups:
         if number is None:
             number = len(self._namespaces)
             if number == NAMESPACES_MAX:
-                self._child.replace(f"it was named {NAMESPACES_MAX} namespaces, most of them of former epochs")
+                self._child.replace(
+                    f"it was named {NAMESPACES_MAX} namespaces, most of them of former epochs"
+                )
                 raise Exhausted("the process that asks the store is started anew")
             self._numbers[namespace.digest] = number
             self._namespaces.append(namespace)
@@ -121,7 +142,9 @@ class ProcessLookups:
 
     def setup(self) -> tuple[dict[str, Any], Sequence[int]]:
         self._namespaces = self._namespaces[-NAMED:]
-        self._numbers = {namespace.digest: number for number, namespace in enumerate(self._namespaces)}
+        self._numbers = {
+            namespace.digest: number for number, namespace in enumerate(self._namespaces)
+        }
         known = [_hex(namespace) for namespace in self._namespaces]
         return {"task": self.name, "client": asdict(self._client), "namespaces": known}, ()
 
@@ -130,10 +153,14 @@ class ProcessLookups:
             raise ProtocolError(f"the process that asks the store sent {kind.name}")
         answer = frames.parse_answer(body)
         if answer.question not in self._asked:
-            raise ProtocolError(f"an answer to question {answer.question}, which was not asked or has its answer")
+            raise ProtocolError(
+                f"an answer to question {answer.question}, which was not asked or has its answer"
+            )
         _, counts, _ = self._asked[answer.question]
         if not answer.status and tuple(map(len, answer.groups)) != counts:
-            raise ProtocolError(f"an answer for {tuple(map(len, answer.groups))} keys to a question for {counts}")
+            raise ProtocolError(
+                f"an answer for {tuple(map(len, answer.groups))} keys to a question for {counts}"
+            )
         if any(there.strip(b"\0\1") for there in answer.groups):
             raise ProtocolError("an answer that says neither yes nor no of a key")
         done = self._end(answer.question)

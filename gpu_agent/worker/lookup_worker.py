@@ -61,16 +61,23 @@ class LookupWorker:
             self._namespaces.append(parse_namespace(bytes.fromhex(facts["namespace"])))
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"no namespace: {error!r}") from error
-        self._lookups.open(self._namespaces[-1:], _OPEN_S)  # so that the first request need not wait for it
+        self._lookups.open(
+            self._namespaces[-1:], _OPEN_S
+        )  # so that the first request need not wait for it
 
     def _ask(self, kind: Kind, asked: frames.Question) -> None:
         try:
-            question = [([self._namespaces[number] for number in numbers], keys) for numbers, keys in asked.groups]
+            question = [
+                ([self._namespaces[number] for number in numbers], keys)
+                for numbers, keys in asked.groups
+            ]
         except IndexError as error:
             raise ProtocolError("a question about a namespace that was not named") from error
         left_s = max(_OVER_S, asked.until - time.monotonic())
         with within(unpacked_all(asked.trace)):
-            done = (self._lookups.look_up if kind is Kind.ASK else self._lookups.touch)(question, left_s)
+            done = (self._lookups.look_up if kind is Kind.ASK else self._lookups.touch)(
+                question, left_s
+            )
         done.add_done_callback(partial(self._answer, asked.number))
 
     def _answer(self, number: int, done: Any) -> None:

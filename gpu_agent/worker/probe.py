@@ -1,9 +1,10 @@
 """Try what an agent on a GPU needs of this host, for `kvstore doctor --gpu`.
 
-    torch --> GPU --> CuPy and the kernels --> page-locked memory --> memory of another process (CUDA IPC)
+    torch --> GPU --> CuPy and the kernels --> page-locked memory --> memory of another process
+    (CUDA IPC)
 
-`python -m gpu_agent.worker.probe` takes what CUDA takes of a GPU for a process, some hundreds of MB,
-twice, for a moment.
+`python -m gpu_agent.worker.probe` takes what CUDA takes of a GPU for a process, some hundreds of
+MB, twice, for a moment.
 """
 
 import json
@@ -55,7 +56,9 @@ def _kernels() -> Iterator[Finding]:
     """Made as an agent makes them, for the first GPU."""
     if CudaDevice is None:
         extra = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
-        yield warn("CuPy", f"{_missing}: pages are moved by torch, which is slower", f"install {extra}")
+        yield warn(
+            "CuPy", f"{_missing}: pages are moved by torch, which is slower", f"install {extra}"
+        )
         yield skipped("page-locking", "not without CuPy")
         return
     try:
@@ -63,7 +66,9 @@ def _kernels() -> Iterator[Finding]:
     except Exception as error:  # of CuPy's compiler or loader, or the driver
         log.debug("the kernels", exc_info=True)
         yield fail(
-            "CuPy", f"the kernels can not be made: {error}", "install the CuPy of this torch's CUDA, and its headers"
+            "CuPy",
+            f"the kernels can not be made: {error}",
+            "install the CuPy of this torch's CUDA, and its headers",
         )
         yield skipped("page-locking", "not without the kernels")
         return
@@ -143,7 +148,9 @@ def _open(described: str) -> None:
     if fence is not None:
         torch.cuda.current_stream().wait_event(fence)
     nbytes = storage.nbytes()
-    found = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
+    found = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+        storage, 0, (nbytes,), (1,)
+    )
     if not bool((found == VALUE).all()):
         raise ConfigError("the memory that was mapped holds something else")
     print(READ, flush=True)

@@ -72,7 +72,9 @@ class _Load:
 
 
 class InflightOrders:
-    """Orders that were sent and have not ended. Not thread-safe.
+    """Orders that were sent and have not ended.
+
+    Not thread-safe.
 
     Numbers are never reused, so that a late answer can not end another order.
     """
@@ -179,7 +181,9 @@ class StagedSave:
 
     @property
     def nbytes(self) -> int:
-        return sum(map(len, self.keys)) + sum(map(len, self.slot_indices.values())) + len(self.trace)
+        return (
+            sum(map(len, self.keys)) + sum(map(len, self.slot_indices.values())) + len(self.trace)
+        )
 
     def drop(self, reason: str) -> None:
         self.job.gathered.set_result(None)
@@ -187,7 +191,10 @@ class StagedSave:
 
 
 class StagedSaves:
-    """A queue of saves, sent in the order in which they were staged. Not thread-safe."""
+    """A queue of saves, sent in the order in which they were staged.
+
+    Not thread-safe.
+    """
 
     def __init__(self, wait_s: float) -> None:
         """`wait_s`: a process that is not ready by then is ended."""
@@ -199,9 +206,16 @@ class StagedSaves:
         return len(self._saves)
 
     def add(
-        self, agent: int, event: int, keys: Sequence[bytes], slot_indices: dict[str, bytes], trace: bytes
+        self,
+        agent: int,
+        event: int,
+        keys: Sequence[bytes],
+        slot_indices: dict[str, bytes],
+        trace: bytes,
     ) -> SaveJob:
-        save = StagedSave(new_save(), agent, event, keys, slot_indices, trace, time.monotonic() + self._wait_s)
+        save = StagedSave(
+            new_save(), agent, event, keys, slot_indices, trace, time.monotonic() + self._wait_s
+        )
         if self._nbytes + save.nbytes > frames.UNSENT_NBYTES_MAX:
             save.drop(f"{self._nbytes} bytes of orders wait for the agents' process")
         else:
@@ -229,7 +243,9 @@ class StagedSaves:
 
 
 class ProcessBackend:
-    """`gpu_agent.blocks.backends.AgentBackend` in a child process. Not thread-safe.
+    """`gpu_agent.blocks.backends.AgentBackend` in a child process.
+
+    Not thread-safe.
 
     Raises ConfigError if the engine's memory can not be mapped by another process, OSError if the
     process can not be started.
@@ -266,7 +282,9 @@ class ProcessBackend:
                 made.append(None)
                 continue
             self._made += 1
-            agent = self._agents[self._made] = RemoteAgent(self, self._made, number, group.at(epoch), group)
+            agent = self._agents[self._made] = RemoteAgent(
+                self, self._made, number, group.at(epoch), group
+            )
             self._child.tell(frames.facts_frame(Kind.ADD, self._facts_of(agent)))
             made.append(agent)
         return made
@@ -302,7 +320,16 @@ class ProcessBackend:
         for _ in range(min(at_most, len(self._staged))):
             save = self._staged.take()
             number, until = self._order(len(save.keys), save.job)
-            self._give(Kind.SAVE, number, save.agent, until, save.keys, save.slot_indices, save.event, save.trace)
+            self._give(
+                Kind.SAVE,
+                number,
+                save.agent,
+                until,
+                save.keys,
+                save.slot_indices,
+                save.event,
+                save.trace,
+            )
 
     def release(self) -> None:
         if len(self._staged) and not self.loads:
@@ -323,7 +350,9 @@ class ProcessBackend:
             if isinstance(agent, RemoteAgent) and agent.number in self._agents:
                 del self._agents[agent.number]
                 self._child.tell(frames.number_frame(Kind.RETIRE, agent.number))
-        self._staged.drop("its namespace is not used any more", lambda save: save.agent not in self._agents)
+        self._staged.drop(
+            "its namespace is not used any more", lambda save: save.agent not in self._agents
+        )
 
     def close(self) -> None:
         if self.loads:
@@ -338,7 +367,9 @@ class ProcessBackend:
 
     # ---- the agents' calls -----------------------------------------------------------------
 
-    def save(self, agent: "RemoteAgent", keys: Sequence[bytes], slot_indices: dict[str, bytes]) -> SaveJob:
+    def save(
+        self, agent: "RemoteAgent", keys: Sequence[bytes], slot_indices: dict[str, bytes]
+    ) -> SaveJob:
         """Start a save, or stage it while the process starts.
 
         Its deadline begins when it is sent.
@@ -346,10 +377,21 @@ class ProcessBackend:
         if self.loads:
             job = new_save()
             number, until = self._order(len(keys), job)
-            self._give(Kind.SAVE, number, agent.number, until, keys, slot_indices, self._events.record(), packed_now())
+            self._give(
+                Kind.SAVE,
+                number,
+                agent.number,
+                until,
+                keys,
+                slot_indices,
+                self._events.record(),
+                packed_now(),
+            )
             return job
         if self._child.awaited:
-            return self._staged.add(agent.number, self._events.record(), keys, slot_indices, packed_now())
+            return self._staged.add(
+                agent.number, self._events.record(), keys, slot_indices, packed_now()
+            )
         job = new_save()
         job.gathered.set_result(None)
         job.done.set_result(SaveResult(0, 0, len(keys), "the agents' process is not there"))
@@ -360,15 +402,29 @@ class ProcessBackend:
         until = time.monotonic() + self._config.save_timeout_s
         return self._orders.save(pages, until + self._child.timeouts.grace_s, job), until
 
-    def load(self, agent: "RemoteAgent", keys: Sequence[bytes], slot_indices: dict[str, bytes]) -> LoadJob:
-        """Start a load if the process is ready. Computing is sooner done than starting it."""
+    def load(
+        self, agent: "RemoteAgent", keys: Sequence[bytes], slot_indices: dict[str, bytes]
+    ) -> LoadJob:
+        """Start a load if the process is ready.
+
+        Computing is sooner done than starting it.
+        """
         if not self.loads:
             job = new_load()
             job.done.set_result(LoadResult(0, 0, "the agents' process is not ready"))
             return job
         until = time.monotonic() + self._config.load_timeout_s
         number, job = self._orders.load(len(keys), until + self._child.timeouts.grace_s)
-        self._give(Kind.LOAD, number, agent.number, until, keys, slot_indices, self._events.record(), packed_now())
+        self._give(
+            Kind.LOAD,
+            number,
+            agent.number,
+            until,
+            keys,
+            slot_indices,
+            self._events.record(),
+            packed_now(),
+        )
         return job
 
     def _give(
@@ -432,7 +488,12 @@ class RemoteAgent:
     """A group's agent in the other process: `gpu_agent.blocks.backends.BlockAgent`."""
 
     def __init__(
-        self, backend: ProcessBackend, number: int, group: int, namespace: Namespace, group_pool: GroupPool
+        self,
+        backend: ProcessBackend,
+        number: int,
+        group: int,
+        namespace: Namespace,
+        group_pool: GroupPool,
     ) -> None:
         self.namespace = namespace
         self.number = number

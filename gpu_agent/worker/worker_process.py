@@ -36,15 +36,23 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True)
 class WorkerTimeouts:
-    """How long a worker process may take, and how long it is left alone. All in seconds."""
+    """How long a worker process may take, and how long it is left alone.
+
+    All in seconds.
+    """
 
     # An order ends by its deadline, but for a call to the node that is under way then.
     grace_s: float = 2.0
-    # From when an overdue order is first seen: the engine may have stood still, and not the process.
+    # From when an overdue order is first seen: the engine may have stood still, and not the
+    # process.
     overdue_s: float = 2.0
     start_s: float = 60.0  # importing torch, a context of the GPU, mapping the engine's memory
-    close_s: float = 5.0  # for what is under way when the engine ends, and as long for the end itself
-    restart_s: float = 1.0  # after the first death; doubled with each further one, up to restart_s_max
+    close_s: float = (
+        5.0  # for what is under way when the engine ends, and as long for the end itself
+    )
+    restart_s: float = (
+        1.0  # after the first death; doubled with each further one, up to restart_s_max
+    )
     restart_s_max: float = 60.0
     # A read of the socket costs an engine's step 10 us (a machine with an H200). A process without
     # work has nothing to report but its death.
@@ -57,15 +65,24 @@ TIMEOUTS = WorkerTimeouts()
 
 
 class Delegate(Protocol):
-    """The user of a worker process. `name`: its task, for the log."""
+    """The user of a worker process.
+
+    `name`: its task, for the log.
+    """
 
     name: str
 
     def setup(self) -> tuple[dict[str, Any], Sequence[int]]:
-        """Return facts for a new process, and descriptors that it inherits. Raises ConfigError."""
+        """Return facts for a new process, and descriptors that it inherits.
+
+        Raises ConfigError.
+        """
 
     def on_message(self, kind: Kind, body: bytes) -> None:
-        """Handle a frame. Raises ProtocolError for one that the process may not send."""
+        """Handle a frame.
+
+        Raises ProtocolError for one that the process may not send.
+        """
 
     def overdue(self, now: float) -> bool:
         """Return whether an order or a question should have ended by now."""
@@ -75,12 +92,16 @@ class Delegate(Protocol):
 
 
 class WorkerProcess:
-    """A process that works for `delegate`. Not thread-safe.
+    """A process that works for `delegate`.
+
+    Not thread-safe.
 
     A process that the main thread started dies with the engine even while it is stopped.
     """
 
-    def __init__(self, delegate: Delegate, command: Sequence[str] = (), timeouts: WorkerTimeouts = TIMEOUTS) -> None:
+    def __init__(
+        self, delegate: Delegate, command: Sequence[str] = (), timeouts: WorkerTimeouts = TIMEOUTS
+    ) -> None:
         self._delegate = delegate
         self._command = command
         self.timeouts = timeouts
@@ -94,7 +115,9 @@ class WorkerProcess:
         self._closed = False
         self._failed = False  # the process of the last start never became ready
         self.ready = False
-        self.startup_seconds: deque[float] = deque(maxlen=STARTS_MAX)  # until it was ready; the delegate removes them
+        self.startup_seconds: deque[float] = deque(
+            maxlen=STARTS_MAX
+        )  # until it was ready; the delegate removes them
 
     @property
     def awaited(self) -> bool:
@@ -122,7 +145,10 @@ class WorkerProcess:
         """
         command = self._command or _command()
         facts, inherited = self._delegate.setup()
-        facts |= {"engine": os.getpid(), "log_level": logging.getLogger("gpu_agent").getEffectiveLevel()}
+        facts |= {
+            "engine": os.getpid(),
+            "log_level": logging.getLogger("gpu_agent").getEffectiveLevel(),
+        }
         facts["outlived"] = threading.current_thread() is threading.main_thread()
         setup = frames.facts_frame(Kind.SETUP, facts)
         ours, theirs = socket.socketpair()
@@ -238,7 +264,12 @@ class WorkerProcess:
         took_s = min(max(at, self._started_at), time.monotonic()) - self._started_at
         self.ready, self._failed = True, False
         self.startup_seconds.append(took_s)
-        log.info("the process of the %s, %s, was ready after %.1f s", self._delegate.name, self.pid, took_s)
+        log.info(
+            "the process of the %s, %s, was ready after %.1f s",
+            self._delegate.name,
+            self.pid,
+            took_s,
+        )
 
     def _stands_still(self, now: float) -> bool:
         """Return whether the process has made no progress for too long.
@@ -269,9 +300,18 @@ class WorkerProcess:
             self._end(why, logging.INFO)
 
     def _end(self, why: str, level: int = logging.WARNING) -> None:
-        """Kill the process. `poll` reaps it once the system has ended it."""
+        """Kill the process.
+
+        `poll` reaps it once the system has ended it.
+        """
         assert self._process is not None
-        log.log(level, "the process of the %s, %d, is ended: %s", self._delegate.name, self._process.pid, why)
+        log.log(
+            level,
+            "the process of the %s, %d, is ended: %s",
+            self._delegate.name,
+            self._process.pid,
+            why,
+        )
         self._process.kill()
         if self._channel is not None:
             self._channel.close()

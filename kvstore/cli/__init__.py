@@ -1,1 +1,4 @@
-"""The command line. The only place that imports typer and rich (extra `cli`)."""
+"""The command line.
+
+The only place that imports typer and rich (extra `cli`).
+"""

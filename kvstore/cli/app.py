@@ -1,4 +1,7 @@
-"""Start the `kvstore` command. Importable without the `cli` extra, to say what is missing."""
+"""Start the `kvstore` command.
+
+Importable without the `cli` extra, to say what is missing.
+"""
 
 import sys
 

@@ -25,7 +25,13 @@ CA = "ca"
 EARLIER = datetime.timedelta(minutes=5)  # valid from then on: clocks differ
 NAME_LENGTH_MAX = 64  # of a common name, in X.509
 USAGES = (
-    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *(
+        "digital_signature",
+        "content_commitment",
+        "key_encipherment",
+        "data_encipherment",
+        "key_agreement",
+    ),
     *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
 )
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")
@@ -33,15 +39,21 @@ _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_A
 
 
 class Authority:
-    """Its certificate and key, which `found` makes and `open` reads. Raises ConfigError for a folder or files that can
-    not be used."""
+    """Its certificate and key, which `found` makes and `open` reads.
 
-    def __init__(self, folder: Path, certificate: x509.Certificate, key: Any, file: str = CA) -> None:
+    Raises ConfigError for a folder or files that can not be used.
+    """
+
+    def __init__(
+        self, folder: Path, certificate: x509.Certificate, key: Any, file: str = CA
+    ) -> None:
         self._folder, self.certificate, self._key = folder, certificate, key
         self.path = folder / f"{file}.pem"
 
     @classmethod
-    def found(cls, folder: Path, name: str, days: float, force: bool = False, file: str = CA) -> "Authority":
+    def found(
+        cls, folder: Path, name: str, days: float, force: bool = False, file: str = CA
+    ) -> "Authority":
         """A new one."""
         key = ec.generate_private_key(ec.SECP256R1())
         usage = _usage(key_cert_sign=True, crl_sign=True)
@@ -49,7 +61,9 @@ class Authority:
             _builder(_name(name), _name(name), key.public_key(), days)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(usage, critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(
+                x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
+            )
             .sign(key, hashes.SHA256())
         )
         _write(folder, file, made, key, force)
@@ -65,16 +79,24 @@ class Authority:
                 f"{error.filename}: {error.strerror}; make an authority first: kvstore certs ca"
             ) from error
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{folder}: {CA}.pem and {CA}.key are no certificate and key in PEM form") from error
+            raise ConfigError(
+                f"{folder}: {CA}.pem and {CA}.key are no certificate and key in PEM form"
+            ) from error
         if key.public_key() != certificate.public_key():
             raise ConfigError(f"{folder}: {CA}.key is not the key of {CA}.pem")
         return cls(folder, certificate, key)
 
     def node(
-        self, file: str, hosts: Sequence[str], days: float, force: bool = False, since_days: float = 0.0
+        self,
+        file: str,
+        hosts: Sequence[str],
+        days: float,
+        force: bool = False,
+        since_days: float = 0.0,
     ) -> tuple[Path, Path]:
-        """(certificate, key) of a node that is reached by these names and addresses; the first is its name. To other
-        members it is a client. `since_days`: for how long it has been valid."""
+        """(certificate, key) of a node that is reached by these names and addresses; the first is
+        its name. To other members it is a client. `since_days`: for how long it has been valid.
+        """
         alternatives = x509.SubjectAlternativeName([_host(host) for host in hosts])
         made = self._issue(hosts[0], days, since_days, [_SERVER, _CLIENT], alternatives)
         return _write(self._folder, file, *made, force)
@@ -91,7 +113,9 @@ class Authority:
         uses: list[x509.ObjectIdentifier],
         alternatives: x509.SubjectAlternativeName | None = None,
     ) -> tuple[x509.Certificate, Any]:
-        if _name(name) == self.certificate.subject:  # it would look signed by itself, and not be believed
+        if (
+            _name(name) == self.certificate.subject
+        ):  # it would look signed by itself, and not be believed
             raise ConfigError(f"{name!r} is the name of the authority itself; choose another")
         key = ec.generate_private_key(ec.SECP256R1())
         builder = (
@@ -110,7 +134,10 @@ class Authority:
 
 
 def hosts_of(path: Path) -> list[str]:
-    """The names and addresses by which a node with this certificate is reached. Raises ConfigError."""
+    """The names and addresses by which a node with this certificate is reached.
+
+    Raises ConfigError.
+    """
     try:
         extensions = x509.load_pem_x509_certificate(path.read_bytes()).extensions
         hosts = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -124,7 +151,11 @@ def hosts_of(path: Path) -> list[str]:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float, since_days: float = 0.0
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    days: float,
+    since_days: float = 0.0,
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.timezone.utc)
     return (
@@ -144,7 +175,9 @@ def _usage(**granted: bool) -> x509.KeyUsage:
 
 def _name(name: str) -> x509.Name:
     if not 0 < len(name) <= NAME_LENGTH_MAX:
-        raise ConfigError(f"name {name!r} has {len(name)} characters; a certificate's name has 1 to {NAME_LENGTH_MAX}")
+        raise ConfigError(
+            f"name {name!r} has {len(name)} characters; a certificate's name has 1 to {NAME_LENGTH_MAX}"
+        )
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
@@ -159,7 +192,9 @@ def _host(host: str) -> x509.GeneralName:
         raise ConfigError(f"{host!r} is neither a host's name in ASCII nor an address") from error
 
 
-def _write(folder: Path, file: str, certificate: x509.Certificate, key: Any, force: bool) -> tuple[Path, Path]:
+def _write(
+    folder: Path, file: str, certificate: x509.Certificate, key: Any, force: bool
+) -> tuple[Path, Path]:
     """The key first, and its file is never there for others to read."""
     if not _FILE.fullmatch(file):
         raise ConfigError(f"{file!r} is no name of a file; use letters, digits, '.', '_' and '-'")

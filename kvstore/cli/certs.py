@@ -14,19 +14,25 @@ from kvstore.cli.output import emit
 if TYPE_CHECKING:
     from kvstore.cli.authority import Authority
 
-DirOption = Annotated[Path, typer.Option("--dir", metavar="DIR", help="Folder of the authority and its files.")]
+DirOption = Annotated[
+    Path, typer.Option("--dir", metavar="DIR", help="Folder of the authority and its files.")
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]
 DAYS_MAX = 36500.0
 
 
 def _days(default: str) -> object:
-    return typer.Option("--days", metavar="DAYS", min=0.001, max=DAYS_MAX, help=f"How long it is valid ({default}).")
+    return typer.Option(
+        "--days", metavar="DAYS", min=0.001, max=DAYS_MAX, help=f"How long it is valid ({default})."
+    )
 
 
 def ca(
     run: Invocation,
     folder: DirOption = Path("certs"),
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="What it is called.")] = "kvstore development CA",
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="What it is called.")
+    ] = "kvstore development CA",
     days: Annotated[float, _days("ten years")] = 3650.0,
     force: ForceOption = False,
 ) -> None:
@@ -34,11 +40,10 @@ def ca(
 
     \b
     Examples:
-      kvstore certs ca
-      kvstore certs node node1 10.0.0.5
-      kvstore certs client team-a
-      kvstore-node --tls-cert certs/node1.pem --tls-key certs/node1.key --tls-client-ca certs/ca.pem
-      KVSTORE_TLS_CA=certs/ca.pem KVSTORE_TLS_CERT=certs/team-a.pem KVSTORE_TLS_KEY=certs/team-a.key kvstore status
+      kvstore certs ca kvstore certs node node1 10.0.0.5 kvstore certs client team-a kvstore-node
+      --tls-cert certs/node1.pem --tls-key certs/node1.key --tls-client-ca certs/ca.pem
+      KVSTORE_TLS_CA=certs/ca.pem KVSTORE_TLS_CERT=certs/team-a.pem KVSTORE_TLS_KEY=certs/team-a.key
+      kvstore status
     """
     made = _authority().found(folder, name, days, force)
     _tell(run, made.path, made.path.with_suffix(".key"), days)
@@ -46,16 +51,22 @@ def ca(
 
 def node(
     run: Invocation,
-    hosts: Annotated[list[str], typer.Argument(metavar="HOST...", help="Names and addresses it is reached by.")],
+    hosts: Annotated[
+        list[str], typer.Argument(metavar="HOST...", help="Names and addresses it is reached by.")
+    ],
     folder: DirOption = Path("certs"),
-    file: Annotated[str, typer.Option("--file", metavar="NAME", help="NAME.pem, NAME.key; else the first host.")] = "",
+    file: Annotated[
+        str, typer.Option("--file", metavar="NAME", help="NAME.pem, NAME.key; else the first host.")
+    ] = "",
     days: Annotated[float, _days("a year")] = 365.0,
     force: ForceOption = False,
 ) -> None:
-    """Make a node's certificate. To the other members of a cluster it is a client with the same one.
+    """Make a node's certificate.
 
-    Start the node with --tls-client-ca ca.pem, too: then who has no certificate of this authority (kvstore certs
-    client) gets no further than TLS, and a token says who it is.
+    To the other members of a cluster it is a client with the same one.
+
+    Start the node with --tls-client-ca ca.pem, too: then who has no certificate of this authority
+    (kvstore certs client) gets no further than TLS, and a token says who it is.
 
     \b
     Examples:
@@ -68,9 +79,13 @@ def node(
 
 def client(
     run: Invocation,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Who it is, as the node's identities have it.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Who it is, as the node's identities have it.")
+    ],
     folder: DirOption = Path("certs"),
-    file: Annotated[str, typer.Option("--file", metavar="NAME", help="NAME.pem, NAME.key; else its name.")] = "",
+    file: Annotated[
+        str, typer.Option("--file", metavar="NAME", help="NAME.pem, NAME.key; else its name.")
+    ] = "",
     days: Annotated[float, _days("a year")] = 365.0,
     force: ForceOption = False,
 ) -> None:
@@ -98,6 +113,8 @@ def _authority() -> "type[Authority]":
 def _tell(run: Invocation, certificate: Path, key: Path, days: float) -> None:
     ends = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(days=days)
     if run.as_json:
-        emit({"certificate": str(certificate), "key": str(key), "ends_unix_s": int(ends.timestamp())})
+        emit(
+            {"certificate": str(certificate), "key": str(key), "ends_unix_s": int(ends.timestamp())}
+        )
     else:
         print(f"{certificate} and {key}, valid until {date(ends.timestamp())}")

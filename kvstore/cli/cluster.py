@@ -1,4 +1,7 @@
-"""Run `kvstore cluster` and its commands: the members, whose a key is, drain, rebalance. And `kvstore status`."""
+"""Run `kvstore cluster` and its commands: the members, whose a key is, drain, rebalance.
+
+And `kvstore status`.
+"""
 
 import time
 from itertools import chain
@@ -39,21 +42,26 @@ from kvstore.cluster.view import REGISTRIES, Member, View
 from kvstore.doctor.pages import hints
 from kvstore.pb import kvstore_pb2 as pb
 
-# Rows of members and namespaces on one screen of 24 lines; `kvstore cluster` and `kvstore ls` show all.
+# Rows of members and namespaces on one screen of 24 lines; `kvstore cluster` and `kvstore ls` show
+# all.
 ROWS = 11
 
 LOOK_S = 0.5
 
-MemberArgument = Annotated[str, typer.Argument(metavar="MEMBER", help="Its id; see `kvstore cluster`.")]
+MemberArgument = Annotated[
+    str, typer.Argument(metavar="MEMBER", help="Its id; see `kvstore cluster`.")
+]
 EndOption = Annotated[bool, typer.Option("--end", help="It serves again.")]
 DryOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would be moved.")]
 MEMBER_ROWS, NAMESPACE_ROWS_MIN = 8, 2
 
 
 def cluster(run: Invocation) -> int:
-    """Show the members of the cluster: state, share of the keys, hit rate, RAM, disk, what waits for others.
+    """Show the members of the cluster: state, share of the keys, hit rate, RAM, disk, what waits
+    for others.
 
-    Columns that do not fit the terminal are left out; in a pipe all are there. Exit 3 if a member does not answer.
+    Columns that do not fit the terminal are left out; in a pipe all are there. Exit 3 if a member
+    does not answer.
 
     \b
     Examples:
@@ -97,16 +105,21 @@ def owners(
     else:
         show(
             ("KEY", "OWNERS"),
-            [(key, " ".join(f"{some} ({view.by_id[some].address})" for some in of)) for key, *of in rows],
+            [
+                (key, " ".join(f"{some} ({view.by_id[some].address})" for some in of))
+                for key, *of in rows
+            ],
         )
     return ExitCode.OK
 
 
 def drain(run: Invocation, member: MemberArgument, end: EndOption = False) -> int:
-    """Hand a member's pages to who owns them without it. Returns when that is over; then it can be stopped.
+    """Hand a member's pages to who owns them without it.
 
-    It is asked for its pages meanwhile, and given no new ones. Interrupted, the draining goes on; run it again to
-    see how far it is. Exit 4 if pages are left that nobody takes.
+    Returns when that is over; then it can be stopped.
+
+    It is asked for its pages meanwhile, and given no new ones. Interrupted, the draining goes on;
+    run it again to see how far it is. Exit 4 if pages are left that nobody takes.
 
     \b
     Examples:
@@ -125,19 +138,27 @@ def drain(run: Invocation, member: MemberArgument, end: EndOption = False) -> in
                 time.sleep(LOOK_S)
                 told = client.drain()
     if run.as_json:
-        emit({"member": member, "handed": told.pages_handed, "left": told.pages_left, "serves": end})
+        emit(
+            {"member": member, "handed": told.pages_handed, "left": told.pages_left, "serves": end}
+        )
     elif end:
         print(f"{member} serves again")
     else:
-        print(f"{member}: {told.pages_handed:,} pages are with their owners, {told.pages_left:,} are not")
+        print(
+            f"{member}: {told.pages_handed:,} pages are with their owners, {told.pages_left:,} are not"
+        )
     if told.pages_left and not end:
-        note("nobody has taken what is left: add members or memory and drain it again, or stop it and lose these pages")
+        note(
+            "nobody has taken what is left: add members or memory and drain it again, or stop it and lose these pages"
+        )
         return ExitCode.EXHAUSTED
     return ExitCode.OK
 
 
 def rebalance(run: Invocation, dry_run: DryOption = False) -> int:
-    """Have each member fetch the pages that it owns and others have. They do so by themselves when the view changes.
+    """Have each member fetch the pages that it owns and others have.
+
+    They do so by themselves when the view changes.
 
     Exit 3 if a member does not answer.
 
@@ -156,7 +177,10 @@ def rebalance(run: Invocation, dry_run: DryOption = False) -> int:
         return told
 
     done, away = at_each(run, sweep)
-    rows = [(member, told.pages_missing, told.nbytes_missing, list(told.away)) for member, told in done.items()]
+    rows = [
+        (member, told.pages_missing, told.nbytes_missing, list(told.away))
+        for member, told in done.items()
+    ]
     if run.as_json:
         names = ("member", "pages", "nbytes", "away")
         members = [dict(zip(names, row, strict=True)) for row in rows]
@@ -164,16 +188,22 @@ def rebalance(run: Invocation, dry_run: DryOption = False) -> int:
     elif dry_run:
         show(
             ("MEMBER", "WOULD FETCH", "BYTES", "COULD NOT ASK"),
-            [(member, f"{pages:,}", human_nbytes(nbytes), " ".join(of) or "-") for member, pages, nbytes, of in rows],
+            [
+                (member, f"{pages:,}", human_nbytes(nbytes), " ".join(of) or "-")
+                for member, pages, nbytes, of in rows
+            ],
         )
     else:
-        print(f"{len(rows)} members look for their pages; `kvstore cluster rebalance --dry-run` says what is left")
+        print(
+            f"{len(rows)} members look for their pages; `kvstore cluster rebalance --dry-run` says what is left"
+        )
     incomplete = any(told.away for told in done.values())
     return without(away) or (ExitCode.UNAVAILABLE if incomplete else ExitCode.OK)
 
 
 def status(run: Invocation) -> None:
-    """Show the node, its tiers and its namespaces; of a cluster its members, and namespaces over all of them.
+    """Show the node, its tiers and its namespaces; of a cluster its members, and namespaces over
+    all of them.
 
     A cluster is one screen; `kvstore cluster` has all members, and exit 3 if one does not answer.
 
@@ -194,7 +224,9 @@ def status(run: Invocation) -> None:
 
 
 def show_cluster_status(run: Invocation, client: Client) -> None:
-    """What `kvstore status` shows of a cluster, on one screen: members, and namespaces over all of them."""
+    """What `kvstore status` shows of a cluster, on one screen: members, and namespaces over all of
+    them.
+    """
     statuses = client.statuses()
     view = view_of(client)
     known = summed(chain.from_iterable(status.namespaces for status in answers(statuses)))
@@ -215,10 +247,16 @@ def _show(view: View, statuses: Statuses, count: int) -> None:
     out = console()
     for line in (headline(view, statuses), *sums(view, statuses)):
         out.print(line, markup=False, soft_wrap=True)
-    members = view.members if count >= len(view.members) else troubled_first(view.members, statuses)[:count]
+    members = (
+        view.members
+        if count >= len(view.members)
+        else troubled_first(view.members, statuses)[:count]
+    )
     show_fitting(COLUMNS, rows(view, members, statuses))
     if len(members) < len(view.members):
-        out.print(f"and {len(view.members) - len(members):,} more members: kvstore cluster", markup=False)
+        out.print(
+            f"and {len(view.members) - len(members):,} more members: kvstore cluster", markup=False
+        )
     for line in troubles(view, statuses):
         note(line)
 
@@ -226,7 +264,10 @@ def _show(view: View, statuses: Statuses, count: int) -> None:
 def view_of(client: Client) -> View:
     view = client.view()
     if view is None:
-        raise Failure(f"the node at {client.config.address} is in no cluster; kvstore status shows it", ExitCode.USAGE)
+        raise Failure(
+            f"the node at {client.config.address} is in no cluster; kvstore status shows it",
+            ExitCode.USAGE,
+        )
     return view
 
 
@@ -234,5 +275,7 @@ def _member(run: Invocation, name: str) -> Member:
     with run.client() as client:
         view = view_of(client)
     if name not in view.by_id:
-        raise Failure(f"{name!r} is no member of {view.cluster}; its members are {', '.join(sorted(view.by_id))}")
+        raise Failure(
+            f"{name!r} is no member of {view.cluster}; its members are {', '.join(sorted(view.by_id))}"
+        )
     return view.by_id[name]

@@ -63,11 +63,15 @@ def options(
         ),
     ] = None,
     timeout_s: Annotated[
-        float | None, typer.Option("--timeout", metavar="SECONDS", help="Deadline of each request. [default: 5]")
+        float | None,
+        typer.Option("--timeout", metavar="SECONDS", help="Deadline of each request. [default: 5]"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")
+    ] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     ctx.obj = Invocation(address, timeout_s, as_json)
@@ -104,14 +108,17 @@ _cluster.command("drain")(command(cluster.drain))
 _cluster.command("rebalance")(command(cluster.rebalance))
 app.add_typer(_cluster, name="cluster")
 
-_tokens = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Who may do what, in the file of identities.")
+_tokens = typer.Typer(
+    rich_markup_mode=None, no_args_is_help=True, help="Who may do what, in the file of identities."
+)
 _tokens.command("add")(command(tokens.add))
 _tokens.command("list")(command(tokens.list_))
 _tokens.command("revoke")(command(tokens.revoke))
 app.add_typer(_tokens, name="tokens")
 
 _certs = typer.Typer(
-    rich_markup_mode=None, help="Make certificates of nodes and clients, with an authority of one's own."
+    rich_markup_mode=None,
+    help="Make certificates of nodes and clients, with an authority of one's own.",
 )
 _certs.command("ca")(command(certs.ca))
 _certs.command("node")(command(certs.node))

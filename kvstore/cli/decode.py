@@ -19,7 +19,10 @@ from kvstore.layout import DTYPE_NBYTES, PageLayout, PlaneSlice
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of the finite values; None where there are none. `std` is the population's."""
+    """Of the finite values; None where there are none.
+
+    `std` is the population's.
+    """
 
     count: int
     nan_count: int
@@ -33,7 +36,10 @@ class Statistics:
 
 @dataclass(frozen=True)
 class PlaneStatistics:
-    """One plane of one layer of a page. `shape`: (units, *unit_shape)."""
+    """One plane of one layer of a page.
+
+    `shape`: (units, *unit_shape).
+    """
 
     group: str
     layer: int
@@ -56,7 +62,10 @@ def layer_slices(layout: PageLayout, layer: int | None) -> list[PlaneSlice]:
 
 
 def decode(pieces: Sequence[PlaneSlice], data: memoryview) -> Iterator[PlaneStatistics]:
-    """Statistics of each piece. `data` holds their bytes one after the other, and nothing else."""
+    """Statistics of each piece.
+
+    `data` holds their bytes one after the other, and nothing else.
+    """
     assert data.nbytes == sum(piece.nbytes for piece in pieces)
     start = 0
     for piece in pieces:
@@ -64,7 +73,14 @@ def decode(pieces: Sequence[PlaneSlice], data: memoryview) -> Iterator[PlaneStat
         statistics = plane_statistics(plane.dtype, data[start : start + piece.nbytes])
         shape = (piece.units, *plane.unit_shape)
         yield PlaneStatistics(
-            piece.group, piece.layer, plane.name, plane.dtype, shape, piece.offset, piece.nbytes, statistics
+            piece.group,
+            piece.layer,
+            plane.name,
+            plane.dtype,
+            shape,
+            piece.offset,
+            piece.nbytes,
+            statistics,
         )
         start += piece.nbytes
 
@@ -88,7 +104,10 @@ def _elements(typecode: str, data: memoryview) -> "array[Any]":
 
 
 def _statistics(weighted: Iterable[tuple[float, int]]) -> Statistics:
-    """Of (value, how often) pairs. Sums are exact (fsum), so their order does not matter."""
+    """Of (value, how often) pairs.
+
+    Sums are exact (fsum), so their order does not matter.
+    """
     finite, nan_count, inf_count = [], 0, 0
     for value, count in weighted:
         if math.isfinite(value):
@@ -108,7 +127,16 @@ def _statistics(weighted: Iterable[tuple[float, int]]) -> Statistics:
     scaled = [(value / scale, count) for value, count in finite]
     mean = math.fsum(value * count for value, count in scaled) / finite_count
     variance = math.fsum((value - mean) ** 2 * count for value, count in scaled) / finite_count
-    return Statistics(total, nan_count, inf_count, zero_count, low, high, mean * scale, math.sqrt(variance) * scale)
+    return Statistics(
+        total,
+        nan_count,
+        inf_count,
+        zero_count,
+        low,
+        high,
+        mean * scale,
+        math.sqrt(variance) * scale,
+    )
 
 
 def _int8(code: int) -> int:

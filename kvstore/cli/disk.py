@@ -1,4 +1,6 @@
-"""Run the commands for the disk tier of a node or of all members of a cluster: flush, scrub, recover, forget."""
+"""Run the commands for the disk tier of a node or of all members of a cluster: flush, scrub,
+recover, forget.
+"""
 
 from typing import Annotated
 
@@ -19,9 +21,12 @@ SCRUB_STEP_NBYTES = 64 << 20  # read by the node in one request
 
 
 def flush(run: Invocation) -> int:
-    """Write all pages to disk. Returns when they survive power loss; exit 4 if the disk is full, fails or hangs.
+    """Write all pages to disk.
 
-    Of a cluster at all members, which count each page that they have; exit 3 if one does not answer.
+    Returns when they survive power loss; exit 4 if the disk is full, fails or hangs.
+
+    Of a cluster at all members, which count each page that they have; exit 3 if one does not
+    answer.
 
     \b
     Examples:
@@ -40,10 +45,12 @@ def flush(run: Invocation) -> int:
 
 
 def scrub(run: Invocation) -> int:
-    """Verify every page on disk now. Exit 5 if one was damaged.
+    """Verify every page on disk now.
 
-    Damaged pages are dropped, never returned. A node also does this by itself, slowly, all the time. Of a cluster one
-    member after the other; exit 3 if one does not answer.
+    Exit 5 if one was damaged.
+
+    Damaged pages are dropped, never returned. A node also does this by itself, slowly, all the
+    time. Of a cluster one member after the other; exit 3 if one does not answer.
 
     \b
     Examples:
@@ -57,7 +64,10 @@ def scrub(run: Invocation) -> int:
         with progress(f"verifying {member}".rstrip(), total) as report:
             while True:
                 reply = client.scrub(found.next_cursor, SCRUB_STEP_NBYTES, timeout_s=run.patient_s)
-                found.intact, found.damaged = found.intact + reply.intact, found.damaged + reply.damaged
+                found.intact, found.damaged = (
+                    found.intact + reply.intact,
+                    found.damaged + reply.damaged,
+                )
                 found.nbytes, found.next_cursor = found.nbytes + reply.nbytes, reply.next_cursor
                 report(min(found.nbytes, total))
                 if not found.next_cursor:
@@ -65,12 +75,15 @@ def scrub(run: Invocation) -> int:
 
     done, away = at_each(run, verify)
     intact, damaged, nbytes = (
-        sum(getattr(found, name) for found in done.values()) for name in ("intact", "damaged", "nbytes")
+        sum(getattr(found, name) for found in done.values())
+        for name in ("intact", "damaged", "nbytes")
     )
     if run.as_json:
         emit({"intact": intact, "damaged": damaged, "nbytes": nbytes, **away_json(away)})
     else:
-        print(f"{intact:,} pages intact, {damaged:,} damaged and dropped; {human_nbytes(nbytes)} read")
+        print(
+            f"{intact:,} pages intact, {damaged:,} damaged and dropped; {human_nbytes(nbytes)} read"
+        )
     code = without(away)
     return ExitCode.CORRUPT if damaged else code
 
@@ -78,9 +91,9 @@ def scrub(run: Invocation) -> int:
 def recover(run: Invocation) -> int:
     """Use a disk again that failed, once its cause is gone.
 
-    A node stops using a disk that fails or is full; `kvstore status` says why. This tries the disk and,
-    if it works, goes on with what is there. Exit 4 if it still fails. Of a cluster at each member whose disk is
-    stopped; exit 3 if one does not answer.
+    A node stops using a disk that fails or is full; `kvstore status` says why. This tries the disk
+    and, if it works, goes on with what is there. Exit 4 if it still fails. Of a cluster at each
+    member whose disk is stopped; exit 3 if one does not answer.
 
     \b
     Example:
@@ -99,7 +112,9 @@ def recover(run: Invocation) -> int:
         emit({"recovered": True if away is None else mended, **away_json(away)})
     elif mended:
         whose = f"of {', '.join(mended)} " if away is not None else ""
-        print(f"the disk tier {whose}is in use again; kvstore flush puts on it what came while it was stopped")
+        print(
+            f"the disk tier {whose}is in use again; kvstore flush puts on it what came while it was stopped"
+        )
     else:
         print(f"no disk is stopped at the {len(done)} members that answer")
     return without(away)
@@ -107,7 +122,10 @@ def recover(run: Invocation) -> int:
 
 def forget(
     run: Invocation,
-    tenant: Annotated[str, typer.Option("--tenant", metavar="NAME", help="Whose pages and descriptions are erased.")],
+    tenant: Annotated[
+        str,
+        typer.Option("--tenant", metavar="NAME", help="Whose pages and descriptions are erased."),
+    ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> int:
     """Erase all that a tenant has: removed, zeroed in RAM, and its disk keys destroyed.
@@ -133,7 +151,9 @@ def forget(
     if run.as_json:
         counts = ("namespaces", "pages", "ram_nbytes", "keys_destroyed", "left", "plain_disk")
         found = {name: getattr(told, name) for name in counts}
-        emit({"tenant": tenant, **found, "why": list(told.why), **away_json(None if alone else away)})
+        emit(
+            {"tenant": tenant, **found, "why": list(told.why), **away_json(None if alone else away)}
+        )
     else:
         print(
             f"{tenant}: {told.pages:,} pages of {told.namespaces:,} namespaces are gone; "
@@ -141,7 +161,9 @@ def forget(
             f"{told.keys_destroyed:,} keys destroyed; left: {told.left:,}"
         )
     if told.plain_disk:
-        note("the disk is not encrypted: bytes of these pages may stay on its medium until other pages overwrite them")
+        note(
+            "the disk is not encrypted: bytes of these pages may stay on its medium until other pages overwrite them"
+        )
     for reason in told.why:
         note(f"{reason}; run it again")
     code = without(away, "; what it has of this tenant is there: run it again when it answers")

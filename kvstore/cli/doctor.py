@@ -25,14 +25,23 @@ def doctor(
     wire: WireOption = "auto",
     data_dir: Annotated[
         Path | None,
-        typer.Option("--data-dir", metavar="DIR", help="Also look at a node's data directory, on the node's host."),
+        typer.Option(
+            "--data-dir",
+            metavar="DIR",
+            help="Also look at a node's data directory, on the node's host.",
+        ),
     ] = None,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Also look at what an agent on a GPU needs, on its host.")] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Also look at what an agent on a GPU needs, on its host.")
+    ] = False,
 ) -> int:
-    """Check a deployment from here: this host, the way to the nodes, members, wires, pages. Says what to do.
+    """Check a deployment from here: this host, the way to the nodes, members, wires, pages.
 
-    Puts a few pages of 16 KiB into a namespace of its own, gets them over each wire that works, and removes them. What
-    hangs is left alone in time, and the rest goes on. --wire names one that has to work. Exit 1 if a check failed.
+    Says what to do.
+
+    Puts a few pages of 16 KiB into a namespace of its own, gets them over each wire that works, and
+    removes them. What hangs is left alone in time, and the rest goes on. --wire names one that has
+    to work. Exit 1 if a check failed.
 
     \b
     Examples:
@@ -59,7 +68,9 @@ def doctor(
         emit(_json(run.config(wire).address, found))
     else:
         _show_sum(out, [finding for _, finding in found])
-    return ExitCode.MISS if any(finding.state is State.FAIL for _, finding in found) else ExitCode.OK
+    return (
+        ExitCode.MISS if any(finding.state is State.FAIL for _, finding in found) else ExitCode.OK
+    )
 
 
 def _show(out: Console, title: str, findings: Sequence[Finding]) -> None:
@@ -68,7 +79,10 @@ def _show(out: Console, title: str, findings: Sequence[Finding]) -> None:
     out.print(title, markup=False, style="bold")
     for name, finding in zip(names, findings, strict=True):
         state = (finding.state.value.ljust(WORD), STYLES[finding.state])
-        out.print(Text.assemble("  ", state, f"  {name.ljust(width)}  {_line(finding.found)}"), soft_wrap=True)
+        out.print(
+            Text.assemble("  ", state, f"  {name.ljust(width)}  {_line(finding.found)}"),
+            soft_wrap=True,
+        )
         if finding.remedy:
             out.print(Text(f"  {' ' * WORD}  -> {_line(finding.remedy)}"), soft_wrap=True)
 

@@ -15,7 +15,14 @@ import typer
 from typer.core import TyperGroup
 
 from kvstore.cli.output import Unwritten, note, printable, silence
-from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, ProtocolError, Unavailable, UnknownNamespace
+from kvstore.errors import (
+    DeadlineExceeded,
+    Exhausted,
+    KVStoreError,
+    ProtocolError,
+    Unavailable,
+    UnknownNamespace,
+)
 
 
 class ExitCode(enum.IntEnum):
@@ -65,7 +72,11 @@ class Root(TyperGroup):
         self._as_json = "--json" in given
         options["standalone_mode"] = False
         if sys.stdout is None:  # what is printed would be lost without an error
-            sys.exit(self._fail("stdout is closed; send it to /dev/null if nobody wants it", ExitCode.UNWRITTEN))
+            sys.exit(
+                self._fail(
+                    "stdout is closed; send it to /dev/null if nobody wants it", ExitCode.UNWRITTEN
+                )
+            )
         sys.exit(self._run(given, *rest, **options))
 
     def _run(self, args: list[str], *rest: Any, **options: Any) -> int:
@@ -87,7 +98,9 @@ class Root(TyperGroup):
             return leave_broken_pipe()
         except Unwritten as error:
             silence(sys.stdout)
-            return self._fail(f"{error}; what the command has done beside stays done", ExitCode.UNWRITTEN)
+            return self._fail(
+                f"{error}; what the command has done beside stays done", ExitCode.UNWRITTEN
+            )
 
     def _fail(self, message: str, code: ExitCode, kind: str = "") -> int:
         """`kind`: the error's class, or how the command ended if it was not an error of the client."""

@@ -20,7 +20,10 @@ from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 
 PATIENT_S = 120.0  # unless --timeout says otherwise
 _ADDRESS = typer.Option(
-    "--address", "-a", metavar="HOST:PORT", help="Node to talk to; also bulk://HOST:PORT, unix:/PATH."
+    "--address",
+    "-a",
+    metavar="HOST:PORT",
+    help="Node to talk to; also bulk://HOST:PORT, unix:/PATH.",
 )
 _TIMEOUT = typer.Option("--timeout", metavar="SECONDS", help="Deadline of each request.")
 _JSON = typer.Option("--json", help="Print JSON on stdout and nothing else there.")
@@ -28,15 +31,21 @@ _JSON = typer.Option("--json", help="Print JSON on stdout and nothing else there
 
 @dataclass(frozen=True)
 class Invocation:
-    """One run of a command. `address` None: none was given, not even in the environment."""
+    """One run of a command.
+
+    `address` None: none was given, not even in the environment.
+    """
 
     address: str | None = None
     timeout_s: float | None = None
     as_json: bool = False
 
-    def config(self, wire: str | None = None, address: str | None = None, **values: Any) -> ClientConfig:
-        """`wire`: the user's; else that of the environment, else the one that is enough for one request. Raises
-        ConfigError for an address, wire or deadline that can not be used."""
+    def config(
+        self, wire: str | None = None, address: str | None = None, **values: Any
+    ) -> ClientConfig:
+        """`wire`: the user's; else that of the environment, else the one that is enough for one
+        request. Raises ConfigError for an address, wire or deadline that can not be used.
+        """
         values |= {"wire": wire, "address": address or self.address}
         named = load(ClientConfig, "KVSTORE", {**values, "wire": "auto"}).address
         config = load(ClientConfig, "KVSTORE", values, defaults={"wire": light_wire(named)})
@@ -47,12 +56,18 @@ class Invocation:
 
     @property
     def patient_s(self) -> float:
-        """Of what may take long: a RAM tier to be written, an I/O process to be waited for, a member that hangs."""
+        """Of what may take long: a RAM tier to be written, an I/O process to be waited for, a
+        member that hangs.
+        """
         return self.timeout_s or PATIENT_S
 
     @contextmanager
-    def client(self, wire: str | None = None, address: str | None = None, **values: Any) -> Iterator[Client]:
-        """A client for the body, whose connection errors are told with the node's address and a remedy."""
+    def client(
+        self, wire: str | None = None, address: str | None = None, **values: Any
+    ) -> Iterator[Client]:
+        """A client for the body, whose connection errors are told with the node's address and a
+        remedy.
+        """
         config = self.config(wire, address, **values)
         try:
             with Client(config) as client:
@@ -112,7 +127,9 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
 
     def wrapper(ctx: typer.Context, **arguments: Any) -> None:
         outer: Invocation = ctx.obj
-        address, timeout_s, as_json = (arguments.pop(name) for name in ("address", "timeout_s", "as_json"))
+        address, timeout_s, as_json = (
+            arguments.pop(name) for name in ("address", "timeout_s", "as_json")
+        )
         timeout_s = outer.timeout_s if timeout_s is None else timeout_s
         run = Invocation(address or outer.address, timeout_s, as_json or outer.as_json)
         if ctx.invoked_subcommand:  # of a group that is a command itself
@@ -133,7 +150,11 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
         _parameter("as_json", Annotated[bool, _JSON], False),
     ]
     context = _parameter("ctx", typer.Context, inspect.Parameter.empty)
-    parameters = [context, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own), *shared]
+    parameters = [
+        context,
+        *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own),
+        *shared,
+    ]
     signature = inspect.Signature(parameters)
     wrapper.__signature__ = signature  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -142,4 +163,6 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )

@@ -40,7 +40,9 @@ WireOption = Annotated[
 
 def bench_command(
     run: Invocation,
-    page_nbytes: Annotated[str, typer.Option("--page-nbytes", metavar="SIZE", help="Page size.")] = "1MiB",
+    page_nbytes: Annotated[
+        str, typer.Option("--page-nbytes", metavar="SIZE", help="Page size.")
+    ] = "1MiB",
     batch: Annotated[int, typer.Option("--batch", metavar="N", help="Pages in one request.")] = 16,
     threads: Annotated[int, typer.Option("--threads", metavar="N", help="Requests at a time.")] = 1,
     seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="How long.")] = 5.0,
@@ -61,7 +63,10 @@ def bench_command(
     """
     options = BenchOptions(option_nbytes(page_nbytes, "--page-nbytes"), batch, threads, seconds)
     connections = max(ClientConfig().connections_max, threads)
-    with run.client(wire, connections_max=connections) as client, progress("measuring", seconds) as on_progress:
+    with (
+        run.client(wire, connections_max=connections) as client,
+        progress("measuring", seconds) as on_progress,
+    ):
         report = bench(client, options, on_progress)
         corrupt = client.stats.corrupt_pages
     if run.as_json:
@@ -79,23 +84,36 @@ def _show_bench(report: BenchReport) -> None:
     )
     rows = []
     for name, op in (("put", report.put), ("lookup", report.lookup), ("get", report.get)):
-        figures = [f"{op.latency_ms[p]:.3f}" if op.latency_ms else "-" for p in ("p50", "p90", "p99")]
+        figures = [
+            f"{op.latency_ms[p]:.3f}" if op.latency_ms else "-" for p in ("p50", "p90", "p99")
+        ]
         rows.append((name, op.calls, f"{op.gb_per_s:.2f}" if name != "lookup" else "", *figures))
     show(("CALL", ">COUNT", ">GB/s", ">p50 ms", ">p90 ms", ">p99 ms"), rows)
 
 
 def replay_command(
     run: Invocation,
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSONL file of requests with hash_ids.")],
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="JSONL file of requests with hash_ids.")
+    ],
     capacity_pages: Annotated[
         int | None,
-        typer.Option("--capacity-pages", metavar="N", help="Size of the throwaway node. [default: 10000]"),
+        typer.Option(
+            "--capacity-pages", metavar="N", help="Size of the throwaway node. [default: 10000]"
+        ),
     ] = None,
-    page_bytes: Annotated[str, typer.Option("--page-bytes", metavar="SIZE", help="Size of each page.")] = "4096",
+    page_bytes: Annotated[
+        str, typer.Option("--page-bytes", metavar="SIZE", help="Size of each page.")
+    ] = "4096",
     speed: Annotated[
-        float | None, typer.Option("--speed", metavar="X", help="X times the trace's own pace. [default: no pauses]")
+        float | None,
+        typer.Option(
+            "--speed", metavar="X", help="X times the trace's own pace. [default: no pauses]"
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", metavar="N", help="Only the first N requests.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", metavar="N", help="Only the first N requests.")
+    ] = None,
     wire: WireOption = "auto",
 ) -> int:
     """Replay a trace; show its hit rate.
@@ -123,23 +141,31 @@ def replay_command(
     with contextlib.ExitStack() as stack:
         address, tls = run.address, dict[str, str]()
         if address is None:
-            tls = dict.fromkeys(("tls_ca", "tls_cert", "tls_key", "tls_name"), "")  # whatever other nodes speak
+            tls = dict.fromkeys(
+                ("tls_ca", "tls_cert", "tls_key", "tls_name"), ""
+            )  # whatever other nodes speak
             capacity = CAPACITY_PAGES if capacity_pages is None else capacity_pages
             address = stack.enter_context(throwaway_node(capacity, page_nbytes)).address
         elif capacity_pages is not None:
-            note(f"--capacity-pages is the size of a throwaway node, but {address} is replayed against as it is")
+            note(
+                f"--capacity-pages is the size of a throwaway node, but {address} is replayed against as it is"
+            )
         client = stack.enter_context(run.client(wire, address, **tls))
         on_progress = stack.enter_context(progress("replaying", count))
         if run.address is not None:
             stack.callback(lambda: away.update(remove_all(client, namespace)))
-        report = replay(client, read_trace(trace, limit), namespace, speed, lambda r: on_progress(r.requests))
+        report = replay(
+            client, read_trace(trace, limit), namespace, speed, lambda r: on_progress(r.requests)
+        )
         corrupt = client.stats.corrupt_pages
     if run.as_json:
         emit({**report.as_dict(), "corrupt_pages": corrupt, "away": sorted(away)})
     else:
         _show_replay(report)
     if report.pages_full:
-        note(f"{report.pages_full} pages found no space: a request needs more pages than the node can free")
+        note(
+            f"{report.pages_full} pages found no space: a request needs more pages than the node can free"
+        )
     return _verdict(report.mismatches, corrupt, sorted(away))
 
 
@@ -161,10 +187,14 @@ def _show_replay(report: ReplayReport) -> None:
 
 
 def _verdict(mismatches: int, corrupt: int, away: list[str]) -> int:
-    """`corrupt`: pages whose checksum did not match; the client made misses of them. `away`: members that could not
-    be asked to remove what was put."""
+    """`corrupt`: pages whose checksum did not match; the client made misses of them.
+
+    `away`: members that could not be asked to remove what was put.
+    """
     if away:
-        note(f"pages may be left, until they age away, at {', '.join(away)}: they could not be removed there")
+        note(
+            f"pages may be left, until they age away, at {', '.join(away)}: they could not be removed there"
+        )
     if mismatches or corrupt:
         return ExitCode.CORRUPT
     return ExitCode.UNAVAILABLE if away else ExitCode.OK
@@ -172,8 +202,12 @@ def _verdict(mismatches: int, corrupt: int, away: list[str]) -> int:
 
 def record(
     run: Invocation,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The trace; a new file.")],
-    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="How long; at most a day.")] = 600.0,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The trace; a new file.")
+    ],
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="S", help="How long; at most a day.")
+    ] = 600.0,
     max_bytes: Annotated[
         str, typer.Option("--max-bytes", metavar="SIZE", help="End when it has come to so much.")
     ] = "1GiB",
@@ -183,8 +217,8 @@ def record(
     For administrators of all tenants. Each line has the pages of one request as numbers in the
     order in which they first came: which pages are the same and follow each other, not which
     prompts they are of. Lookups are requests; what is stored, or touched, without a lookup is
-    marked stored. Ctrl-C ends it and keeps what there is. Of a cluster ask the member that an engine
-    talks to, with its address.
+    marked stored. Ctrl-C ends it and keeps what there is. Of a cluster ask the member that an
+    engine talks to, with its address.
 
     \b
     Examples:
@@ -202,7 +236,10 @@ def record(
         with file, tempfile.TemporaryFile() as spool:
             recording, code = Recording(spool), ExitCode.OK
             try:
-                with run.client(direct=True) as client, progress("recording", seconds) as on_progress:
+                with (
+                    run.client(direct=True) as client,
+                    progress("recording", seconds) as on_progress,
+                ):
                     _listen(client, recording, seconds, most, on_progress)
             except KeyboardInterrupt:
                 code = ExitCode.INTERRUPTED
@@ -213,16 +250,23 @@ def record(
     except OSError as error:
         if not output.stat().st_size:
             output.unlink()  # it would be in the way of the next
-        raise Failure(f"can not write {output}, or beside it: {error.strerror}", ExitCode.UNWRITTEN) from error
+        raise Failure(
+            f"can not write {output}, or beside it: {error.strerror}", ExitCode.UNWRITTEN
+        ) from error
     if recording.nbytes >= most:
         note(f"--max-bytes {max_bytes} were reached before the time was over")
     if recording.dropped:
         note(f"{recording.dropped:,} requests found no room at the node and are not in the trace")
     if not recording.nbytes:
         raise Failure(
-            f"nobody asked this node for a page in {seconds:g} s; {output} is not written", code or ExitCode.MISS
+            f"nobody asked this node for a page in {seconds:g} s; {output} is not written",
+            code or ExitCode.MISS,
         )
-    found = {"requests": recording.requests, "stored": recording.stores, "pages": len(recording.chains)}
+    found = {
+        "requests": recording.requests,
+        "stored": recording.stores,
+        "pages": len(recording.chains),
+    }
     if run.as_json:
         emit({**found, "dropped": recording.dropped, "output": str(output)})
     else:
@@ -234,7 +278,11 @@ def record(
 
 
 def _listen(
-    client: Client, recording: Recording, seconds: float, most: int, on_progress: Callable[[float], None]
+    client: Client,
+    recording: Recording,
+    seconds: float,
+    most: int,
+    on_progress: Callable[[float], None],
 ) -> None:
     """Until it is over, full, or interrupted."""
     name = client.record(seconds).recording
@@ -243,7 +291,9 @@ def _listen(
     try:
         while not reply.over and recording.nbytes < most:
             if not reply.more:
-                while (now := time.monotonic()) < min(asked + ASK_S, max(asked, begin + seconds) + STEP_S):
+                while (now := time.monotonic()) < min(
+                    asked + ASK_S, max(asked, begin + seconds) + STEP_S
+                ):
                     on_progress(now - begin)
                     time.sleep(STEP_S)
                 asked = now

@@ -8,7 +8,16 @@ from typing import Any, TypeVar
 
 from kvstore.cli.exits import ExitCode, code_of
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.output import human_ms, human_nbytes, human_share, note, pages_told, percent, status_json, told_all
+from kvstore.cli.output import (
+    human_ms,
+    human_nbytes,
+    human_share,
+    note,
+    pages_told,
+    percent,
+    status_json,
+    told_all,
+)
 from kvstore.client import Client
 from kvstore.cluster.routing import Away
 from kvstore.cluster.view import REGISTRIES, Member, State, View
@@ -51,9 +60,12 @@ _SUMMED = (
 )
 
 
-def at_each(run: Invocation, do: Callable[[Client, str], Result]) -> tuple[dict[str, Result], Away | None]:
-    """What `do` returns of each member, given its id, and who raised; of a node that is alone by "", and None. Raises
-    what one of them raised if all did."""
+def at_each(
+    run: Invocation, do: Callable[[Client, str], Result]
+) -> tuple[dict[str, Result], Away | None]:
+    """What `do` returns of each member, given its id, and who raised; of a node that is alone by
+    "", and None. Raises what one of them raised if all did.
+    """
     with run.client() as client:
         view = client.view()
         if view is None:
@@ -90,7 +102,9 @@ def answers(statuses: Statuses) -> list[pb.NodeStatusReply]:
 def by_id(view: View, statuses: Statuses) -> dict[str, pb.NodeStatusReply]:
     """Of the members that answer."""
     told = {member.id: statuses.get(member.address) for member in view.members}
-    return {member: status for member, status in told.items() if isinstance(status, pb.NodeStatusReply)}
+    return {
+        member: status for member, status in told.items() if isinstance(status, pb.NodeStatusReply)
+    }
 
 
 def state_of(member: Member, status: pb.NodeStatusReply | KVStoreError | None) -> str:
@@ -103,7 +117,9 @@ def state_of(member: Member, status: pb.NodeStatusReply | KVStoreError | None) -
 
 
 def troubled_first(members: Sequence[Member], statuses: Statuses) -> list[Member]:
-    return sorted(members, key=lambda member: state_of(member, statuses.get(member.address)) == "serving")
+    return sorted(
+        members, key=lambda member: state_of(member, statuses.get(member.address)) == "serving"
+    )
 
 
 def rows(view: View, members: Sequence[Member], statuses: Statuses) -> list[tuple[Any, ...]]:
@@ -125,7 +141,11 @@ def rows(view: View, members: Sequence[Member], statuses: Statuses) -> list[tupl
                 human_share(ram.used_nbytes, ram.capacity_nbytes),
                 human_share(disk.used_nbytes, disk.capacity_nbytes),
                 pages_told(status),
-                *((peers.copy_count, peers.queue_pages, peers.pages_dropped) if told_all(status) else ("-",) * 3),
+                *(
+                    (peers.copy_count, peers.queue_pages, peers.pages_dropped)
+                    if told_all(status)
+                    else ("-",) * 3
+                ),
                 human_ms(status.uptime_ms),
                 *where,
             )
@@ -153,7 +173,12 @@ def sums(view: View, statuses: Statuses) -> list[str]:
     if there and not whole:
         return [hit, NOT_TOLD]
     peers = summed_peers(whole)
-    lines = [stored_line(whole), f"{hit}  {copies_line(peers)}", handing_line(peers), _sweeps(view, statuses)]
+    lines = [
+        stored_line(whole),
+        f"{hit}  {copies_line(peers)}",
+        handing_line(peers),
+        _sweeps(view, statuses),
+    ]
     return lines if len(whole) == len(there) else [*lines, NOT_TOLD]
 
 
@@ -162,7 +187,11 @@ def stored_line(there: Sequence[pb.NodeStatusReply]) -> str:
     for status in there:
         _add(ram, status.ram, _STORED)
         _add(disk, status.disk, _STORED)
-    return "  ".join(_tier_line(name, tier) for name, tier in (("RAM", ram), ("disk", disk)) if tier.capacity_nbytes)
+    return "  ".join(
+        _tier_line(name, tier)
+        for name, tier in (("RAM", ram), ("disk", disk))
+        if tier.capacity_nbytes
+    )
 
 
 def _tier_line(name: str, tier: Any) -> str:
@@ -200,12 +229,19 @@ def sweep_progress(peers: pb.PeersStatus) -> str:
     """Of a sweep that runs; empty: none does."""
     if not peers.sweeping:
         return ""
-    return percent(peers.sweep_pages_fetched, peers.sweep_pages_missing) if peers.sweep_pages_missing else "looks"
+    return (
+        percent(peers.sweep_pages_fetched, peers.sweep_pages_missing)
+        if peers.sweep_pages_missing
+        else "looks"
+    )
 
 
 def sweep_left(peers: pb.PeersStatus) -> str:
     """Of the last sweep; empty: nothing."""
-    reasons = ((peers.sweep_pages_full, "found no room"), (peers.sweep_pages_failed, "could not be had"))
+    reasons = (
+        (peers.sweep_pages_full, "found no room"),
+        (peers.sweep_pages_failed, "could not be had"),
+    )
     return ", ".join(f"{count:,} pages {why}" for count, why in reasons if count)
 
 
@@ -226,7 +262,12 @@ def _sweeps(view: View, statuses: Statuses) -> str:
     told = {name: status.peers for name, status in by_id(view, statuses).items()}
     running = [f"{name} {sweep_progress(peers)}" for name, peers in told.items() if peers.sweeping]
     left = [f"{name} {sweep_left(peers)}" for name, peers in told.items() if sweep_left(peers)]
-    return "  ".join([f"sweeps {', '.join(running) or 'none run'}", *(["left " + "; ".join(left)] if left else [])])
+    return "  ".join(
+        [
+            f"sweeps {', '.join(running) or 'none run'}",
+            *(["left " + "; ".join(left)] if left else []),
+        ]
+    )
 
 
 def troubles(view: View, statuses: Statuses) -> list[str]:
@@ -238,12 +279,16 @@ def troubles(view: View, statuses: Statuses) -> list[str]:
             said[f"{member.id}: {status or 'not asked yet'}"] = None
             continue
         if status.HasField("disk") and status.disk.state != "SERVING":
-            said[f"{member.id}: DISK STOPPED: {status.disk.reason}; mend it, then: kvstore recover"] = None
+            said[
+                f"{member.id}: DISK STOPPED: {status.disk.reason}; mend it, then: kvstore recover"
+            ] = None
         if status.peers.registry not in ("", *REGISTRIES):
             said[f"{member.id}: its registry can not be asked {status.peers.registry}"] = None
         said |= dict.fromkeys(f"not of the view: {line}" for line in status.peers.apart)
     if view.replicas > len(view.members):
-        said[f"{view.replicas} replicas are wanted of {len(view.members)} members: there are fewer"] = None
+        said[
+            f"{view.replicas} replicas are wanted of {len(view.members)} members: there are fewer"
+        ] = None
     return list(said)
 
 
@@ -253,7 +298,12 @@ def members_json(view: View, statuses: Statuses) -> dict[str, Any]:
         status = statuses.get(member.address)
         whole = status_json(status) if isinstance(status, pb.NodeStatusReply) else None
         members.append({**member_json(member, status), "status": whole})
-    return {"cluster": view.cluster, "view": view.number, "replicas": view.replicas, "members": members}
+    return {
+        "cluster": view.cluster,
+        "view": view.number,
+        "replicas": view.replicas,
+        "members": members,
+    }
 
 
 def member_json(member: Member, status: pb.NodeStatusReply | KVStoreError | None) -> dict[str, Any]:

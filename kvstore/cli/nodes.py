@@ -35,10 +35,20 @@ def show_status(run: Invocation, client: Client) -> None:
     found = hints(known)
     if run.as_json:
         namespaces = [namespace_json(namespace, info) for namespace, info in known]
-        emit({**status_json(reply), "address": client.config.address, "namespaces": namespaces, "hints": found})
+        emit(
+            {
+                **status_json(reply),
+                "address": client.config.address,
+                "namespaces": namespaces,
+                "hints": found,
+            }
+        )
         return
     _show_node(client.config.address, reply)
-    if any(use.ram_quota_nbytes or use.disk_quota_nbytes for use in reply.tenants) or len(reply.tenants) > 1:
+    if (
+        any(use.ram_quota_nbytes or use.disk_quota_nbytes for use in reply.tenants)
+        or len(reply.tenants) > 1
+    ):
         show_tenants(reply.tenants)
     if known:
         show_namespaces(known)
@@ -70,7 +80,9 @@ def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
     if reply.insecure:
         lines.append(f"INSECURE: {reply.insecure}")
     sessions = f"sessions {reply.session_count}  " if whole else ""
-    lines.append(f"{sessions}bulk port {reply.bulk_port or 'none'}  metrics port {reply.metrics_port}")
+    lines.append(
+        f"{sessions}bulk port {reply.bulk_port or 'none'}  metrics port {reply.metrics_port}"
+    )
     if whole:
         lines += [*_tls_lines(reply), *_tier_lines(reply)]
     lines.append(
@@ -99,17 +111,27 @@ def show_tenants(uses: Sequence[pb.TenantUse]) -> None:
     """What each has beside its quota, and what it was refused."""
 
     def beside(nbytes: int, quota_nbytes: int) -> str:
-        return f"{human_nbytes(nbytes)} of {human_nbytes(quota_nbytes)}" if quota_nbytes else human_nbytes(nbytes)
+        return (
+            f"{human_nbytes(nbytes)} of {human_nbytes(quota_nbytes)}"
+            if quota_nbytes
+            else human_nbytes(nbytes)
+        )
 
     rows = []
     for use in uses:
-        refused = [f"{getattr(use, f'refused_{what}'):,} {what}" for what in REFUSED if getattr(use, f"refused_{what}")]
+        refused = [
+            f"{getattr(use, f'refused_{what}'):,} {what}"
+            for what in REFUSED
+            if getattr(use, f"refused_{what}")
+        ]
         rows.append(
             (
                 use.tenant,
                 beside(use.ram_nbytes, use.ram_quota_nbytes),
                 beside(use.disk_nbytes, use.disk_quota_nbytes),
-                f"{use.pin_count:,} of {use.pin_quota:,}" if use.pin_quota else f"{use.pin_count:,}",
+                f"{use.pin_count:,} of {use.pin_quota:,}"
+                if use.pin_quota
+                else f"{use.pin_count:,}",
                 beside(use.held_nbytes, use.held_quota_nbytes),
                 ", ".join(refused),
             )
@@ -201,7 +223,10 @@ def _disk_lines(disk: pb.DiskStatus) -> list[str]:
 def show_namespaces(
     known: list[tuple[Namespace, pb.NamespaceInfo]], count: int | None = None, copies: bool = False
 ) -> None:
-    """Those with most pages first; at most so many. `copies`: what is counted."""
+    """Those with most pages first; at most so many.
+
+    `copies`: what is counted.
+    """
     columns = (
         "NAMESPACE",
         "MODEL",

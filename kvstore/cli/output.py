@@ -1,4 +1,7 @@
-"""Write to stdout and stderr: JSON, tables, sizes for people, progress. And take Ctrl-C at a safe point."""
+"""Write to stdout and stderr: JSON, tables, sizes for people, progress.
+
+And take Ctrl-C at a safe point.
+"""
 
 import io
 import json
@@ -30,7 +33,10 @@ Report = Callable[[float], None]
 
 
 class Unwritten(Exception):
-    """What was to be shown is lost. (That a reader left is BrokenPipeError, as ever.)"""
+    """What was to be shown is lost.
+
+    (That a reader left is BrokenPipeError, as ever.)
+    """
 
 
 class _Raw(io.FileIO):
@@ -63,7 +69,9 @@ def guard_stdout() -> None:
 
 
 def silence(stream: IO[str]) -> None:
-    """What it did not take and what is still to come goes nowhere: the interpreter would fail again at its end."""
+    """What it did not take and what is still to come goes nowhere: the interpreter would fail again
+    at its end.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -83,7 +91,10 @@ def emit(value: Any) -> None:
 
 
 def note(text: str) -> None:
-    """A remark for people, out of the way of the output. Where stderr can not be written, there is none."""
+    """A remark for people, out of the way of the output.
+
+    Where stderr can not be written, there is none.
+    """
     try:
         print(text, file=sys.stderr)
     except OSError:
@@ -91,11 +102,16 @@ def note(text: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], dense: bool = False) -> Table:
-    """Columns whose header starts with '>' are right-aligned. Cells are shown as they are."""
+    """Columns whose header starts with '>' are right-aligned.
+
+    Cells are shown as they are.
+    """
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=dense)
     for column in columns:
         right = column.startswith(">")
-        made.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")
+        made.add_column(
+            column.removeprefix(">"), justify="right" if right else "left", overflow="fold"
+        )
     for row in rows:
         made.add_row(*(_cell(value) for value in row))
     return made
@@ -112,8 +128,13 @@ def show_fitting(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
 
 
 def fitting(columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int) -> Table:
-    """A table of which columns are left out that do not fit: those that say nothing first, then from the right."""
-    texts = [[column.removeprefix(">") for column in columns], *([_text(value) for value in row] for row in rows)]
+    """A table of which columns are left out that do not fit: those that say nothing first, then
+    from the right.
+    """
+    texts = [
+        [column.removeprefix(">") for column in columns],
+        *([_text(value) for value in row] for row in rows),
+    ]
     widths = [max(cell_len(row[place]) for row in texts) for place in range(len(columns))]
     said = [any(row[place] not in NOTHING for row in texts[1:]) for place in range(len(columns))]
     kept = list(range(len(columns)))
@@ -121,7 +142,11 @@ def fitting(columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int) -
         for place in [place for place in reversed(kept) if may_go(place)]:
             if sum(widths[some] + GAP for some in kept) - GAP > width:
                 kept.remove(place)
-    return table([columns[place] for place in kept], [[row[place] for place in kept] for row in rows], dense=True)
+    return table(
+        [columns[place] for place in kept],
+        [[row[place] for place in kept] for row in rows],
+        dense=True,
+    )
 
 
 def _cell(value: Any) -> str:
@@ -133,8 +158,14 @@ def _text(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Without what moves a terminal's cursor or begins a row: others have chosen the names of their namespaces."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    """Without what moves a terminal's cursor or begins a row: others have chosen the names of their
+    namespaces.
+    """
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    )
 
 
 def human_nbytes(nbytes: float) -> str:
@@ -164,7 +195,11 @@ def human_ms(ms: float) -> str:
 
 def human_share(part_nbytes: int, whole_nbytes: int) -> str:
     """(10, 40 << 30) -> "0 % of 40.0 GiB"; "-" of nothing."""
-    return f"{100 * part_nbytes / whole_nbytes:.0f} % of {human_nbytes(whole_nbytes)}" if whole_nbytes else "-"
+    return (
+        f"{100 * part_nbytes / whole_nbytes:.0f} % of {human_nbytes(whole_nbytes)}"
+        if whole_nbytes
+        else "-"
+    )
 
 
 def percent(part: float, whole: float) -> str:
@@ -176,22 +211,33 @@ def option_nbytes(text: str, option: str) -> int:
     try:
         return parse_nbytes(text)
     except ValueError as error:
-        raise InvalidRequest(f"{option} {text!r} is not a size; write for example 4096, 256KiB or 1MiB") from error
+        raise InvalidRequest(
+            f"{option} {text!r} is not a size; write for example 4096, 256KiB or 1MiB"
+        ) from error
 
 
 def option_sizes(texts: Sequence[str] | None, option: str) -> tuple[int, ...]:
     """Of an option that may be there several times, or have several with commas: rising, each once."""
-    return tuple(sorted({option_nbytes(part, option) for text in texts or () for part in text.split(",")}))
+    return tuple(
+        sorted({option_nbytes(part, option) for text in texts or () for part in text.split(",")})
+    )
 
 
 def told_all(status: pb.NodeStatusReply) -> bool:
-    """Return whether a status is whole. An identity of one tenant is shown its own pages only."""
+    """Return whether a status is whole.
+
+    An identity of one tenant is shown its own pages only.
+    """
     return status.HasField("ram")
 
 
 def pages_told(status: pb.NodeStatusReply) -> int:
     """Pages in RAM: all, or his own."""
-    return status.ram.page_count if told_all(status) else sum(info.page_count for info in status.namespaces)
+    return (
+        status.ram.page_count
+        if told_all(status)
+        else sum(info.page_count for info in status.namespaces)
+    )
 
 
 def status_json(status: pb.NodeStatusReply) -> dict[str, Any]:
@@ -205,7 +251,9 @@ def status_json(status: pb.NodeStatusReply) -> dict[str, Any]:
 
 @contextmanager
 def progress(what: str, total: float) -> Iterator[Report]:
-    """A progress bar on stderr if that is a terminal. The body reports how much is done so far.
+    """A progress bar on stderr if that is a terminal.
+
+    The body reports how much is done so far.
 
     Reporting is also where Ctrl-C takes effect.
     """
@@ -223,7 +271,12 @@ def _bar(what: str, total: float) -> Iterator[Report]:
     if not sys.stderr.isatty():  # a disabled Progress of older rich still prints a newline
         yield lambda done: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)
@@ -233,9 +286,9 @@ def _bar(what: str, total: float) -> Iterator[Report]:
 def deferred_interrupt() -> Iterator[Callable[[], None]]:
     """Give the body a function that raises KeyboardInterrupt if Ctrl-C was pressed since.
 
-    KeyboardInterrupt may surface between any two bytecodes. Inside gRPC's Python code that can leave
-    one of its locks held, and closing the channel then never returns (seen with grpcio 1.85). So the
-    first Ctrl-C takes effect only where the command allows it. A second one does at once.
+    KeyboardInterrupt may surface between any two bytecodes. Inside gRPC's Python code that can
+    leave one of its locks held, and closing the channel then never returns (seen with grpcio 1.85).
+    So the first Ctrl-C takes effect only where the command allows it. A second one does at once.
     """
     if threading.current_thread() is not threading.main_thread():  # signals are not ours there
         yield lambda: None

@@ -37,15 +37,21 @@ LIST_COUNT = 1000  # pages that `ls` shows unless told otherwise
 # Page bytes that one request lets the node hash: a tenth of a second, far below any deadline.
 VERIFY_NBYTES = 1 << 30
 
-AllOption = Annotated[bool, typer.Option("--all", help="All pages of the namespace, which must be named.")]
+AllOption = Annotated[
+    bool, typer.Option("--all", help="All pages of the namespace, which must be named.")
+]
 
 
 def ls(
     run: Invocation,
     namespace: NamespaceOption = None,
     model: ModelOption = None,
-    prefix: Annotated[str, typer.Option("--prefix", metavar="HEX", help="Only keys that start like this.")] = "",
-    limit: Annotated[int, typer.Option("--limit", metavar="N", help="At most N pages; 0: all.")] = LIST_COUNT,
+    prefix: Annotated[
+        str, typer.Option("--prefix", metavar="HEX", help="Only keys that start like this.")
+    ] = "",
+    limit: Annotated[
+        int, typer.Option("--limit", metavar="N", help="At most N pages; 0: all.")
+    ] = LIST_COUNT,
 ) -> int:
     """List namespaces, or the pages of one.
 
@@ -131,7 +137,9 @@ def show_pages(pages: list[pb.PageStat]) -> None:
 
 def _state(page: pb.PageStat) -> str:
     """Where the page is: 'ram', 'disk', 'ram+disk'; or 'writing', 'absent'."""
-    tiers = "+".join(name for name, there in (("ram", page.in_ram), ("disk", page.on_disk)) if there)
+    tiers = "+".join(
+        name for name, there in (("ram", page.in_ram), ("disk", page.on_disk)) if there
+    )
     return tiers or ("writing" if page.writing else "absent")
 
 
@@ -188,7 +196,10 @@ def lookup(
         found = client.lookup(space, hashes)
     covered = found.prefix_pages * space.layout.page_tokens
     if run.as_json:
-        pages = [{"prefix_hash": h.hex(), "present": present} for h, present in zip(hashes, found.present, strict=True)]
+        pages = [
+            {"prefix_hash": h.hex(), "present": present}
+            for h, present in zip(hashes, found.present, strict=True)
+        ]
         emit(
             {
                 "namespace": space.digest.hex(),
@@ -215,7 +226,9 @@ def rm(
     every: AllOption = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> int:
-    """Remove pages, pinned ones too. Exit 1 if none of them was stored, 3 if a member of a cluster does not answer.
+    """Remove pages, pinned ones too.
+
+    Exit 1 if none of them was stored, 3 if a member of a cluster does not answer.
 
     \b
     Examples:
@@ -226,7 +239,9 @@ def rm(
     with run.client() as client:
         space, info = _named_namespace(client, keys, namespace, model, every)
         if every and not yes:
-            confirm(f"Remove all {_about(client, info)} pages of {space.model} [{space.digest.hex()[:12]}]?")
+            confirm(
+                f"Remove all {_about(client, info)} pages of {space.model} [{space.digest.hex()[:12]}]?"
+            )
         chosen = all_keys(client, space) if every else find_keys(client, space, keys, None, None)
         removed = asked = 0
         with progress("removing", _about(client, info) if every else len(keys or ())) as report:
@@ -240,7 +255,9 @@ def rm(
         emit({"namespace": space.digest.hex(), **counts, **away_json(None if alone else away)})
     else:
         print(f"removed {removed} of {asked} pages")
-    code = without(away, "; what it has of these pages may come back: remove them again when it answers")
+    code = without(
+        away, "; what it has of these pages may come back: remove them again when it answers"
+    )
     return code or (ExitCode.OK if removed else ExitCode.MISS)
 
 
@@ -255,7 +272,8 @@ def verify(
 
     It compares them with their checksums and drops those that do not match.
 
-    Exit 5 if a page was corrupt, 3 if a member of a cluster does not answer, 1 if none of the pages is stored.
+    Exit 5 if a page was corrupt, 3 if a member of a cluster does not answer, 1 if none of the pages
+    is stored.
 
     \b
     Examples:
@@ -276,9 +294,13 @@ def verify(
                 report(total.intact + total.dropped + total.absent)
         alone = client.view() is None
     if run.as_json:
-        emit({"namespace": space.digest.hex(), **plain(total), **away_json(None if alone else away)})
+        emit(
+            {"namespace": space.digest.hex(), **plain(total), **away_json(None if alone else away)}
+        )
     else:
-        print(f"{total.intact} pages intact, {total.dropped} corrupt and dropped, {total.absent} not stored")
+        print(
+            f"{total.intact} pages intact, {total.dropped} corrupt and dropped, {total.absent} not stored"
+        )
     code = without(away)
     if total.dropped:
         return ExitCode.CORRUPT
@@ -316,9 +338,13 @@ def pin(
     model: ModelOption = None,
     tokens: TokensOption = None,
     tokens_file: TokensFileOption = None,
-    ttl: Annotated[str, typer.Option("--ttl", metavar="TIME", help="How long: 90s, 30m, 1h, 7d.")] = "1h",
+    ttl: Annotated[
+        str, typer.Option("--ttl", metavar="TIME", help="How long: 90s, 30m, 1h, 7d.")
+    ] = "1h",
 ) -> int:
-    """Keep pages from being evicted for a time. Exit 1 if none of them is stored.
+    """Keep pages from being evicted for a time.
+
+    Exit 1 if none of them is stored.
 
     A new pin replaces the old one. Pinned pages can still be removed.
 

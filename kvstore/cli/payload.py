@@ -45,18 +45,26 @@ def get(
     tokens: TokensOption = None,
     tokens_file: TokensFileOption = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where the bytes go; - or none is stdout.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Where the bytes go; - or none is stdout."
+        ),
     ] = None,
-    layer: Annotated[int | None, typer.Option("--layer", metavar="N", help="Only this layer of each page.")] = None,
+    layer: Annotated[
+        int | None, typer.Option("--layer", metavar="N", help="Only this layer of each page.")
+    ] = None,
     decoded: Annotated[
-        bool, typer.Option("--decode", help="Show planes, shapes and statistics instead of the bytes.")
+        bool,
+        typer.Option("--decode", help="Show planes, shapes and statistics instead of the bytes."),
     ] = False,
 ) -> None:
-    """Read pages. Their checksums are verified.
+    """Read pages.
 
-    Several pages follow one another. Exit 1 if one is missing, or if the node finds its own copy damaged
-    and drops it, 5 if one arrives with other bytes than were stored. Those of a keyed namespace need its key:
-    set KVSTORE_PAGE_KEY_FILE.
+    Their checksums are verified.
+
+    Several pages follow one another. Exit 1 if one is missing, or if the node finds its own copy
+    damaged and drops it, 5 if one arrives with other bytes than were stored. Those of a keyed
+    namespace need its key: set KVSTORE_PAGE_KEY_FILE.
 
     With --json or --decode the bytes themselves go to FILE only.
 
@@ -70,14 +78,19 @@ def get(
     shown = decoded or run.as_json
     to_stdout = output is None or str(output) == "-"
     if not shown and to_stdout and sys.stdout.isatty():
-        raise InvalidRequest("will not write page bytes to a terminal; add -o FILE, --decode, or a pipe")
+        raise InvalidRequest(
+            "will not write page bytes to a terminal; add -o FILE, --decode, or a pipe"
+        )
     with run.client() as client:
         space, _ = find_namespace(client, namespace, model)
         ranges = space.layout.layer_ranges(layer) if layer is not None else None
         hashes = find_keys(client, space, keys, tokens, tokens_file)
         _need_all(client, space, hashes)
         found: list[dict[str, Any]] = []
-        with _destination(output, to_stdout, shown) as write, progress("reading", len(hashes)) as report:
+        with (
+            _destination(output, to_stdout, shown) as write,
+            progress("reading", len(hashes)) as report,
+        ):
             for number, (prefix_hash, data) in enumerate(_read(client, space, hashes, ranges), 1):
                 write(data)
                 if shown:
@@ -87,7 +100,13 @@ def get(
                         _show_planes(prefix_hash, data, planes)
                 report(number)
     if run.as_json:
-        emit({"namespace": space.digest.hex(), "file": None if to_stdout else str(output), "pages": found})
+        emit(
+            {
+                "namespace": space.digest.hex(),
+                "file": None if to_stdout else str(output),
+                "pages": found,
+            }
+        )
 
 
 def _need_all(client: Client, space: Namespace, hashes: list[bytes]) -> None:
@@ -103,14 +122,18 @@ def _need_all(client: Client, space: Namespace, hashes: list[bytes]) -> None:
 
 
 @contextmanager
-def _destination(output: Path | None, to_stdout: bool, shown: bool) -> Iterator[Callable[[bytearray], object]]:
+def _destination(
+    output: Path | None, to_stdout: bool, shown: bool
+) -> Iterator[Callable[[bytearray], object]]:
     """Takes the bytes of a page."""
     if to_stdout:
         yield (lambda data: None) if shown else sys.stdout.buffer.write
         return
     assert output is not None
     try:
-        file = output.open("wb", buffering=0)  # nothing is left for the end, where nobody could say what is wrong
+        file = output.open(
+            "wb", buffering=0
+        )  # nothing is left for the end, where nobody could say what is wrong
     except OSError as error:
         raise InvalidRequest(f"can not write {output}: {error.strerror}") from error
 
@@ -122,7 +145,9 @@ def _destination(output: Path | None, to_stdout: bool, shown: bool) -> Iterator[
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise Failure(f"can not write {output}: {error.strerror}", ExitCode.UNWRITTEN) from error
+            raise Failure(
+                f"can not write {output}: {error.strerror}", ExitCode.UNWRITTEN
+            ) from error
 
     with file:
         yield write
@@ -131,9 +156,14 @@ def _destination(output: Path | None, to_stdout: bool, shown: bool) -> Iterator[
 def _read(
     client: Client, space: Namespace, hashes: list[bytes], ranges: tuple[ByteRange, ...] | None
 ) -> Iterator[tuple[bytes, bytearray]]:
-    """Page by page, so that memory is one page. The buffer is used again for the next one."""
+    """Page by page, so that memory is one page.
+
+    The buffer is used again for the next one.
+    """
     whole = ranges is None
-    data = bytearray(space.layout.page_nbytes if ranges is None else sum(part.nbytes for part in ranges))
+    data = bytearray(
+        space.layout.page_nbytes if ranges is None else sum(part.nbytes for part in ranges)
+    )
     for prefix_hash in hashes:
         if whole:
             hit = client.get(space, [prefix_hash], [data])[0]
@@ -145,7 +175,10 @@ def _read(
             if stats.corrupt_pages:
                 reason, code = "does not match its checksum", ExitCode.CORRUPT
             elif stats.forged_pages:
-                reason, code = "was made or changed by somebody who has not its key", ExitCode.CORRUPT
+                reason, code = (
+                    "was made or changed by somebody who has not its key",
+                    ExitCode.CORRUPT,
+                )
             raise Failure(f"page {prefix_hash.hex()} {reason}; the output ends before it", code)
         yield prefix_hash, data
 
@@ -169,13 +202,36 @@ def _page_json(
 
 def _show_planes(prefix_hash: bytes, data: bytearray, planes: list[PlaneStatistics]) -> None:
     print(f"page {prefix_hash.hex()}: {human_nbytes(len(data))}, {len(planes)} planes")
-    columns = ("GROUP", ">LAYER", "PLANE", "DTYPE", "SHAPE", ">OFFSET", ">MIN", ">MAX", ">MEAN", ">STD", ">ZEROS")
+    columns = (
+        "GROUP",
+        ">LAYER",
+        "PLANE",
+        "DTYPE",
+        "SHAPE",
+        ">OFFSET",
+        ">MIN",
+        ">MAX",
+        ">MEAN",
+        ">STD",
+        ">ZEROS",
+    )
     rows = []
     for plane in planes:
         s = plane.statistics
         shape = "x".join(str(n) for n in plane.shape)
-        figures = [f"{value:.4g}" if value is not None else "-" for value in (s.min, s.max, s.mean, s.std)]
-        row = (plane.group, plane.layer, plane.plane, plane.dtype, shape, plane.offset, *figures, s.zero_count)
+        figures = [
+            f"{value:.4g}" if value is not None else "-" for value in (s.min, s.max, s.mean, s.std)
+        ]
+        row = (
+            plane.group,
+            plane.layer,
+            plane.plane,
+            plane.dtype,
+            shape,
+            plane.offset,
+            *figures,
+            s.zero_count,
+        )
         rows.append((*row, s.nan_count, s.inf_count))
     show((*columns, ">NAN", ">INF"), rows)
 
@@ -183,21 +239,33 @@ def _show_planes(prefix_hash: bytes, data: bytearray, planes: list[PlaneStatisti
 def put(
     run: Invocation,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Page bytes; - is stdin.")],
-    keys: Annotated[list[str] | None, typer.Argument(metavar="KEY", help="Prefix hash of each page, hex.")] = None,
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY", help="Prefix hash of each page, hex.")
+    ] = None,
     namespace: NamespaceOption = None,
     model: ModelOption = None,
     tokens: TokensOption = None,
     tokens_file: TokensFileOption = None,
     create_opaque: Annotated[
         str | None,
-        typer.Option("--create-opaque", metavar="MODEL", help="Make a namespace for pages of this file's size."),
+        typer.Option(
+            "--create-opaque",
+            metavar="MODEL",
+            help="Make a namespace for pages of this file's size.",
+        ),
     ] = None,
     ttl: Annotated[
-        str | None, typer.Option("--ttl", metavar="TIME", help="Forget new pages after: 90s, 30m, 1h, 7d.")
+        str | None,
+        typer.Option("--ttl", metavar="TIME", help="Forget new pages after: 90s, 30m, 1h, 7d."),
     ] = None,
-    durable: Annotated[bool, typer.Option("--durable", help="Return when they survive power loss.")] = False,
+    durable: Annotated[
+        bool, typer.Option("--durable", help="Return when they survive power loss.")
+    ] = False,
     ack: Annotated[
-        str, typer.Option("--ack", metavar="one|all", help="Return when one, or all, of a page's owners have it.")
+        str,
+        typer.Option(
+            "--ack", metavar="one|all", help="Return when one, or all, of a page's owners have it."
+        ),
     ] = ACK_ONE,
 ) -> int:
     """Store pages from a file.
@@ -216,7 +284,9 @@ def put(
     if str(file) == "-" and str(tokens_file) == "-":
         raise InvalidRequest("FILE and --tokens-file can not both be stdin")
     if create_opaque is not None and (namespace is not None or model is not None):
-        raise InvalidRequest("--create-opaque names the namespace; leave out --namespace and --model")
+        raise InvalidRequest(
+            "--create-opaque names the namespace; leave out --namespace and --model"
+        )
     keep = Keep(parse_duration(ttl) if ttl is not None else 0.0, durable, ack)
     ids = read_tokens(tokens, tokens_file)
     if bool(keys) == (ids is not None):
@@ -228,20 +298,38 @@ def put(
         if create_opaque is not None:
             count = len(keys) if keys else 1
             if len(data) % count:
-                raise InvalidRequest(f"{file} has {len(data)} bytes, which {count} keys can not share evenly")
+                raise InvalidRequest(
+                    f"{file} has {len(data)} bytes, which {count} keys can not share evenly"
+                )
             layout = opaque_layout(len(data) // count, len(ids) if ids else 1)
             space = Namespace(create_opaque, layout, tenant_of(client.config), key_id=client.key_id)
         else:
             space, _ = find_namespace(client, namespace, model)
-        hashes = [_whole(key) for key in keys or ()] if ids is None else hash_tokens(ids, space.layout.page_tokens)
+        hashes = (
+            [_whole(key) for key in keys or ()]
+            if ids is None
+            else hash_tokens(ids, space.layout.page_tokens)
+        )
         outcomes = _store(client, space, hashes, (file, data), keep)
     counts = {outcome.name.lower(): outcomes.count(outcome) for outcome in PutOutcome}
     if run.as_json:
-        pages = [{"prefix_hash": h.hex(), "outcome": o.name.lower()} for h, o in zip(hashes, outcomes, strict=True)]
-        emit({"namespace": space.digest.hex(), "page_nbytes": space.layout.page_nbytes, **counts, "pages": pages})
+        pages = [
+            {"prefix_hash": h.hex(), "outcome": o.name.lower()}
+            for h, o in zip(hashes, outcomes, strict=True)
+        ]
+        emit(
+            {
+                "namespace": space.digest.hex(),
+                "page_nbytes": space.layout.page_nbytes,
+                **counts,
+                "pages": pages,
+            }
+        )
     else:
         said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        print(f"{len(hashes)} pages of {human_nbytes(space.layout.page_nbytes)} in {space.digest.hex()}: {said}")
+        print(
+            f"{len(hashes)} pages of {human_nbytes(space.layout.page_nbytes)} in {space.digest.hex()}: {said}"
+        )
         for prefix_hash, outcome in zip(hashes, outcomes, strict=True):
             print(f"{prefix_hash.hex()} {outcome.name.lower()}")
     if PutOutcome.AWAY in outcomes:
@@ -256,7 +344,9 @@ def _whole(text: str) -> bytes:
         key = None
     if key is None:
         low, high = 2 * PREFIX_HASH_NBYTES_MIN, 2 * PREFIX_HASH_NBYTES_MAX
-        raise InvalidRequest(f"key {text[:40]!r} is not a whole prefix hash of {low} to {high} hex digits")
+        raise InvalidRequest(
+            f"key {text[:40]!r} is not a whole prefix hash of {low} to {high} hex digits"
+        )
     return key
 
 
@@ -269,4 +359,6 @@ def _store(
             f"{file} has {len(data)} bytes; {len(hashes)} pages of {nbytes} need {len(hashes) * nbytes}"
         )
     view = memoryview(data)
-    return client.put(space, hashes, [view[start : start + nbytes] for start in range(0, len(data), nbytes)], keep)
+    return client.put(
+        space, hashes, [view[start : start + nbytes] for start in range(0, len(data), nbytes)], keep
+    )

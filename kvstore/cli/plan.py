@@ -1,4 +1,5 @@
-"""Run `kvstore plan`: how much RAM and disk, from a trace, in a table, in sentences and as a picture.
+"""Run `kvstore plan`: how much RAM and disk, from a trace, in a table, in sentences and as a
+picture.
 
 A picture is a PNG, or an HTML page that needs nothing else, with figures and words.
 """
@@ -38,29 +39,46 @@ SAMPLE_PAGES = 10**7  # of about so many uses
 PREFILL_TOKENS_PER_S = 10_000.0
 
 _Sizes = list[str] | None
-TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="JSONL file of requests with hash_ids.")]
+TraceArgument = Annotated[
+    Path, typer.Argument(metavar="TRACE", help="JSONL file of requests with hash_ids.")
+]
 RamOption = Annotated[
     _Sizes,
-    typer.Option("--ram", metavar="SIZE", help="RAM of all nodes; several times, or 64GiB,128GiB. [default: chosen]"),
+    typer.Option(
+        "--ram",
+        metavar="SIZE",
+        help="RAM of all nodes; several times, or 64GiB,128GiB. [default: chosen]",
+    ),
 ]
 DiskOption = Annotated[
-    _Sizes, typer.Option("--disk", metavar="SIZE", help="Disk of all nodes beside it. [default: none]")
+    _Sizes,
+    typer.Option("--disk", metavar="SIZE", help="Disk of all nodes beside it. [default: none]"),
 ]
 PageOption = Annotated[
-    str | None, typer.Option("--page-bytes", metavar="SIZE", help="Of a page. [default: the trace's, or by the model]")
+    str | None,
+    typer.Option(
+        "--page-bytes", metavar="SIZE", help="Of a page. [default: the trace's, or by the model]"
+    ),
 ]
 ModelOption = Annotated[
-    Path | None, typer.Option("--model-config", metavar="FILE", help="config.json of the model: bytes of a token.")
+    Path | None,
+    typer.Option(
+        "--model-config", metavar="FILE", help="config.json of the model: bytes of a token."
+    ),
 ]
 TokensOption = Annotated[
-    float | None, typer.Option("--tokens-per-page", metavar="N", help="[default: as the trace has it]")
+    float | None,
+    typer.Option("--tokens-per-page", metavar="N", help="[default: as the trace has it]"),
 ]
 SampleOption = Annotated[
     float | None,
-    typer.Option("--sample", metavar="N", help="Look at one page in N. [default: all, up to 10^8 of them]"),
+    typer.Option(
+        "--sample", metavar="N", help="Look at one page in N. [default: all, up to 10^8 of them]"
+    ),
 ]
 PictureOption = Annotated[
-    list[Path] | None, typer.Option("--picture", metavar="FILE", help="plan.png or plan.html; or both, said twice.")
+    list[Path] | None,
+    typer.Option("--picture", metavar="FILE", help="plan.png or plan.html; or both, said twice."),
 ]
 
 _RATES = (">GET GB/s", ">PUT", ">DISK READ", ">WRITE")
@@ -90,18 +108,30 @@ def plan(
     model_config: ModelOption = None,
     page_tokens: TokensOption = None,
     prefill: Annotated[
-        float, typer.Option("--prefill-tokens-per-s", metavar="X", help="What a GPU computes of a prompt.")
+        float,
+        typer.Option(
+            "--prefill-tokens-per-s", metavar="X", help="What a GPU computes of a prompt."
+        ),
     ] = PREFILL_TOKENS_PER_S,
-    copies: Annotated[int, typer.Option("--copies", metavar="R", help="Owners of each page (--replicas).")] = 1,
+    copies: Annotated[
+        int, typer.Option("--copies", metavar="R", help="Owners of each page (--replicas).")
+    ] = 1,
     near_share: Annotated[
-        float, typer.Option("--near-share", metavar="F", help="Share of RAM with copies of others' pages.")
+        float,
+        typer.Option(
+            "--near-share", metavar="F", help="Share of RAM with copies of others' pages."
+        ),
     ] = 0.0,
-    window_s: Annotated[float, typer.Option("--window", metavar="S", help="Peak rates are of so long.")] = 60.0,
+    window_s: Annotated[
+        float, typer.Option("--window", metavar="S", help="Peak rates are of so long.")
+    ] = 60.0,
     disk_gb_per_s: Annotated[
         float, typer.Option("--disk-gb-per-s", metavar="X", help="What the disks do, in all.")
     ] = 2.0,
     one_in: SampleOption = None,
-    limit: Annotated[int | None, typer.Option("--limit", metavar="N", help="Only the first N requests.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", metavar="N", help="Only the first N requests.")
+    ] = None,
     picture: PictureOption = None,
 ) -> int:
     """Plan RAM and disk from a trace.
@@ -121,7 +151,9 @@ def plan(
     if limit is not None and not 1 <= limit <= sys.maxsize:
         raise InvalidRequest(f"--limit {limit} must be at least 1, at most {sys.maxsize}")
     if one_in is not None and not 1 <= one_in <= MOST:
-        raise InvalidRequest(f"--sample {one_in:g} must be at least 1: one page in so many; at most {MOST:g}")
+        raise InvalidRequest(
+            f"--sample {one_in:g} must be at least 1: one page in so many; at most {MOST:g}"
+        )
     check_pictures(picture or [])
     token = token_nbytes(model_config) if model_config else None
     nbytes = option_nbytes(page_bytes, "--page-bytes") if page_bytes is not None else None
@@ -130,7 +162,9 @@ def plan(
     wishes = Wishes(page, prefill, rams, disks, copies, near_share, window_s, disk_gb_per_s)
     requests, pages = trace_size(trace, limit)
     with progress("reading", requests) as on_progress:
-        survey = surveyed(_counted(read_trace(trace, limit), on_progress), wishes, _sample(one_in, pages))
+        survey = surveyed(
+            _counted(read_trace(trace, limit), on_progress), wishes, _sample(one_in, pages)
+        )
     with progress("planning", 1.0) as on_progress:
         made = planned(survey, wishes, on_progress)
     words = recommendation(made)
@@ -158,7 +192,9 @@ def _counted(requests: Iterator[TraceRequest], on_progress: Report) -> Iterator[
 
 
 def _show(plan: Plan, words: Sequence[str]) -> None:
-    about = f"{plan.requests:,} requests, {plan.pages_asked:,} pages asked for, {plan.pages:,} distinct"
+    about = (
+        f"{plan.requests:,} requests, {plan.pages_asked:,} pages asked for, {plan.pages:,} distinct"
+    )
     span = f", {human_ms(1000 * plan.seconds)}" if plan.seconds else ""
     print(f"{about}{span}; a page is {plan.page_tokens:g} tokens, {human_nbytes(plan.page_nbytes)}")
     for assumed in plan.assumed:
@@ -169,7 +205,20 @@ def _show(plan: Plan, words: Sequence[str]) -> None:
         )
     print()
     rows = [_cells(plan, row) for row in plan.rows]
-    show((">RAM", ">DISK", ">PAGES", ">HIT", ">IN RAM", ">BOUND", ">TOKENS SAVED", ">GPU s", *_RATES), rows)
+    show(
+        (
+            ">RAM",
+            ">DISK",
+            ">PAGES",
+            ">HIT",
+            ">IN RAM",
+            ">BOUND",
+            ">TOKENS SAVED",
+            ">GPU s",
+            *_RATES,
+        ),
+        rows,
+    )
     print()
     for sentence in words:
         print(f"* {sentence}")
@@ -202,7 +251,13 @@ def _speed(rate: Rate) -> str:
 def recommendation(plan: Plan) -> list[str]:
     if not plan.endless:
         return ["No page is asked for a second time: no store would save anything on this trace."]
-    return [*_of_size(plan), _of_ram(plan), *_of_disk(plan), _of_policy(plan.rows), *_of_copies(plan)]
+    return [
+        *_of_size(plan),
+        _of_ram(plan),
+        *_of_disk(plan),
+        _of_policy(plan.rows),
+        *_of_copies(plan),
+    ]
 
 
 def percent(share: float) -> str:
@@ -220,7 +275,10 @@ def _of_size(plan: Plan) -> Iterator[str]:
         f"The knee is at {knee}, {plan.nearly_all_pages:,} pages: {percent(NEARLY_ALL * plan.endless)}. "
         f"Beyond {wanted} nothing is gained."
     )
-    ram, worst = plan.ram_beside_disk_nbytes, f"more than {plan.disk_gb_per_s:g} GB/s in the worst {plan.window_s:g} s"
+    ram, worst = (
+        plan.ram_beside_disk_nbytes,
+        f"more than {plan.disk_gb_per_s:g} GB/s in the worst {plan.window_s:g} s",
+    )
     if ram is None:
         yield "The trace has no times, so what links and disks must bear can not be told."
     elif ram < LITTLE * plan.nearly_all_nbytes:
@@ -244,15 +302,16 @@ def _of_ram(plan: Plan) -> str:
             break
     size, rate = human_nbytes(row.ram_nbytes), percent(row.hit_rate)
     if row.pages >= plan.wanted_pages:
-        return (
-            f"RAM of {size} has all that is ever asked for again: more is of no use, nor is a disk but over a restart."
-        )
+        return f"RAM of {size} has all that is ever asked for again: more is of no use, nor is a disk but over a restart."
     if gain < LITTLE and row.pages >= plan.nearly_all_pages:
         return f"More RAM than {size}, which gives {rate}, is of little use: twice as much adds {_points(gain)}."
     said = f"RAM of {size} alone gives {rate}, and twice as much {_points(gain)} more."
     if row.pages >= plan.nearly_all_pages:
         return f"{said} A disk adds at most {_points(plan.endless - row.hit_rate)}."
-    disk, more = human_nbytes(plan.nearly_all_nbytes), _points(NEARLY_ALL * plan.endless - row.hit_rate)
+    disk, more = (
+        human_nbytes(plan.nearly_all_nbytes),
+        _points(NEARLY_ALL * plan.endless - row.hit_rate),
+    )
     return f"{said} A disk is needed for the rest: one of {disk} adds {more}."
 
 
@@ -271,7 +330,11 @@ def _of_disk(plan: Plan) -> Iterator[str]:
         elif reads is None or writes is None:
             yield f"{said}."
         else:
-            more = f", more than the {most:g} that disks are believed to do" if max(reads, writes) > most else ""
+            more = (
+                f", more than the {most:g} that disks are believed to do"
+                if max(reads, writes) > most
+                else ""
+            )
             yield f"{said}. At the worst it reads {reads:.2f} GB/s and writes {writes:.2f}{more}."
 
 
@@ -298,7 +361,10 @@ def _of_copies(plan: Plan) -> Iterator[str]:
         f"Two owners for each page (R=2) cost {_points(one.hit_rate - two.hit_rate)} at the largest size of the table, "
         f"or twice the bytes for the same: the knee is at {human_nbytes(two.nearly_all_nbytes)} then."
     )
-    near = max((cost for cost in plan.copy_costs if cost.copies == plan.copies), key=lambda cost: cost.near_share)
+    near = max(
+        (cost for cost in plan.copy_costs if cost.copies == plan.copies),
+        key=lambda cost: cost.near_share,
+    )
     if near.near_share:
         lost = costs[plan.copies, 0.0].hit_rate - near.hit_rate
         yield (
@@ -308,7 +374,10 @@ def _of_copies(plan: Plan) -> Iterator[str]:
 
 
 def check_pictures(paths: Sequence[Path]) -> None:
-    """Before what takes long. Raises InvalidRequest."""
+    """Before what takes long.
+
+    Raises InvalidRequest.
+    """
     for path in paths:
         if path.suffix.lower() not in PICTURE_KINDS:
             raise InvalidRequest(f"--picture {path} must end with {' or '.join(PICTURE_KINDS)}")
@@ -343,10 +412,21 @@ def _figure(plan: Plan) -> Any:
     axes = figure.subplots()
     sizes = [nbytes / (1 << 30) for nbytes, _ in plan.curve]
     axes.plot(
-        sizes, [100 * rate for _, rate in plan.curve], color="#1f5fa8", label="hit rate, RAM or disk of this size"
+        sizes,
+        [100 * rate for _, rate in plan.curve],
+        color="#1f5fa8",
+        label="hit rate, RAM or disk of this size",
     )
-    bounds = sorted({(max(row.ram_nbytes, row.disk_nbytes) / (1 << 30), 100 * row.bound) for row in plan.rows})
-    axes.plot(*zip(*bounds, strict=True), "o--", color="#b05020", linewidth=0.8, label="bound: the future is known")
+    bounds = sorted(
+        {(max(row.ram_nbytes, row.disk_nbytes) / (1 << 30), 100 * row.bound) for row in plan.rows}
+    )
+    axes.plot(
+        *zip(*bounds, strict=True),
+        "o--",
+        color="#b05020",
+        linewidth=0.8,
+        label="bound: the future is known",
+    )
     axes.axhline(100 * plan.endless, color="#777777", linewidth=0.8, linestyle=":")
     top = (sizes[0], 100 * plan.endless)
     axes.annotate(f"never forgets: {100 * plan.endless:.1f} %", top, color="#777777", va="bottom")
@@ -355,7 +435,13 @@ def _figure(plan: Plan) -> Any:
     axes.annotate(f" knee: {human_nbytes(plan.nearly_all_nbytes)}", (knee, 0), color="#2a7a3a")
     for row in plan.rows:
         if row.disk_nbytes:
-            axes.plot(row.ram_nbytes / (1 << 30), 100 * row.hit_rate_ram, "s", color="#1f5fa8", markersize=4)
+            axes.plot(
+                row.ram_nbytes / (1 << 30),
+                100 * row.hit_rate_ram,
+                "s",
+                color="#1f5fa8",
+                markersize=4,
+            )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda gib, _: human_nbytes(gib * (1 << 30)).replace(".0", ""))
     axes.set(xlabel="capacity of all nodes together", ylabel="pages hit, %", ylim=(0, None))
@@ -381,12 +467,18 @@ def _html(plan: Plan, words: Sequence[str]) -> str:
     items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in words)
     svg = out.getvalue()
     return _PAGE.format(
-        about=about, svg=svg[svg.index("<svg") :], words=items, head=_html_row("th", _PICTURE_COLUMNS), rows=rows
+        about=about,
+        svg=svg[svg.index("<svg") :],
+        words=items,
+        head=_html_row("th", _PICTURE_COLUMNS),
+        rows=rows,
     )
 
 
 def _picture_cells(row: Row) -> tuple[str, ...]:
-    sizes = (human_nbytes(nbytes) if nbytes else "-" for nbytes in (row.ram_nbytes, row.disk_nbytes))
+    sizes = (
+        human_nbytes(nbytes) if nbytes else "-" for nbytes in (row.ram_nbytes, row.disk_nbytes)
+    )
     rates = (f"{100 * rate:.1f} %" for rate in (row.hit_rate, row.bound))
     return (*sizes, *rates, f"{row.tokens_saved:,}", f"{row.gpu_seconds_saved:,.0f}")
 

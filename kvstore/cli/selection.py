@@ -36,9 +36,13 @@ def complete_namespace(ctx: typer.Context, incomplete: str) -> list[tuple[str, s
 
 
 def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Those that are one plain word: others have chosen them, and the shell takes a line as it stands there."""
+    """Those that are one plain word: others have chosen them, and the shell takes a line as it
+    stands there.
+    """
     models = {namespace.model for namespace in _namespaces(ctx)}
-    return sorted(model for model in models if model.startswith(incomplete) and shlex.quote(model) == model)
+    return sorted(
+        model for model in models if model.startswith(incomplete) and shlex.quote(model) == model
+    )
 
 
 def _namespaces(ctx: typer.Context) -> list[Namespace]:
@@ -64,22 +68,36 @@ NamespaceOption = Annotated[
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        "--model", "-m", metavar="NAME", help="Namespace by model, if only one has it.", autocompletion=complete_model
+        "--model",
+        "-m",
+        metavar="NAME",
+        help="Namespace by model, if only one has it.",
+        autocompletion=complete_model,
     ),
 ]
 KeysArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY", help="Prefix hashes in hex, or unique starts of them.")
+    list[str] | None,
+    typer.Argument(metavar="KEY", help="Prefix hashes in hex, or unique starts of them."),
 ]
 TokensOption = Annotated[
-    str | None, typer.Option("--tokens", metavar="IDS", help="Token ids from the start of the prompt: '1,2,3'.")
+    str | None,
+    typer.Option(
+        "--tokens", metavar="IDS", help="Token ids from the start of the prompt: '1,2,3'."
+    ),
 ]
 TokensFileOption = Annotated[
     Path | None,
-    typer.Option("--tokens-file", metavar="FILE", help="Token ids, by commas or spaces, or a JSON list; - is stdin."),
+    typer.Option(
+        "--tokens-file",
+        metavar="FILE",
+        help="Token ids, by commas or spaces, or a JSON list; - is stdin.",
+    ),
 ]
 
 
-def find_namespace(client: Client, digest: str | None, model: str | None) -> tuple[Namespace, pb.NamespaceInfo]:
+def find_namespace(
+    client: Client, digest: str | None, model: str | None
+) -> tuple[Namespace, pb.NamespaceInfo]:
     """The one namespace that fits; with neither digest nor model, the only one that has pages."""
     known = client.namespaces()
     matches = known
@@ -93,12 +111,16 @@ def find_namespace(client: Client, digest: str | None, model: str | None) -> tup
     if len(matches) == 1:
         return matches[0]
     said = " and ".join(
-        text for text in (digest and f"digest {digest}", model is not None and f"model {model!r}") if text
+        text
+        for text in (digest and f"digest {digest}", model is not None and f"model {model!r}")
+        if text
     )
     if not matches:
         wanted = f"no namespace with {said}" if said else "the node has no namespace yet"
         raise Failure(f"{wanted} ({len(known)} are there; list them with: kvstore ls)")
-    listed = ", ".join(entry[0].digest.hex()[:12] for entry in matches[:4]) + (", ..." if len(matches) > 4 else "")
+    listed = ", ".join(entry[0].digest.hex()[:12] for entry in matches[:4]) + (
+        ", ..." if len(matches) > 4 else ""
+    )
     raise Failure(
         f"{len(matches)} namespaces fit{' ' + said if said else ''} ({listed}); name one with --namespace DIGEST",
         ExitCode.USAGE,
@@ -106,9 +128,16 @@ def find_namespace(client: Client, digest: str | None, model: str | None) -> tup
 
 
 def find_keys(
-    client: Client, namespace: Namespace, keys: Sequence[str] | None, tokens: str | None, tokens_file: Path | None
+    client: Client,
+    namespace: Namespace,
+    keys: Sequence[str] | None,
+    tokens: str | None,
+    tokens_file: Path | None,
 ) -> list[bytes]:
-    """Prefix hashes, head first. Raises Failure for the start of a hash that no page has."""
+    """Prefix hashes, head first.
+
+    Raises Failure for the start of a hash that no page has.
+    """
     ids = read_tokens(tokens, tokens_file)
     if bool(keys) == (ids is not None):
         raise InvalidRequest("name pages either by KEY or by --tokens/--tokens-file")
@@ -129,8 +158,12 @@ def _find_key(client: Client, namespace: Namespace, text: str) -> bytes:
     if whole is not None:  # a page that may be missing, or one whose hash another hash starts with
         return whole
     if matches:
-        raise InvalidRequest(f"several keys start with {text}, among them {matches[0].hex()} and {matches[1].hex()}")
-    raise Failure(f"no page of namespace {namespace.digest.hex()} has a key that starts with {text}")
+        raise InvalidRequest(
+            f"several keys start with {text}, among them {matches[0].hex()} and {matches[1].hex()}"
+        )
+    raise Failure(
+        f"no page of namespace {namespace.digest.hex()} has a key that starts with {text}"
+    )
 
 
 def list_pages(client: Client, namespace: Namespace, hex_prefix: str) -> Iterator[pb.PageStat]:
@@ -148,8 +181,10 @@ def pieces(keys: Iterable[bytes], count_max: int = COUNT_MAX) -> Iterator[list[b
 
 
 def all_keys(client: Client, namespace: Namespace) -> Iterator[bytes]:
-    """Keys of all pages of a namespace. Pages may be removed as they come: the listing goes on
-    behind the last key it gave."""
+    """Keys of all pages of a namespace.
+
+    Pages may be removed as they come: the listing goes on behind the last key it gave.
+    """
     return (page.prefix_hash for page in client.list_pages(namespace))
 
 
@@ -172,7 +207,9 @@ def check_hex(text: str, what: str) -> None:
     if not re.fullmatch(r"[0-9a-fA-F]+", text):
         raise InvalidRequest(f"{what} {text!r} is not hexadecimal")
     if len(text) > 2 * PREFIX_HASH_NBYTES_MAX:
-        raise InvalidRequest(f"{what} has {len(text)} hex digits, at most {2 * PREFIX_HASH_NBYTES_MAX}")
+        raise InvalidRequest(
+            f"{what} has {len(text)} hex digits, at most {2 * PREFIX_HASH_NBYTES_MAX}"
+        )
 
 
 def read_tokens(tokens: str | None, tokens_file: Path | None) -> list[int] | None:
@@ -188,7 +225,10 @@ def read_tokens(tokens: str | None, tokens_file: Path | None) -> list[int] | Non
 
 
 def parse_tokens(text: str, source: str) -> list[int]:
-    """'1, 2 3' or '[1, 2, 3]'. Raises InvalidRequest naming the source and the bad word."""
+    """'1, 2 3' or '[1, 2, 3]'.
+
+    Raises InvalidRequest naming the source and the bad word.
+    """
     if text.lstrip().startswith("["):
         try:
             ids = json.loads(text)
@@ -200,7 +240,9 @@ def parse_tokens(text: str, source: str) -> list[int]:
     words = text.replace(",", " ").split()
     for word in words:
         if not word.isascii() or not word.isdigit():
-            raise InvalidRequest(f"{source}: {word[:40]!r} is not a token id; write for example 1,2,3")
+            raise InvalidRequest(
+                f"{source}: {word[:40]!r} is not a token id; write for example 1,2,3"
+            )
     return [int(word) for word in words]
 
 
@@ -208,12 +250,17 @@ def hash_tokens(ids: list[int], page_tokens: int) -> list[bytes]:
     """Raises InvalidRequest if the tokens do not fill a single page."""
     hashes = prefix_hashes(ids, page_tokens)
     if not hashes:
-        raise InvalidRequest(f"{len(ids)} tokens fill no page; a page of this namespace has {page_tokens}")
+        raise InvalidRequest(
+            f"{len(ids)} tokens fill no page; a page of this namespace has {page_tokens}"
+        )
     return hashes
 
 
 def read_input(path: Path, nbytes_max: int) -> bytes:
-    """A file, or stdin for `-`. Raises InvalidRequest if it can not be read or is too long."""
+    """A file, or stdin for `-`.
+
+    Raises InvalidRequest if it can not be read or is too long.
+    """
     try:
         if str(path) == "-":
             data = sys.stdin.buffer.read(nbytes_max + 1)

@@ -18,10 +18,16 @@ from kvstore.identities import Principal, expiry_text
 FileOption = Annotated[
     Path,
     typer.Option(
-        "--file", "-f", envvar="KVSTORE_NODE_IDENTITIES", metavar="PATH", help="The file that the nodes read."
+        "--file",
+        "-f",
+        envvar="KVSTORE_NODE_IDENTITIES",
+        metavar="PATH",
+        help="The file that the nodes read.",
     ),
 ]
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Of the identity, as logs and errors say it.")]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="Of the identity, as logs and errors say it.")
+]
 
 
 def add(
@@ -29,20 +35,36 @@ def add(
     name: NameArgument,
     file: FileOption,
     tenant: Annotated[
-        str, typer.Option("--tenant", metavar="TENANT", help="Whose pages; * for an operator or a node: everybody's.")
+        str,
+        typer.Option(
+            "--tenant",
+            metavar="TENANT",
+            help="Whose pages; * for an operator or a node: everybody's.",
+        ),
     ],
-    role: Annotated[str, typer.Option("--role", metavar="read|write|node|admin", help="What it may do.")] = "write",
+    role: Annotated[
+        str, typer.Option("--role", metavar="read|write|node|admin", help="What it may do.")
+    ] = "write",
     models: Annotated[
-        str, typer.Option("--models", metavar="PATTERNS", help="Only namespaces of such models: llama-*,qwen-*.")
+        str,
+        typer.Option(
+            "--models", metavar="PATTERNS", help="Only namespaces of such models: llama-*,qwen-*."
+        ),
     ] = "",
     days: Annotated[
-        float | None, typer.Option("--days", metavar="N", help="How long it is valid; else for ever.")
+        float | None,
+        typer.Option("--days", metavar="N", help="How long it is valid; else for ever."),
     ] = None,
     certificate: Annotated[
-        bool, typer.Option("--certificate", help="NAME is the name in a client certificate; no token is made.")
+        bool,
+        typer.Option(
+            "--certificate", help="NAME is the name in a client certificate; no token is made."
+        ),
     ] = False,
 ) -> None:
-    """Add an identity. Its token is printed once and kept nowhere: the file has its hash.
+    """Add an identity.
+
+    Its token is printed once and kept nowhere: the file has its hash.
 
     \b
     Examples:
@@ -51,8 +73,17 @@ def add(
       kvstore tokens add gpu-7 --certificate --tenant team-a -f identities
     """
     token = "" if certificate else identities.new_token(tenant)
-    fields = {"tenant": tenant, "role": role, "models": models, "expires": expiry_text(_expires_s(days))}
-    line = identities.certificate_line(name, **fields) if certificate else identities.token_line(name, token, **fields)
+    fields = {
+        "tenant": tenant,
+        "role": role,
+        "models": models,
+        "expires": expiry_text(_expires_s(days)),
+    }
+    line = (
+        identities.certificate_line(name, **fields)
+        if certificate
+        else identities.token_line(name, token, **fields)
+    )
 
     def tell() -> None:
         """All of it is out before the file is written: nobody would know the token of who is there."""
@@ -64,12 +95,18 @@ def add(
 
     identities.add(file, line, tell)
     if not run.as_json:
-        told = "; this token is not told again. Clients have it in KVSTORE_TOKEN or KVSTORE_TOKEN_FILE" if token else ""
+        told = (
+            "; this token is not told again. Clients have it in KVSTORE_TOKEN or KVSTORE_TOKEN_FILE"
+            if token
+            else ""
+        )
         note(f"{name} is in {file}{told}")
 
 
 def list_(run: Invocation, file: FileOption) -> None:
-    """Show who there is, and which lines of the file are wrong. Nobody's token or hash is shown.
+    """Show who there is, and which lines of the file are wrong.
+
+    Nobody's token or hash is shown.
 
     \b
     Examples:
@@ -80,7 +117,12 @@ def list_(run: Invocation, file: FileOption) -> None:
     known = [("token", some) for some in found.tokens.values()]
     known += [("certificate", some) for some in found.certificates.values()]
     if run.as_json:
-        emit({"identities": [_as_dict(kind, some) for kind, some in known], "problems": found.problems})
+        emit(
+            {
+                "identities": [_as_dict(kind, some) for kind, some in known],
+                "problems": found.problems,
+            }
+        )
         return
     rows = [_as_dict(kind, some) for kind, some in known]
     if rows:
@@ -92,7 +134,9 @@ def list_(run: Invocation, file: FileOption) -> None:
 
 
 def revoke(run: Invocation, name: NameArgument, file: FileOption) -> int:
-    """Take an identity out of the file. Nodes refuse it within two seconds. Exit 1 if there is none of this name.
+    """Take an identity out of the file.
+
+    Nodes refuse it within two seconds. Exit 1 if there is none of this name.
 
     \b
     Examples:

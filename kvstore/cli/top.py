@@ -1,6 +1,7 @@
 """Run `kvstore top`: what a node does in a second, from the differences of its counters.
 
-Of a cluster: what each member does and has, and the sums. A member that does not answer is shown as such.
+Of a cluster: what each member does and has, and the sums. A member that does not answer is shown as
+such.
 """
 
 import time
@@ -28,7 +29,16 @@ from kvstore.cli.members import (
     sweep_progress,
     troubled_first,
 )
-from kvstore.cli.output import console, emit, fitting, human_nbytes, pages_told, percent, table, told_all
+from kvstore.cli.output import (
+    console,
+    emit,
+    fitting,
+    human_nbytes,
+    pages_told,
+    percent,
+    table,
+    told_all,
+)
 from kvstore.client import Client
 from kvstore.cluster.view import Member, View
 from kvstore.errors import InvalidRequest
@@ -90,14 +100,19 @@ class Sample(NamedTuple):
 
 def top(
     run: Invocation,
-    interval: Annotated[float, typer.Option("--interval", "-i", metavar="SECONDS", help="Time between samples.")] = 1.0,
-    count: Annotated[int, typer.Option("--count", "-c", metavar="N", help="End after N samples; 0: go on.")] = 0,
+    interval: Annotated[
+        float, typer.Option("--interval", "-i", metavar="SECONDS", help="Time between samples.")
+    ] = 1.0,
+    count: Annotated[
+        int, typer.Option("--count", "-c", metavar="N", help="End after N samples; 0: go on.")
+    ] = 0,
     once: Annotated[bool, typer.Option("--once", help="One sample, then end.")] = False,
 ) -> None:
     """Watch the node, or the members of a cluster, live.
 
-    Requests, hit rate, throughput and evictions per second; of a cluster each member and the sums of those that
-    answer. Ctrl-C ends it. With --json one object per sample is printed, one per line.
+    Requests, hit rate, throughput and evictions per second; of a cluster each member and the sums
+    of those that answer. Ctrl-C ends it. With --json one object per sample is printed, one per
+    line.
 
     \b
     Examples:
@@ -147,7 +162,10 @@ def _samples(client: Client, interval_s: float, count: int) -> Iterator[Sample]:
 
 
 def sample(before: pb.NodeStatusReply, now: pb.NodeStatusReply, seconds: float) -> dict[str, Any]:
-    """Rates between two states of a node. After a restart its counters began at zero again."""
+    """Rates between two states of a node.
+
+    After a restart its counters began at zero again.
+    """
     restarted, whole = before.instance_id != now.instance_id, told_all(now)
     base = {} if restarted else {info.digest: info.counters for info in before.namespaces}
     zero = pb.Counters()
@@ -191,11 +209,23 @@ def _view(values: dict[str, Any], address: str, out: Console) -> Group:
     head += f"pages {values['page_count']:,}"
     if values["session_count"] is not None:
         head += f"  sessions {values['session_count']}"
-    columns = ("NAMESPACE", "MODEL", ">PAGES", ">ASKED/s", ">HIT", ">PUT/s", ">GOT/s", ">EVICTED/s", ">PUT", ">GOT")
+    columns = (
+        "NAMESPACE",
+        "MODEL",
+        ">PAGES",
+        ">ASKED/s",
+        ">HIT",
+        ">PUT/s",
+        ">GOT/s",
+        ">EVICTED/s",
+        ">PUT",
+        ">GOT",
+    )
     rows = [
         _row(space["digest"][:12], space["model"], space["page_count"], space)
         for space in values["namespaces"]
-        if space["page_count"] or any(space[rate] for rate in RATES)  # what is left of old benchmarks is no news
+        if space["page_count"]
+        or any(space[rate] for rate in RATES)  # what is left of old benchmarks is no news
     ]
     rows.append(_row("all", "", values["page_count"], values["totals"]))
     return Group(Text(head + "\n"), table(columns, rows))
@@ -217,7 +247,10 @@ def _row(digest: str, model: str, pages: int, rates: dict[str, float]) -> tuple[
 
 
 def cluster_samples(client: Client, interval_s: float, count: int) -> Iterator[Sample]:
-    """`count` samples (0: without end), each over one interval. Members come, go and fail to answer meanwhile."""
+    """`count` samples (0: without end), each over one interval.
+
+    Members come, go and fail to answer meanwhile.
+    """
     before = by_id(*_look(client, client.config.timeout_s))
     limit_s = min(client.config.timeout_s, max(LOOK_S, interval_s))
     taken = 0
@@ -237,7 +270,9 @@ def _look(client: Client, limit_s: float) -> tuple[View, Statuses]:
     return view, statuses
 
 
-def cluster_sample(view: View, statuses: Statuses, before: dict[str, pb.NodeStatusReply]) -> dict[str, Any]:
+def cluster_sample(
+    view: View, statuses: Statuses, before: dict[str, pb.NodeStatusReply]
+) -> dict[str, Any]:
     """Each member's rates since it answered last; who was not heard of before has none yet."""
     members = []
     for member in view.members:
@@ -256,7 +291,11 @@ def _of_member(before: pb.NodeStatusReply, now: pb.NodeStatusReply) -> dict[str,
     """Its own clock tells the time between: an answer that came late was not made late."""
     restarted = before.instance_id != now.instance_id
     began_ms, base = (0, pb.Counters()) if restarted else (before.uptime_ms, before.totals)
-    values: dict[str, Any] = {"node_state": now.state, "uptime_ms": now.uptime_ms, "restarted": restarted}
+    values: dict[str, Any] = {
+        "node_state": now.state,
+        "uptime_ms": now.uptime_ms,
+        "restarted": restarted,
+    }
     for part, names in _FIELDS.items():
         told = getattr(now, part)
         values[part] = {name: getattr(told, name) for name in names} if told_all(now) else None
@@ -267,9 +306,20 @@ def _cluster_view(values: dict[str, Any], view: View, statuses: Statuses, out: C
     told = dict(zip(view.members, values["members"], strict=True))
     head = _head(view, statuses)
     room = max(1, out.height - OTHER_LINES - len(head)) if out.is_terminal else len(told)
-    shown = list(view.members) if len(told) <= room else troubled_first(view.members, statuses)[:room]
+    shown = (
+        list(view.members) if len(told) <= room else troubled_first(view.members, statuses)[:room]
+    )
     rows = [_member_row(member, statuses, told[member]) for member in shown]
-    rows.append(("all", "", *_rates_row(answers(statuses), values["totals"]), "", "", *_volume(values["totals"])))
+    rows.append(
+        (
+            "all",
+            "",
+            *_rates_row(answers(statuses), values["totals"]),
+            "",
+            "",
+            *_volume(values["totals"]),
+        )
+    )
     cut = out.is_terminal  # lines that were folded would push members off the screen
     top = Text("\n".join(head) + "\n", no_wrap=cut, overflow="ellipsis" if cut else None)
     parts: list[RenderableType] = [top, fitting(COLUMNS, rows, out.width)]
@@ -292,7 +342,13 @@ def _member_row(member: Member, statuses: Statuses, told: dict[str, Any]) -> tup
     about, zone = (member.id, state_of(member, status)), member.zone or "-"
     if not isinstance(status, pb.NodeStatusReply):
         return (*about, *("-",) * 7, zone, *("-",) * 4)
-    return (*about, *_rates_row([status], told), sweep_progress(status.peers) or "-", zone, *_volume(told))
+    return (
+        *about,
+        *_rates_row([status], told),
+        sweep_progress(status.peers) or "-",
+        zone,
+        *_volume(told),
+    )
 
 
 def _rates_row(there: list[pb.NodeStatusReply], told: dict[str, float]) -> tuple[Any, ...]:
@@ -302,7 +358,9 @@ def _rates_row(there: list[pb.NodeStatusReply], told: dict[str, float]) -> tuple
         _share(told["prefix_hits_per_s"], told["asked_per_s"]),
         f"{told['got_per_s']:,.0f}",
         f"{told['put_per_s']:,.0f}",
-        human_nbytes(sum(s.peers.queue_nbytes for s in there)) if any(map(told_all, there)) else "-",
+        human_nbytes(sum(s.peers.queue_nbytes for s in there))
+        if any(map(told_all, there))
+        else "-",
     )
 
 

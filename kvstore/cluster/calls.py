@@ -23,7 +23,9 @@ from kvstore.transports.channel import NodeConnection
 
 # So long before a caller's deadline a node ends its waiting for the disk, at least.
 WAIT_MARGIN_S = 0.05
-_OUTCOMES = {outcome.value: outcome for outcome in PutOutcome}  # to call the enum takes ten times as long
+_OUTCOMES = {
+    outcome.value: outcome for outcome in PutOutcome
+}  # to call the enum takes ten times as long
 NEAR_SHARE = 0.8  # of the time that is left, for what a near node asks of others
 SCRATCH_NBYTES = 64 << 20  # of parts of sealed pages, in which the ranges that are wanted lie
 
@@ -50,7 +52,9 @@ def look_up(
             request.near, request.wait_ms = True, near_wait_ms(deadline)
         present = _call(link, "lookup", request, len(found) * step, deadline).present[:]
         if len(present) != len(hashes):
-            raise ProtocolError(f"the node answered a lookup of {len(hashes)} keys for {len(present)}")
+            raise ProtocolError(
+                f"the node answered a lookup of {len(hashes)} keys for {len(present)}"
+            )
         found.append(present)
     return list(itertools.chain.from_iterable(reversed(found)))
 
@@ -63,12 +67,16 @@ def keyed_replies(
     prefix_hashes: Sequence[bytes],
     deadline: Deadline,
 ) -> list[Any]:
-    """Return the replies to a request about each key, one for each batch. `message` makes the
-    request."""
+    """Return the replies to a request about each key, one for each batch.
+
+    `message` makes the request.
+    """
     step = batch_pages_max(namespace.stored_nbytes if op == "verify" else 0, link.limits)
     replies: list[Any] = []
     for start in range(0, len(prefix_hashes), step):
-        request = message(namespace=namespace.digest, prefix_hashes=prefix_hashes[start : start + step])
+        request = message(
+            namespace=namespace.digest, prefix_hashes=prefix_hashes[start : start + step]
+        )
         replies.append(_call(link, op, request, start, deadline))
     return replies
 
@@ -87,7 +95,9 @@ def _call(link: NodeConnection, op: str, request: Any, answered: int, deadline: 
         raise Exhausted(f"only {answered} keys were answered in {deadline.seconds:g} s") from error
 
 
-def put_request(namespace: Namespace, prefix_hashes: Sequence[bytes], keep: Keep, deadline: Deadline) -> pb.PutRequest:
+def put_request(
+    namespace: Namespace, prefix_hashes: Sequence[bytes], keep: Keep, deadline: Deadline
+) -> pb.PutRequest:
     return pb.PutRequest(
         namespace=namespace.digest,
         prefix_hashes=prefix_hashes,
@@ -109,7 +119,8 @@ def wait_ms(deadline: Deadline) -> int:
 def near_wait_ms(deadline: Deadline) -> int:
     """Return how long a near node may ask others: it answers before the deadline, so that others
     that hang are not taken for a near node that does. At least a millisecond, for a near node that
-    has nearly everything."""
+    has nearly everything.
+    """
     return max(1, int(1000 * deadline.remaining() * NEAR_SHARE))
 
 
@@ -117,14 +128,18 @@ def put_outcomes(verdicts: Sequence[int]) -> list[PutOutcome]:
     try:
         return [_OUTCOMES[verdict] for verdict in verdicts]
     except KeyError as error:
-        raise ProtocolError(f"the node answered a put with a verdict that nobody knows: {error}") from error
+        raise ProtocolError(
+            f"the node answered a put with a verdict that nobody knows: {error}"
+        ) from error
 
 
 def per_key(replies: Sequence[Any], field: str, prefix_hashes: Sequence[bytes]) -> list[Any]:
     """Return what the replies' `field` says of each key."""
     found = [value for reply in replies for value in getattr(reply, field)]
     if len(found) != len(prefix_hashes):
-        raise ProtocolError(f"the node said what is {field} of {len(found)} keys, asked about {len(prefix_hashes)}")
+        raise ProtocolError(
+            f"the node said what is {field} of {len(found)} keys, asked about {len(prefix_hashes)}"
+        )
     return found
 
 
@@ -153,7 +168,14 @@ def batches(count: int, nbytes: int, limits: pb.Limits, pieces: int = 1) -> Iter
 def batch_pages_max(nbytes: int, limits: pb.Limits, pieces: int = 1) -> int:
     """Return how many pages one batch may have, of each of which `nbytes` bytes in so many pieces
     are moved."""
-    return max(1, min(limits.batch_keys_max, limits.batch_nbytes_max // max(nbytes, 1), GET_PIECES_MAX // pieces))
+    return max(
+        1,
+        min(
+            limits.batch_keys_max,
+            limits.batch_nbytes_max // max(nbytes, 1),
+            GET_PIECES_MAX // pieces,
+        ),
+    )
 
 
 def check_lengths(prefix_hashes: Sequence[bytes], pages: Sequence[Pieces]) -> None:
@@ -170,7 +192,9 @@ def put_pages(
     deadline: Deadline,
     key: bytes | None = None,
 ) -> list[PutOutcome]:
-    """Send pages; return an outcome per key. `key`: of a keyed namespace.
+    """Send pages; return an outcome per key.
+
+    `key`: of a keyed namespace.
 
     Raises Exhausted if nothing at all could be kept.
     """
@@ -196,8 +220,11 @@ def put_pages(
 
 @dataclass(frozen=True)
 class GetOptions:
-    """Say what a get reads of each page. `prefix`: nothing behind the first miss; `near`: the node
-    may fetch it from others; `key`: of a keyed namespace."""
+    """Say what a get reads of each page.
+
+    `prefix`: nothing behind the first miss; `near`: the node may fetch it from others; `key`: of a
+    keyed namespace.
+    """
 
     ranges: tuple[ByteRange, ...]
     prefix: bool
@@ -210,8 +237,11 @@ class GetOptions:
 
 
 class GetResult(NamedTuple):
-    """Hold what a get found. `hits`: whether each page is there and good. `corrupt`: keys of pages
-    that do not match their checksum; `forged`: of pages that do, without a good seal."""
+    """Hold what a get found.
+
+    `hits`: whether each page is there and good. `corrupt`: keys of pages that do not match their
+    checksum; `forged`: of pages that do, without a good seal.
+    """
 
     hits: list[bool]
     corrupt: list[bytes]
@@ -231,7 +261,15 @@ def get_pages(
     whole = options.ranges == (ByteRange(0, page_nbytes),)
     ranges = tuple((part.offset, part.nbytes) for part in options.ranges)
     if options.key is None:
-        return _get(link, namespace, prefix_hashes, pages, _NodeGet(() if whole else ranges), options, deadline)
+        return _get(
+            link,
+            namespace,
+            prefix_hashes,
+            pages,
+            _NodeGet(() if whole else ranges),
+            options,
+            deadline,
+        )
     if whole:
         asked = _NodeGet((), Seals(options.key, page_nbytes))
         return _get(link, namespace, prefix_hashes, pages, asked, options, deadline)
@@ -240,8 +278,10 @@ def get_pages(
 
 @dataclass(frozen=True)
 class _NodeGet:
-    """Say what a node is asked to send of each page: its `ranges`, none for all of it. With
-    `seals`, the last of them, or the page, ends with the seal."""
+    """Say what a node is asked to send of each page: its `ranges`, none for all of it.
+
+    With `seals`, the last of them, or the page, ends with the seal.
+    """
 
     ranges: tuple[tuple[int, int], ...]
     seals: Seals | None = None
@@ -309,10 +349,14 @@ def _get_sealed_ranges(
         hashes = prefix_hashes[start : start + step]
         asked = _NodeGet((*sealed.runs, behind), Seals(options.key, page_nbytes, sealed.numbers))
         some = _get(link, namespace, hashes, scratch[: len(hashes)], asked, options, deadline)
-        for hit, page, (parts,) in zip(some.hits, pages[start : start + step], scratch, strict=False):
+        for hit, page, (parts,) in zip(
+            some.hits, pages[start : start + step], scratch, strict=False
+        ):
             if hit:
                 copy_segments(page, sealed.pick(parts))
-        found = GetResult(found.hits + some.hits, found.corrupt + some.corrupt, found.forged + some.forged)
+        found = GetResult(
+            found.hits + some.hits, found.corrupt + some.corrupt, found.forged + some.forged
+        )
     if step < len(pages):
         look_up(link, namespace, prefix_hashes, True, deadline)
     return found

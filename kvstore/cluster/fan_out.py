@@ -32,7 +32,9 @@ Indices = Sequence[int]  # of a call's keys
 Ask = Callable[[Indices, NodeConnection, Deadline], list[Answer]]
 Call = Callable[[NodeConnection, Deadline], Result]
 
-THREADS_MAX = 32  # beside the callers' own; members for which there is none are asked one after the other
+THREADS_MAX = (
+    32  # beside the callers' own; members for which there is none are asked one after the other
+)
 ROUTED_AT_ONCE = 16  # keys: a few hundredths of a second with the most members
 
 
@@ -42,7 +44,10 @@ def select(items: Sequence[Item], indices: Indices) -> Sequence[Item]:
 
 
 class FanOut:
-    """Routes the calls of one client. Thread-safe."""
+    """Routes the calls of one client.
+
+    Thread-safe.
+    """
 
     def __init__(self, config: ClientConfig) -> None:
         self.nodes = Nodes(config)
@@ -55,7 +60,11 @@ class FanOut:
     # ---- calls about keys ------------------------------------------------------------------
 
     def near(
-        self, ask: Ask[Answer], namespace: Namespace, prefix_hashes: Sequence[bytes], deadline: Deadline
+        self,
+        ask: Ask[Answer],
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        deadline: Deadline,
     ) -> list[Answer] | None:
         """Return the near node's answers for all keys; None if there is no near node, or it failed.
 
@@ -88,7 +97,9 @@ class FanOut:
         try:
             view = self.nodes.found(deadline)
             if view is None:
-                return self.nodes.only.run(partial(ask, range(len(prefix_hashes))), namespace, deadline)
+                return self.nodes.only.run(
+                    partial(ask, range(len(prefix_hashes))), namespace, deadline
+                )
             owners = routes(view, namespace, prefix_hashes, deadline)
             ask_member = partial(self._ask_member, view, ask, namespace)
             return try_owners(owners, ask_member, self._threads.run, is_miss, default, deadline)
@@ -116,16 +127,29 @@ class FanOut:
         return broadcast(everyone, ask_member, self._threads.run, combine, default, deadline, away)
 
     def _ask_member(
-        self, view: View, ask: Ask[Answer], namespace: Namespace, member: str, indices: list[int], limit: Deadline
+        self,
+        view: View,
+        ask: Ask[Answer],
+        namespace: Namespace,
+        member: str,
+        indices: list[int],
+        limit: Deadline,
     ) -> list[Answer]:
         return self.nodes.member(view, member).run(partial(ask, indices), namespace, limit)
 
     # ---- other calls -----------------------------------------------------------------------
 
-    def one(self, call: Call[Result], namespace: Namespace | None, deadline: Deadline, what: str) -> Result:
-        """Call the node that is alone. Raises InvalidRequest in a cluster."""
+    def one(
+        self, call: Call[Result], namespace: Namespace | None, deadline: Deadline, what: str
+    ) -> Result:
+        """Call the node that is alone.
+
+        Raises InvalidRequest in a cluster.
+        """
         if self.nodes.found(deadline) is not None:
-            raise InvalidRequest(f"{what} is asked of one node; name a member of the cluster, with direct=True")
+            raise InvalidRequest(
+                f"{what} is asked of one node; name a member of the cluster, with direct=True"
+            )
         return self.nodes.only.run(call, namespace, deadline)
 
     def open(self, namespace: Namespace, deadline: Deadline) -> None:
@@ -140,7 +164,9 @@ class FanOut:
         elif self.nodes.view is None:
             self.nodes.only.open(namespace, deadline)
 
-    def in_place(self, call: Call[Result], namespace: Namespace, deadline: Deadline, what: str) -> Result:
+    def in_place(
+        self, call: Call[Result], namespace: Namespace, deadline: Deadline, what: str
+    ) -> Result:
         """Call the node that is alone, or the near one, and leave time to ask the owners after it.
 
         Raises InvalidRequest if there is none.
@@ -166,12 +192,18 @@ class FanOut:
         return dict(zip(links, self._threads.run(calls), strict=True))
 
     def all(
-        self, call: Call[Result], namespace: Namespace | None, deadline: Deadline, away: Away | None = None
+        self,
+        call: Call[Result],
+        namespace: Namespace | None,
+        deadline: Deadline,
+        away: Away | None = None,
     ) -> list[Result]:
         """Return what every node returned; raises as `of_all` does."""
         outcomes, view = self.each(call, namespace, deadline), self.nodes.view
         ids = {member.address: member.id for member in view.members} if view else {}
-        return list(of_all({ids.get(at, at): outcome for at, outcome in outcomes.items()}, away).values())
+        return list(
+            of_all({ids.get(at, at): outcome for at, outcome in outcomes.items()}, away).values()
+        )
 
 
 def routes(
@@ -189,10 +221,15 @@ def routes(
     return found
 
 
-def _some_routes(view: View, namespace: Namespace, prefix_hashes: Sequence[bytes]) -> list[tuple[str, ...]]:
+def _some_routes(
+    view: View, namespace: Namespace, prefix_hashes: Sequence[bytes]
+) -> list[tuple[str, ...]]:
     """Return each key's owners, then members that had it before others joined or were drained."""
     owners = view.owners.owners(namespace.digest, prefix_hashes)
     if view.settled:
         return owners
     holders = view.holders.owners(namespace.digest, prefix_hashes)
-    return [(*own, *(some for some in held if some not in own)) for own, held in zip(owners, holders, strict=True)]
+    return [
+        (*own, *(some for some in held if some not in own))
+        for own, held in zip(owners, holders, strict=True)
+    ]

@@ -1,5 +1,6 @@
-"""A thread that hears of new views, from one member after the other: one for each client of a cluster, and none for a
-client of a node that is alone."""
+"""A thread that hears of new views, from one member after the other: one for each client of a
+cluster, and none for a client of a node that is alone.
+"""
 
 import contextlib
 import logging
@@ -20,18 +21,21 @@ from kvstore.transports.view_stream import Views
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
-# Then another member is asked: one that hangs, or that nobody else reaches, is not believed for ever.
+# Then another member is asked: one that hangs, or that nobody else reaches, is not believed for
+# ever.
 FOLLOW_S = 15.0
 PAUSE_S_MIN, PAUSE_S_MAX = 0.2, 10.0  # after a member that could not be followed
-FIRST_S_MAX = 0.2  # before the first: many clients start at once, and the member that told is connected to then
+# before the first: many clients start at once, and the member that told is connected to then
+FIRST_S_MAX = 0.2
 FORK_S_MAX = 0.5  # that a fork waits for the streams to end,
 LEAVE_S = 0.01  # and then for gRPC's own thread
 END_S = 0.5  # that `close` waits for the thread, which is a daemon
 
 
 class _Forks:
-    """While this process forks nobody may be inside gRPC: it could be used neither in the child nor here any more. Who
-    follows by frames goes on."""
+    """While this process forks nobody may be inside gRPC: it could be used neither in the child nor
+    here any more. Who follows by frames goes on.
+    """
 
     def __init__(self) -> None:
         self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
@@ -42,7 +46,9 @@ class _Forks:
         end = time.monotonic() + FORK_S_MAX
         for follower in there:
             follower.pause()
-        inside = [follower for follower in there if not follower.outside.is_set()]  # nobody goes in any more
+        inside = [
+            follower for follower in there if not follower.outside.is_set()
+        ]  # nobody goes in any more
         for follower in inside:
             follower.outside.wait(max(0.0, end - time.monotonic()))
         if inside:
@@ -54,10 +60,13 @@ class _Forks:
 
 
 class Follower:
-    """`ask(turn, seconds)` opens the stream of another member at each turn; `heard` is told each view. Both are methods
-    of who has this: the thread ends with them, too."""
+    """`ask(turn, seconds)` opens the stream of another member at each turn; `heard` is told each
+    view. Both are methods of who has this: the thread ends with them, too.
+    """
 
-    def __init__(self, ask: Callable[[int, float], Views], heard: Callable[[pb.View], None]) -> None:
+    def __init__(
+        self, ask: Callable[[int, float], Views], heard: Callable[[pb.View], None]
+    ) -> None:
         self._ask, self._heard = weakref.WeakMethod(ask), weakref.WeakMethod(heard)
         self._lock = threading.Lock()
         self._closed = Event()
@@ -93,7 +102,9 @@ class Follower:
             return
         try:
             run_in_helper_thread(self._start)
-        except RuntimeError as error:  # no more threads can be had: the next new connection tries again
+        except (
+            RuntimeError
+        ) as error:  # no more threads can be had: the next new connection tries again
             log.warning("the cluster's views are heard of with new connections only: %s", error)
 
     def _start(self) -> None:
@@ -106,7 +117,9 @@ class Follower:
             self._thread = thread
 
     def close(self) -> None:
-        if self._pid != os.getpid():  # after a fork there is no thread, and one of the parent's may have the lock
+        if (
+            self._pid != os.getpid()
+        ):  # after a fork there is no thread, and one of the parent's may have the lock
             return
         with self._lock:
             self._closed.set()

@@ -1,6 +1,7 @@
 """Hold a channel to each node: the one that is alone, or the members of a cluster's newest view.
 
-addresses that were given --hello--> a view, or none --> a channel per member, which tells of newer views
+addresses that were given --hello--> a view, or none --> a channel per member, which tells of newer
+views
                                                          a stream of views from one of them
                                                      --> which of them is near
 """
@@ -32,8 +33,10 @@ NEAR_SHARE = 0.25  # of a call's time for each
 
 
 class Near(NamedTuple):
-    """Remember the near node of a view. `link`: to it, None if there was none; `until`: when a
-    search is repeated."""
+    """Remember the near node of a view.
+
+    `link`: to it, None if there was none; `until`: when a search is repeated.
+    """
 
     view: View
     link: NodeChannel | None
@@ -41,7 +44,9 @@ class Near(NamedTuple):
 
 
 class Nodes:
-    """Hold a channel to each node. Thread-safe. No address is connected to before a call needs it.
+    """Hold a channel to each node.
+
+    Thread-safe. No address is connected to before a call needs it.
 
     `only`: the node that is alone, or the first one that was named.
     """
@@ -80,7 +85,9 @@ class Nodes:
         """Ask a member for its view if the number that it has told is a newer one's."""
         view = self._view
         if view is not None and number > view.number:
-            hello = link.wire.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), deadline)
+            hello = link.wire.call(
+                "hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), deadline
+            )
             self._take(hello.view)
 
     # ---- near ----------------------------------------------------------------------------
@@ -99,7 +106,11 @@ class Nodes:
         if view is None or self._config.near == "none":
             return None
         known = self._near
-        if known is None or known.view is not view or (known.link is None and time.monotonic() >= known.until):
+        if (
+            known is None
+            or known.view is not view
+            or (known.link is None and time.monotonic() >= known.until)
+        ):
             again = time.monotonic() + NEAR_AGAIN_S
             self._near = Near(view, None, again)  # meanwhile other threads do without
             self._near = Near(view, self._nearest(view, deadline), again)
@@ -110,7 +121,9 @@ class Nodes:
         named = self._config.near
         if named != "auto":
             if named not in view.by_id:
-                log.warning("near=%s is no member of the cluster %s; asking the owners", named, view.cluster)
+                log.warning(
+                    "near=%s is no member of the cluster %s; asking the owners", named, view.cluster
+                )
                 return None
             return self.member(view, named)
         if self._config.wire not in ("auto", "shm"):
@@ -131,7 +144,11 @@ class Nodes:
         with self._lock:
             known = [link for at, link in self._links.items() if self._members.get(at) in given]
         yield from (link for link in known if link.wire_name == "shm")
-        here = [some for some in view.members if some.id in given and is_here(split_address(some.address)[0])]
+        here = [
+            some
+            for some in view.members
+            if some.id in given and is_here(split_address(some.address)[0])
+        ]
         yield from (self._link(member.address) for member in here[:NEAR_TRIED])
 
     # ---- links ---------------------------------------------------------------------------
@@ -146,7 +163,9 @@ class Nodes:
             except ProtocolError:
                 raise
             except KVStoreError as error:
-                tried = link.failure_count > failures  # or its breaker refuses at once, and so is this to do
+                tried = (
+                    link.failure_count > failures
+                )  # or its breaker refuses at once, and so is this to do
                 if tried and self._ask_records(address, limit):
                     return
                 if last:
@@ -185,8 +204,12 @@ class Nodes:
     @property
     def some_fail(self) -> bool:
         """Return whether a node fails while another, which is connected to, does not."""
-        known = [(link.failing, link.wire_name != "none") for link in self.all().values()]  # once: it may change
-        return any(failing for failing, _ in known) and any(there and not failing for failing, there in known)
+        known = [
+            (link.failing, link.wire_name != "none") for link in self.all().values()
+        ]  # once: it may change
+        return any(failing for failing, _ in known) and any(
+            there and not failing for failing, there in known
+        )
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -220,7 +243,10 @@ class Nodes:
             return link
 
     def _learn(self, hello: pb.HelloReply, address: str = "") -> None:
-        """Take the view of a hello. Raises ProtocolError for a view that can not be."""
+        """Take the view of a hello.
+
+        Raises ProtocolError for a view that can not be.
+        """
         if hello.HasField("view") and not self._config.direct:
             self._take(hello.view)
             with self._lock:
@@ -243,10 +269,15 @@ class Nodes:
             for address in self._addresses:
                 links += [self._link(record) for record in _records(address, deadline)]
         link = links[turn % len(links)]
-        return link.run(lambda link, limit: link.way.follow(view.number, seconds, limit), None, deadline)
+        return link.run(
+            lambda link, limit: link.way.follow(view.number, seconds, limit), None, deadline
+        )
 
     def _take(self, message: pb.View) -> None:
-        """Take a view if it is newer. Raises ProtocolError for a view that can not be."""
+        """Take a view if it is newer.
+
+        Raises ProtocolError for a view that can not be.
+        """
         try:
             view = parse_view(message)
         except ConfigError as error:
@@ -259,18 +290,26 @@ class Nodes:
                     "two clusters have an address in common, or the addresses that were given are not of one"
                 )
             view = view.with_ports(known)
-            if known and (known.number > view.number or known == view):  # fixed lists have one number: the last told
+            if known and (
+                known.number > view.number or known == view
+            ):  # fixed lists have one number: the last told
                 return
             self._view = view.after(known)
             addresses = {member.address for member in view.members} | {*self._addresses}
             _tell_ports(view, self._links)
-            left = [self._links.pop(known_at) for known_at in list(self._links) if known_at not in addresses]
+            left = [
+                self._links.pop(known_at)
+                for known_at in list(self._links)
+                if known_at not in addresses
+            ]
             self._members = {at: member for at, member in self._members.items() if at in addresses}
             self._gone = (
                 self._gone[0] + sum(link.connect_count for link in left),
                 self._gone[1] + sum(link.failure_count for link in left),
             )
-        log.info("cluster %s: view %d with %d members", view.cluster, view.number, len(view.members))
+        log.info(
+            "cluster %s: view %d with %d members", view.cluster, view.number, len(view.members)
+        )
         for link in left:
             link.close()
 
@@ -289,7 +328,9 @@ def is_here(host: str) -> bool:
     if host in ("", "localhost", socket.gethostname()):
         return True
     try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        with socket.socket(
+            socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM
+        ) as sock:
             socket.inet_pton(sock.family, host)  # no name: that would be looked up
             sock.bind((host, 0))
     except OSError:
@@ -309,4 +350,8 @@ def _records(address: str, deadline: Deadline) -> list[str]:
     scheme = BULK_SCHEME if at.scheme == "bulk" else ""
     six, four = [one for one in found if ":" in one], [one for one in found if ":" not in one]
     several = max(len(six), len(four)) > 1
-    return [f"{scheme}{one}:{at.port}" for one in [*four, *(f"[{some}]" for some in six)]] if several else []
+    return (
+        [f"{scheme}{one}:{at.port}" for one in [*four, *(f"[{some}]" for some in six)]]
+        if several
+        else []
+    )

@@ -1,4 +1,6 @@
-"""Spread a call's keys over members and put their answers together. Pure.
+"""Spread a call's keys over members and put their answers together.
+
+Pure.
 
     keys       0 1 2 3 4 5
     routes     a b a c b a  first           each key's members, in the order in which they are asked
@@ -21,7 +23,11 @@ Answer = TypeVar("Answer")
 Outcome = TypeVar("Outcome")
 AskMember = Callable[[str, list[int], Deadline], list[Answer]]  # (member, indices of keys, limit)
 Together = Callable[[Sequence[Callable[[], list[Answer]]]], Sequence[list[Answer] | KVStoreError]]
-SILENT = (Unavailable, DeadlineExceeded, ProtocolError)  # of a member that could not be asked at all
+SILENT = (
+    Unavailable,
+    DeadlineExceeded,
+    ProtocolError,
+)  # of a member that could not be asked at all
 # Of a member's: another one may still answer. The rest is the caller's mistake, wherever it asks.
 ELSEWHERE = (*SILENT, Exhausted)
 Away = dict[str, KVStoreError]  # by member: why it could not be asked
@@ -106,16 +112,24 @@ def broadcast(
     return answers
 
 
-def of_all(outcomes: Mapping[str, Outcome | KVStoreError], away: Away | None = None) -> dict[str, Outcome]:
+def of_all(
+    outcomes: Mapping[str, Outcome | KVStoreError], away: Away | None = None
+) -> dict[str, Outcome]:
     """Return what each member answered, or raise what one raised: the others have done it then.
 
     `away` takes the errors of members that could not be asked, which are not raised then, unless no
     member could.
     """
-    failed = {member: outcome for member, outcome in outcomes.items() if isinstance(outcome, KVStoreError)}
+    failed = {
+        member: outcome for member, outcome in outcomes.items() if isinstance(outcome, KVStoreError)
+    }
     grave = [error for error in failed.values() if away is None or not isinstance(error, SILENT)]
     if grave or (failed and len(failed) == len(outcomes)):
         raise (grave or list(failed.values()))[0]
     if away is not None:
         away |= failed
-    return {member: outcome for member, outcome in outcomes.items() if not isinstance(outcome, KVStoreError)}
+    return {
+        member: outcome
+        for member, outcome in outcomes.items()
+        if not isinstance(outcome, KVStoreError)
+    }

@@ -1,4 +1,6 @@
-"""Describe a cluster: a numbered list of members, and which of them own a key. Pure.
+"""Describe a cluster: a numbered list of members, and which of them own a key.
+
+Pure.
 
 joining    it is given its keys, and asks the members that had them for what it lacks
 serving    it is given and asked for its keys
@@ -6,7 +8,8 @@ draining   it is given nothing any more, and asked for what it still has
 
 Keys are placed by weighted rendezvous hashing over slots, the same in every process and version:
 
-    key --xxh3--> one of 2^19 slots --> members by score, the best first --> R of them, each from a zone of its own
+    key --xxh3--> one of 2^19 slots --> members by score, the best first --> R of them, each from a
+    zone of its own
 
 A member's score in a slot depends on nothing but its id, its weight and the slot. So a member that
 joins takes slots from all others in proportion to the weights, one that leaves gives its own to all
@@ -35,12 +38,17 @@ MEMBERS_MAX = 1024
 REPLICAS_MAX = 8
 WEIGHT_MAX = 1e6
 NAME_NBYTES_MAX = 64  # of a cluster, a zone and a member's id
-ADDRESS_NBYTES_MAX = 300  # the longest name of a host has 253; a view with the most members fits a message
+ADDRESS_NBYTES_MAX = (
+    300  # the longest name of a host has 253; a view with the most members fits a message
+)
 REGISTRIES = ("static", "etcd")  # what a member says of its own while that is well
 
 
 class Candidate(NamedTuple):
-    """Name a member that may own keys. `zone`: empty where it fails alone."""
+    """Name a member that may own keys.
+
+    `zone`: empty where it fails alone.
+    """
 
     id: str
     weight: float
@@ -48,7 +56,10 @@ class Candidate(NamedTuple):
 
 
 class Placement:
-    """Place keys on members. Thread-safe: what two threads work out at once is the same."""
+    """Place keys on members.
+
+    Thread-safe: what two threads work out at once is the same.
+    """
 
     def __init__(self, candidates: Sequence[Candidate], replicas: int) -> None:
         ordered = sorted(candidates)
@@ -57,11 +68,14 @@ class Placement:
         self._drawn = [(hash64(some.id.encode()), 1 / some.weight) for some in ordered]
         self._replicas = min(replicas, len(ordered))
         self._slots: list[tuple[str, ...] | None] = [None] * SLOT_COUNT
-        self._alike: dict[tuple[str, ...], tuple[str, ...]] = {}  # one tuple for all slots with the same owners
+        self._alike: dict[
+            tuple[str, ...], tuple[str, ...]
+        ] = {}  # one tuple for all slots with the same owners
 
     def owners(self, namespace: bytes, prefix_hashes: Sequence[bytes]) -> list[tuple[str, ...]]:
         """Return each key's owners by id, the first one first: as many as there are replicas, if
-        there are so many members. `namespace`: its digest."""
+        there are so many members. `namespace`: its digest.
+        """
         known, found = self._slots, []
         for prefix_hash in prefix_hashes:
             slot = key_seed(namespace, prefix_hash) % SLOT_COUNT
@@ -69,8 +83,11 @@ class Placement:
         return found
 
     def _place(self, slot: int) -> tuple[str, ...]:
-        """Return a slot's owners. The least score wins: of exponential variables the least is a
-        member's with a probability in proportion to its weight."""
+        """Return a slot's owners.
+
+        The least score wins: of exponential variables the least is a member's with a probability in
+        proportion to its weight.
+        """
         name, log = slot.to_bytes(4, "little"), math.log
         scores = [-log((hash64(name, seed) + 1) * UNIT) * mean for seed, mean in self._drawn]
         owners = self._spread(sorted(range(len(scores)), key=scores.__getitem__))
@@ -89,7 +106,11 @@ class Placement:
             if not zone or zone not in zones:
                 chosen.append(member)
                 zones.add(zone)
-        rest = [member for member in ranked if member not in chosen] if len(chosen) < self._replicas else []
+        rest = (
+            [member for member in ranked if member not in chosen]
+            if len(chosen) < self._replicas
+            else []
+        )
         return tuple(self._ids[member] for member in (chosen + rest)[: self._replicas])
 
 
@@ -101,8 +122,9 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Member:
-    """Describe a node of a cluster. `address`: host:port of its gRPC as all reach it, or
-    bulk://host:port.
+    """Describe a node of a cluster.
+
+    `address`: host:port of its gRPC as all reach it, or bulk://host:port.
 
     `weight`: its share of the keys, in relation to the others'. `zone`: what fails together with
     it, such as its rack; empty: only itself. `bulk_port`: of its frames over TCP, at the same host;
@@ -129,15 +151,18 @@ class Member:
             raise ConfigError(f"the address of {self.id} is not host:port: {self.address!r}")
         split_address(self.address)
         if not 0 < self.weight <= WEIGHT_MAX:
-            raise ConfigError(f"the weight of {self.id} is {self.weight}; it must be above 0, at most {WEIGHT_MAX:g}")
+            raise ConfigError(
+                f"the weight of {self.id} is {self.weight}; it must be above 0, at most {WEIGHT_MAX:g}"
+            )
         if not 0 <= self.bulk_port < 1 << 16:
             raise ConfigError(f"the bulk port of {self.id} is {self.bulk_port}, which is no port")
 
 
 @dataclass(frozen=True)
 class View:
-    """List the members of a cluster. `number` rises with every change. `replicas`: how many members
-    own a key, if there are so many.
+    """List the members of a cluster.
+
+    `number` rises with every change. `replicas`: how many members own a key, if there are so many.
 
     Raises ConfigError for what can not be a cluster.
     """
@@ -155,7 +180,9 @@ class View:
         for what in ("id", "address"):
             counts = Counter(getattr(member, what) for member in self.members)
             if twice := [name for name, count in counts.items() if count > 1]:
-                raise ConfigError(f"two members of {self.cluster} have the {what} {min(twice)}; each needs its own")
+                raise ConfigError(
+                    f"two members of {self.cluster} have the {what} {min(twice)}; each needs its own"
+                )
 
     def after(self, known: "View | None") -> "View":
         """Return this view, which follows `known`, with the placement that was worked out there if
@@ -173,7 +200,9 @@ class View:
             return self
         ports = {(member.id, member.address): member.bulk_port for member in known.members}
         members = tuple(
-            member if member.bulk_port else replace(member, bulk_port=ports.get((member.id, member.address), 0))
+            member
+            if member.bulk_port
+            else replace(member, bulk_port=ports.get((member.id, member.address), 0))
             for member in self.members
         )
         return self if members == self.members else replace(self, members=members)
@@ -184,7 +213,10 @@ class View:
 
     @cached_property
     def message(self) -> pb.View:
-        """Return the view as it is sent: made once, because each hello has it. Do not change it."""
+        """Return the view as it is sent: made once, because each hello has it.
+
+        Do not change it.
+        """
         return view_message(self)
 
     @cached_property
@@ -205,7 +237,9 @@ class View:
 
     def _placed(self, *states: State) -> Placement:
         chosen = [member for member in self.members if member.state in states]
-        return Placement([Candidate(member.id, member.weight, member.zone) for member in chosen], self.replicas)
+        return Placement(
+            [Candidate(member.id, member.weight, member.zone) for member in chosen], self.replicas
+        )
 
 
 def _placed_alike(one: View, other: View) -> bool:
@@ -223,15 +257,25 @@ def _check_count(members: int) -> None:
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise ConfigError for an illegal name. Names stand in paths, metrics and logs."""
-    fits = name.isascii() and len(name) <= NAME_NBYTES_MAX and name.replace("-", "").replace("_", "").isalnum()
+    """Raise ConfigError for an illegal name.
+
+    Names stand in paths, metrics and logs.
+    """
+    fits = (
+        name.isascii()
+        and len(name) <= NAME_NBYTES_MAX
+        and name.replace("-", "").replace("_", "").isalnum()
+    )
     if not fits:
-        raise ConfigError(f"{what} is called {name!r}; use up to {NAME_NBYTES_MAX} of a-z, A-Z, 0-9, - and _")
+        raise ConfigError(
+            f"{what} is called {name!r}; use up to {NAME_NBYTES_MAX} of a-z, A-Z, 0-9, - and _"
+        )
 
 
 def static_view(text: str) -> View:
     """Parse `static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],...`, or ID=bulk://HOST:PORT...: a cluster
-    whose members never change. Raises ConfigError."""
+    whose members never change. Raises ConfigError.
+    """
     scheme, _, rest = text.partition(":")
     cluster, slash, members = rest.partition("/")
     if scheme != "static" or not slash:
@@ -244,7 +288,9 @@ def static_view(text: str) -> View:
 def _described(text: str) -> Member:
     member, equals, rest = text.strip().partition("=")
     if not equals:
-        raise ConfigError(f"{text!r} is no member; write ID=HOST:PORT, with @ZONE and *WEIGHT if they matter")
+        raise ConfigError(
+            f"{text!r} is no member; write ID=HOST:PORT, with @ZONE and *WEIGHT if they matter"
+        )
     rest, _, weight = rest.partition("*")
     address, _, zone = rest.partition("@")
     try:
@@ -265,11 +311,16 @@ def view_message(view: View) -> pb.View:
         )
         for member in view.members
     ]
-    return pb.View(cluster=view.cluster, number=view.number, replicas=view.replicas, members=members)
+    return pb.View(
+        cluster=view.cluster, number=view.number, replicas=view.replicas, members=members
+    )
 
 
 def parse_view(message: pb.View) -> View:
-    """Return the view of a message. Raises ConfigError for what can not be a cluster."""
+    """Return the view of a message.
+
+    Raises ConfigError for what can not be a cluster.
+    """
     _check_count(len(message.members))  # before each is looked at
     return View(message.cluster, message.number, tuple(_parsed(message.members)), message.replicas)
 
@@ -279,5 +330,7 @@ def _parsed(members: Sequence[pb.Member]) -> Iterator[Member]:
         try:
             state = State(member.state)
         except ValueError as error:
-            raise ConfigError(f"{member.id} is in a state that this version does not know: {error}") from error
+            raise ConfigError(
+                f"{member.id} is in a state that this version does not know: {error}"
+            ) from error
         yield Member(member.id, member.address, member.weight, member.zone, state, member.bulk_port)

@@ -1,6 +1,9 @@
-"""Check a deployment, as seen from where this runs. Each check says what it found and what to do.
+"""Check a deployment, as seen from where this runs.
 
-in: a client's settings; out: groups of checks, whose findings `kvstore doctor` shows. Nothing stays behind.
+Each check says what it found and what to do.
+
+in: a client's settings; out: groups of checks, whose findings `kvstore doctor` shows. Nothing stays
+behind.
 
     runner.py         which checks, in which order; what one finds out the next ones use
     checks.py         findings, and how checks are run: in parallel, each for a limited time

@@ -2,8 +2,8 @@
 
 checks --in parallel--> threads --findings, as they come--> a list in the order of the checks
 
-Each check has a thread of its own and a limit of time. Whatever one does, the others go on. What may
-hang in a driver or a disk runs in a process of its own, and is left there:
+Each check has a thread of its own and a limit of time. Whatever one does, the others go on. What
+may hang in a driver or a disk runs in a process of its own, and is left there:
 
 module --one finding per line, as JSON, then an end line--> findings
 """
@@ -41,7 +41,10 @@ class State(enum.Enum):
 
 
 class Finding(NamedTuple):
-    """`remedy`: what to do; empty: nothing. `of`: the node that it is about, where there are several."""
+    """`remedy`: what to do; empty: nothing.
+
+    `of`: the node that it is about, where there are several.
+    """
 
     name: str
     state: State
@@ -76,15 +79,14 @@ def remedy_of(error: KVStoreError, otherwise: str = "") -> str:
     if isinstance(error, Forbidden):
         return "use a token whose role, tenant and models allow it: kvstore tokens list shows them"
     if isinstance(error, ProtocolError):
-        return (
-            "update the older of both: versions work together that are one step apart; or a node is not what is there"
-        )
+        return "update the older of both: versions work together that are one step apart; or a node is not what is there"
     return otherwise
 
 
 class Check(NamedTuple):
-    """`find` is told nothing, may take `limit_s`, and is left alone then: it must end by itself some time. What it
-    yielded by then counts."""
+    """`find` is told nothing, may take `limit_s`, and is left alone then: it must end by itself
+    some time. What it yielded by then counts.
+    """
 
     name: str
     find: Callable[[], Iterable[Finding]]
@@ -103,8 +105,9 @@ class Group(NamedTuple):
 
 
 def run_all(checks: Sequence[Check], tick: Tick = lambda done: None) -> list[Finding]:
-    """`tick` is told again and again how many have ended; what it raises ends this, and leaves checks alone that are
-    under way."""
+    """`tick` is told again and again how many have ended; what it raises ends this, and leaves
+    checks alone that are under way.
+    """
     runs = [_Run(check) for check in checks]
     waiting, under_way = deque(runs), list[_Run]()
     while waiting or under_way:
@@ -127,9 +130,13 @@ class _Run:
     def begin(self) -> None:
         self._until = time.monotonic() + self.check.limit_s
         try:
-            threading.Thread(target=self._run, name=f"kvstore-doctor-{self.check.name}", daemon=True).start()
+            threading.Thread(
+                target=self._run, name=f"kvstore-doctor-{self.check.name}", daemon=True
+            ).start()
         except RuntimeError as error:
-            self._found.append(fail(self.check.name, f"no thread for it: {error}", "raise the limit of processes"))
+            self._found.append(
+                fail(self.check.name, f"no thread for it: {error}", "raise the limit of processes")
+            )
             self.ended.set()
 
     @property
@@ -140,7 +147,11 @@ class _Run:
         found = list(self._found)
         if not self.ended.is_set():
             hung = f"it has not ended in {self.check.limit_s:g} s; it was left alone"
-            found.append(fail(self.check.name, hung, "what it asked hangs, or allow more time with --timeout"))
+            found.append(
+                fail(
+                    self.check.name, hung, "what it asked hangs, or allow more time with --timeout"
+                )
+            )
         return found
 
     def _run(self) -> None:
@@ -152,7 +163,9 @@ class _Run:
         except Exception as error:
             log.debug("%s", self.check.name, exc_info=True)
             said = f"the check itself failed: {type(error).__name__}: {error}"
-            self._found.append(fail(self.check.name, said, "tell the maintainers; all other checks hold"))
+            self._found.append(
+                fail(self.check.name, said, "tell the maintainers; all other checks hold")
+            )
         finally:
             self.ended.set()
 
@@ -160,7 +173,12 @@ class _Run:
 def tell(findings: Iterable[Finding]) -> None:
     """What such a module does: each as soon as it is there."""
     for finding in findings:
-        said = {"name": finding.name, "state": finding.state.value, "found": finding.found, "remedy": finding.remedy}
+        said = {
+            "name": finding.name,
+            "state": finding.state.value,
+            "found": finding.found,
+            "remedy": finding.remedy,
+        }
         print(json.dumps(said), flush=True)
     print(json.dumps({END: True}), flush=True)
 
@@ -175,13 +193,18 @@ def ending(status: int) -> str:
         return f"it was ended by signal {-status}"
 
 
-def probed(name: str, module: str, arguments: Sequence[str], limit_s: float, remedy: str) -> Iterator[Finding]:
+def probed(
+    name: str, module: str, arguments: Sequence[str], limit_s: float, remedy: str
+) -> Iterator[Finding]:
     """Yield the findings of `python -m module`.
 
-    `remedy` is for a process that hangs or fails. One that fails after its end line is a warning only.
+    `remedy` is for a process that hangs or fails. One that fails after its end line is a warning
+    only.
     """
     command = [sys.executable, "-m", module, *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         said, complained = process.communicate(timeout=limit_s)
         hung = False
@@ -198,7 +221,9 @@ def probed(name: str, module: str, arguments: Sequence[str], limit_s: float, rem
     if hung:
         yield fail(name, f"hangs: no end in {limit_s:g} s", remedy)
     elif process.returncode:
-        last = complained.decode(errors="replace").strip().splitlines()[-1:] or [ending(process.returncode)]
+        last = complained.decode(errors="replace").strip().splitlines()[-1:] or [
+            ending(process.returncode)
+        ]
         if _ended(said):
             yield warn(name, f"the checks completed, then their process failed: {last[0]}", remedy)
         else:

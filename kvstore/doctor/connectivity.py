@@ -1,9 +1,11 @@
 """Check the way to one node, step by step, and which wires work from here.
 
-name -> TCP -> TLS -> certificate -> gRPC -> who this is there; then what the node tells of itself, and its clock
+name -> TCP -> TLS -> certificate -> gRPC -> who this is there; then what the node tells of itself,
+and its clock
 
-A step that fails ends it, and the steps behind it are skipped. At an address of bulk:// frames are in gRPC's
-place, and at one of unix: there is nothing before them. Then `Wires` says why a wire does not work.
+A step that fails ends it, and the steps behind it are skipped. At an address of bulk:// frames are
+in gRPC's place, and at one of unix: there is nothing before them. Then `Wires` says why a wire does
+not work.
 """
 
 import os
@@ -44,11 +46,16 @@ class Clock(NamedTuple):
 
 
 class Connectivity:
-    """To the node at an address. What was found on it is there when `findings` has been gone through."""
+    """To the node at an address.
+
+    What was found on it is there when `findings` has been gone through.
+    """
 
     def __init__(self, address: str, config: ClientConfig) -> None:
         self.address = address
-        self.config = replace(config, address=address, direct=True)  # whatever a cluster says: this node
+        self.config = replace(
+            config, address=address, direct=True
+        )  # whatever a cluster says: this node
         self.scheme, self.host, self.port, _ = parse_address(address)
         self.found: tuple[str, ...] = ()  # its IP addresses that answer
         self.hello: pb.HelloReply | None = None
@@ -137,7 +144,11 @@ class Connectivity:
 
     def _plain(self, speaks_tls: bool) -> Finding:
         if speaks_tls:
-            return fail("TLS", SPEAKS_TLS, "set KVSTORE_TLS_CA to the file of the authority (ca.pem), or to system")
+            return fail(
+                "TLS",
+                SPEAKS_TLS,
+                "set KVSTORE_TLS_CA to the file of the authority (ca.pem), or to system",
+            )
         if all(map(is_loopback, self.found)):
             return ok("TLS", "none, and nothing leaves this host")
         remedy = "give nodes --tls-cert and --tls-key and clients KVSTORE_TLS_CA: docs/operations.md, TLS"
@@ -148,10 +159,12 @@ class Connectivity:
         with suppress(ConfigError):
             called = ", ".join(hosts(certificate)) or called if certificate else "unknown"
         if problem:
-            remedy = (
-                "renew or correct the files of KVSTORE_TLS_CA, KVSTORE_TLS_CERT, KVSTORE_TLS_NAME or the node's own"
+            remedy = "renew or correct the files of KVSTORE_TLS_CA, KVSTORE_TLS_CERT, KVSTORE_TLS_NAME or the node's own"
+            return fail(
+                "TLS",
+                f"{problem}; its certificate is for {called}",
+                f"{remedy}: docs/operations.md, TLS",
             )
-            return fail("TLS", f"{problem}; its certificate is for {called}", f"{remedy}: docs/operations.md, TLS")
         return ok("TLS", f"its certificate is believed, and for {called}")
 
     def _ask(self) -> Iterator[Finding]:
@@ -164,10 +177,11 @@ class Connectivity:
         self._wire, self.hello = connection.wire, connection.hello
         took_ms = 1000 * (time.monotonic() - began)
         yield ok(self._asks_over, f"node {connection.hello.version} answers in {took_ms:.1f} ms")
-        who = (
-            f"{connection.hello.role} of {'all tenants' if connection.hello.tenant == '*' else connection.hello.tenant}"
+        who = f"{connection.hello.role} of {'all tenants' if connection.hello.tenant == '*' else connection.hello.tenant}"
+        yield ok(
+            "who this is",
+            f"{who} there" if connection.hello.role else "the node asks nobody who he is",
         )
-        yield ok("who this is", f"{who} there" if connection.hello.role else "the node asks nobody who he is")
 
     @property
     def _asks_over(self) -> str:
@@ -176,7 +190,9 @@ class Connectivity:
     def _opened(self) -> Negotiated:
         """By the wire that an address of this kind always has."""
         wire = {"unix": "shm"}.get(self.scheme, self.scheme)
-        return Negotiation(self.address, replace(self.config, wire=wire)).open(Deadline(self.config.timeout_s))
+        return Negotiation(self.address, replace(self.config, wire=wire)).open(
+            Deadline(self.config.timeout_s)
+        )
 
     def ask_again(self) -> None:
         """What it says at hello, as it is now; as it was, if it does not answer."""
@@ -190,7 +206,9 @@ class Connectivity:
         began, asked = time.time(), time.monotonic()
         try:
             deadline = Deadline(self.config.timeout_s)
-            status = cast(pb.NodeStatusReply, self._wire.call("node_status", pb.NodeStatusRequest(), deadline))
+            status = cast(
+                pb.NodeStatusReply, self._wire.call("node_status", pb.NodeStatusRequest(), deadline)
+            )
         except Forbidden as error:
             yield skipped("status", str(error), remedy_of(error))
             return
@@ -217,8 +235,11 @@ def _remedy_of_tcp(error: OSError) -> str:
 
 
 class Wires:
-    """To a node that said hello. `clients`: of the wires that work, by name; to be closed. `keep`: they stay open until
-    then, with some seven descriptors."""
+    """To a node that said hello.
+
+    `clients`: of the wires that work, by name; to be closed. `keep`: they stay open until then,
+    with some seven descriptors.
+    """
 
     def __init__(self, node: Connectivity, keep: bool = True) -> None:
         self.node = node
@@ -242,12 +263,24 @@ class Wires:
         wrong = fail if config.wire == "shm" else warn
         if not hello.shm_socket:
             if hello.shm_refused and (self.node.is_here or config.wire == "shm"):
-                return wrong("shm", hello.shm_refused, "--shm-trust of the node names tenants that may: SECURITY.md")
+                return wrong(
+                    "shm",
+                    hello.shm_refused,
+                    "--shm-trust of the node names tenants that may: SECURITY.md",
+                )
             if config.wire == "shm":
-                return fail("shm", "the node serves none", "start it without --shm-socket none, or take another wire")
+                return fail(
+                    "shm",
+                    "the node serves none",
+                    "start it without --shm-socket none, or take another wire",
+                )
             return skipped("shm", hello.shm_refused or "the node serves none (--shm-socket none)")
         named = self.node.scheme == "unix"
-        path = parse_address(self.node.address).path if named else socket_here(hello.shm_socket, config)
+        path = (
+            parse_address(self.node.address).path
+            if named
+            else socket_here(hello.shm_socket, config)
+        )
         try:
             os.stat(path)
         except FileNotFoundError:
@@ -277,11 +310,17 @@ class Wires:
         if self.node.scheme != "grpc":
             return skipped("grpc", "the address is one of frames")
         problem = self._try("grpc")
-        return fail("grpc", problem, "look at the log of kvstore-node") if problem else ok("grpc", "works")
+        return (
+            fail("grpc", problem, "look at the log of kvstore-node")
+            if problem
+            else ok("grpc", "works")
+        )
 
     def _try(self, wire: str) -> str:
         """Why it does not work; empty: it does."""
-        config = replace(self.node.config, wire=wire, connections_max=1, page_key="", page_key_file="")
+        config = replace(
+            self.node.config, wire=wire, connections_max=1, page_key="", page_key_file=""
+        )
         client = Client(config)
         try:
             client.view()

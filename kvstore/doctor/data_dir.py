@@ -1,6 +1,8 @@
-"""A data directory, on the host where its node runs or is to run: `python -m kvstore.doctor.data_dir PATH`.
+"""A data directory, on the host where its node runs or is to run: `python -m
+kvstore.doctor.data_dir PATH`.
 
-Its own file there has no name, so that nothing is left whatever happens. Run as the user of the node.
+Its own file there has no name, so that nothing is left whatever happens. Run as the user of the
+node.
 """
 
 import errno
@@ -51,7 +53,9 @@ def findings(path: Path, mounts: str = "") -> Iterator[Finding]:
     try:
         yield _direct_io(direct)
         if _free_nbytes(where) < ROOM_NBYTES:
-            yield skipped("speed", "not measured: that takes room, and a node there may need all that is left")
+            yield skipped(
+                "speed", "not measured: that takes room, and a node there may need all that is left"
+            )
         else:
             yield speed(fd)
     finally:
@@ -66,10 +70,14 @@ def permission(path: Path, where: Path) -> Finding:
     if not os.access(where, os.W_OK | os.X_OK):
         remedy = f"run this as the node's user, or give it the directory: chown USER {where}"
         return fail(
-            "data directory", f"{user} may not write in {where}, which is of user {where.stat().st_uid}", remedy
+            "data directory",
+            f"{user} may not write in {where}, which is of user {where.stat().st_uid}",
+            remedy,
         )
     if where != path:
-        return ok("data directory", f"{path} is not there yet; a node of {user} makes it in {where}")
+        return ok(
+            "data directory", f"{path} is not there yet; a node of {user} makes it in {where}"
+        )
     return ok("data directory", f"{path}, of user {where.stat().st_uid}; {user} may write there")
 
 
@@ -82,9 +90,15 @@ def file_system(where: Path, mounts: str) -> Finding:
             kind, device, point = kind_, device_, mounted
     said = f"{kind} on {device}, at {point or '?'}"
     if kind in REMOTE or kind.startswith("fuse"):
-        return warn("file system", f"{said}: not of this host", f"{LOCAL}: reads wait for the network, and may hang")
+        return warn(
+            "file system",
+            f"{said}: not of this host",
+            f"{LOCAL}: reads wait for the network, and may hang",
+        )
     if kind in NO_DISK:
-        return warn("file system", said, f"{LOCAL}: this one is memory, or of a container and gone with it")
+        return warn(
+            "file system", said, f"{LOCAL}: this one is memory, or of a container and gone with it"
+        )
     return ok("file system", said)
 
 
@@ -93,7 +107,11 @@ def room(where: Path) -> Finding:
     free, whole = _free_nbytes(where), about.f_blocks * about.f_frsize
     said = f"{free / GIB:,.1f} of {whole / GIB:,.1f} GiB free: --disk-bytes up to {USABLE_SHARE * free / GIB:,.1f}GiB"
     if free < ROOM_NBYTES:
-        return fail("room", said, "free some, or name another --data-dir: a disk that is full stops the disk tier")
+        return fail(
+            "room",
+            said,
+            "free some, or name another --data-dir: a disk that is full stops the disk tier",
+        )
     if about.f_files and about.f_favail < INODES_FEW:
         return warn("room", f"{said}, but only {about.f_favail:,} files", "free some inodes")
     return ok("room", said)
@@ -105,7 +123,9 @@ def _free_nbytes(where: Path) -> int:
 
 
 def speed(fd: int) -> Finding:
-    """Rough: some MiB written and read again, and a few syncs; a node that works on the same disk is in it."""
+    """Rough: some MiB written and read again, and a few syncs; a node that works on the same disk
+    is in it.
+    """
     page = mmap.mmap(-1, STEP_NBYTES)  # page-aligned, as O_DIRECT needs it
     page[:] = os.urandom(STEP_NBYTES)
     began, written = time.monotonic(), 0

@@ -30,7 +30,9 @@ MIB = 1 << 20
 DESCRIPTORS_FEW = 4096  # a node has one for each connection, and two for each extent of its disk
 MEMORY_LOW_NBYTES = 512 << 20  # what a node needs beside its RAM tier
 SHMEM_ENABLED = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
-_TIMEX = struct.Struct("@Ixxxxqqqqi")  # struct timex of 64-bit Linux, up to its status: modes, offset, freq, errors
+_TIMEX = struct.Struct(
+    "@Ixxxxqqqqi"
+)  # struct timex of 64-bit Linux, up to its status: modes, offset, freq, errors
 _TIMEX_NBYTES = 256
 _UNSYNCHRONISED = 0x40
 
@@ -47,8 +49,10 @@ def unsynchronised() -> bool | None:
 
 
 class Host:
-    """`serves`: a node runs here, or is to. `has_gpu`: an agent moves pages of a GPU here. `root`: where the kernel's
-    files are."""
+    """`serves`: a node runs here, or is to.
+
+    `has_gpu`: an agent moves pages of a GPU here. `root`: where the kernel's files are.
+    """
 
     def __init__(
         self,
@@ -89,11 +93,15 @@ class Host:
             check_headroom()
         except Unavailable as error:
             return fail(
-                "descriptors", f"{error}; gRPC would not begin", "raise it with ulimit, or LimitNOFILE of the unit"
+                "descriptors",
+                f"{error}; gRPC would not begin",
+                "raise it with ulimit, or LimitNOFILE of the unit",
             )
         if hard is not None and hard < DESCRIPTORS_FEW:
             return warn(
-                "descriptors", said, f"raise the hard limit to {DESCRIPTORS_FEW:,} or more: LimitNOFILE, ulimit -Hn"
+                "descriptors",
+                said,
+                f"raise the hard limit to {DESCRIPTORS_FEW:,} or more: LimitNOFILE, ulimit -Hn",
             )
         return ok("descriptors", said)
 
@@ -110,7 +118,11 @@ class Host:
             said += f", of which {max(0, inside) / MIB:,.0f} MiB under the limit of {int(cap) / MIB:,.0f} MiB here"
             nbytes = min(nbytes, inside)
         if nbytes < MEMORY_LOW_NBYTES:
-            return warn("memory", said, "a node needs RAM + RAM/64 + 512 MiB: lower --ram-bytes, or raise the limit")
+            return warn(
+                "memory",
+                said,
+                "a node needs RAM + RAM/64 + 512 MiB: lower --ram-bytes, or raise the limit",
+            )
         return ok("memory", said)
 
     def shared_memory(self) -> Finding:
@@ -124,13 +136,18 @@ class Host:
                 os.close(fd)
             os.close(os.pidfd_open(os.getpid()))
         except OSError as error:
-            remedy = "Linux 5.3 or newer, and a seccomp profile that allows memfd_create and pidfd_open"
+            remedy = (
+                "Linux 5.3 or newer, and a seccomp profile that allows memfd_create and pidfd_open"
+            )
             return fail("shared memory", f"it can not be had: {error}", remedy)
         space, _ = self._limit("Max address space")
         if space is not None:
             remedy = "ulimit -v unlimited (LimitAS): a client maps all of the RAM of the node on its host"
             return warn("shared memory", f"a process may map {space / MIB:,.0f} MiB in all", remedy)
-        return ok("shared memory", "memfd and pidfd work, nothing limits what may be mapped; /dev/shm is not used")
+        return ok(
+            "shared memory",
+            "memfd and pidfd work, nothing limits what may be mapped; /dev/shm is not used",
+        )
 
     def locked_memory(self) -> Finding:
         soft, hard = self._limit("Max locked memory")
@@ -146,28 +163,43 @@ class Host:
         text = self._read(SHMEM_ENABLED)
         chosen = re.search(r"\[(\w+)\]", text)
         if chosen is None:
-            return skipped("huge pages", f"this kernel has none for shared memory (/{SHMEM_ENABLED})")
+            return skipped(
+                "huge pages", f"this kernel has none for shared memory (/{SHMEM_ENABLED})"
+            )
         if chosen[1] not in ("never", "deny"):
             return ok("huge pages", f"shared memory gets them: {chosen[1]}")
         said = f"shared memory gets none: {chosen[1]}"
         if not (self._serves or self._has_gpu):
             return ok("huge pages", f"{said}; they matter where a node runs")
-        remedy = f"as root, before the node starts and after each boot: echo advise > /{SHMEM_ENABLED}"
-        return warn("huge pages", f"{said}: each client needs 75 ms and 2 MiB more for each GiB it maps", remedy)
+        remedy = (
+            f"as root, before the node starts and after each boot: echo advise > /{SHMEM_ENABLED}"
+        )
+        return warn(
+            "huge pages",
+            f"{said}: each client needs 75 ms and 2 MiB more for each GiB it maps",
+            remedy,
+        )
 
     def clock(self) -> Finding:
         nobody = self._clock()
         if nobody is None:
             return skipped("clock", "the kernel does not say who sets it")
         if nobody:
-            remedy = "run chrony or systemd-timesyncd; certificates and times to live go by the clock"
-            return warn("clock", "nobody sets this host's clock, as far as the kernel knows", remedy)
+            remedy = (
+                "run chrony or systemd-timesyncd; certificates and times to live go by the clock"
+            )
+            return warn(
+                "clock", "nobody sets this host's clock, as far as the kernel knows", remedy
+            )
         return ok("clock", "it is set by another clock")
 
     def _limit(self, name: str) -> tuple[int | None, int | None]:
         """Of this process, (what holds, what it may ask for); None: none."""
         found = re.search(rf"^{name}\s+(\w+)\s+(\w+)", self._read("proc/self/limits"), re.MULTILINE)
-        soft, hard = (int(text) if text.isdigit() else None for text in (found.groups() if found else ("", "")))
+        soft, hard = (
+            int(text) if text.isdigit() else None
+            for text in (found.groups() if found else ("", ""))
+        )
         return soft, hard
 
     def _read(self, path: str) -> str:
@@ -191,10 +223,16 @@ def ends(name: str, what: str, seconds: float) -> Finding:
     said = f"{what} until {date(seconds)}"
     if left_s <= 0:
         return fail(
-            name, f"{what} has expired on {date(seconds)}", "renew it: write new files in place of the old ones"
+            name,
+            f"{what} has expired on {date(seconds)}",
+            "renew it: write new files in place of the old ones",
         )
     if left_s < NEAR_END_S:
-        return warn(name, f"{said}, {left_s / 86400:.1f} days from now", "renew it: new files in place of the old ones")
+        return warn(
+            name,
+            f"{said}, {left_s / 86400:.1f} days from now",
+            "renew it: new files in place of the old ones",
+        )
     return ok(name, f"{said}, {left_s / 86400:,.0f} days from now")
 
 
@@ -202,7 +240,10 @@ def _address(config: ClientConfig) -> Finding:
     direct = ", that node alone" if config.direct else ""
     near = "" if config.near == "auto" else f", near {config.near}"
     said = f"{config.address}{direct}, wire {config.wire}{near}"
-    return ok("settings", f"{said}, {config.timeout_s:g} s a call, {config.connect_timeout_s:g} s to connect")
+    return ok(
+        "settings",
+        f"{said}, {config.timeout_s:g} s a call, {config.connect_timeout_s:g} s to connect",
+    )
 
 
 def _files(config: ClientConfig) -> Iterator[Finding]:
@@ -214,7 +255,11 @@ def _files(config: ClientConfig) -> Iterator[Finding]:
         pems = tls.files.look()
         roots_end = 0.0 if config.tls_ca == SYSTEM else first_expiry(pems.roots)
     except ConfigError as error:
-        yield fail("TLS files", str(error), "KVSTORE_TLS_CA, KVSTORE_TLS_CERT and KVSTORE_TLS_KEY name them")
+        yield fail(
+            "TLS files",
+            str(error),
+            "KVSTORE_TLS_CA, KVSTORE_TLS_CERT and KVSTORE_TLS_KEY name them",
+        )
         return
     if roots_end:
         yield ends("TLS files", f"tls_ca={config.tls_ca}", roots_end)
@@ -237,9 +282,17 @@ def _token(config: ClientConfig) -> Finding:
     try:
         token = token_of(config)
     except ConfigError as error:
-        return fail("token", str(error), "KVSTORE_TOKEN_FILE names a file with one word that others can not read")
+        return fail(
+            "token",
+            str(error),
+            "KVSTORE_TOKEN_FILE names a file with one word that others can not read",
+        )
     if config.token_file and not token:
-        return fail("token", f"token_file={config.token_file} is empty", "write the token into it: kvstore tokens add")
+        return fail(
+            "token",
+            f"token_file={config.token_file} is empty",
+            "write the token into it: kvstore tokens add",
+        )
     source = f"from {config.token_file}" if config.token_file else "from KVSTORE_TOKEN"
     return ok("token", f"set, {source}" if token else "none")
 

@@ -1,7 +1,7 @@
 """Check what nodes tell: of themselves, and of each other.
 
-One node: version, clock, RAM, disk, gateways, certificates. A cluster: one view, one registry, a near
-node. Pure: everything was asked before.
+One node: version, clock, RAM, disk, gateways, certificates. A cluster: one view, one registry, a
+near node. Pure: everything was asked before.
 """
 
 import time
@@ -16,7 +16,10 @@ from kvstore.doctor.host import ends
 from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
 
-CLOCK_WARN_S, CLOCK_FAIL_S = 2.0, 300.0  # certificates of `kvstore certs` are valid from five minutes before on
+CLOCK_WARN_S, CLOCK_FAIL_S = (
+    2.0,
+    300.0,
+)  # certificates of `kvstore certs` are valid from five minutes before on
 QUEUE_FULL_SHARE = 0.9
 STREAK_MIN = 3  # ends of gateways within a minute, which are no accident
 SETTLE_S = 1.0  # a view that has just changed reaches everybody within that
@@ -57,7 +60,11 @@ def version(hello: pb.HelloReply) -> Finding:
         remedy = "update the older one soon: versions work together that are one step apart"
         return warn("version", f"{said}; here {PROTOCOL_VERSION}", remedy)
     if hello.version != kvstore.__version__:
-        return warn("version", f"{said}; here {kvstore.__version__}", "update the older one; they work together")
+        return warn(
+            "version",
+            f"{said}; here {kvstore.__version__}",
+            "update the older one; they work together",
+        )
     return ok("version", said)
 
 
@@ -72,9 +79,7 @@ def clock(told: Clock | None) -> Finding:
     if told is None:
         return skipped("clock", "an older node does not tell what its clock says")
     off_s = max(0.0, abs(told.ahead_s) - told.within_s)
-    said = (
-        f"{abs(told.ahead_s):.3f} s {'ahead of' if told.ahead_s > 0 else 'behind'} this host's, ± {told.within_s:.3f} s"
-    )
+    said = f"{abs(told.ahead_s):.3f} s {'ahead of' if told.ahead_s > 0 else 'behind'} this host's, ± {told.within_s:.3f} s"
     remedy = "set the clock that is wrong, and run chrony or systemd-timesyncd there: certificates go by it"
     if off_s >= CLOCK_FAIL_S:
         return fail("clock", said, remedy)
@@ -90,12 +95,20 @@ def disk(status: pb.NodeStatusReply) -> Finding:
     told = status.disk
     if not status.HasField("disk"):
         return skipped("disk", "this node has none (--data-dir)")
-    said = f"{told.used_nbytes / GIB:.1f} of {told.capacity_nbytes / GIB:.1f} GiB in {told.data_dir}"
+    said = (
+        f"{told.used_nbytes / GIB:.1f} of {told.capacity_nbytes / GIB:.1f} GiB in {told.data_dir}"
+    )
     if told.state != "SERVING":
-        return fail("disk", f"STOPPED, RAM serves on: {told.reason}", "mend the cause, then: kvstore recover")
+        return fail(
+            "disk",
+            f"STOPPED, RAM serves on: {told.reason}",
+            "mend the cause, then: kvstore recover",
+        )
     if told.pages_corrupt:
         remedy = "the medium, or the memory, changes what was written: replace it; kvstore scrub reads everything once"
-        return warn("disk", f"{said}; {told.pages_corrupt:,} pages were found damaged, and dropped", remedy)
+        return warn(
+            "disk", f"{said}; {told.pages_corrupt:,} pages were found damaged, and dropped", remedy
+        )
     if told.queue_nbytes > QUEUE_FULL_SHARE * told.queue_nbytes_max:
         remedy = "the disk is slower than the puts: a faster one, more members, or a larger --disk-queue-bytes"
         return warn("disk", f"{said}; what waits to be written is at its limit", remedy)
@@ -106,13 +119,18 @@ def disk(status: pb.NodeStatusReply) -> Finding:
 
 
 def gateways(status: pb.NodeStatusReply) -> Iterator[Finding]:
-    """Of the processes that serve gRPC: whether they stay. An older node tells of none."""
+    """Of the processes that serve gRPC: whether they stay.
+
+    An older node tells of none.
+    """
     if not status.gateways:
         return
     ended = sum(gateway.recent_ends for gateway in status.gateways)
     ready = sum(gateway.ready for gateway in status.gateways)
     why = ", ".join(f"{end.why} {end.count:,}" for end in status.gateway_ends if end.count)
-    said = f"{ready} of {len(status.gateways)} serve" + (f"; ended since its start: {why}" if why else "")
+    said = f"{ready} of {len(status.gateways)} serve" + (
+        f"; ended since its start: {why}" if why else ""
+    )
     if ended >= STREAK_MIN or not ready:
         remedy = (
             "somebody floods the gRPC port, or --grpc-memory-bytes is too little for its callers: bind it to another "
@@ -150,7 +168,11 @@ def findings(view: View, nodes: Mapping[str, Connectivity]) -> Iterator[Finding]
         yield _registry(there)
     if view.replicas > len(view.members):
         remedy = "start more members, or lower --replicas"
-        yield warn("replicas", f"{view.replicas} are wanted of {len(view.members)} members: there are fewer", remedy)
+        yield warn(
+            "replicas",
+            f"{view.replicas} are wanted of {len(view.members)} members: there are fewer",
+            remedy,
+        )
 
 
 def near(view: View, config: ClientConfig, shared: Mapping[str, bool]) -> Finding:
@@ -161,14 +183,18 @@ def near(view: View, config: ClientConfig, shared: Mapping[str, bool]) -> Findin
         if config.near in view.by_id:
             return ok("near node", f"{config.near}, as KVSTORE_NEAR says")
         known = ", ".join(sorted(view.by_id))
-        return fail("near node", f"KVSTORE_NEAR={config.near} is no member", f"name one of {known}, or auto")
+        return fail(
+            "near node", f"KVSTORE_NEAR={config.near} is no member", f"name one of {known}, or auto"
+        )
     if config.wire not in ("auto", "shm"):
         return ok("near node", f"none by wire {config.wire}: each page's owners are asked")
     found = [member for member, mapped in shared.items() if mapped]
     if found:
         which = f"one of {', '.join(found)}" if len(found) > 1 else found[0]
         return ok("near node", f"{which}, by shared memory: it is asked for everything")
-    return skipped("near node", "no member's shared memory can be mapped here: each page's owners are asked")
+    return skipped(
+        "near node", "no member's shared memory can be mapped here: each page's owners are asked"
+    )
 
 
 def _answers(view: View, there: Mapping[str, Connectivity]) -> Finding:
@@ -191,19 +217,31 @@ def _agreement(there: Mapping[str, Connectivity]) -> Finding:
     alone = sorted(there.keys() - views.keys())
     if alone:
         remedy = "start it with the same --cluster as the others"
-        return fail("view", f"{', '.join(alone)} is in no cluster, or tells of one that can not be", remedy)
+        return fail(
+            "view", f"{', '.join(alone)} is in no cluster, or tells of one that can not be", remedy
+        )
     numbers = {seen.number for seen in views.values()}
     if len(numbers) > 1:
         said = ", ".join(f"{member} has {seen.number}" for member, seen in sorted(views.items()))
-        return fail("view", said, "who is behind does not hear of changes: look at its registry, and at etcd")
+        return fail(
+            "view",
+            said,
+            "who is behind does not hear of changes: look at its registry, and at etcd",
+        )
     lists = {seen.members: member for member, seen in sorted(views.items())}
     if len(lists) > 1:
         said = f"{' and '.join(lists.values())} have lists of members that differ"
         return fail(
-            "view", said, "give all members the same text as --cluster static:..., and restart those that differ"
+            "view",
+            said,
+            "give all members the same text as --cluster static:..., and restart those that differ",
         )
     if len({(seen.cluster, seen.replicas) for seen in views.values()}) > 1:
-        return fail("view", "members differ in the cluster's name or in --replicas", "give all of them the same")
+        return fail(
+            "view",
+            "members differ in the cluster's name or in --replicas",
+            "give all of them the same",
+        )
     return ok("view", f"number {numbers.pop()}, the same at all that answer")
 
 
@@ -229,7 +267,11 @@ def _registry(there: Mapping[str, Connectivity]) -> Finding:
             wrong[f"{member} can not ask its registry: {peers.registry}"] = None
         wrong |= dict.fromkeys(f"not of the view: {line}" for line in peers.apart)
     if wrong:
-        return warn("registry", "; ".join(wrong), "mend etcd, or the way to it; who is apart says why: docs/cluster.md")
+        return warn(
+            "registry",
+            "; ".join(wrong),
+            "mend etcd, or the way to it; who is apart says why: docs/cluster.md",
+        )
     if not told:
         return skipped("registry", "told to an identity of all tenants only")
     return ok("registry", "all members can ask it, and nobody is apart")

@@ -1,7 +1,8 @@
 """Put pages, read them back, compare and remove them; and explain why nothing hits.
 
-`Pages` puts one page for each wire of each node, and one on its disk. The namespace is the same for all runs, the
-keys are random. What is left where even the removal fails goes by itself: each page has a time to live.
+`Pages` puts one page for each wire of each node, and one on its disk. The namespace is the same for
+all runs, the keys are random. What is left where even the removal fails goes by itself: each page
+has a time to live.
 
 `hints` compares namespaces and their counters, and answers in plain words. It is pure.
 """
@@ -19,7 +20,14 @@ from kvstore.cluster.view import View
 from kvstore.config import ClientConfig, light_wire
 from kvstore.doctor.checks import Finding, fail, ok, remedy_of, skipped, warn
 from kvstore.doctor.connectivity import NAMES, Wires
-from kvstore.errors import ConfigError, Exhausted, Forbidden, InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import (
+    ConfigError,
+    Exhausted,
+    Forbidden,
+    InvalidRequest,
+    KVStoreError,
+    Unavailable,
+)
 from kvstore.identities import ALL, Role
 from kvstore.keys import Namespace
 from kvstore.layout import PageLayout, opaque_layout
@@ -55,7 +63,10 @@ _CAUSES = {
 
 
 class Pages:
-    """Of one examination; `hello`: of a node that answered. Thread-safe but for `clean`."""
+    """Of one examination; `hello`: of a node that answered.
+
+    Thread-safe but for `clean`.
+    """
 
     def __init__(self, config: ClientConfig, hello: pb.HelloReply, view: View | None) -> None:
         self._config = replace(config, page_key="", page_key_file="")
@@ -72,7 +83,11 @@ class Pages:
     def why_not(self) -> Finding | None:
         """Of who may not put any."""
         if self._role == Role.READ.name.lower():
-            return skipped("round trip", "the role read may put no pages", "run it with a token of role write or admin")
+            return skipped(
+                "round trip",
+                "the role read may put no pages",
+                "run it with a token of role write or admin",
+            )
         return None
 
     # ---- there and back ------------------------------------------------------------------
@@ -84,11 +99,17 @@ class Pages:
             yield found._replace(found=f"{found.found}, wire {client.wire_name}")
 
     def of_node(self, wires: Wires, member: str = "") -> Iterator[Finding]:
-        """By each of its wires that works, then to its disk by the best of them. `member`: who it is in the view."""
+        """By each of its wires that works, then to its disk by the best of them.
+
+        `member`: who it is in the view.
+        """
         for name in NAMES:
             if name in wires.clients:
                 yield self._trip(name, wires.clients[name], self._key(member))
-        status, best = wires.node.status, next((name for name in NAMES if name in wires.clients), "")
+        status, best = (
+            wires.node.status,
+            next((name for name in NAMES if name in wires.clients), ""),
+        )
         if not best:
             return
         if status is not None and status.HasField("ram") and status.disk.state != "SERVING":
@@ -108,7 +129,9 @@ class Pages:
                     hit = client.get(self.namespace, [key], [buffer])[0]
                 if not outcome.kept:
                     return fail(
-                        name, _REFUSED[outcome], "kvstore status shows pins and held pages: give the node more RAM"
+                        name,
+                        _REFUSED[outcome],
+                        "kvstore status shows pins and held pages: give the node more RAM",
                     )
                 if hit or client.stats.corrupt_pages:
                     break
@@ -121,7 +144,9 @@ class Pages:
             return _corrupt(name, "a page came back with other bytes than were put")
         if not hit:
             return fail(
-                name, "a page that was put is not found", "the node evicts it at once: is it full? kvstore status"
+                name,
+                "a page that was put is not found",
+                "the node evicts it at once: is it full? kvstore status",
             )
         times = f"put {1000 * (stored - began):.1f} ms, get {1000 * (got - stored):.1f} ms"
         return ok(name, f"{PAGE_NBYTES >> 10} KiB came back equal: {times}")
@@ -133,7 +158,10 @@ class Pages:
                 began = time.monotonic()
                 client.put(self.namespace, [key], [self._content(key)], Keep(TTL_S, durable=True))
                 took_ms = 1000 * (time.monotonic() - began)
-                there, checked = client.stat(self.namespace, [key])[0], client.verify(self.namespace, [key])
+                there, checked = (
+                    client.stat(self.namespace, [key])[0],
+                    client.verify(self.namespace, [key]),
+                )
         except (InvalidRequest, Forbidden) as error:
             return skipped("disk", str(error))
         except KVStoreError as error:
@@ -142,7 +170,9 @@ class Pages:
         if checked.dropped:
             return _corrupt("disk", "a page on disk does not match its checksum, and was dropped")
         if not there.on_disk or not checked.intact:
-            return fail("disk", "a durable page is not on disk", "the log of kvstore-node says more")
+            return fail(
+                "disk", "a durable page is not on disk", "the log of kvstore-node says more"
+            )
         return ok("disk", f"a page was durable in {took_ms:.1f} ms, and its copy on disk is intact")
 
     def _content(self, key: bytes) -> bytes:
@@ -154,13 +184,18 @@ class Pages:
         chosen = tried[0]
         if member and self._view is not None:
             owners = self._view.owners.owners(self.namespace.digest, tried)
-            chosen = next((key for key, of in zip(tried, owners, strict=True) if member in of[:1]), chosen)
+            chosen = next(
+                (key for key, of in zip(tried, owners, strict=True) if member in of[:1]), chosen
+            )
         self._keys.append(chosen)
         return chosen
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
-        """A put, and what follows. Raises Unavailable when all is being removed."""
+        """A put, and what follows.
+
+        Raises Unavailable when all is being removed.
+        """
         with self._wake:
             if self._over:
                 raise Unavailable("the examination is over")
@@ -175,7 +210,9 @@ class Pages:
     # ---- and gone ------------------------------------------------------------------------
 
     def clean(self) -> Iterator[Finding]:
-        """Removes what was put, at all members; the namespace too if this client may, and nobody else uses it."""
+        """Removes what was put, at all members; the namespace too if this client may, and nobody
+        else uses it.
+        """
         with self._wake:
             self._over = True
             self._wake.wait_for(lambda: not self._busy, UNDER_WAY_S)
@@ -185,11 +222,17 @@ class Pages:
         away: Away = {}
         try:
             wire = light_wire(self._config.address)
-            with Client(replace(self._config, wire=wire, direct=False)) as client:  # a member hands pages on
+            with Client(
+                replace(self._config, wire=wire, direct=False)
+            ) as client:  # a member hands pages on
                 client.remove(self.namespace, keys, away=away)
                 named = self._named(client, away)
         except KVStoreError as error:
-            yield warn("removed", f"not all could be: {error}", f"nothing: they go by themselves within {TTL_S:.0f} s")
+            yield warn(
+                "removed",
+                f"not all could be: {error}",
+                f"nothing: they go by themselves within {TTL_S:.0f} s",
+            )
             return
         if away:
             remedy = f"nothing: what they have goes by itself within {TTL_S:.0f} s"
@@ -211,8 +254,17 @@ class Pages:
     def _is_empty(self, client: Client) -> bool:
         until = time.monotonic() + EMPTY_S
         while True:
-            told = [status for status in client.statuses().values() if isinstance(status, pb.NodeStatusReply)]
-            known = [info for status in told for info in status.namespaces if info.digest == self.namespace.digest]
+            told = [
+                status
+                for status in client.statuses().values()
+                if isinstance(status, pb.NodeStatusReply)
+            ]
+            known = [
+                info
+                for status in told
+                for info in status.namespaces
+                if info.digest == self.namespace.digest
+            ]
             if not any(info.page_count or info.disk_page_count for info in known):
                 return bool(known)
             if time.monotonic() >= until:
@@ -230,7 +282,9 @@ def _remedy(error: KVStoreError) -> str:
         return "it says which limit: docs/operations.md, Limits and Quotas; kvstore status shows who has what"
     if isinstance(error, ConfigError):
         return "correct that setting"
-    return remedy_of(error, "look at the log of kvstore-node, and at `kvstore top` while it happens")
+    return remedy_of(
+        error, "look at the log of kvstore-node, and at `kvstore top` while it happens"
+    )
 
 
 def page_count(info: pb.NamespaceInfo) -> int:

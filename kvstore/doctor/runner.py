@@ -1,7 +1,11 @@
-"""Choose the checks and their order. What one group finds out, the next ones use.
+"""Choose the checks and their order.
 
-this host [data directory] [GPU] --> this client --> the way to the nodes --> members --> wires --> cluster
-                                                                             --> pages, there and back, and gone
+What one group finds out, the next ones use.
+
+this host [data directory] [GPU] --> this client --> the way to the nodes --> members --> wires -->
+cluster
+                                                                             --> pages, there and
+                                                                             back, and gone
 """
 
 from collections.abc import Generator, Iterator
@@ -24,22 +28,26 @@ HOST_S, DIRECTORY_S, GPU_S = 10.0, 30.0, 120.0
 PAGE_CALLS = 12  # three wires and a disk
 NOBODY = "no node answers"
 MEMBERS_MAX = 16  # that pages are put at: a few, however large the cluster is
-WHERE_ENGINES_ARE = (
-    "run this with the Python of the engine, which has torch, CuPy and the agent: python -m kvstore.cli.app"
-)
+WHERE_ENGINES_ARE = "run this with the Python of the engine, which has torch, CuPy and the agent: python -m kvstore.cli.app"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """`data_dir`: of a node on this host. `gpu`: an agent moves pages of a GPU here."""
+    """`data_dir`: of a node on this host.
+
+    `gpu`: an agent moves pages of a GPU here.
+    """
 
     data_dir: Path | None = None
     gpu: bool = False
 
 
 class Runner:
-    """Of what a client with these settings has before it. To be gone through once: the groups one after the other, each
-    when its findings are there. What it has put is removed in the end, also when that comes early."""
+    """Of what a client with these settings has before it.
+
+    To be gone through once: the groups one after the other, each when its findings are there. What
+    it has put is removed in the end, also when that comes early.
+    """
 
     def __init__(self, config: ClientConfig, wanted: Wanted = Wanted()) -> None:
         self._config = config
@@ -53,7 +61,10 @@ class Runner:
         try:
             yield from self._here()
             given = list(dict.fromkeys(self._config.addresses))
-            yield Group("the way to the nodes" if len(given) > 1 else "the way to the node", self._node_checks(given))
+            yield Group(
+                "the way to the nodes" if len(given) > 1 else "the way to the node",
+                self._node_checks(given),
+            )
             yield from self._there()
         finally:
             if self._pages is not None:
@@ -69,13 +80,23 @@ class Runner:
         yield Group("this host", [Check("this host", this_host.findings, HOST_S)])
         if wanted.data_dir is not None:
             remedy = "the disk hangs, or can not be used: the kernel's log (dmesg) says more"
-            arguments = ("data directory", "kvstore.doctor.data_dir", [str(wanted.data_dir)], DIRECTORY_S, remedy)
+            arguments = (
+                "data directory",
+                "kvstore.doctor.data_dir",
+                [str(wanted.data_dir)],
+                DIRECTORY_S,
+                remedy,
+            )
             limit_s = DIRECTORY_S + GRACE_S
-            yield Group("data directory", [Check("data directory", partial(probed, *arguments), limit_s)])
+            yield Group(
+                "data directory", [Check("data directory", partial(probed, *arguments), limit_s)]
+            )
         if wanted.gpu:
             find = partial(probed, "GPU", "gpu_agent.worker.probe", [], GPU_S, WHERE_ENGINES_ARE)
             yield Group("GPU", [Check("GPU", find, GPU_S + GRACE_S)])
-        yield Group("this client", [Check("this client", partial(host.findings, self._config), HOST_S)])
+        yield Group(
+            "this client", [Check("this client", partial(host.findings, self._config), HOST_S)]
+        )
 
     @property
     def _names_this_host(self) -> bool:
@@ -100,26 +121,37 @@ class Runner:
     def _there(self) -> Iterator[Group]:
         answered = [node for node in self._nodes.values() if node.hello is not None]
         if not answered:
-            beyond = [one(name, partial(skipped, name, NOBODY), HOST_S) for name in ("node", "wires", "pages")]
+            beyond = [
+                one(name, partial(skipped, name, NOBODY), HOST_S)
+                for name in ("node", "wires", "pages")
+            ]
             yield Group("beyond it", beyond)
             return
         view = None if self._config.direct else newest(answered)
         nodes = {node.address: node for node in answered} if view is None else self._members(view)
         several = len(nodes) > 1 or view is not None
         title = "what the node tells" if view is None else f"members of {view.cluster}"
-        yield Group(title, [self._member_check(node, key if several else "") for key, node in nodes.items()])
+        yield Group(
+            title, [self._member_check(node, key if several else "") for key, node in nodes.items()]
+        )
         there = {key: node for key, node in nodes.items() if node.hello is not None}
         takes = [key for key, node in there.items() if _takes_pages(node, view, key)][:MEMBERS_MAX]
         self._wires = {key: Wires(node, keep=key in takes) for key, node in there.items()}
-        yield Group("wires", [_wires_check(wires, key if several else "") for key, wires in self._wires.items()])
+        yield Group(
+            "wires",
+            [_wires_check(wires, key if several else "") for key, wires in self._wires.items()],
+        )
         if view is not None:
             yield self._cluster(view, nodes)
-        yield from self._there_and_back(view, [node.hello for node in there.values() if node.hello is not None])
+        yield from self._there_and_back(
+            view, [node.hello for node in there.values() if node.hello is not None]
+        )
 
     def _members(self, view: View) -> dict[str, Connectivity]:
         """Those that were gone to already are not gone to again."""
         return {
-            some.id: self._nodes.get(some.address) or Connectivity(some.address, self._config) for some in view.members
+            some.id: self._nodes.get(some.address) or Connectivity(some.address, self._config)
+            for some in view.members
         }
 
     def _member_check(self, node: Connectivity, of: str) -> Check:
@@ -146,7 +178,9 @@ class Runner:
 
     def _there_and_back(self, view: View | None, hellos: list[pb.HelloReply]) -> Iterator[Group]:
         if not hellos:
-            yield Group("pages", [one("round trip", partial(skipped, "round trip", NOBODY), HOST_S)])
+            yield Group(
+                "pages", [one("round trip", partial(skipped, "round trip", NOBODY), HOST_S)]
+            )
             return
         pages = Pages(self._config, hellos[0], view)
         if pages.why_not is not None:

@@ -44,19 +44,28 @@ class BenchOptions:
     seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        for name, low, high in (("page_nbytes", 1, 1 << 40), ("batch", 1, 4096), ("threads", 1, 256)):
+        for name, low, high in (
+            ("page_nbytes", 1, 1 << 40),
+            ("batch", 1, 4096),
+            ("threads", 1, 256),
+        ):
             if not low <= getattr(self, name) <= high:
                 raise InvalidRequest(f"{name}={getattr(self, name)} is outside {low}..{high}")
         if not 0 < self.seconds <= 86400:
             raise InvalidRequest(f"seconds={self.seconds:g} is outside 0..86400")
         nbytes = 2 * self.page_nbytes * self.batch * self.threads
         if nbytes > MEMORY_NBYTES_MAX:
-            raise InvalidRequest(f"2 x page x batch x threads = {nbytes} bytes, at most {MEMORY_NBYTES_MAX}")
+            raise InvalidRequest(
+                f"2 x page x batch x threads = {nbytes} bytes, at most {MEMORY_NBYTES_MAX}"
+            )
 
 
 @dataclass
 class OpReport:
-    """One kind of call. GB/s: payload bytes by time spent in calls, summed over the threads."""
+    """One kind of call.
+
+    GB/s: payload bytes by time spent in calls, summed over the threads.
+    """
 
     calls: int = 0
     gb_per_s: float = 0.0
@@ -65,9 +74,11 @@ class OpReport:
 
 @dataclass
 class BenchReport:
-    """`mismatches`: pages that were read and differ from what was written. `pages_full`: not stored
-    for want of space. `pages_lost`: stored, but evicted before they were read. `away`: members of a cluster
-    that could not be asked to remove them."""
+    """`mismatches`: pages that were read and differ from what was written.
+
+    `pages_full`: not stored for want of space. `pages_lost`: stored, but evicted before they were
+    read. `away`: members of a cluster that could not be asked to remove them.
+    """
 
     wire: str
     page_nbytes: int
@@ -87,12 +98,16 @@ class BenchReport:
         return asdict(self)
 
 
-def bench(client: Client, options: BenchOptions, on_progress: Callable[[float], None] = lambda s: None) -> BenchReport:
+def bench(
+    client: Client, options: BenchOptions, on_progress: Callable[[float], None] = lambda s: None
+) -> BenchReport:
     """Runs the load for `options.seconds`; `on_progress` is given the seconds that passed.
 
     Raises the client's errors; Exhausted if the node can not take a single page.
     """
-    namespace = Namespace("kvstore-bench", opaque_layout(options.page_nbytes), tenant_of(client.config))
+    namespace = Namespace(
+        "kvstore-bench", opaque_layout(options.page_nbytes), tenant_of(client.config)
+    )
     client.open(namespace)
     workers = [_Worker(client, namespace, options.batch) for _ in range(options.threads)]
     stop = threading.Event()
@@ -136,7 +151,9 @@ class _Worker:
         self._client = client
         self._namespace = namespace
         self._hashes = [secrets.token_bytes(32) for _ in range(batch)]
-        self._pages = [page_content(namespace.digest, prefix_hash, nbytes) for prefix_hash in self._hashes]
+        self._pages = [
+            page_content(namespace.digest, prefix_hash, nbytes) for prefix_hash in self._hashes
+        ]
         self._buffers = [bytearray(nbytes) for _ in range(batch)]
         self._blank = bytes(nbytes)
         self.watches = {"put": Stopwatch(), "lookup": Stopwatch(), "get": Stopwatch()}
@@ -176,7 +193,10 @@ class _Worker:
 
 
 class Stopwatch:
-    """The latencies of one kind of call, and its throughput. Costs 8 bytes per call; not thread-safe."""
+    """The latencies of one kind of call, and its throughput.
+
+    Costs 8 bytes per call; not thread-safe.
+    """
 
     def __init__(self) -> None:
         self.seconds = array("d")
@@ -208,4 +228,8 @@ def latency_ms(seconds: Iterable[float]) -> dict[str, float]:
     """
     ordered = sorted(seconds)
     count = len(ordered)
-    return {f"p{p}": round(ordered[-(-p * count // 100) - 1] * 1e3, 4) for p in PERCENTILES} if count else {}
+    return (
+        {f"p{p}": round(ordered[-(-p * count // 100) - 1] * 1e3, 4) for p in PERCENTILES}
+        if count
+        else {}
+    )

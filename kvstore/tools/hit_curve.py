@@ -1,7 +1,8 @@
-"""Compute the hits of an exact LRU of all sizes at once, and the most that any store could have hit.
+"""Compute the hits of an exact LRU of all sizes at once, and the most that any store could have
+hit.
 
-A node ages a request's pages tail first (docs/decisions/0005), and a page stands for itself and all before it. So after
-every request, for each page p and the page q before it in its chain,
+A node ages a request's pages tail first (docs/decisions/0005), and a page stands for itself and all
+before it. So after every request, for each page p and the page q before it in its chain,
 
     q is newer than p       whoever uses p uses q in the same request, and q after p
 
@@ -11,12 +12,13 @@ and it follows, with `distance` the number of pages that are newer when the requ
     distances rise along a chain                                     (q is newer than p)
     so of each request it has a leading run, and no page behind it   (the prefix condition holds by itself)
 
-What a request used and nobody since is the end of its chain: who uses a page uses all before it. The whole order is
-therefore one *run* for each request, newest request first, each head to tail, and a request takes the beginnings of a
-few runs. Each costs a logarithm of the number of requests, whatever its pages; memory is 8 bytes a page.
+What a request used and nobody since is the end of its chain: who uses a page uses all before it.
+The whole order is therefore one *run* for each request, newest request first, each head to tail,
+and a request takes the beginnings of a few runs. Each costs a logarithm of the number of requests,
+whatever its pages; memory is 8 bytes a page.
 
-`Stack` finds the reuses; `Curve` sums them over all sizes, `Windows` over stretches of time, and `Intervals` bounds
-what any policy could reach.
+`Stack` finds the reuses; `Curve` sums them over all sizes, `Windows` over stretches of time, and
+`Intervals` bounds what any policy could reach.
 """
 
 from array import array
@@ -31,8 +33,9 @@ GROW = 1 << 12
 
 
 class Reuse(NamedTuple):
-    """`pages` consecutive ones of a chain, of which request number `last` was the last to use any: the first has
-    `distance`, each further one a distance greater by one."""
+    """`pages` consecutive ones of a chain, of which request number `last` was the last to use any:
+    the first has `distance`, each further one a distance greater by one.
+    """
 
     distance: int
     pages: int
@@ -56,7 +59,9 @@ class Stack:
         return len(self._ids)
 
     def use(self, chain: bytes) -> list[Reuse]:
-        """Pages of a request that were used before, in the order of the chain; then it is the newest."""
+        """Pages of a request that were used before, in the order of the chain; then it is the
+        newest.
+        """
         found: list[Reuse] = []
         at, end = 0, len(chain)
         while at < end:
@@ -80,7 +85,8 @@ class Stack:
         self._append(end // ID_NBYTES)
         return found
 
-    # ---- sums: node i (from 1) has those of requests i - (i & -i) .. i - 1 ---------------------------------
+    # ---- sums: node i (from 1) has those of requests i - (i & -i) .. i - 1
+    # ---------------------------------
 
     def _newer(self, number: int) -> int:
         """Pages in the runs of later requests."""
@@ -130,7 +136,9 @@ class Curve:
     """
 
     def __init__(self) -> None:
-        self._change = array("q", bytes(8 * GROW))  # of how many pages have a distance, from one distance to the next
+        self._change = array(
+            "q", bytes(8 * GROW)
+        )  # of how many pages have a distance, from one distance to the next
         self._end = 0  # beyond all distances
         self._short: list[tuple[int, float]] = []  # (distance, tokens) of pages that are not full
         self._hits: array[int] | None = None  # by size, made when it is first asked for
@@ -143,7 +151,9 @@ class Curve:
         if end > self._end:
             self._end = end
             if end >= len(self._change):
-                self._change.frombytes(bytes(8 * (end + max(GROW, len(self._change)) - len(self._change))))
+                self._change.frombytes(
+                    bytes(8 * (end + max(GROW, len(self._change)) - len(self._change)))
+                )
         self._change[distance] += 1
         self._change[end] -= 1
         self.total += pages
@@ -167,7 +177,9 @@ class Curve:
         if len(self._short_of) <= len(self._short):
             self._short.sort()
             self._short_of = list(accumulate((tokens for _, tokens in self._short), initial=0.0))
-        return self.hits(pages) * page_tokens - self._short_of[bisect_left(self._short, (pages, 0.0))]
+        return (
+            self.hits(pages) * page_tokens - self._short_of[bisect_left(self._short, (pages, 0.0))]
+        )
 
     def size_for(self, hits: float) -> int:
         """The least with so many hits."""
@@ -177,14 +189,17 @@ class Curve:
 
 
 class Windows:
-    """Hits in each stretch of time at some sizes: what links and disks must bear at the worst, not only on average.
+    """Hits in each stretch of time at some sizes: what links and disks must bear at the worst, not
+    only on average.
 
     `sizes` are in pages, rising.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = list(sizes)
-        self._whole: dict[int, list[int]] = {}  # by window: pages of runs that are hits from this size on
+        self._whole: dict[
+            int, list[int]
+        ] = {}  # by window: pages of runs that are hits from this size on
         self._parts: dict[int, list[int]] = {}  # pages of runs of which this size has the beginning
 
     def add(self, window: int, reuse: Reuse) -> None:
@@ -200,7 +215,10 @@ class Windows:
     def hits(self) -> dict[int, list[int]]:
         """By window, at each of the sizes."""
         return {
-            window: [run + part for run, part in zip(accumulate(whole), self._parts[window], strict=False)]
+            window: [
+                run + part
+                for run, part in zip(accumulate(whole), self._parts[window], strict=False)
+            ]
             for window, whole in self._whole.items()
         }
 
@@ -215,8 +233,8 @@ class Intervals:
     may have only just begun; optimal for intervals: Carlisle and Lloyd 1995).
 
     A page is asked for again no later than one behind it in its chain, and of those that are asked
-    for together the tail can go first: what is kept of a chain is a leading run. So a policy that knows
-    the future reaches the bound, also where only leading runs count.
+    for together the tail can go first: what is kept of a chain is a leading run. So a policy that
+    knows the future reaches the bound, also where only leading runs count.
 
     Pages of one run that one request uses again are one interval with a weight, as `Stack` finds
     them. Intervals are added in the order of their ends.
@@ -261,7 +279,9 @@ class Intervals:
 class Starts:
     """Intervals as lists, one for each request that they start with."""
 
-    def __init__(self, heads: "array[int]", behind: "array[int]", ends: "array[int]", counts: "array[int]") -> None:
+    def __init__(
+        self, heads: "array[int]", behind: "array[int]", ends: "array[int]", counts: "array[int]"
+    ) -> None:
         self._heads, self._behind, self._ends, self._counts = heads, behind, ends, counts
 
     def most_hits(self, capacity: int) -> int:

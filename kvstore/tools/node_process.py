@@ -18,12 +18,15 @@ _READY = re.compile(r"kvstore-node ready grpc=(\S+) bulk=(\d+) metrics=(\d+)")
 class NodeProcess:
     """Starts `kvstore-node` on free ports of the loopback interface; stops it at the end.
 
-    `flags` are command-line flags as given to kvstore-node, `python` an interpreter that has the node, by
-    default this one, `inside` a command that runs another, such as `ip netns exec NAME`. Raises ConfigError if the
-    node package is not installed here and Unavailable, with what the node said, if it does not start.
+    `flags` are command-line flags as given to kvstore-node, `python` an interpreter that has the
+    node, by default this one, `inside` a command that runs another, such as `ip netns exec NAME`.
+    Raises ConfigError if the node package is not installed here and Unavailable, with what the node
+    said, if it does not start.
     """
 
-    def __init__(self, *flags: str, python: str = sys.executable, inside: Sequence[str] = ()) -> None:
+    def __init__(
+        self, *flags: str, python: str = sys.executable, inside: Sequence[str] = ()
+    ) -> None:
         if python == sys.executable and importlib.util.find_spec("node") is None:
             raise ConfigError(
                 "the node is not installed here; it comes with the extra node of kvstore-llm (README, Install)"
@@ -33,7 +36,9 @@ class NodeProcess:
         # Not a pipe: nobody reads it while the node runs, and a full one would stop the node.
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `_close`
         self._last_words = ""
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._said, text=True)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self._said, text=True
+        )
         ready = _READY.search(_pipe(self._process.stdout).readline())
         if ready is None:
             self._process.wait(timeout=10)
@@ -51,7 +56,9 @@ class NodeProcess:
         if self._said.closed:
             return self._last_words
         size = os.fstat(self._said.fileno()).st_size
-        return os.pread(self._said.fileno(), size, 0).decode(errors="replace")  # its place in the file is the node's
+        return os.pread(self._said.fileno(), size, 0).decode(
+            errors="replace"
+        )  # its place in the file is the node's
 
     @property
     def running(self) -> bool:
@@ -75,7 +82,9 @@ class NodeProcess:
     def _end(self, how: signal.Signals, timeout_s: float) -> int:
         if self._process.poll() is None:
             self._process.send_signal(how)
-            self._process.send_signal(signal.SIGCONT)  # one that somebody stopped would not see the first
+            self._process.send_signal(
+                signal.SIGCONT
+            )  # one that somebody stopped would not see the first
         try:
             return self._process.wait(timeout_s)
         finally:

@@ -1,11 +1,13 @@
-"""Plan stores of several sizes: what each would have been worth on a trace, and what it would have had to bear.
+"""Plan stores of several sizes: what each would have been worth on a trace, and what it would have
+had to bear.
 
-RAM and disk are one stack of pages. What is committed to RAM goes to disk as well, and both age exactly
-(docs/decisions/0007): a page is in RAM if it is among the newest that RAM has room for, and in the store if it is among
-the newest that the larger of both has room for. (A full disk is written to a little later: up to half of the RAM more.)
+RAM and disk are one stack of pages. What is committed to RAM goes to disk as well, and both age
+exactly (docs/decisions/0007): a page is in RAM if it is among the newest that RAM has room for, and
+in the store if it is among the newest that the larger of both has room for. (A full disk is written
+to a little later: up to half of the RAM more.)
 
-Sizes are of all nodes together. With R owners a page takes R places; a share of the RAM may have copies of pages that
-other nodes own (near nodes).
+Sizes are of all nodes together. With R owners a page takes R places; a share of the RAM may have
+copies of pages that other nodes own (near nodes).
 """
 
 import itertools
@@ -27,13 +29,18 @@ COPIES = (1, 2, 3)
 NEAR_SHARE = 0.5  # `--copies-share` of a node, unless it says otherwise
 NEAR_SHARE_MAX = 0.99
 SIZE_NBYTES_MAX = 1 << 60
-_OCTAVES = range(10, 61)  # sizes that are looked at without being asked for: powers of two, and half as much again
+_OCTAVES = range(
+    10, 61
+)  # sizes that are looked at without being asked for: powers of two, and half as much again
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """`ram`, `disk`: bytes, of all nodes together; none: some are chosen. `near_share`: of the RAM, for copies of pages
-    that other nodes own. `disk_gb_per_s`: what the disks are believed to read."""
+    """`ram`, `disk`: bytes, of all nodes together; none: some are chosen.
+
+    `near_share`: of the RAM, for copies of pages that other nodes own. `disk_gb_per_s`: what the
+    disks are believed to read.
+    """
 
     page: PageSize
     prefill_tokens_per_s: float
@@ -47,16 +54,29 @@ class Wishes:
     def __post_init__(self) -> None:
         check_positive("--prefill-tokens-per-s", self.prefill_tokens_per_s)
         _check("--copies", self.copies, 1 <= self.copies <= REPLICAS_MAX, f"in 1..{REPLICAS_MAX}")
-        _check("--near-share", self.near_share, 0 <= self.near_share <= NEAR_SHARE_MAX, f"in 0..{NEAR_SHARE_MAX}")
+        _check(
+            "--near-share",
+            self.near_share,
+            0 <= self.near_share <= NEAR_SHARE_MAX,
+            f"in 0..{NEAR_SHARE_MAX}",
+        )
         check_positive("--window", self.window_s)
         check_positive("--disk-gb-per-s", self.disk_gb_per_s)
         beside = f", {self.copies} times, beside a share of {self.near_share:g}" * (
             self.copies > 1 or self.near_share > 0
         )
-        for name, sizes, pages in (("--ram", self.ram, self.ram_pages), ("--disk", self.disk, self.pages)):
+        for name, sizes, pages in (
+            ("--ram", self.ram, self.ram_pages),
+            ("--disk", self.disk, self.pages),
+        ):
             for nbytes in sizes:
                 _check(name, nbytes, nbytes <= SIZE_NBYTES_MAX, "at most 1 EiB")
-                _check(name, nbytes, pages(nbytes) >= 1, f"at least a page of {self.page.nbytes} bytes{beside}")
+                _check(
+                    name,
+                    nbytes,
+                    pages(nbytes) >= 1,
+                    f"at least a page of {self.page.nbytes} bytes{beside}",
+                )
 
     def ram_pages(self, nbytes: int) -> int:
         """Distinct pages in so much RAM."""
@@ -80,7 +100,10 @@ def _check(name: str, value: float, good: bool, said: str) -> None:
 
 @dataclass(frozen=True)
 class Rate:
-    """GB/s (10^9); `peak`: in the worst window. None: the trace has no times."""
+    """GB/s (10^9); `peak`: in the worst window.
+
+    None: the trace has no times.
+    """
 
     mean: float | None
     peak: float | None
@@ -88,8 +111,11 @@ class Rate:
 
 @dataclass(frozen=True)
 class Row:
-    """A store of so much RAM and disk. `hit_rate_ram`: found in RAM; `hit_rate_doubled`: with twice the RAM. Rates are
-    of pages: from the store to engines and back, from disk and to it."""
+    """A store of so much RAM and disk.
+
+    `hit_rate_ram`: found in RAM; `hit_rate_doubled`: with twice the RAM. Rates are of pages: from
+    the store to engines and back, from disk and to it.
+    """
 
     ram_nbytes: int
     disk_nbytes: int
@@ -110,8 +136,9 @@ class Row:
 
 @dataclass(frozen=True)
 class CopyCost:
-    """The same bytes with so many copies of each page: what is left of the hits, and which bytes would be needed for
-    nearly all of them."""
+    """The same bytes with so many copies of each page: what is left of the hits, and which bytes
+    would be needed for nearly all of them.
+    """
 
     copies: int
     near_share: float
@@ -121,10 +148,13 @@ class CopyCost:
 
 @dataclass(frozen=True)
 class Plan:
-    """`endless`: the hit rate of a store that never forgets. `nearly_all_pages`: the least size with 95 % of its hits,
-    `wanted_pages`: with all; bytes are of RAM, with its copies of others' pages. `ram_beside_disk_nbytes`: the least
-    RAM beside a disk for nearly all with which the disk reads no faster than `disk_gb_per_s`; None: the trace has no
-    times. `ram_asked`: by the user, or chosen here."""
+    """`endless`: the hit rate of a store that never forgets.
+
+    `nearly_all_pages`: the least size with 95 % of its hits, `wanted_pages`: with all; bytes are of
+    RAM, with its copies of others' pages. `ram_beside_disk_nbytes`: the least RAM beside a disk for
+    nearly all with which the disk reads no faster than `disk_gb_per_s`; None: the trace has no
+    times. `ram_asked`: by the user, or chosen here.
+    """
 
     requests: int
     pages_asked: int
@@ -156,8 +186,14 @@ class Plan:
 
 
 def surveyed(requests: Iterable[TraceRequest], wishes: Wishes, sample: Sampling = EXACT) -> Survey:
-    """One pass. Raises InvalidRequest if nothing is asked for, or too little."""
-    for name, asked in (("--ram", [*map(wishes.ram_pages, wishes.ram)]), ("--disk", [*map(wishes.pages, wishes.disk)])):
+    """One pass.
+
+    Raises InvalidRequest if nothing is asked for, or too little.
+    """
+    for name, asked in (
+        ("--ram", [*map(wishes.ram_pages, wishes.ram)]),
+        ("--disk", [*map(wishes.pages, wishes.disk)]),
+    ):
         for pages in asked:
             if pages < sample.pages_min:
                 raise InvalidRequest(
@@ -175,7 +211,9 @@ def surveyed(requests: Iterable[TraceRequest], wishes: Wishes, sample: Sampling 
     return survey
 
 
-def planned(survey: Survey, wishes: Wishes, on_progress: Callable[[float], None] = lambda done: None) -> Plan:
+def planned(
+    survey: Survey, wishes: Wishes, on_progress: Callable[[float], None] = lambda done: None
+) -> Plan:
     """`on_progress` is told the share that is done."""
     return _Planner(survey, wishes).plan(on_progress)
 
@@ -226,7 +264,9 @@ class _Planner:
         )
 
     def _rams(self) -> tuple[int, ...]:
-        """Powers of two, from where there is a twentieth of all hits to where there is no more to be had."""
+        """Powers of two, from where there is a twentieth of all hits to where there is no more to
+        be had.
+        """
         least = self._survey.sample.pages_min
         sizes = [2**octave for octave in _OCTAVES if self._wishes.ram_pages(2**octave) >= least]
         pages = [self._wishes.ram_pages(nbytes) for nbytes in sizes]
@@ -241,7 +281,9 @@ class _Planner:
         hits, bound = survey.hits(pages), survey.most_hits(pages)
         tokens = survey.tokens(pages)
         here = self._by_window(self._hits, pages)
-        from_disk = {window: have - self._at(self._hits, window, ram_pages) for window, have in here.items()}
+        from_disk = {
+            window: have - self._at(self._hits, window, ram_pages) for window, have in here.items()
+        }
         stored = self._by_window(self._stored, pages)
         written = {window: self._used[window] - have for window, have in stored.items()}
         nothing = dict.fromkeys(here, 0.0)
@@ -253,7 +295,9 @@ class _Planner:
             hit_rate_error=hits.error / self._asked,
             hit_rate_ram=self._share(survey.hits(ram_pages)),
             hit_rate_doubled=self._share(survey.hits(max(wishes.ram_pages(2 * ram), pages))),
-            bound=max(self._share(bound), self._share(hits)) if survey.sample is not EXACT else self._share(bound),
+            bound=max(self._share(bound), self._share(hits))
+            if survey.sample is not EXACT
+            else self._share(bound),
             bound_error=bound.error / self._asked,
             tokens_saved=round(tokens),
             gpu_seconds_saved=round(tokens / wishes.prefill_tokens_per_s, 1),
@@ -297,7 +341,10 @@ class _Planner:
         return wishes.ram_nbytes(self._nearly_all)
 
     def _copy_costs(self, nbytes: int, is_ram: bool) -> Iterable[CopyCost]:
-        """Of the largest size, which is RAM or disk. Only RAM has copies of others' pages."""
+        """Of the largest size, which is RAM or disk.
+
+        Only RAM has copies of others' pages.
+        """
         slot = slot_nbytes(self._wishes.page.nbytes)
         shares = sorted({0.0, self._wishes.near_share or NEAR_SHARE}) if is_ram else [0.0]
         for copies, share in itertools.product(sorted({*COPIES, self._wishes.copies}), shares):

@@ -30,8 +30,11 @@ PAUSE_S = 0.2  # how long to wait between two reports of progress
 
 @dataclass
 class ReplayReport:
-    """Counts are pages unless they say otherwise. A page is hit if it is in the leading run of
-    stored pages of its request; `pages_lost` were found by the lookup but not by the get."""
+    """Counts are pages unless they say otherwise.
+
+    A page is hit if it is in the leading run of stored pages of its request; `pages_lost` were
+    found by the lookup but not by the get.
+    """
 
     requests: int = 0
     pages_asked: int = 0
@@ -57,15 +60,21 @@ def replay_namespace(page_nbytes: int, tenant: str = DEFAULT_TENANT) -> Namespac
     """A namespace of its own for each replay, so that no replay hits the pages of another."""
     if page_nbytes < 1:
         raise InvalidRequest(f"page size {page_nbytes} must be at least 1 byte")
-    return Namespace("kvstore-replay", opaque_layout(page_nbytes), tenant, salt=secrets.token_hex(8))
+    return Namespace(
+        "kvstore-replay", opaque_layout(page_nbytes), tenant, salt=secrets.token_hex(8)
+    )
 
 
 def throwaway_node(capacity_pages: int, page_nbytes: int) -> NodeProcess:
-    """A node in a child process that holds exactly `capacity_pages` pages: one extent of so many slots."""
+    """A node in a child process that holds exactly `capacity_pages` pages: one extent of so many
+    slots.
+    """
     if capacity_pages < 1:
         raise InvalidRequest(f"capacity {capacity_pages} must be at least 1 page")
     nbytes = capacity_pages * slot_nbytes(page_nbytes)
-    return NodeProcess("--ram-bytes", str(nbytes), "--extent-bytes", str(nbytes), "--log-level", "WARNING")
+    return NodeProcess(
+        "--ram-bytes", str(nbytes), "--extent-bytes", str(nbytes), "--log-level", "WARNING"
+    )
 
 
 def replay(
@@ -86,7 +95,11 @@ def replay(
 
 class _Replay:
     def __init__(
-        self, store: Client, namespace: Namespace, speed: float | None, on_progress: Callable[[ReplayReport], None]
+        self,
+        store: Client,
+        namespace: Namespace,
+        speed: float | None,
+        on_progress: Callable[[ReplayReport], None],
     ) -> None:
         self._store = store
         self._namespace = namespace
@@ -112,10 +125,14 @@ class _Replay:
                 (self._store_all if request.stored else self._serve)(hashes)
             self._on_progress(report)
         report.seconds = round(time.perf_counter() - start, 3)
-        report.prefix_hit_rate = report.pages_hit / report.pages_asked if report.pages_asked else 0.0
+        report.prefix_hit_rate = (
+            report.pages_hit / report.pages_asked if report.pages_asked else 0.0
+        )
         report.put_gb_per_s = round(self._watches["put"].gb_per_s(), 3)
         report.get_gb_per_s = round(self._watches["get"].gb_per_s(), 3)
-        report.latency_ms = {name: latency_ms(watch.seconds) for name, watch in self._watches.items()}
+        report.latency_ms = {
+            name: latency_ms(watch.seconds) for name, watch in self._watches.items()
+        }
         report.wire = self._store.wire_name
         return report
 
@@ -139,7 +156,9 @@ class _Replay:
         for buffer in self._buffers[: len(hashes)]:
             buffer[:] = self._blank  # an earlier round's bytes could pass for this one's
         with self._watches["get"].timed():
-            hits = self._store.get(self._namespace, hashes, self._buffers[: len(hashes)], prefix=True)
+            hits = self._store.get(
+                self._namespace, hashes, self._buffers[: len(hashes)], prefix=True
+            )
         count = (*hits, False).index(False)
         self._watches["get"].nbytes += count * self._page_nbytes
         report = self._report

@@ -1,14 +1,15 @@
-"""Read a trace once, and gather all that a plan is made from: exactly, or from a sample of the pages.
+"""Read a trace once, and gather all that a plan is made from: exactly, or from a sample of the
+pages.
 
-A sample (SHARDS: Waldspurger et al. 2015) takes pages by a hash of their id, all uses of a page or none. What is left
-of a chain is a chain, so all that `kvstore.tools.hit_curve` says holds; a store of C pages becomes one of C/n. Several
-such groups are taken, disjoint and each of one page in n: how they differ gives the error. *Misses* are estimated, and
-taken from what was asked, which is known: whether the sample has the few pages that all requests begin with matters
-little then.
+A sample (SHARDS: Waldspurger et al. 2015) takes pages by a hash of their id, all uses of a page or
+none. What is left of a chain is a chain, so all that `kvstore.tools.hit_curve` says holds; a store
+of C pages becomes one of C/n. Several such groups are taken, disjoint and each of one page in n:
+how they differ gives the error. *Misses* are estimated, and taken from what was asked, which is
+known: whether the sample has the few pages that all requests begin with matters little then.
 
-How many tokens and bytes a page has is given by the user or the trace, or found: a trace whose requests have
-`input_length` tokens in n pages says how many tokens t a page has. Either the last page may be part of one (Mooncake's
-traces), or only full pages have ids (engines):
+How many tokens and bytes a page has is given by the user or the trace, or found: a trace whose
+requests have `input_length` tokens in n pages says how many tokens t a page has. Either the last
+page may be part of one (Mooncake's traces), or only full pages have ids (engines):
 
     (n - 1) * t <  input_length <=  n * t            n * t <= input_length < (n + 1) * t
 """
@@ -38,7 +39,9 @@ _MASK = (1 << 64) - 1
 LOOKED_AT = 2000  # requests, to find the size of a page
 LEAST, MOST = 1e-9, 1e15  # of what is said: sums and products of such stay finite
 PAGE_NBYTES_MAX = 1 << 40
-TOKEN_NBYTES = 128 << 10  # of a model of 32 layers with 8 KV heads of 128, two bytes each (Llama 3 8B)
+TOKEN_NBYTES = (
+    128 << 10
+)  # of a model of 32 layers with 8 KV heads of 128, two bytes each (Llama 3 8B)
 _DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
@@ -55,8 +58,9 @@ class Sampling:
 
     @property
     def pages_min(self) -> int:
-        """Of a store that it can tell of: in a group a store has whole pages, and of one or two their place among the
-        others is all chance."""
+        """Of a store that it can tell of: in a group a store has whole pages, and of one or two
+        their place among the others is all chance.
+        """
         return SCALED_MIN * self.one_in if self.one_in > 1 else 1
 
 
@@ -77,10 +81,15 @@ class Estimate:
 
 
 class Survey:
-    """Filled with `add`, request by request, and asked then. `sizes`: in pages, rising: those that can be asked about
-    windows of time; all else can be asked of any size. `page_tokens`: of a full page."""
+    """Filled with `add`, request by request, and asked then.
 
-    def __init__(self, sizes: Sequence[int], window_ms: float, page_tokens: float, sample: Sampling = EXACT) -> None:
+    `sizes`: in pages, rising: those that can be asked about windows of time; all else can be asked
+    of any size. `page_tokens`: of a full page.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], window_ms: float, page_tokens: float, sample: Sampling = EXACT
+    ) -> None:
         self.sizes = list(sizes)
         self.sample = sample
         self.window_ms = window_ms
@@ -134,7 +143,10 @@ class Survey:
                 some.add(window, array("Q", chain).tobytes(), asks, short)
 
     def check(self) -> None:
-        """When all requests are there. Raises InvalidRequest if nothing can be said of them."""
+        """When all requests are there.
+
+        Raises InvalidRequest if nothing can be said of them.
+        """
         if not self.pages_asked:
             raise InvalidRequest("the trace has no request that asks for a page")
         least = min(group.stack.pages for group in self._groups)
@@ -168,13 +180,18 @@ class Survey:
         return max(group.curve.pages_wanted for group in self._groups) * self.sample.one_in
 
     def hits(self, pages: int) -> Estimate:
-        """Pages that a store of this size has had when they were asked for, each with all before it."""
+        """Pages that a store of this size has had when they were asked for, each with all before
+        it.
+        """
         scaled = -(-pages // self.sample.one_in)
         return self._estimate(lambda group: group.curve.hits(scaled))
 
     def most_hits(self, pages: int) -> Estimate:
-        """The bound: see `optimum`. Between two sizes that a group can have it is taken to be on a line. Of a sample it
-        is low: how many of a request's pages a group has varies, and fewer gain it less than more cost it."""
+        """The bound: see `optimum`.
+
+        Between two sizes that a group can have it is taken to be on a line. Of a sample it is low:
+        how many of a request's pages a group has varies, and fewer gain it less than more cost it.
+        """
         scaled, rest = divmod(pages, self.sample.one_in)
         share = rest / self.sample.one_in
 
@@ -187,7 +204,10 @@ class Survey:
     def tokens(self, pages: int) -> float:
         """That those hits stand for."""
         scaled, full = -(-pages // self.sample.one_in), self._page_tokens
-        lacking = sum(group.curve.hits(scaled) * full - group.curve.tokens(scaled, full) for group in self._groups)
+        lacking = sum(
+            group.curve.hits(scaled) * full - group.curve.tokens(scaled, full)
+            for group in self._groups
+        )
         return max(0.0, self.hits(pages).value * full - lacking / self.sample.rate)
 
     def size_for(self, hits: float) -> int:
@@ -195,10 +215,14 @@ class Survey:
         if self.sample is EXACT:
             return self._groups[0].curve.size_for(hits)
         sizes = range(0, self.pages_wanted + 1, self.sample.one_in)
-        return sizes[min(bisect_left(sizes, hits, key=lambda size: self.hits(size).value), len(sizes) - 1)]
+        return sizes[
+            min(bisect_left(sizes, hits, key=lambda size: self.hits(size).value), len(sizes) - 1)
+        ]
 
     def by_window(self, stored: bool = False) -> dict[int, list[float]]:
-        """Hits in each window, at each of `sizes`; `stored`: of pages that were used, asked for or not."""
+        """Hits in each window, at each of `sizes`; `stored`: of pages that were used, asked for or
+        not.
+        """
         asked = self.used if stored else self.asked
         found = {window: [float(pages)] * len(self.sizes) for window, pages in asked.items()}
         for group in self._groups:
@@ -206,14 +230,17 @@ class Survey:
             for window, used in uses.items():
                 there = hits.get(window, [0] * len(self.sizes))
                 found[window] = [
-                    rest - (used - some) / self.sample.rate for rest, some in zip(found[window], there, strict=True)
+                    rest - (used - some) / self.sample.rate
+                    for rest, some in zip(found[window], there, strict=True)
                 ]
         return found
 
     def _estimate(self, hits: Callable[["_Group"], float]) -> Estimate:
         misses = [(group.pages_asked - hits(group)) * self.sample.one_in for group in self._groups]
         error = statistics.stdev(misses) / math.sqrt(len(misses)) if len(misses) > 1 else 0.0
-        return Estimate(min(max(0.0, self.pages_asked - statistics.fmean(misses)), self.pages_asked), error)
+        return Estimate(
+            min(max(0.0, self.pages_asked - statistics.fmean(misses)), self.pages_asked), error
+        )
 
 
 class _Group:
@@ -262,7 +289,9 @@ class _Group:
         if not stored:
             return hits, self._asks
         for window, more in self._stored.hits().items():
-            hits[window] = [a + b for a, b in zip(hits.get(window, [0] * len(more)), more, strict=True)]
+            hits[window] = [
+                a + b for a, b in zip(hits.get(window, [0] * len(more)), more, strict=True)
+            ]
         return hits, self._asks + self._stores
 
 
@@ -287,21 +316,35 @@ def check_positive(option: str, value: float) -> None:
 
 
 def page_size(
-    requests: Iterable[TraceRequest], tokens: float | None, nbytes: int | None, token_nbytes: int | None
+    requests: Iterable[TraceRequest],
+    tokens: float | None,
+    nbytes: int | None,
+    token_nbytes: int | None,
 ) -> PageSize:
-    """Of the pages of a trace. What is None is found out from its first requests, or assumed. Raises InvalidRequest."""
+    """Of the pages of a trace.
+
+    What is None is found out from its first requests, or assumed. Raises InvalidRequest.
+    """
     some = [request for request in itertools.islice(requests, LOOKED_AT) if request.hash_ids]
     assumed = []
     if tokens is None:
-        tokens = _said([(request.page_tokens, len(request.hash_ids)) for request in some]) or _tokens(some)
+        tokens = _said(
+            [(request.page_tokens, len(request.hash_ids)) for request in some]
+        ) or _tokens(some)
     if tokens is None:
-        raise InvalidRequest("the trace does not tell how many tokens a page has; say --tokens-per-page")
+        raise InvalidRequest(
+            "the trace does not tell how many tokens a page has; say --tokens-per-page"
+        )
     if nbytes is None and token_nbytes is None:
         said = {request.page_nbytes for request in some} - {0}
         if said:
-            nbytes = round(_said([(request.page_nbytes, len(request.hash_ids)) for request in some]))
+            nbytes = round(
+                _said([(request.page_nbytes, len(request.hash_ids)) for request in some])
+            )
         if len(said) > 1:
-            assumed.append(f"the trace has pages of {len(said)} sizes; all are taken for pages of their mean")
+            assumed.append(
+                f"the trace has pages of {len(said)} sizes; all are taken for pages of their mean"
+            )
         elif not said:
             token_nbytes = TOKEN_NBYTES
             assumed.append(
@@ -317,12 +360,20 @@ def page_size(
 def _said(found: list[tuple[float, int]]) -> float:
     """The mean of what requests of so many pages say; 0: they do not."""
     told = [(value, pages) for value, pages in found if value]
-    return sum(value * pages for value, pages in told) / sum(pages for _, pages in told) if told else 0.0
+    return (
+        sum(value * pages for value, pages in told) / sum(pages for _, pages in told)
+        if told
+        else 0.0
+    )
 
 
 def _tokens(requests: list[TraceRequest]) -> float | None:
     """As the lengths have it."""
-    told = [(request.input_length, len(request.hash_ids)) for request in requests if request.input_length]
+    told = [
+        (request.input_length, len(request.hash_ids))
+        for request in requests
+        if request.input_length
+    ]
     if not told:
         return None
     most = min((tokens / (pages - 1) for tokens, pages in told if pages > 1), default=math.inf)
@@ -336,7 +387,10 @@ def _tokens(requests: list[TraceRequest]) -> float | None:
 
 
 def token_nbytes(config: Path) -> int:
-    """KV bytes of a token, of all ranks together, by a model's config.json. Raises InvalidRequest."""
+    """KV bytes of a token, of all ranks together, by a model's config.json.
+
+    Raises InvalidRequest.
+    """
     try:
         found = json.loads(config.read_bytes())
         nbytes = _token_nbytes(found.get("text_config", found))
@@ -345,7 +399,14 @@ def token_nbytes(config: Path) -> int:
         return nbytes
     except OSError as error:
         raise InvalidRequest(f"can not read {config}: {error.strerror}") from error
-    except (ValueError, AttributeError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+    except (
+        ValueError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise InvalidRequest(
             f"{config} describes no model that is known here ({type(error).__name__}: {error}); say --page-bytes"
         ) from error
@@ -354,13 +415,25 @@ def token_nbytes(config: Path) -> int:
 def _token_nbytes(model: dict[str, Any]) -> int:
     kinds = set(model.get("layer_types") or ("full_attention",))
     if kinds != {"full_attention"}:
-        raise ValueError(f"it has layers of {', '.join(sorted(kinds))}, whose pages are not all alike")
+        raise ValueError(
+            f"it has layers of {', '.join(sorted(kinds))}, whose pages are not all alike"
+        )
     dtype = model.get("dtype") or model.get("torch_dtype") or "bfloat16"
     if dtype not in _DTYPE_NBYTES:
         raise ValueError(f"unknown dtype {dtype!r}")
     layers = int(model["num_hidden_layers"])
     if model.get("kv_lora_rank"):  # MLA: one latent for all heads
-        return layers * (int(model["kv_lora_rank"]) + int(model["qk_rope_head_dim"])) * _DTYPE_NBYTES[dtype]
+        return (
+            layers
+            * (int(model["kv_lora_rank"]) + int(model["qk_rope_head_dim"]))
+            * _DTYPE_NBYTES[dtype]
+        )
     heads = int(model["num_attention_heads"])
     head_dim = int(model.get("head_dim") or int(model["hidden_size"]) // heads)
-    return 2 * layers * int(model.get("num_key_value_heads") or heads) * head_dim * _DTYPE_NBYTES[dtype]
+    return (
+        2
+        * layers
+        * int(model.get("num_key_value_heads") or heads)
+        * head_dim
+        * _DTYPE_NBYTES[dtype]
+    )

@@ -8,10 +8,10 @@ A trace is one JSON object per line, as published by Mooncake:
 before it* (one parent per id), so ids are prefix hashes already, only shorter ones.
 
 What `kvstore record` writes has more: `page_nbytes` and `page_tokens` of each of its pages, and
-`stored` where pages were stored or used without a lookup. Its ids are numbered in the order in which
-they come. A request may have only the end of its chain, such as the pages that an engine stores in one
-step. Which page stands before which is learned from all requests, and in the end each request gets
-the pages before its own.
+`stored` where pages were stored or used without a lookup. Its ids are numbered in the order in
+which they come. A request may have only the end of its chain, such as the pages that an engine
+stores in one step. Which page stands before which is learned from all requests, and in the end each
+request gets the pages before its own.
 """
 
 import hashlib
@@ -42,7 +42,10 @@ _UNKNOWN = -1  # no page is known to stand before this one
 
 
 class TraceRequest(NamedTuple):
-    """One request. `hash_ids`: its pages, head first. `page_nbytes`, `page_tokens`: 0 where the trace does not say."""
+    """One request.
+
+    `hash_ids`: its pages, head first. `page_nbytes`, `page_tokens`: 0 where the trace does not say.
+    """
 
     timestamp_ms: float
     input_length: int
@@ -72,8 +75,9 @@ def conversations(count: int, seed: int = 1) -> list[TraceRequest]:
 
 
 def chatting(count: int, seed: int = 1, at_a_time: int = CHATS) -> Iterator[TraceRequest]:
-    """`count` requests that nobody made: many chats beside each other, each request of a chat with all pages of the one
-    before and some new ones, behind one of a few system prompts."""
+    """`count` requests that nobody made: many chats beside each other, each request of a chat with
+    all pages of the one before and some new ones, behind one of a few system prompts.
+    """
     chance, fresh = random.Random(seed), itertools.count()
     prompts = [tuple(itertools.islice(fresh, pages)) for pages in SYSTEM_PROMPT_PAGES]
     chats = [chance.choice(prompts) for _ in range(at_a_time)]
@@ -112,7 +116,9 @@ def _requests(path: Path) -> Iterator[TraceRequest]:
 def _opened(path: Path) -> IO[bytes]:
     try:
         if stat.S_ISFIFO(path.stat().st_mode):
-            raise InvalidRequest(f"{path} is a pipe, and a trace is read several times: write it to a file first")
+            raise InvalidRequest(
+                f"{path} is a pipe, and a trace is read several times: write it to a file first"
+            )
         return path.open("rb")
     except OSError as error:
         raise InvalidRequest(f"can not read trace {path}: {error.strerror}") from error
@@ -129,7 +135,9 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
             if line.strip():
                 yield number, line
     except OSError as error:
-        raise InvalidRequest(f"can not read trace {path} after line {number}: {error.strerror}") from error
+        raise InvalidRequest(
+            f"can not read trace {path} after line {number}: {error.strerror}"
+        ) from error
 
 
 def _parse(line: bytes) -> TraceRequest:
@@ -144,7 +152,9 @@ def _parse(line: bytes) -> TraceRequest:
     if missing:
         raise ValueError(f"{missing[0]} is missing")
     timestamp, input_length, output_length = [_number(name, fields[name]) for name in _NUMBERS]
-    request = TraceRequest(timestamp, int(input_length), int(output_length), _hash_ids(fields["hash_ids"]))
+    request = TraceRequest(
+        timestamp, int(input_length), int(output_length), _hash_ids(fields["hash_ids"])
+    )
     if len(fields) == len(_NUMBERS) + 1:
         return request
     page_nbytes, page_tokens = [_number(name, fields.get(name, 0)) for name in _PAGE_NUMBERS]
@@ -190,14 +200,18 @@ class Chains:
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
         self._before = array("q")
-        self._deep = array("q")  # pages before each, as far as they were known when it was first there
+        self._deep = array(
+            "q"
+        )  # pages before each, as far as they were known when it was first there
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def add(self, ids: Iterable[int]) -> list[int]:
         """Numbers of pages that follow each other; one that is there twice counts once."""
-        numbers = [self._numbers.setdefault(page, len(self._numbers)) for page in dict.fromkeys(ids)]
+        numbers = [
+            self._numbers.setdefault(page, len(self._numbers)) for page in dict.fromkeys(ids)
+        ]
         self._before.extend([_UNKNOWN] * (len(self._numbers) - len(self._before)))
         self._deep.extend([0] * (len(self._numbers) - len(self._deep)))
         for before, number in itertools.pairwise(numbers):
@@ -214,7 +228,9 @@ class Chains:
         """With what is known to be before the first of them."""
         seen, head = set(numbers), []
         number = self._before[numbers[0]]
-        while number != _UNKNOWN and number not in seen:  # keys that are no chains may go in a circle
+        while (
+            number != _UNKNOWN and number not in seen
+        ):  # keys that are no chains may go in a circle
             head.append(number)
             seen.add(number)
             number = self._before[number]
@@ -222,8 +238,10 @@ class Chains:
 
 
 class Recording:
-    """Kept in `spool`, which can be read again, until it is told with `lines`. `nbytes`: about what these come to.
-    `dropped`: requests that found no room at the node."""
+    """Kept in `spool`, which can be read again, until it is told with `lines`.
+
+    `nbytes`: about what these come to. `dropped`: requests that found no room at the node.
+    """
 
     def __init__(self, spool: IO[bytes]) -> None:
         self._spool = spool
@@ -246,7 +264,9 @@ class Recording:
             self.stores += use.stored
             self.requests += not use.stored
             self._spool.write(json.dumps(fields).encode() + b"\n")
-            self.nbytes += LINE_NBYTES + (len(pages) + self.chains.deep(pages[0])) * len(f"{pages[-1]}, ")
+            self.nbytes += LINE_NBYTES + (len(pages) + self.chains.deep(pages[0])) * len(
+                f"{pages[-1]}, "
+            )
 
     def lines(self) -> Iterator[str]:
         """Of the trace."""
@@ -255,5 +275,9 @@ class Recording:
             fields = json.loads(line)
             pages = self.chains.whole(fields.pop("hash_ids"))
             length = round(len(pages) * fields["page_tokens"])
-            start = {"timestamp": fields.pop("timestamp"), "input_length": length, "output_length": 0}
+            start = {
+                "timestamp": fields.pop("timestamp"),
+                "input_length": length,
+                "output_length": 0,
+            }
             yield json.dumps({**start, "hash_ids": pages, **fields}) + "\n"

@@ -30,16 +30,23 @@ Good = Callable[[bytes, bytes], bool]
 
 class BulkConnector:
     """Connect to a node's bulk port and say hello: plain or over TLS, at the addresses of its name.
+
     Thread-safe.
 
     `where` names the peer in messages, `version` is that of the protocol in which it begins.
     """
 
     def __init__(
-        self, host: str, port: int, config: ClientConfig, found: Sequence[str] = (), tls: ClientTls | None = None
+        self,
+        host: str,
+        port: int,
+        config: ClientConfig,
+        found: Sequence[str] = (),
+        tls: ClientTls | None = None,
     ) -> None:
-        """`found`: the addresses of `host`, in the order in which they are tried; none: it is an address. `tls`: what
-        `config` asks for, where it was made already."""
+        """`found`: the addresses of `host`, in the order in which they are tried; none: it is an
+        address. `tls`: what `config` asks for, where it was made already.
+        """
         self.where = f"{host}:{port} (bulk)"
         self.version = PROTOCOL_VERSION
         self._found = found or (host,)
@@ -47,9 +54,12 @@ class BulkConnector:
         self._config = config
         self._tls = tls or client_tls(config, host)
 
-    def connect(self, limit: Deadline, only_asks: bool = False) -> tuple[FrameSocket, pb.HelloReply]:
-        """Return a connection and the node's hello. Raises OSError or `Refused`, which
-        `ConnectionPool.raise_named` translates.
+    def connect(
+        self, limit: Deadline, only_asks: bool = False
+    ) -> tuple[FrameSocket, pb.HelloReply]:
+        """Return a connection and the node's hello.
+
+        Raises OSError or `Refused`, which `ConnectionPool.raise_named` translates.
 
         `only_asks`: in any version, and to a node that joins its cluster just now, too.
         """
@@ -81,8 +91,10 @@ class BulkConnector:
             raise Unavailable(self._tls.meaning(error) if self._tls else str(error)) from error
 
     def _connected(self, limit: Deadline) -> socket.socket:
-        """Connect to the first address that answers. Each has its share of the time, so that one
-        that swallows packets leaves some for the next."""
+        """Connect to the first address that answers.
+
+        Each has its share of the time, so that one that swallows packets leaves some for the next.
+        """
         for number, address in enumerate(self._found):
             share_s = limit.remaining() / (len(self._found) - number)
             try:
@@ -95,8 +107,11 @@ class BulkConnector:
 
 
 class Arrived(NamedTuple):
-    """Describe a page that was received. `leaves`: empty if they do not match its checksum.
-    `ttl_ms`: until it is forgotten; 0: it has no time to live."""
+    """Describe a page that was received.
+
+    `leaves`: empty if they do not match its checksum. `ttl_ms`: until it is forgotten; 0: it has no
+    time to live.
+    """
 
     leaves: bytes
     checksum: bytes
@@ -104,8 +119,11 @@ class Arrived(NamedTuple):
 
 
 class BulkWire:
-    """Move pages over bulk TCP: page bytes follow the frames' headers. A connection is a session:
-    one that fails is closed, and with it everything the node held for it."""
+    """Move pages over bulk TCP: page bytes follow the frames' headers.
+
+    A connection is a session: one that fails is closed, and with it everything the node held for
+    it.
+    """
 
     name = "bulk"
 
@@ -119,9 +137,10 @@ class BulkWire:
         version: int = PROTOCOL_VERSION,
         tls: ClientTls | None = None,
     ) -> None:
-        """`found`: the addresses of `host`, in the order in which they are tried; none: it is an address. All
-        connections are to one run of the node, `instance_id` where that is known; it speaks this `version`. `tls`:
-        what `config` asks for, where it was made already."""
+        """`found`: the addresses of `host`, in the order in which they are tried; none: it is an
+        address. All connections are to one run of the node, `instance_id` where that is known; it
+        speaks this `version`. `tls`: what `config` asks for, where it was made already.
+        """
         self.port = port
         self.hello = pb.HelloReply()  # to the first connection
         self._instance_id = instance_id
@@ -132,7 +151,10 @@ class BulkWire:
         self._threads = ParallelTransfer()
 
     def connect(self, deadline: Deadline) -> None:
-        """Make sure that one connection can be had. Raises Unavailable or ProtocolError."""
+        """Make sure that one connection can be had.
+
+        Raises Unavailable or ProtocolError.
+        """
         with self._pool.connection(deadline):
             pass
 
@@ -145,7 +167,9 @@ class BulkWire:
         """
         try:
             self.connect(deadline)
-        except ProtocolError:  # an older node may refuse even the first frame of another version than its own
+        except (
+            ProtocolError
+        ):  # an older node may refuse even the first frame of another version than its own
             self._connector.version = PROTOCOL_VERSION - 1
             self.connect(deadline)
         self._instance_id = self.hello.instance_id
@@ -165,22 +189,31 @@ class BulkWire:
         seals: Seals | None = None,
         good: Good | None = None,
     ) -> list[int]:
-        """Send pages; return a verdict per key. `good` is given the key of each page that was sent
-        and the leaves of what was sent. If it returns False, nothing of the batch is committed:
-        InvalidRequest."""
+        """Send pages; return a verdict per key.
+
+        `good` is given the key of each page that was sent and the leaves of what was sent. If it
+        returns False, nothing of the batch is committed: InvalidRequest.
+        """
         parts = self._streams(pages)
         if len(parts) == 1:
             return self._put(request, pages, deadline, seals, good)
         found = self._parallel(
-            request, parts, lambda one, part: self._put(one, pages[part], deadline, seals, good), deadline
+            request,
+            parts,
+            lambda one, part: self._put(one, pages[part], deadline, seals, good),
+            deadline,
         )
         failed = [error for error in found if isinstance(error, KVStoreError)]
         worse = [error for error in failed if not isinstance(error, Exhausted)]
         if worse or len(failed) == len(found) or (failed and (request.durable or request.ack_all)):
             raise (worse or failed)[0]
         verdicts: list[int] = []
-        for part, said in zip(parts, found, strict=True):  # a part that found no space is no failure of the others
-            verdicts += [pb.FULL] * (part.stop - part.start) if isinstance(said, KVStoreError) else said
+        for part, said in zip(
+            parts, found, strict=True
+        ):  # a part that found no space is no failure of the others
+            verdicts += (
+                [pb.FULL] * (part.stop - part.start) if isinstance(said, KVStoreError) else said
+            )
         return verdicts
 
     def _put(
@@ -199,10 +232,15 @@ class BulkWire:
                 wanted = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
                 if not wanted:
                     return verdicts
-                # The bytes, then their leaves in the commit: each chunk is hashed right behind its sending,
-                # while it is in the cache.
-                connection.send_frame(b"", sum(segments_nbytes(pages[i]) + _nbytes(seals) for i in wanted))
-                leaves = [_send_page(connection, sealed(pages[i], request.prefix_hashes[i], seals)) for i in wanted]
+                # The bytes, then their leaves in the commit: each chunk is hashed right behind its
+                # sending, while it is in the cache.
+                connection.send_frame(
+                    b"", sum(segments_nbytes(pages[i]) + _nbytes(seals) for i in wanted)
+                )
+                leaves = [
+                    _send_page(connection, sealed(pages[i], request.prefix_hashes[i], seals))
+                    for i in wanted
+                ]
                 sent = zip(wanted, leaves, strict=True)
                 unchanged = [good(request.prefix_hashes[i], of) for i, of in sent] if good else []
                 if not all(unchanged):
@@ -236,7 +274,10 @@ class BulkWire:
         if len(parts) == 1:
             return self._get(request, buffers, seeds, deadline, seals)
         found = self._parallel(
-            request, parts, lambda one, part: self._get(one, buffers[part], seeds[part], deadline, seals), deadline
+            request,
+            parts,
+            lambda one, part: self._get(one, buffers[part], seeds[part], deadline, seals),
+            deadline,
         )
         arrived: list[Arrived | None] = []
         for said in found:
@@ -248,7 +289,9 @@ class BulkWire:
     def _streams(self, pages: Sequence[Pieces]) -> list[slice]:
         """Return the parts of a call's pages that are to be moved over a connection each."""
         self._pool.check_process()
-        return split(len(pages), stream_count(len(pages), segments_nbytes(pages[0]) if pages else 0))
+        return split(
+            len(pages), stream_count(len(pages), segments_nbytes(pages[0]) if pages else 0)
+        )
 
     def _parallel(
         self,
@@ -263,9 +306,13 @@ class BulkWire:
         The part that ended last is the newest then, so the chain is touched as a whole: its end
         must go before its head.
         """
-        found = self._threads.run([partial(transfer, _part_of(request, part), part) for part in parts])
+        found = self._threads.run(
+            [partial(transfer, _part_of(request, part), part) for part in parts]
+        )
         if not any(isinstance(one, KVStoreError) for one in found):
-            touch = pb.LookupRequest(namespace=request.namespace, prefix_hashes=request.prefix_hashes, touch=True)
+            touch = pb.LookupRequest(
+                namespace=request.namespace, prefix_hashes=request.prefix_hashes, touch=True
+            )
             with contextlib.suppress(KVStoreError):  # the pages are there all the same
                 self.call("lookup", touch, deadline)
         return found
@@ -285,7 +332,8 @@ class BulkWire:
                 found = [i for i, hit in enumerate(hits) if hit]
                 if (
                     len(hits) != len(buffers)
-                    or payload_nbytes != sum(segments_nbytes(buffers[i]) + _nbytes(seals) for i in found)
+                    or payload_nbytes
+                    != sum(segments_nbytes(buffers[i]) + _nbytes(seals) for i in found)
                     or len(reply.checksums) != len(found)
                     or len(reply.ttls_ms) not in (0, len(found))
                 ):
@@ -296,17 +344,22 @@ class BulkWire:
                     target = room(buffers[i], seals)
                     leaves = _recv_page(connection, target)
                     intact = root(leaves, seeds[i]) == expected
-                    if not (intact and seals) or seals.fits(request.prefix_hashes[i], target[:-1], target[-1]):
+                    if not (intact and seals) or seals.fits(
+                        request.prefix_hashes[i], target[:-1], target[-1]
+                    ):
                         arrived[i] = Arrived(leaves if intact else b"", expected, ttl_ms)
                 return arrived
 
     def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
-        """Return the cluster's views from now on, for so many seconds. `number`: of the one that is
-        known.
+        """Return the cluster's views from now on, for so many seconds.
+
+        `number`: of the one that is known.
 
         Raises ProtocolError for a node that knows no such frame.
         """
-        return FrameViews(self._pool.separate(deadline), number, seconds, deadline, self._pool.raise_named)
+        return FrameViews(
+            self._pool.separate(deadline), number, seconds, deadline, self._pool.raise_named
+        )
 
     def _connect(self, deadline: Deadline) -> FrameSocket:
         connection, hello = self._connector.connect(deadline.sooner(self._config.connect_timeout_s))

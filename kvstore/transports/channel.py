@@ -61,7 +61,9 @@ LIVES_S = 1.0  # in which a node that lives says so
 
 
 class CircuitBreaker:
-    """Refuse calls to a node that failed, until a pause is over. Thread-safe.
+    """Refuse calls to a node that failed, until a pause is over.
+
+    Thread-safe.
 
     The clock is an argument so that tests need not wait.
     """
@@ -73,7 +75,9 @@ class CircuitBreaker:
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """`chance`: 0 to 1, by which a pause is shorter, so that many clients do not come back at once."""
+        """`chance`: 0 to 1, by which a pause is shorter, so that many clients do not come back at
+        once.
+        """
         self._name = name
         self._pause_s_max = pause_s_max
         self._clock = clock
@@ -91,7 +95,10 @@ class CircuitBreaker:
         return self._failures > 0
 
     def enter(self) -> None:
-        """Begin a try. Raises Unavailable at once while the breaker is open."""
+        """Begin a try.
+
+        Raises Unavailable at once while the breaker is open.
+        """
         with self._lock:
             if self._failures == 0:
                 return
@@ -130,7 +137,9 @@ class CircuitBreaker:
 
 class NodeConnection:
     """Hold the wire to one node, the namespaces opened on it and the calls that are on it.
-    Thread-safe."""
+
+    Thread-safe.
+    """
 
     def __init__(self, way: Negotiated, retry_at: float) -> None:
         """`retry_at`: when a better wire is to be tried, in the clock's time."""
@@ -168,13 +177,17 @@ class NodeConnection:
 
     def open(self, namespace: Namespace, deadline: Deadline) -> None:
         """Register the namespace at the node, once for this connection."""
-        request = pb.OpenNamespaceRequest(namespace=namespace_message(namespace), digest=namespace.digest)
+        request = pb.OpenNamespaceRequest(
+            namespace=namespace_message(namespace), digest=namespace.digest
+        )
         self.wire.call("open_namespace", request, deadline)
         self.opened.add(namespace.digest)
 
     def enter(self) -> "ConnectionLease | None":
-        """Begin a call, which ends with `ConnectionLease.leave`. None: this connection takes no
-        more."""
+        """Begin a call, which ends with `ConnectionLease.leave`.
+
+        None: this connection takes no more.
+        """
         lease = ConnectionLease(self)
         with self._lock:
             if self._retired:
@@ -195,8 +208,10 @@ class NodeConnection:
         self.close_when_left()
 
     def close_when_left(self) -> bool:
-        """Close it if no call is on it; return whether it is closed. Once more does no harm: an
-        interrupt may have come in between."""
+        """Close it if no call is on it; return whether it is closed.
+
+        Once more does no harm: an interrupt may have come in between.
+        """
         if not self._closed and not self._leases.count:
             self.way.close()
             self._closed = True
@@ -204,8 +219,10 @@ class NodeConnection:
 
 
 class ConnectionLease:
-    """Keep a connection open during a call. If an interrupt skips `leave`, it ends when it is
-    collected."""
+    """Keep a connection open during a call.
+
+    If an interrupt skips `leave`, it ends when it is collected.
+    """
 
     __slots__ = ("__weakref__", "fresh", "link")
 
@@ -218,7 +235,10 @@ class ConnectionLease:
 
 
 class NodeChannel:
-    """Keep at most one `NodeConnection` to one node and run calls on it. Thread-safe."""
+    """Keep at most one `NodeConnection` to one node and run calls on it.
+
+    Thread-safe.
+    """
 
     def __init__(
         self,
@@ -276,7 +296,10 @@ class NodeChannel:
         self.run(lambda link, limit: None, namespace, deadline)
 
     def run(
-        self, work: Callable[[NodeConnection, Deadline], Result], namespace: Namespace | None, deadline: Deadline
+        self,
+        work: Callable[[NodeConnection, Deadline], Result],
+        namespace: Namespace | None,
+        deadline: Deadline,
     ) -> Result:
         """Run `work` on the connection, with the namespace open there, under breaker and deadline.
 
@@ -286,7 +309,9 @@ class NodeChannel:
         """
         with tracing.span("kvstore.call", "client", address=self.address):
             deadline.remaining()  # a caller who comes too late says nothing about the node
-            check_process(self._pid)  # first: in a child of a fork a lock may be taken by a thread that is not there
+            check_process(
+                self._pid
+            )  # first: in a child of a fork a lock may be taken by a thread that is not there
             if self._retired:
                 self._close_retired()
             self._breaker.enter()
@@ -314,7 +339,9 @@ class NodeChannel:
 
     def _drop_broken(self, link: NodeConnection, error: KVStoreError, deadline: Deadline) -> None:
         """Drop the connection if the error shows that it is dead or out of step."""
-        if isinstance(error, ProtocolError) or (isinstance(error, Unavailable) and not _hurried(deadline)):
+        if isinstance(error, ProtocolError) or (
+            isinstance(error, Unavailable) and not _hurried(deadline)
+        ):
             self._drop(link)
 
     def _worth_repeating(self, lease: ConnectionLease, error: KVStoreError) -> bool:
@@ -341,9 +368,13 @@ class NodeChannel:
                     self._beside("kvstore-connects", self._connect)
             if isinstance(error, DeadlineExceeded):
                 self._beside("kvstore-lives", self._check_liveness)
-        elif self._link is None and isinstance(error, REFUSED):  # at the door: each call would knock again
+        elif self._link is None and isinstance(
+            error, REFUSED
+        ):  # at the door: each call would knock again
             self._breaker.failure(error, cost_s)
-        elif error.answered:  # a refusal of the node; one of ours, such as a full pool, says nothing about it
+        elif (
+            error.answered
+        ):  # a refusal of the node; one of ours, such as a full pool, says nothing about it
             self._breaker.success()
 
     def _connected(self, deadline: Deadline) -> ConnectionLease:
@@ -395,7 +426,9 @@ class NodeChannel:
     def _connecting(self, deadline: Deadline) -> Iterator[None]:
         """Let one thread connect; the others wait until their deadline."""
         if not self._turn.acquire(timeout=deadline.remaining()):
-            raise DeadlineExceeded(f"{self.address} was still being connected to after {deadline.seconds:g} s")
+            raise DeadlineExceeded(
+                f"{self.address} was still being connected to after {deadline.seconds:g} s"
+            )
         try:
             yield
         finally:
@@ -405,8 +438,10 @@ class NodeChannel:
         return NodeConnection(way, self._clock() + BETTER_RETRY_S if way.better else float("inf"))
 
     def _take(self, old: NodeConnection | None, link: NodeConnection) -> bool:
-        """Replace `old` by a new connection. False, and the new one retires, if `old` is gone or
-        all is closed."""
+        """Replace `old` by a new connection.
+
+        False, and the new one retires, if `old` is gone or all is closed.
+        """
         with self._lock:
             taken = self._link is old and not self._closed
             if taken:
@@ -484,14 +519,18 @@ class NodeChannel:
                 self._take(link, self._linked(way))
             else:
                 way.close()
-        except KVStoreError as error:  # calls go on over the link that is there, and notice if that fails too
+        except (
+            KVStoreError
+        ) as error:  # calls go on over the link that is there, and notice if that fails too
             log.info("%s: no better wire: %s", self.address, error)
         finally:
             link.retry_at = self._clock() + BETTER_RETRY_S
 
     def close(self) -> None:
         """Close idle connections now, and those in use when their call ends."""
-        if os.getpid() != self._pid:  # in a child of a fork: a lock may be taken by a thread that is not there
+        if (
+            os.getpid() != self._pid
+        ):  # in a child of a fork: a lock may be taken by a thread that is not there
             if self._link:
                 self._link.way.close()
             return

@@ -16,7 +16,14 @@ from google.protobuf.message import DecodeError
 
 from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
 from kvstore.deadline import Deadline
-from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
+from kvstore.errors import (
+    DeadlineExceeded,
+    Exhausted,
+    InvalidRequest,
+    KVStoreError,
+    ProtocolError,
+    Unavailable,
+)
 from kvstore.messages import delimited
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.sync import LeaseTable, NoThread, run_in_helper_thread
@@ -28,7 +35,9 @@ Socket = TypeVar("Socket", bound=FrameSocket)
 Granted = TypeVar("Granted", bound="Lease[Any]")
 
 _NUMBERS = {field.name: field.number for field in pb.BulkRequest.DESCRIPTOR.fields}
-TRACED_NBYTES_MAX = 63 << 10  # a header over 64 KiB is one operation and nothing else (docs/FORMAT.md)
+TRACED_NBYTES_MAX = (
+    63 << 10
+)  # a header over 64 KiB is one operation and nothing else (docs/FORMAT.md)
 
 
 class Refused(Exception):
@@ -41,7 +50,9 @@ class Refused(Exception):
 def check_process(pid: int) -> None:
     """Raise InvalidRequest in another process than that one, which a fork made."""
     if os.getpid() != pid:
-        raise InvalidRequest("this client was connected before a fork; make a client of its own in each process")
+        raise InvalidRequest(
+            "this client was connected before a fork; make a client of its own in each process"
+        )
 
 
 class ConnectionPool(Generic[Socket]):
@@ -79,8 +90,10 @@ class ConnectionPool(Generic[Socket]):
         return self._grant(Lease(self, deadline), deadline)
 
     def connection(self, deadline: Deadline) -> "OneExchange[Socket]":
-        """Lease a connection for one exchange, as a context. One that fails is closed, and with it
-        everything the node held for it."""
+        """Lease a connection for one exchange, as a context.
+
+        One that fails is closed, and with it everything the node held for it.
+        """
         return self._grant(OneExchange(self, deadline), deadline)
 
     def attempt(self, deadline: Deadline) -> "Attempt[Socket]":
@@ -107,7 +120,9 @@ class ConnectionPool(Generic[Socket]):
         if not held:
             lease.fresh = True
             try:
-                held.append(run_in_helper_thread(partial(self._connect, deadline)))  # descriptors come and go there
+                held.append(
+                    run_in_helper_thread(partial(self._connect, deadline))
+                )  # descriptors come and go there
             except Exception as error:
                 self.raise_named(error, deadline)
                 raise
@@ -143,7 +158,10 @@ class ConnectionPool(Generic[Socket]):
         check_process(self._pid)
 
     def separate(self, deadline: Deadline) -> Socket:
-        """Open a connection beside those of the pool, which the caller closes. Raise errors of ours."""
+        """Open a connection beside those of the pool, which the caller closes.
+
+        Raise errors of ours.
+        """
         self.check_process()
         try:
             return self._connect(deadline)
@@ -157,16 +175,20 @@ class ConnectionPool(Generic[Socket]):
         if isinstance(error, Refused):
             raise error.error from None
         if isinstance(error, TimeoutError):
-            raise DeadlineExceeded(f"no answer from {self.where} in {deadline.seconds:g} s") from error
+            raise DeadlineExceeded(
+                f"no answer from {self.where} in {deadline.seconds:g} s"
+            ) from error
         if isinstance(error, OSError):
             raise Unavailable(f"connection to {self.where} failed: {error}") from error
         if isinstance(error, NoThread):
             raise Unavailable(f"no thread to connect to {self.where} in: {error}") from error
 
     def take_back(self, lease: "Lease[Socket]") -> None:
-        """End a lease. Closes a connection that is out of step, and one for which the node still
-        holds slots, as after two interrupts: its next request would be refused, and the slots kept
-        as long."""
+        """End a lease.
+
+        Closes a connection that is out of step, and one for which the node still holds slots, as
+        after two interrupts: its next request would be refused, and the slots kept as long.
+        """
         if lease.in_step and not (lease.held and lease.held[0].holds):
             with self._lock:
                 if lease.held and not self._closed:
@@ -176,9 +198,11 @@ class ConnectionPool(Generic[Socket]):
         self._leases.release(lease)
 
     def close(self) -> None:
-        """Close idle connections; those in use close when their call ends. In a child of a fork,
-        whose parent's threads may have held the lock, close only this process's copies of the
-        descriptors."""
+        """Close idle connections; those in use close when their call ends.
+
+        In a child of a fork, whose parent's threads may have held the lock, close only this
+        process's copies of the descriptors.
+        """
         if self.forked:
             for connection in tuple(self._idle):
                 connection.close()
@@ -210,7 +234,12 @@ class Lease(Generic[Socket]):
         self.in_step = False
         return self.connection
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if error is None:
             self.in_step = True
             return
@@ -219,14 +248,22 @@ class Lease(Generic[Socket]):
         self._pool.raise_named(error, self._deadline)
 
     def end(self) -> None:
-        """Give the connection back. Once more does no harm."""
+        """Give the connection back.
+
+        Once more does no harm.
+        """
         self._pool.take_back(self)
 
 
 class OneExchange(Lease[Socket]):
     """End a lease with its context."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         try:
             super().__exit__(kind, error, at)
         finally:
@@ -244,7 +281,10 @@ class Attempt(OneExchange[Socket]):
     """
 
     def __exit__(  # type: ignore[override]
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> bool:
         try:
             super().__exit__(kind, error, at)
@@ -257,8 +297,10 @@ class Attempt(OneExchange[Socket]):
 
 @contextlib.contextmanager
 def greeting(connection: FrameSocket, where: str, limit: Deadline) -> Iterator[None]:
-    """Close a new connection if its first exchange fails. `limit` began before the connecting: both
-    together have its time."""
+    """Close a new connection if its first exchange fails.
+
+    `limit` began before the connecting: both together have its time.
+    """
     try:
         connection.arm(limit.remaining())
         yield
@@ -289,12 +331,16 @@ def request_header(op: str, request: Any) -> bytes:
     trace = current()
     if trace is None or len(header) > TRACED_NBYTES_MAX:
         return header
-    return header + pb.BulkRequest(trace=trace.packed()).SerializeToString()  # a message may come in parts
+    return (
+        header + pb.BulkRequest(trace=trace.packed()).SerializeToString()
+    )  # a message may come in parts
 
 
 def parse_reply(op: str, header: bytes) -> Any:
-    """Return the reply to `op`. Raises Refused for an error in its place, ProtocolError
-    otherwise."""
+    """Return the reply to `op`.
+
+    Raises Refused for an error in its place, ProtocolError otherwise.
+    """
     try:
         reply = pb.BulkReply.FromString(header)
     except DecodeError as error:

@@ -51,7 +51,9 @@ def fill(pages: Iterable[Sequence[memoryview]], chunks: Iterator[memoryview]) ->
                 if not rest.nbytes:
                     rest = next(chunks, empty)
                     if not rest.nbytes:
-                        raise InvalidRequest(f"page bytes ended early: {view.nbytes} bytes of a page are missing")
+                        raise InvalidRequest(
+                            f"page bytes ended early: {view.nbytes} bytes of a page are missing"
+                        )
                 count = min(rest.nbytes, view.nbytes)
                 copy(view[:count], rest[:count])
                 running.update(view[:count])
@@ -78,14 +80,21 @@ def pack_fixed(header_nbytes: int, payload_nbytes: int, version: int = PROTOCOL_
 
 
 def unpack_fixed(fixed: bytes | bytearray, header_nbytes_max: int) -> tuple[int, int]:
-    """(header_nbytes, payload_nbytes). Raises ProtocolError for anything that is not a frame."""
+    """(header_nbytes, payload_nbytes).
+
+    Raises ProtocolError for anything that is not a frame.
+    """
     magic, version, zero, header_nbytes, payload_nbytes = _FIXED.unpack(fixed)
     if magic != _MAGIC or zero != 0:
         raise ProtocolError(f"not a kvstore bulk frame: it starts with {bytes(fixed[:4]).hex()}")
     if not speaks(version):
-        raise ProtocolError(f"the peer speaks protocol {version}, this side {PROTOCOL_VERSION}; update the older one")
+        raise ProtocolError(
+            f"the peer speaks protocol {version}, this side {PROTOCOL_VERSION}; update the older one"
+        )
     if header_nbytes > header_nbytes_max:
-        raise ProtocolError(f"a frame's header has {header_nbytes} bytes, at most {header_nbytes_max}")
+        raise ProtocolError(
+            f"a frame's header has {header_nbytes} bytes, at most {header_nbytes_max}"
+        )
     return header_nbytes, payload_nbytes
 
 
@@ -97,7 +106,9 @@ def timeval(seconds: float) -> bytes:
 
 
 class FrameSocket:
-    """A connected stream socket, TCP or Unix. One thread at a time; a failure leaves it unusable: close it.
+    """A connected stream socket, TCP or Unix.
+
+    One thread at a time; a failure leaves it unusable: close it.
 
     `arm(seconds)` sets the time until which the following transfers must be done; they raise
     TimeoutError after it, ConnectionError if the peer is gone and ProtocolError for bad framing.
@@ -119,7 +130,8 @@ class FrameSocket:
         self._ahead = memoryview(bytearray(_AHEAD_NBYTES))
         self._early = self._ahead[:0]  # the part of it that was received and not handed out yet
         self.heard = False  # whether anything came since somebody reset this
-        self.torn = False  # the peer got the beginning of something only: what is sent next would be taken for its end
+        # the peer got the beginning of something only: what is sent next would be taken for its end
+        self.torn = False
         self.holds = False  # whether the node may hold slots for it; on some wires it never does
         # Called with the length of a header before it is received; may raise to refuse it.
         self.admit: Callable[[int], None] = lambda header_nbytes: None
@@ -136,8 +148,10 @@ class FrameSocket:
         self._deadline = time.monotonic() + seconds
 
     def _set_timeouts(self, seconds: float) -> None:
-        """Somewhat shorter ones than asked for will do: who wakes early looks at the deadline. So a
-        row of calls that all have about the same time left sets them once."""
+        """Somewhat shorter ones than asked for will do: who wakes early looks at the deadline.
+
+        So a row of calls that all have about the same time left sets them once.
+        """
         self._timeout_s = seconds * 0.75
         packed = timeval(self._timeout_s)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
@@ -189,7 +203,10 @@ class FrameSocket:
         return self._recv_header(header_nbytes_max)
 
     def _receive_ahead(self) -> bool:
-        """Waits until there are early bytes. False if none came before the socket's timeout."""
+        """Waits until there are early bytes.
+
+        False if none came before the socket's timeout.
+        """
         if self._early.nbytes:
             return True
         try:
@@ -203,7 +220,10 @@ class FrameSocket:
         return True
 
     def _receive(self, view: memoryview, flags: int = 0) -> int:
-        """What is there, at least a byte, or 0 from who has hung up. BlockingIOError: the socket's timeout passed."""
+        """What is there, at least a byte, or 0 from who has hung up.
+
+        BlockingIOError: the socket's timeout passed.
+        """
         return self._sock.recv_into(view, view.nbytes, flags)
 
     def _recv_header(self, header_nbytes_max: int) -> tuple[bytes, int]:
@@ -237,16 +257,22 @@ class FrameSocket:
                 raise ConnectionResetError("the peer closed the connection")
             view = view[got:]
 
-    def send_all(self, views: Iterable[memoryview], next_s: Callable[[], float] | None = None) -> None:
-        """All the views in few system calls: after each, a thread among many waits for its turn at the GIL. `next_s`:
-        seconds that the next CHUNK_NBYTES, or what is left, may take; it may raise. None: what was armed is for all."""
+    def send_all(
+        self, views: Iterable[memoryview], next_s: Callable[[], float] | None = None
+    ) -> None:
+        """All the views in few system calls: after each, a thread among many waits for its turn at
+        the GIL. `next_s`: seconds that the next CHUNK_NBYTES, or what is left, may take; it may
+        raise. None: what was armed is for all.
+        """
         left = collections.deque(views)
         try:
             self._through(left, next_s, "send", self._send_some)
         finally:
             self.torn = self.torn or bool(left)
 
-    def recv_all(self, views: Iterable[memoryview], next_s: Callable[[], float] | None = None) -> None:
+    def recv_all(
+        self, views: Iterable[memoryview], next_s: Callable[[], float] | None = None
+    ) -> None:
         """Fills the views, as `send_all` sends them."""
         left = collections.deque(views)
         while left and self._early.nbytes:
@@ -285,7 +311,9 @@ class FrameSocket:
             _pass(left, count)
 
     def _check_deadline(self, doing: str) -> None:
-        """Before each system call, also after one that did all it should: its timeout must be what is left now."""
+        """Before each system call, also after one that did all it should: its timeout must be what
+        is left now.
+        """
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(f"the deadline passed while trying to {doing}")
@@ -297,7 +325,10 @@ class FrameSocket:
 
     @property
     def quiet(self) -> bool:
-        """Whether the peer has said nothing more, and not hung up. Each lease asks: in 3 us, by an exception in 15."""
+        """Whether the peer has said nothing more, and not hung up.
+
+        Each lease asks: in 3 us, by an exception in 15.
+        """
         return not self._early.nbytes and not self._news.poll(0)
 
     @functools.cached_property

@@ -24,7 +24,10 @@ THREADS = 8  # and with up to 4
 
 
 def check_headroom() -> None:
-    """Take as many descriptors and threads as gRPC for a moment. Raises Unavailable."""
+    """Take as many descriptors and threads as gRPC for a moment.
+
+    Raises Unavailable.
+    """
     try:
         run_in_helper_thread(_check)
     except NoThread as error:
@@ -37,7 +40,9 @@ def _check() -> None:
             for _ in range(DESCRIPTORS):
                 taken.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))
         except OSError as error:
-            raise Unavailable(f"this process has fewer than {DESCRIPTORS} descriptors left (ulimit -n)") from error
+            raise Unavailable(
+                f"this process has fewer than {DESCRIPTORS} descriptors left (ulimit -n)"
+            ) from error
     enough, started = threading.Event(), []
     try:
         for _ in range(THREADS):
@@ -45,7 +50,9 @@ def _check() -> None:
             thread.start()
             started.append(thread)
     except RuntimeError as error:
-        raise Unavailable(f"this process can start fewer than {THREADS} threads more (ulimit -u)") from error
+        raise Unavailable(
+            f"this process can start fewer than {THREADS} threads more (ulimit -u)"
+        ) from error
     finally:
         enough.set()
         for thread in started:
@@ -54,14 +61,18 @@ def _check() -> None:
 
 Outcome = TypeVar("Outcome")
 
-FORK_S_MAX = 0.5  # that a fork waits for calls: those of a node that hangs go on, and the child can not use gRPC
+# that a fork waits for calls: those of a node that hangs go on, and the child can not use gRPC
+FORK_S_MAX = 0.5
 LOOK_S = 0.0005
 
 
 class _Gate:
-    """Let calls into gRPC while this process does not fork. Calls come in helper threads, which no handler interrupts.
+    """Let calls into gRPC while this process does not fork.
 
-    `unusable`: this is a child of a fork that began while a call was inside, so gRPC can not be used here.
+    Calls come in helper threads, which no handler interrupts.
+
+    `unusable`: this is a child of a fork that began while a call was inside, so gRPC can not be
+    used here.
     """
 
     def __init__(self) -> None:
@@ -105,9 +116,12 @@ class _Gate:
 
 
 gate = _Gate()
-# A signal handler may raise in what is written in Python, and what is left of that does not happen. A gate that stays
-# closed would hang every later call, so C closes and opens it. The `before` that is registered last is called first.
+# A signal handler may raise in what is written in Python, and what is left of that does not happen.
+# A gate that stays closed would hang every later call, so C closes and opens it. The `before` that
+# is registered last is called first.
 os.register_at_fork(before=gate.wait_for_calls, after_in_child=gate.after_in_child)
 os.register_at_fork(
-    before=partial(gate.forking.append, None), after_in_parent=gate.forking.pop, after_in_child=gate.forking.clear
+    before=partial(gate.forking.append, None),
+    after_in_parent=gate.forking.pop,
+    after_in_child=gate.forking.clear,
 )

@@ -52,7 +52,10 @@ class Outbox:
         self._ended = False
 
     def put(self, frame: bytes) -> bool:
-        """Waits for room. False: nobody takes it, because it was ended."""
+        """Waits for room.
+
+        False: nobody takes it, because it was ended.
+        """
         self._room.acquire()
         if self._ended:
             self._room.release()  # the next one does not wait either
@@ -106,10 +109,13 @@ class GrpcWire:
 
     name = "grpc"
 
-    def __init__(self, target: str, authority: str = "", tls: ClientTls | None = None, token: str = "") -> None:
-        """`target`: host:port, which gRPC's own resolver then has to find, or what `grpc_target` makes of addresses;
-        the peer and what is between are told `authority`. `tls`: None: plain. `token`: who asks. Raises Unavailable
-        if files of TLS are no good."""
+    def __init__(
+        self, target: str, authority: str = "", tls: ClientTls | None = None, token: str = ""
+    ) -> None:
+        """`target`: host:port, which gRPC's own resolver then has to find, or what `grpc_target`
+        makes of addresses; the peer and what is between are told `authority`. `tls`: None: plain.
+        `token`: who asks. Raises Unavailable if files of TLS are no good.
+        """
         self._pid = os.getpid()
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         if tls is not None and tls.renamed:
@@ -132,14 +138,20 @@ class GrpcWire:
         def channel() -> grpc.Channel:
             if pems is None:
                 return grpc.insecure_channel(target, options)
-            credentials = grpc.ssl_channel_credentials(pems.roots, pems.key or None, pems.chain or None)
+            credentials = grpc.ssl_channel_credentials(
+                pems.roots, pems.key or None, pems.chain or None
+            )
             return grpc.secure_channel(target, credentials, [*options, *named])
 
         self._channel = _in_grpc(channel)
         self._stub = KVStoreStub(self._channel)  # type: ignore[no-untyped-call]
         # Frames with page bytes stay in their wire form: see `chunk_frame`.
-        self._put = self._channel.stream_stream("/kvstore.KVStore/Put", None, pb.PutFrameReply.FromString)
-        self._get = self._channel.unary_stream("/kvstore.KVStore/Get", pb.GetRequest.SerializeToString, None)
+        self._put = self._channel.stream_stream(
+            "/kvstore.KVStore/Put", None, pb.PutFrameReply.FromString
+        )
+        self._get = self._channel.unary_stream(
+            "/kvstore.KVStore/Get", pb.GetRequest.SerializeToString, None
+        )
         _wires.add(self)
 
     @property
@@ -157,11 +169,17 @@ class GrpcWire:
             raise _translated(error) from error
 
     def put(
-        self, request: pb.PutRequest, pages: Sequence[Pieces], deadline: Deadline, seals: Seals | None = None
+        self,
+        request: pb.PutRequest,
+        pages: Sequence[Pieces],
+        deadline: Deadline,
+        seals: Seals | None = None,
     ) -> list[int]:
         check_process(self._pid)
         stream, told = _Stream(), self._told
-        return _in_grpc(partial(self._put_all, stream, told, request, pages, deadline, seals), stream.stop)
+        return _in_grpc(
+            partial(self._put_all, stream, told, request, pages, deadline, seals), stream.stop
+        )
 
     def _put_all(
         self,
@@ -174,15 +192,21 @@ class GrpcWire:
     ) -> list[int]:
         outbox = Outbox()
         try:
-            with stream.whole(self._put(iter(outbox), timeout=deadline.remaining(), metadata=told)) as replies:
-                replies.add_done_callback(outbox.end)  # nothing waits for a stream that the node or the time ended
+            with stream.whole(
+                self._put(iter(outbox), timeout=deadline.remaining(), metadata=told)
+            ) as replies:
+                replies.add_done_callback(
+                    outbox.end
+                )  # nothing waits for a stream that the node or the time ended
                 outbox.put(pb.PutFrame(begin=request).SerializeToString())
                 verdicts = list(next(replies).begin.verdicts)
                 if len(verdicts) != len(pages):
                     raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
                 chosen = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
                 if chosen:
-                    _send((sealed(pages[i], request.prefix_hashes[i], seals) for i in chosen), outbox)
+                    _send(
+                        (sealed(pages[i], request.prefix_hashes[i], seals) for i in chosen), outbox
+                    )
                 outbox.end()
                 if chosen:
                     next(replies)  # of the commit
@@ -206,7 +230,10 @@ class GrpcWire:
     ) -> tuple[list[bool], list[int]]:
         check_process(self._pid)
         stream, told = _Stream(), self._told
-        return _in_grpc(partial(self._get_all, stream, told, request, buffers, seeds, deadline, seals), stream.stop)
+        return _in_grpc(
+            partial(self._get_all, stream, told, request, buffers, seeds, deadline, seals),
+            stream.stop,
+        )
 
     def _get_all(
         self,
@@ -219,7 +246,9 @@ class GrpcWire:
         seals: Seals | None,
     ) -> tuple[list[bool], list[int]]:
         try:
-            with stream.whole(self._get(request, timeout=deadline.remaining(), metadata=told)) as frames:
+            with stream.whole(
+                self._get(request, timeout=deadline.remaining(), metadata=told)
+            ) as frames:
                 begin = pb.GetFrame.FromString(next(frames)).begin
                 hits = list(begin.hits)
                 found = [i for i, hit in enumerate(hits) if hit]
@@ -242,14 +271,22 @@ class GrpcWire:
                 hits[i] = seals.fits(request.prefix_hashes[i], target[:-1], target[-1])
         return hits, corrupt
 
-    def follow(self, number: int, seconds: float, end: Callable[[], object] = lambda: None) -> "Followed":
-        """Views from now on, for so long. `number`: of the one that is known. `end` is called when all is over."""
+    def follow(
+        self, number: int, seconds: float, end: Callable[[], object] = lambda: None
+    ) -> "Followed":
+        """Views from now on, for so long.
+
+        `number`: of the one that is known. `end` is called when all is over.
+        """
         check_process(self._pid)
         request, told = pb.FollowRequest(number=number), self._told
         return Followed(lambda: self._stub.Follow(request, timeout=seconds, metadata=told), end)
 
     def close(self) -> None:
-        """Ends its calls. In a child of a fork it does nothing: the channel is the parent's."""
+        """Ends its calls.
+
+        In a child of a fork it does nothing: the channel is the parent's.
+        """
         if os.getpid() != self._pid:
             return
         close = partial(gate.run, self._channel.close)
@@ -261,7 +298,10 @@ class GrpcWire:
 
 
 class Followed:
-    """A stream of views, to be iterated once. It begins then; nobody is inside gRPC before."""
+    """A stream of views, to be iterated once.
+
+    It begins then; nobody is inside gRPC before.
+    """
 
     in_grpc = True
 
@@ -279,7 +319,9 @@ class Followed:
         except ValueError as error:
             raise _translated(error) from error
         except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # which is how it ends when all is well
+            if (
+                error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+            ):  # which is how it ends when all is well
                 raise _translated(error) from error
         finally:
             self.cancel()
@@ -294,7 +336,9 @@ class Followed:
 
 
 def _send(pages: Iterable[Pieces], outbox: Outbox) -> None:
-    """The pages, of one or more pieces, in chunks, each page hashed right behind its last one, then the commit."""
+    """The pages, of one or more pieces, in chunks, each page hashed right behind its last one, then
+    the commit.
+    """
     made = []
 
     def hashed() -> Iterator[memoryview]:
@@ -307,7 +351,10 @@ def _send(pages: Iterable[Pieces], outbox: Outbox) -> None:
 
 
 class _Stream:
-    """A call that moves pages. Whatever ends it early, an interrupt of its caller too, ends it at the node."""
+    """A call that moves pages.
+
+    Whatever ends it early, an interrupt of its caller too, ends it at the node.
+    """
 
     def __init__(self) -> None:
         self._replies: list[Any] = []
@@ -349,7 +396,10 @@ def _translated(error: grpc.RpcError | ValueError) -> Exception:
 
 
 def _page_bytes(frame: bytes) -> memoryview:
-    """Of a GetFrame with a chunk; none of any other. Raises DecodeError for what is no GetFrame."""
+    """Of a GetFrame with a chunk; none of any other.
+
+    Raises DecodeError for what is no GetFrame.
+    """
     data = chunk_of(frame)
     return memoryview(pb.GetFrame.FromString(frame).chunk.data) if data is None else data
 
@@ -358,8 +408,10 @@ _wires: "weakref.WeakSet[GrpcWire]" = weakref.WeakSet()
 
 
 def _keep_channels() -> None:
-    """In a child of a fork nobody may end its parent's channels: gRPC would wait for threads, and for locks of threads,
-    that are not there. They are never collected, not even when the interpreter ends."""
+    """In a child of a fork nobody may end its parent's channels: gRPC would wait for threads, and
+    for locks of threads, that are not there. They are never collected, not even when the
+    interpreter ends.
+    """
     for wire in list(_wires):
         for kept in (wire._channel, wire._stub, wire._put, wire._get):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

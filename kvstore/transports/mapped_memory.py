@@ -22,13 +22,16 @@ from kvstore.transports.connections import Lease, exchange, request_header
 from kvstore.transports.unix_sockets import DescriptorSocket
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; mmap does not name it
-# Entered into the page table by one call: about 75 us, for which a thread that maps or unmaps memory may wait.
+# Entered into the page table by one call: about 75 us, for which a thread that maps or unmaps
+# memory may wait.
 _POPULATE_STEP_NBYTES = 1 << 20
 _DEPOPULATE_STEP_NBYTES = 64 << 20
 
 
 class ArenaMap:
-    """Map `nbytes` of the node's memory, shared and writable. Thread-safe.
+    """Map `nbytes` of the node's memory, shared and writable.
+
+    Thread-safe.
 
     There is no `close`: the map ends with its last view, so that no thread can touch memory that
     was unmapped. Memory of a node that died stays valid, if dead, for a thread that still reads it.
@@ -39,15 +42,24 @@ class ArenaMap:
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """`fd` stays the caller's. Raises ProtocolError if it is not an arena of `nbytes` bytes."""
+        """`fd` stays the caller's.
+
+        Raises ProtocolError if it is not an arena of `nbytes` bytes.
+        """
         size = os.fstat(fd).st_size
         if size != nbytes or not nbytes:
-            raise ProtocolError(f"the node passed an arena of {size} bytes and said that it has {nbytes}")
+            raise ProtocolError(
+                f"the node passed an arena of {size} bytes and said that it has {nbytes}"
+            )
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as error:
-            raise ProtocolError("the node passed a file that is no arena: it can not be sealed") from error
-        if not seals & fcntl.F_SEAL_SHRINK:  # reading behind the end of a file that shrank kills the reader
+            raise ProtocolError(
+                "the node passed a file that is no arena: it can not be sealed"
+            ) from error
+        if (
+            not seals & fcntl.F_SEAL_SHRINK
+        ):  # reading behind the end of a file that shrank kills the reader
             raise ProtocolError("the node passed an arena that could shrink under its readers")
         self.nbytes = nbytes
         self._map = mmap.mmap(fd, nbytes)
@@ -61,11 +73,16 @@ class ArenaMap:
         if max(map(operator.add, offsets, sizes), default=0) > self.nbytes:
             for offset, nbytes in zip(offsets, sizes, strict=True):
                 if offset + nbytes > self.nbytes:
-                    raise ProtocolError(f"a slot at {offset}+{nbytes} in an arena of {self.nbytes} bytes")
+                    raise ProtocolError(
+                        f"a slot at {offset}+{nbytes} in an arena of {self.nbytes} bytes"
+                    )
 
     def views(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
         """Of slots that were checked."""
-        return [self.memory[offset : offset + nbytes] for offset, nbytes in zip(offsets, sizes, strict=True)]
+        return [
+            self.memory[offset : offset + nbytes]
+            for offset, nbytes in zip(offsets, sizes, strict=True)
+        ]
 
     def populate(self, stop: Event) -> None:
         """Enters the arena into this process's page table, until done or told to stop.
@@ -75,32 +92,52 @@ class ArenaMap:
         """
         for start in range(0, self.nbytes, _POPULATE_STEP_NBYTES):
             try:
-                advise(self._map, _MADV_POPULATE_READ, start, min(_POPULATE_STEP_NBYTES, self.nbytes - start))
+                advise(
+                    self._map,
+                    _MADV_POPULATE_READ,
+                    start,
+                    min(_POPULATE_STEP_NBYTES, self.nbytes - start),
+                )
             except OSError:
                 return  # an older kernel: each page enters when it is first used
             if stop.wait(0.0001):
                 return
 
     def depopulate(self) -> None:
-        """Takes the arena out of the page table again. Bytes and views stay: who still uses one enters its page anew.
+        """Takes the arena out of the page table again.
 
-        Python unmaps with the GIL, 60 ms and more for each GiB that is entered, in whichever thread drops the last
-        view; after this, next to nothing is left to do then.
+        Bytes and views stay: who still uses one enters its page anew.
+
+        Python unmaps with the GIL, 60 ms and more for each GiB that is entered, in whichever thread
+        drops the last view; after this, next to nothing is left to do then.
         """
         for start in range(0, self.nbytes, _DEPOPULATE_STEP_NBYTES):
-            advise(self._map, mmap.MADV_DONTNEED, start, min(_DEPOPULATE_STEP_NBYTES, self.nbytes - start))
+            advise(
+                self._map,
+                mmap.MADV_DONTNEED,
+                start,
+                min(_DEPOPULATE_STEP_NBYTES, self.nbytes - start),
+            )
 
 
-# A release is a few bytes, for which a socket has room at once, also that of a node that is stopped. If it has none,
-# this is after the deadline of a call that failed, so short.
+# A release is a few bytes, for which a socket has room at once, also that of a node that is
+# stopped. If it has none, this is after the deadline of a call that failed, so short.
 RELEASE_S = 0.1
 
 
 class _Slots:
-    """Hold slots for one thread. `offsets`: where each slot is in `arena`."""
+    """Hold slots for one thread.
+
+    `offsets`: where each slot is in `arena`.
+    """
 
     def __init__(
-        self, lease: Lease[DescriptorSocket], arena: ArenaMap, offsets: list[int], sizes: list[int], writable: bool
+        self,
+        lease: Lease[DescriptorSocket],
+        arena: ArenaMap,
+        offsets: list[int],
+        sizes: list[int],
+        writable: bool,
     ) -> None:
         arena.check(offsets, sizes)
         self.arena = arena
@@ -113,7 +150,10 @@ class _Slots:
 
     @property
     def pages(self) -> list[memoryview]:
-        """Return a view of each slot. They are made at first use: a copy by a GPU needs none."""
+        """Return a view of each slot.
+
+        They are made at first use: a copy by a GPU needs none.
+        """
         if self._pages is None:
             views = self.arena.views(self.offsets, self._sizes)
             self._pages = views if self._writable else [view.toreadonly() for view in views]
@@ -130,13 +170,17 @@ class _Slots:
             except BufferError as error:
                 kept = error
         if kept is not None:
-            raise InvalidRequest(f"something made of a page's view is still in use; drop it first ({kept})") from kept
+            raise InvalidRequest(
+                f"something made of a page's view is still in use; drop it first ({kept})"
+            ) from kept
 
 
 class ReservedSlots(_Slots):
-    """Hold slots to write in. `verdicts`: a PutVerdict per key. `pages`, `offsets`: of the keys
-    with verdict WRITE, in order: a writable view of `page_nbytes` bytes each, and where in `arena`
-    it is."""
+    """Hold slots to write in.
+
+    `verdicts`: a PutVerdict per key. `pages`, `offsets`: of the keys with verdict WRITE, in order:
+    a writable view of `page_nbytes` bytes each, and where in `arena` it is.
+    """
 
     def __init__(
         self,
@@ -148,17 +192,24 @@ class ReservedSlots(_Slots):
     ) -> None:
         self.verdicts: list[int] = list(reply.verdicts)
         offsets = reply.offsets[:]
-        if len(self.verdicts) != len(request.prefix_hashes) or len(offsets) != self.verdicts.count(pb.WRITE):
+        if len(self.verdicts) != len(request.prefix_hashes) or len(offsets) != self.verdicts.count(
+            pb.WRITE
+        ):
             raise ProtocolError("the reply to a put does not fit its request")
         super().__init__(lease, arena, offsets, [request.page_nbytes] * len(offsets), writable=True)
         self._deadline = deadline
         self._waiting = bool(offsets)
 
     def commit(self, leaves: Sequence[bytes]) -> None:
-        """Make the pages visible, whose bytes are in place. `leaves`: `kvstore.checksum.leaves` of
-        each page. Nothing may write to them any more, neither a thread nor a GPU."""
+        """Make the pages visible, whose bytes are in place.
+
+        `leaves`: `kvstore.checksum.leaves` of each page. Nothing may write to them any more,
+        neither a thread nor a GPU.
+        """
         if not self._waiting:
-            raise InvalidRequest("there is nothing to commit: no page was to be written, or it was done already")
+            raise InvalidRequest(
+                "there is nothing to commit: no page was to be written, or it was done already"
+            )
         self._drop()
         self._lease.connection.arm(self._deadline.remaining())
         with self._lease as connection:
@@ -177,9 +228,12 @@ class ReservedSlots(_Slots):
 
 
 class AcquiredSlots(_Slots):
-    """Hold slots to read. `hits`: a bool per key. `pages`, `checksums`, `offsets`: of the hits, in
-    order: a read-only view each, the checksum that its bytes must have, and where in `arena` it is.
-    Of a request with ranges `pages` and `offsets` have each range of each hit."""
+    """Hold slots to read.
+
+    `hits`: a bool per key. `pages`, `checksums`, `offsets`: of the hits, in order: a read-only view
+    each, the checksum that its bytes must have, and where in `arena` it is. Of a request with
+    ranges `pages` and `offsets` have each range of each hit.
+    """
 
     def __init__(
         self,
@@ -220,7 +274,10 @@ def release(lease: Lease[DescriptorSocket]) -> None:
 
 
 def give_back(connection: DescriptorSocket) -> bool:
-    """Tell the node that this connection holds no slots. False: it could not be told."""
+    """Tell the node that this connection holds no slots.
+
+    False: it could not be told.
+    """
     if connection.torn:
         return False
     try:

@@ -1,4 +1,5 @@
-"""Negotiate the wire to a node: ask it what it offers (hello), then connect by the best wire that works.
+"""Negotiate the wire to a node: ask it what it offers (hello), then connect by the best wire that
+works.
 
 host:port           gRPC: hello   --> shared memory, or else bulk TCP, or else gRPC itself
     known before    frames: hello --> shared memory, or else bulk TCP;  gRPC: hello, if that fails
@@ -15,9 +16,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
-from kvstore.config import BULK_PORT, BULK_SCHEME, GRPC_PORT, PROTOCOL_VERSION, ClientConfig, parse_address, speaks
+from kvstore.config import (
+    BULK_PORT,
+    BULK_SCHEME,
+    GRPC_PORT,
+    PROTOCOL_VERSION,
+    ClientConfig,
+    parse_address,
+    speaks,
+)
 from kvstore.deadline import Deadline
-from kvstore.errors import DeadlineExceeded, Forbidden, KVStoreError, ProtocolError, Unauthenticated, Unavailable
+from kvstore.errors import (
+    DeadlineExceeded,
+    Forbidden,
+    KVStoreError,
+    ProtocolError,
+    Unauthenticated,
+    Unavailable,
+)
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.secrets import check_stays_private, token_of
 from kvstore.sync import Event, start_thread
@@ -63,21 +79,29 @@ class Addresses:
         self._known: tuple[str, ...] = (host,) if self._numeric else ()
 
     def resolve(self, deadline: Deadline) -> tuple[str, ...]:
-        """Return the addresses in the order in which to try them. Raises Unavailable or
-        DeadlineExceeded."""
+        """Return the addresses in the order in which to try them.
+
+        Raises Unavailable or DeadlineExceeded.
+        """
         if self._numeric:
             return self._known
         with self._lock:
             if self._question is None or self._question.answered.is_set():
                 self._question = _Question(self._host)
             question = self._question
-        question.answered.wait(min(FRESH_S, deadline.remaining()) if self._known else deadline.remaining())
+        question.answered.wait(
+            min(FRESH_S, deadline.remaining()) if self._known else deadline.remaining()
+        )
         if question.found:
             self._known = question.found
         elif not self._known:
             if question.error:
-                raise Unavailable(f"{self._host} can not be resolved: {question.error}") from question.error
-            raise DeadlineExceeded(f"{self._host} was not resolved in {deadline.seconds:.3g} s: the resolver hangs")
+                raise Unavailable(
+                    f"{self._host} can not be resolved: {question.error}"
+                ) from question.error
+            raise DeadlineExceeded(
+                f"{self._host} was not resolved in {deadline.seconds:.3g} s: the resolver hangs"
+            )
         else:
             why = question.error or f"no answer in {FRESH_S:g} s"
             log.info("%s: %s; trying the addresses known from before", self._host, why)
@@ -85,8 +109,10 @@ class Addresses:
 
 
 def grpc_target(found: Sequence[str], port: int) -> str:
-    """Return resolved addresses as gRPC takes them, so that its own resolver has nothing to do. One
-    list holds one family: IPv4 beside IPv6 is written as IPv6."""
+    """Return resolved addresses as gRPC takes them, so that its own resolver has nothing to do.
+
+    One list holds one family: IPv4 beside IPv6 is written as IPv6.
+    """
     if not any(":" in address for address in found):
         return "ipv4:" + ",".join(f"{address}:{port}" for address in found)
     six = [address if ":" in address else f"::ffff:{address}" for address in found]
@@ -129,9 +155,9 @@ def _is_numeric(host: str) -> bool:
 class Negotiated:
     """The outcome of a negotiation: an open wire to one run of a node, and its hello.
 
-    `better`: a better wire should have worked and did not, so negotiating again may find it. `grpc` opens another
-    channel to the node; None: the address names no gRPC port. `tells_views`: the node answers `follow` by frames, as
-    far as known.
+    `better`: a better wire should have worked and did not, so negotiating again may find it. `grpc`
+    opens another channel to the node; None: the address names no gRPC port. `tells_views`: the node
+    answers `follow` by frames, as far as known.
     """
 
     wire: Wire
@@ -146,8 +172,10 @@ class Negotiated:
         return RANK[self.wire.name]
 
     def follow(self, number: int, seconds: float, deadline: Deadline) -> Views:
-        """Return the cluster's views for so many seconds, by frames or else over gRPC. `number`: of the view that is
-        known."""
+        """Return the cluster's views for so many seconds, by frames or else over gRPC.
+
+        `number`: of the view that is known.
+        """
         if isinstance(self.wire, (BulkWire, ShmWire)) and self.tells_views:
             try:
                 return self.wire.follow(number, seconds, deadline)
@@ -174,7 +202,8 @@ class First(NamedTuple):
 class Known(NamedTuple):
     """Where the node at a gRPC address serves frames, and how to recognize it there.
 
-    By its run (`instance_id`) or by its cluster and member name: another node may have taken over its ports.
+    By its run (`instance_id`) or by its cluster and member name: another node may have taken over
+    its ports.
     """
 
     bulk_port: int
@@ -184,7 +213,9 @@ class Known(NamedTuple):
     def is_said_by(self, hello: pb.HelloReply) -> bool:
         """Return whether this hello comes from the node that was known."""
         same_run = bool(self.instance_id) and hello.instance_id == self.instance_id
-        return same_run or (bool(self.member) and member_name(hello.view.cluster, hello.member_id) == self.member)
+        return same_run or (
+            bool(self.member) and member_name(hello.view.cluster, hello.member_id) == self.member
+        )
 
 
 def member_name(cluster: str, member: str) -> str:
@@ -193,13 +224,18 @@ def member_name(cluster: str, member: str) -> str:
 
 
 def import_grpc_for(addresses: Iterable[str]) -> None:
-    """Import gRPC now if an address needs it: importing takes longer than the deadline of some calls."""
+    """Import gRPC now if an address needs it: importing takes longer than the deadline of some
+    calls.
+    """
     if any(parse_address(address).scheme == GRPC for address in addresses):
         import kvstore.transports.grpc_wire  # noqa: F401
 
 
 class Negotiation:
-    """Negotiates with one node. Thread-safe. Wires that it has opened belong to the caller."""
+    """Negotiates with one node.
+
+    Thread-safe. Wires that it has opened belong to the caller.
+    """
 
     def __init__(self, address: str, config: ClientConfig) -> None:
         self._address = address
@@ -211,13 +247,18 @@ class Negotiation:
         self._known: Known | None = None
 
     def expect(self, bulk_port: int, member: str) -> None:
-        """Note where a view says that this member serves frames: `open` tries hello there before gRPC."""
+        """Note where a view says that this member serves frames: `open` tries hello there before
+        gRPC.
+        """
         known = self._known
         if bulk_port and (known is None or known.bulk_port != bulk_port):
             self._known = Known(bulk_port, member=member)
 
     def open(self, deadline: Deadline) -> Negotiated:
-        """Open the best wire. Raise Unavailable, DeadlineExceeded, ProtocolError or the node's own error."""
+        """Open the best wire.
+
+        Raise Unavailable, DeadlineExceeded, ProtocolError or the node's own error.
+        """
         limit = deadline.sooner(self._config.connect_timeout_s)
         if self._at.scheme == "unix":
             wire = self._hello_by_unix_socket(limit)
@@ -238,14 +279,19 @@ class Negotiation:
 
     # ---- hello ---------------------------------------------------------------------------
 
-    def _hello_at_known_port(self, known: Known, found: tuple[str, ...], limit: Deadline) -> tuple[First | None, bool]:
-        """Say hello by frames at the known port, so that a node whose gRPC is down or flooded keeps its clients.
+    def _hello_at_known_port(
+        self, known: Known, found: tuple[str, ...], limit: Deadline
+    ) -> tuple[First | None, bool]:
+        """Say hello by frames at the known port, so that a node whose gRPC is down or flooded keeps
+        its clients.
 
-        Return (the answer, whether nobody answered). No answer: ask over gRPC, because another node may have the port
-        now.
+        Return (the answer, whether nobody answered). No answer: ask over gRPC, because another node
+        may have the port now.
         """
         try:
-            first = self._hello_by_frames(known.bulk_port, found, limit.sooner(limit.remaining() * FRAMES_SHARE))
+            first = self._hello_by_frames(
+                known.bulk_port, found, limit.sooner(limit.remaining() * FRAMES_SHARE)
+            )
         except KVStoreError as error:
             log.info("%s: no hello by frames: %s", self._address, error)
             return None, True
@@ -290,7 +336,9 @@ class Negotiation:
             try:
                 return First(control, _hello(control, limit))
             except DeadlineExceeded as error:
-                raise Unavailable(f"{self._address} did not answer within {limit.seconds:.3g} s") from error
+                raise Unavailable(
+                    f"{self._address} did not answer within {limit.seconds:.3g} s"
+                ) from error
             except Unavailable as error:
                 if "SETTINGS frame" in str(error):  # whoever answers there speaks no HTTP/2
                     said = f"{self._address} answers, but not over gRPC; if this is the node's bulk port"
@@ -302,16 +350,24 @@ class Negotiation:
 
     def grpc(self, deadline: Deadline) -> "GrpcWire":
         """Open another gRPC channel to the node, for requests that it does not answer by frames."""
-        return self._grpc_wire(self._addresses.resolve(deadline.sooner(self._config.connect_timeout_s)))
+        return self._grpc_wire(
+            self._addresses.resolve(deadline.sooner(self._config.connect_timeout_s))
+        )
 
     def _grpc_wire(self, found: tuple[str, ...]) -> "GrpcWire":
         from kvstore.transports.grpc_wire import GrpcWire
 
         check_headroom()
-        return GrpcWire(grpc_target(found, self._port), self._address, self._tls, token_of(self._config))
+        return GrpcWire(
+            grpc_target(found, self._port), self._address, self._tls, token_of(self._config)
+        )
 
-    def _explain_by_tls(self, error: KVStoreError, port: int, found: tuple[str, ...], limit: Deadline) -> KVStoreError:
-        """Return an error that names TLS if that is why the node can not be reached: neither gRPC nor frames say so."""
+    def _explain_by_tls(
+        self, error: KVStoreError, port: int, found: tuple[str, ...], limit: Deadline
+    ) -> KVStoreError:
+        """Return an error that names TLS if that is why the node can not be reached: neither gRPC
+        nor frames say so.
+        """
         try:
             said = why_not(found, port, self._tls, min(PROBE_S, limit.remaining()))
         except DeadlineExceeded:
@@ -319,7 +375,10 @@ class Negotiation:
         return Unavailable(f"{self._address}: {said}") if said else error
 
     def _checked(self, wire: Wire, hello: pb.HelloReply) -> pb.HelloReply:
-        """Return the hello. Close the wire and raise ProtocolError if its limits are impossible."""
+        """Return the hello.
+
+        Close the wire and raise ProtocolError if its limits are impossible.
+        """
         if not hello.limits.batch_keys_max:
             wire.close()
             raise ProtocolError(f"{self._address} says that it takes no keys at all")
@@ -327,7 +386,9 @@ class Negotiation:
 
     # ---- the best wire -------------------------------------------------------------------
 
-    def _best(self, first: First, found: tuple[str, ...], deadline: Deadline, silent: bool = False) -> Negotiated:
+    def _best(
+        self, first: First, found: tuple[str, ...], deadline: Deadline, silent: bool = False
+    ) -> Negotiated:
         """Connect by the best wire that works, or by the configured one, or raise Unavailable.
 
         `silent`: nobody answered at the port where the node served frames before.
@@ -350,9 +411,13 @@ class Negotiation:
         if not port or wire.name == GRPC or (silent and not isinstance(wire, BulkWire)):
             self._known = None
         else:
-            self._known = Known(port, hello.instance_id, member_name(hello.view.cluster, hello.member_id))
+            self._known = Known(
+                port, hello.instance_id, member_name(hello.view.cluster, hello.member_id)
+            )
 
-    def _better(self, first: First, found: tuple[str, ...], deadline: Deadline) -> tuple[Wire, bool]:
+    def _better(
+        self, first: First, found: tuple[str, ...], deadline: Deadline
+    ) -> tuple[Wire, bool]:
         """Return (the best wire that works, whether a better one should have worked and did not).
 
         Each try has half of the time that is left, so that one that hangs leaves time for the next.
@@ -360,14 +425,18 @@ class Negotiation:
         wanted, hello = self._config.wire, first.hello
         connect: dict[str, Callable[[Deadline], Wire | None]] = {
             "shm": lambda limit: self._shm(hello, limit),
-            "bulk": lambda limit: first.wire if first.wire.name == "bulk" else self._bulk(hello, found, limit),
+            "bulk": lambda limit: (
+                first.wire if first.wire.name == "bulk" else self._bulk(hello, found, limit)
+            ),
         }
         missed = False
         for name, without in BETTER:
             if wanted not in ("auto", name):
                 continue
             try:
-                wire = connect[name](deadline if wanted == name else deadline.sooner(deadline.remaining() / 2))
+                wire = connect[name](
+                    deadline if wanted == name else deadline.sooner(deadline.remaining() / 2)
+                )
             except (Unavailable, DeadlineExceeded) as error:
                 if wanted == name:
                     raise
@@ -379,7 +448,10 @@ class Negotiation:
         return first.wire, missed
 
     def _shm(self, hello: pb.HelloReply, deadline: Deadline) -> Wire | None:
-        """Connect by shared memory. None: it can not be expected to work, as with a node on another host."""
+        """Connect by shared memory.
+
+        None: it can not be expected to work, as with a node on another host.
+        """
         if not hello.shm_socket:
             if self._config.wire == "shm":
                 raise Unavailable(
@@ -391,12 +463,19 @@ class Negotiation:
         wire = ShmWire(hello.shm_socket, hello.instance_id, self._config, common_version(hello))
         try:
             return _tried(wire, deadline)
-        except (Unauthenticated, Forbidden) as error:  # it asks for a token, also of who has a certificate
+        except (
+            Unauthenticated,
+            Forbidden,
+        ) as error:  # it asks for a token, also of who has a certificate
             if self._config.wire == "shm":
-                raise Unavailable(f"{self._address} serves no shared memory to this client: {error}") from error
+                raise Unavailable(
+                    f"{self._address} serves no shared memory to this client: {error}"
+                ) from error
             log.info("%s: no shared memory: %s", self._address, error)
             return None
-        except ProtocolError as error:  # whoever listens there: the node itself was asked and is all right
+        except (
+            ProtocolError
+        ) as error:  # whoever listens there: the node itself was asked and is all right
             raise Unavailable(f"{hello.shm_socket}: {error}") from error
         except Unavailable:
             if wire.elsewhere and self._config.wire == "auto":
@@ -408,14 +487,22 @@ class Negotiation:
         if not hello.bulk_port:
             raise Unavailable(f"{self._address} serves no bulk wire")
         version = common_version(hello)
-        wire = BulkWire(self._host, hello.bulk_port, self._config, found, hello.instance_id, version, self._tls)
+        wire = BulkWire(
+            self._host, hello.bulk_port, self._config, found, hello.instance_id, version, self._tls
+        )
         return _tried(wire, deadline)
 
 
 def _hello(control: Wire, limit: Deadline) -> pb.HelloReply:
-    """Say hello; again without a version to an older node that refuses ours. Raise ProtocolError if it is too old."""
+    """Say hello; again without a version to an older node that refuses ours.
+
+    Raise ProtocolError if it is too old.
+    """
     try:
-        return cast(pb.HelloReply, control.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), limit))
+        return cast(
+            pb.HelloReply,
+            control.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), limit),
+        )
     except ProtocolError:
         hello = control.call("hello", pb.HelloRequest(), limit)
         if not speaks(hello.protocol_version):

@@ -36,12 +36,17 @@ def split(count: int, streams: int) -> list[slice]:
 
 
 class ThreadLease:
-    """Reserve one of the threads. Released with its work, or when it is collected."""
+    """Reserve one of the threads.
+
+    Released with its work, or when it is collected.
+    """
 
 
 class ParallelTransfer:
-    """Own the threads of a transport or a client, made when they are needed. A call waits for none:
-    behind other calls it would miss its deadline."""
+    """Own the threads of a transport or a client, made when they are needed.
+
+    A call waits for none: behind other calls it would miss its deadline.
+    """
 
     def __init__(self, threads_max: int = THREADS_MAX, name: str = "kvstore-streams") -> None:
         self._threads_max = threads_max
@@ -106,8 +111,11 @@ class ParallelTransfer:
         return self._leases.count
 
     def _begin(self, done: "Future[None]", work: Callable[[], None]) -> bool:
-        """Return whether a thread does the work. False: there is none; or the transport is closed,
-        or its threads are the parent's, as the call is going to say."""
+        """Return whether a thread does the work.
+
+        False: there is none; or the transport is closed, or its threads are the parent's, as the
+        call is going to say.
+        """
         if os.getpid() != self._pid:
             return False
         lease = ThreadLease()

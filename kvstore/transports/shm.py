@@ -42,7 +42,8 @@ from kvstore.transports.unix_sockets import DescriptorSocket, connected
 from kvstore.transports.view_stream import FrameViews
 
 log = logging.getLogger(__name__)
-# Copied, then hashed while a core's own cache still has them: 1 MiB and its copy are as much as that holds.
+# Copied, then hashed while a core's own cache still has them: 1 MiB and its copy are as much as
+# that holds.
 STEP_NBYTES = 512 << 10
 # Copied and hashed a second; slower than this a thread waits for the GIL, which both give up.
 CROWDED_BELOW = 400e6
@@ -53,7 +54,9 @@ Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
 
 def socket_here(node_path: str, config: ClientConfig) -> str:
     """Return the path here of the socket that is at `node_path` where the node is."""
-    return os.path.join(config.shm_dir, os.path.basename(node_path)) if config.shm_dir else node_path
+    return (
+        os.path.join(config.shm_dir, os.path.basename(node_path)) if config.shm_dir else node_path
+    )
 
 
 class ShmWire:
@@ -72,8 +75,10 @@ class ShmWire:
         version: int = PROTOCOL_VERSION,
         is_here: bool = False,
     ) -> None:
-        """`node_path`: the socket's path where the node is, which may be mounted elsewhere here; `is_here`: the path
-        here. It speaks this `version`. `instance_id`: of the run of the node; empty: the one that answers first."""
+        """`node_path`: the socket's path where the node is, which may be mounted elsewhere here;
+        `is_here`: the path here. It speaks this `version`. `instance_id`: of the run of the node;
+        empty: the one that answers first.
+        """
         self.hello = pb.HelloReply()  # to the first connection
         self._version = version
         self._config = config
@@ -92,14 +97,19 @@ class ShmWire:
         return self._arena
 
     def connect(self, deadline: Deadline) -> None:
-        """Make sure that the arena is mapped. Raises Unavailable or ProtocolError."""
+        """Make sure that the arena is mapped.
+
+        Raises Unavailable or ProtocolError.
+        """
         try:
             os.stat(self._path)
         except FileNotFoundError as error:
             self.elsewhere = True
             raise Unavailable(f"the node's socket {self._path} does not exist here") from error
         except OSError as error:  # such as a folder that may not be entered
-            raise Unavailable(f"the node's socket {self._path} can not be reached: {error}") from error
+            raise Unavailable(
+                f"the node's socket {self._path} can not be reached: {error}"
+            ) from error
         with self._pool.connection(deadline):
             pass
 
@@ -115,7 +125,9 @@ class ShmWire:
 
     def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
         """As that of `BulkWire`."""
-        return FrameViews(self._pool.separate(deadline), number, seconds, deadline, self._pool.raise_named)
+        return FrameViews(
+            self._pool.separate(deadline), number, seconds, deadline, self._pool.raise_named
+        )
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
         with self._pool.connection(deadline) as connection:
@@ -126,11 +138,16 @@ class ShmWire:
     def reserving(
         self, request: pb.PutRequest, deadline: Deadline, until: Deadline | None = None
     ) -> contextlib.AbstractContextManager[ReservedSlots]:
-        """Reserve slots to write in; leaving the context without a commit gives them back. `until`:
-        the deadline of the commit, if it is another one."""
+        """Reserve slots to write in; leaving the context without a commit gives them back.
+
+        `until`: the deadline of the commit, if it is another one.
+        """
         commit = until or deadline
         return self._slots(
-            "put", request, lambda lease, reply: ReservedSlots(lease, self.arena, request, reply, commit), deadline
+            "put",
+            request,
+            lambda lease, reply: ReservedSlots(lease, self.arena, request, reply, commit),
+            deadline,
         )
 
     def acquiring(
@@ -138,12 +155,19 @@ class ShmWire:
     ) -> contextlib.AbstractContextManager[AcquiredSlots]:
         """Acquire slots to read from, until the context is left."""
         return self._slots(
-            "get", request, lambda lease, reply: AcquiredSlots(lease, self.arena, request, reply, page_nbytes), deadline
+            "get",
+            request,
+            lambda lease, reply: AcquiredSlots(lease, self.arena, request, reply, page_nbytes),
+            deadline,
         )
 
     @contextlib.contextmanager
     def _slots(
-        self, op: str, request: Any, make: Callable[[Lease[DescriptorSocket], Any], Slots], deadline: Deadline
+        self,
+        op: str,
+        request: Any,
+        make: Callable[[Lease[DescriptorSocket], Any], Slots],
+        deadline: Deadline,
     ) -> Iterator[Slots]:
         lease = self._pool.lease(deadline)
         try:
@@ -154,13 +178,16 @@ class ShmWire:
                 try:
                     yield slots
                 except BaseException:
-                    with contextlib.suppress(InvalidRequest):  # a view in use: what ended the context says more
+                    with contextlib.suppress(
+                        InvalidRequest
+                    ):  # a view in use: what ended the context says more
                         slots.end()
                     raise
                 slots.end()
                 connection.holds = False
             except BaseException:
-                # The answer may be on its way, or an interrupt came before the node was told; twice does no harm.
+                # The answer may be on its way, or an interrupt came before the node was told; twice
+                # does no harm.
                 release(lease)
                 raise
         finally:
@@ -169,14 +196,20 @@ class ShmWire:
     # ---- with the caller's buffers -------------------------------------------------------
 
     def put(
-        self, request: pb.PutRequest, pages: Sequence[Pieces], deadline: Deadline, seals: Seals | None = None
+        self,
+        request: pb.PutRequest,
+        pages: Sequence[Pieces],
+        deadline: Deadline,
+        seals: Seals | None = None,
     ) -> list[int]:
         with self.reserving(request, deadline) as reserved:
             chosen = [i for i, verdict in enumerate(reserved.verdicts) if verdict == pb.WRITE]
 
             def write(number: int) -> bytes:
                 i = chosen[number]
-                return _write_page(reserved.pages[number], sealed(pages[i], request.prefix_hashes[i], seals))
+                return _write_page(
+                    reserved.pages[number], sealed(pages[i], request.prefix_hashes[i], seals)
+                )
 
             leaves = self._each(write, len(chosen), request.page_nbytes, deadline)
             if chosen:
@@ -201,7 +234,11 @@ class ShmWire:
                 i, parts = found[number], acquired.pages[number * count : (number + 1) * count]
                 target = room(buffers[i], seals)
                 intact = root(_read_page(target, parts), seeds[i]) == acquired.checksums[number]
-                if intact and seals and not seals.fits(request.prefix_hashes[i], target[:-1], target[-1]):
+                if (
+                    intact
+                    and seals
+                    and not seals.fits(request.prefix_hashes[i], target[:-1], target[-1])
+                ):
                     hits[i] = False
                 return intact
 
@@ -211,7 +248,9 @@ class ShmWire:
                 hits[i] = False
             return hits, corrupt
 
-    def _each(self, work: Callable[[int], T], count: int, nbytes: int, deadline: Deadline) -> list[T]:
+    def _each(
+        self, work: Callable[[int], T], count: int, nbytes: int, deadline: Deadline
+    ) -> list[T]:
         """Return what `work` makes of each of `count` pages, of each of which it moves `nbytes`.
 
         Several threads do it where there are cores for them. None touches a page any more when this
@@ -229,7 +268,9 @@ class ShmWire:
         if streams == 1:
             return of_part(slice(count))
         made = []
-        for result in self._threads.run([functools.partial(of_part, part) for part in split(count, streams)]):
+        for result in self._threads.run(
+            [functools.partial(of_part, part) for part in split(count, streams)]
+        ):
             if isinstance(result, KVStoreError):
                 raise result
             made += result
@@ -244,7 +285,9 @@ class ShmWire:
             uid = connection.peer.uid
             # Who could put a socket where the node's should be would be handed our pages.
             if uid not in (os.geteuid(), 0) and not self._config.shm_dir:
-                raise Unavailable(f"{self._path} is served by uid {uid}; set shm_dir if that is as it should be")
+                raise Unavailable(
+                    f"{self._path} is served by uid {uid}; set shm_dir if that is as it should be"
+                )
             hello = pb.HelloRequest(protocol_version=self._version, token=token_of(self._config))
             with _own_pidfd() as pidfd:
                 connection.send_frame_with(pidfd, request_header("hello", hello))
@@ -264,7 +307,9 @@ class ShmWire:
 
     def _connected(self, limit: Deadline) -> socket.socket:
         if len(os.fsencode(self._path)) > PATH_NBYTES_MAX:
-            raise Unavailable(f"{self._path} is longer than a Unix socket's path may be; set a shorter shm_dir")
+            raise Unavailable(
+                f"{self._path} is longer than a Unix socket's path may be; set a shorter shm_dir"
+            )
         try:
             return connected(self._path, limit.remaining())
         except TimeoutError as error:
@@ -281,8 +326,10 @@ class ShmWire:
         _beside("kvstore-populate", lambda: arena.populate(self._closed))
 
     def close(self) -> None:
-        """Close idle connections; those in use close when their call or context ends. The map ends
-        with the last view of it."""
+        """Close idle connections; those in use close when their call or context ends.
+
+        The map ends with the last view of it.
+        """
         if self._pool.forked:
             return self._pool.close()
         with self._lock:
@@ -295,8 +342,10 @@ class ShmWire:
 
 
 def _beside(name: str, work: Callable[[], None]) -> None:
-    """Do work in a thread of its own. Where none can be had the arena's page tables stay as they
-    are, which is only slower."""
+    """Do work in a thread of its own.
+
+    Where none can be had the arena's page tables stay as they are, which is only slower.
+    """
     try:
         start_thread(work, name)
     except RuntimeError as error:
@@ -340,7 +389,10 @@ _pace = _Pace()
 
 
 def _write_page(slot: memoryview, page: Pieces) -> bytes:
-    """Copy the pieces of a page and hash the caller's bytes. Return their leaves."""
+    """Copy the pieces of a page and hash the caller's bytes.
+
+    Return their leaves.
+    """
     running = Leaves(segments_nbytes(page))
     for target, piece in zip_segments([slot], page):
         _copy_hashed(target, piece, piece, running)
@@ -349,14 +401,17 @@ def _write_page(slot: memoryview, page: Pieces) -> bytes:
 
 def _read_page(page: Pieces, parts: Sequence[memoryview]) -> bytes:
     """Copy the parts one after the other and hash the copy: that, not the slot, is what the caller
-    is going to use. Return its leaves."""
+    is going to use. Return its leaves.
+    """
     running = Leaves(segments_nbytes(page))
     for target, part in zip_segments(page, parts):
         _copy_hashed(target, part, target, running)
     return running.digest()
 
 
-def _copy_hashed(target: memoryview, source: memoryview, hashed: memoryview, running: Leaves) -> None:
+def _copy_hashed(
+    target: memoryview, source: memoryview, hashed: memoryview, running: Leaves
+) -> None:
     """Copy and hash step by step; `hashed` is one of the two."""
     nbytes = source.nbytes
     if nbytes <= HELD_NBYTES_MAX:

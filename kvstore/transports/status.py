@@ -1,4 +1,7 @@
-"""Errors to and from the numeric codes of gRPC, which all wires carry. Frames need no gRPC for them."""
+"""Errors to and from the numeric codes of gRPC, which all wires carry.
+
+Frames need no gRPC for them.
+"""
 
 import enum
 

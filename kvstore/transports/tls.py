@@ -1,8 +1,8 @@
 """Send frames over TLS 1.3, configure a client's side of it, and explain in plain words why it
 failed.
 
-    tls_ca, tls_cert, tls_key --> files --checked for each connection--> bulk: a context; gRPC: the bytes
-    tls_name, or else the host --> the name that the node's certificate must have
+    tls_ca, tls_cert, tls_key --> files --checked for each connection--> bulk: a context; gRPC: the
+    bytes tls_name, or else the host --> the name that the node's certificate must have
 
 Frames and page bytes are encrypted in memory beside the socket:
 
@@ -27,11 +27,15 @@ from kvstore.config import PROTOCOL_VERSION, ClientConfig
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.transports.frames import FrameSocket
 
-# Encrypted and sent, or received, at a time. Each connection that has moved pages keeps three times as much memory.
+# Encrypted and sent, or received, at a time. Each connection that has moved pages keeps three times
+# as much memory.
 STEP_NBYTES = 128 << 10
-RECORD_NBYTES = 17 << 10  # the largest record of TLS: until pages come, no more is received at a time
-# What a node without a place says in place of its part of a handshake, which would cost what the limit saves: a record
-# (alert, TLS 1.2 as in all records, 2 bytes) with a fatal `internal_error`, which RFC 8446 has for a lack of memory.
+RECORD_NBYTES = (
+    17 << 10
+)  # the largest record of TLS: until pages come, no more is received at a time
+# What a node without a place says in place of its part of a handshake, which would cost what the
+# limit saves: a record (alert, TLS 1.2 as in all records, 2 bytes) with a fatal `internal_error`,
+# which RFC 8446 has for a lack of memory.
 NO_PLACE = bytes((21, 3, 3, 0, 2, 2, 80))
 _NO_PLACE_REASON = "ALERT_INTERNAL_ERROR"  # as OpenSSL calls it
 
@@ -47,11 +51,15 @@ class TlsFrameSocket(FrameSocket):
     for bytes that were changed on the way.
     """
 
-    def __init__(self, sock: Any, context: ssl.SSLContext, name: str = "", version: int = PROTOCOL_VERSION) -> None:
+    def __init__(
+        self, sock: Any, context: ssl.SSLContext, name: str = "", version: int = PROTOCOL_VERSION
+    ) -> None:
         """`name`: that the peer's certificate must have; none: the peer is the client."""
         super().__init__(sock, version)
         self._encrypted, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._encrypted, self._to_send, server_side=not name, server_hostname=name or None)
+        self._tls = context.wrap_bio(
+            self._encrypted, self._to_send, server_side=not name, server_hostname=name or None
+        )
         self._record = memoryview(bytearray(RECORD_NBYTES))
 
     def handshake(self) -> None:
@@ -92,7 +100,9 @@ class TlsFrameSocket(FrameSocket):
         return moved
 
     def _flush(self, at_once: bool = False) -> None:
-        """What was encrypted is on its way, or the connection is lost: nobody could go on in the middle of it."""
+        """What was encrypted is on its way, or the connection is lost: nobody could go on in the
+        middle of it.
+        """
         if not self._to_send.pending:
             return
         try:
@@ -135,7 +145,10 @@ class TlsFrameSocket(FrameSocket):
         return moved
 
     def _fetch(self, wanted_nbytes: int = 0) -> bool:
-        """More of what is encrypted. BlockingIOError when the socket's timeout passed."""
+        """More of what is encrypted.
+
+        BlockingIOError when the socket's timeout passed.
+        """
         if wanted_nbytes > self._record.nbytes:
             self._record = memoryview(bytearray(STEP_NBYTES))
         got = self._sock.recv_into(self._record)
@@ -166,11 +179,16 @@ _MEANINGS = {
     "WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH|HTTP_REQUEST": "the other side speaks no TLS; start the "
     "node with --tls-cert and --tls-key, or this client without tls_ca",
 }
-SPEAKS_TLS = "the node speaks TLS; name the authority of its certificate with tls_ca (KVSTORE_TLS_CA)"
+SPEAKS_TLS = (
+    "the node speaks TLS; name the authority of its certificate with tls_ca (KVSTORE_TLS_CA)"
+)
 
 
 class ClientTls:
-    """Configure TLS for all connections to one host. Thread-safe."""
+    """Configure TLS for all connections to one host.
+
+    Thread-safe.
+    """
 
     def __init__(self, config: ClientConfig, host: str) -> None:
         self.name = config.tls_name or host
@@ -180,16 +198,20 @@ class ClientTls:
         self._made: tuple[Pems, ssl.SSLContext] | None = None
 
     def pems(self) -> Pems:
-        """Return the files' contents for a new connection. Raises Unavailable if they can not be
-        used."""
+        """Return the files' contents for a new connection.
+
+        Raises Unavailable if they can not be used.
+        """
         try:
             return self.files.look()
         except ConfigError as error:
             raise Unavailable(str(error)) from error
 
     def context(self) -> ssl.SSLContext:
-        """Return a context for a new connection. Raises Unavailable if the files can not be
-        used."""
+        """Return a context for a new connection.
+
+        Raises Unavailable if the files can not be used.
+        """
         pems, made = self.pems(), self._made
         if made is None or made[0] is not pems:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # which verifies certificate and name
@@ -224,25 +246,35 @@ def client_tls(config: ClientConfig, host: str) -> ClientTls | None:
 
 
 def check_tls(config: ClientConfig) -> None:
-    """Raises ConfigError for files that can never work. An expired certificate may be renewed before it is needed."""
+    """Raises ConfigError for files that can never work.
+
+    An expired certificate may be renewed before it is needed.
+    """
     tls = client_tls(config, "")
     if tls is not None:
         tls.files.look()
 
 
 def why_not(found: Sequence[str], port: int, tls: ClientTls | None, seconds: float) -> str:
-    """What TLS has to do with it that the gRPC port of a node could not be reached; empty: nothing. One handshake with
-    each address, of at most so many seconds in all."""
+    """What TLS has to do with it that the gRPC port of a node could not be reached; empty: nothing.
+
+    One handshake with each address, of at most so many seconds in all.
+    """
     for address in found:
-        with contextlib.suppress(OSError), socket.create_connection((address, port), seconds / len(found)) as sock:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((address, port), seconds / len(found)) as sock,
+        ):
             if said := _plain(sock) if tls is None else greeted(sock, tls):
                 return said
     return ""
 
 
 def shown(sock: socket.socket) -> bytes:
-    """The certificate that is shown to anybody, in PEM form, believed or not; it takes the socket. Raises OSError for
-    who speaks no TLS."""
+    """The certificate that is shown to anybody, in PEM form, believed or not; it takes the socket.
+
+    Raises OSError for who speaks no TLS.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said to it
     with context.wrap_socket(sock) as wrapped:
@@ -259,12 +291,16 @@ def _plain(sock: socket.socket) -> str:
 
 
 def greeted(sock: socket.socket, tls: ClientTls) -> str:
-    """What keeps a client from greeting the node at the other end; empty: nothing. It takes the socket."""
+    """What keeps a client from greeting the node at the other end; empty: nothing.
+
+    It takes the socket.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
     try:
         with tls.pems().into(context).wrap_socket(sock, server_hostname=tls.name) as greeted:
-            # Of TLS 1.3 a server says only then what it thinks of our certificate; gRPC's says it by hanging up.
+            # Of TLS 1.3 a server says only then what it thinks of our certificate; gRPC's says it
+            # by hanging up.
             return "" if greeted.recv(1) else tls.refused
     except TimeoutError:
         return ""

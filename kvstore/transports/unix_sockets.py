@@ -15,8 +15,10 @@ _FD_NBYTES = array.array("i").itemsize
 
 
 class Peer(NamedTuple):
-    """The process at the other end, as it was when it connected. `pid` is 0 if it is in a container
-    whose processes can not be seen from here."""
+    """The process at the other end, as it was when it connected.
+
+    `pid` is 0 if it is in a container whose processes can not be seen from here.
+    """
 
     pid: int
     uid: int
@@ -42,8 +44,9 @@ def check_path(path: str, setting: str) -> None:
 def connected(path: str, seconds: float) -> socket.socket:
     """Raises TimeoutError if the listener takes no connection in that time.
 
-    The kernel waits, as a blocking socket is told: with Python's own timeout a connection is refused at once while
-    the listener's backlog is full, which many clients that come together do to a healthy node.
+    The kernel waits, as a blocking socket is told: with Python's own timeout a connection is
+    refused at once while the listener's backlog is full, which many clients that come together do
+    to a healthy node.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -59,7 +62,10 @@ def connected(path: str, seconds: float) -> socket.socket:
 
 
 class DescriptorSocket(FrameSocket):
-    """A connected Unix stream socket. A frame may bring one descriptor along, on its first byte."""
+    """A connected Unix stream socket.
+
+    A frame may bring one descriptor along, on its first byte.
+    """
 
     def __init__(self, sock: socket.socket, version: int = PROTOCOL_VERSION) -> None:
         super().__init__(sock, version)
@@ -70,7 +76,9 @@ class DescriptorSocket(FrameSocket):
         frame = pack_fixed(len(header), 0, self.version) + header
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         sent = 0
-        while not sent:  # the descriptor goes with the first byte, so only a first byte is waited for here
+        while (
+            not sent
+        ):  # the descriptor goes with the first byte, so only a first byte is waited for here
             self._check_deadline("send")
             try:
                 sent = self._sock.sendmsg([frame], rights)
@@ -87,7 +95,8 @@ class DescriptorSocket(FrameSocket):
         while True:
             self._check_deadline("receive")
             try:
-                # CMSG_LEN and not CMSG_SPACE: the padding of the latter would take a second descriptor.
+                # CMSG_LEN and not CMSG_SPACE: the padding of the latter would take a second
+                # descriptor.
                 data, rights, _, _ = self._sock.recvmsg(
                     self._ahead.nbytes, socket.CMSG_LEN(_FD_NBYTES), socket.MSG_CMSG_CLOEXEC
                 )

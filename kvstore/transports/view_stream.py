@@ -1,4 +1,6 @@
-"""Views of the cluster by frames: long polls of `follow`, one after the other, on a connection of their own."""
+"""Views of the cluster by frames: long polls of `follow`, one after the other, on a connection of
+their own.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +17,11 @@ EARLY_S = 1.0  # before that time it says of no view that there is none
 
 
 class Views(Protocol):
-    """What a member tells from now on. Iterating raises KVStoreError when it can not go on. `in_grpc`: whoever iterates
-    is inside gRPC, and a fork has to wait until he is not."""
+    """What a member tells from now on.
+
+    Iterating raises KVStoreError when it can not go on. `in_grpc`: whoever iterates is inside gRPC,
+    and a fork has to wait until he is not.
+    """
 
     in_grpc: bool
 
@@ -28,7 +33,8 @@ class Views(Protocol):
 class FrameViews:
     """To be iterated once; ends after `seconds`, or when somebody cancels it.
 
-    A fork does it no harm: a child has a copy of the socket, which nobody there uses, and not the thread.
+    A fork does it no harm: a child has a copy of the socket, which nobody there uses, and not the
+    thread.
     """
 
     in_grpc = False
@@ -41,8 +47,11 @@ class FrameViews:
         deadline: Deadline,
         raise_named: Callable[[BaseException, Deadline], None],
     ) -> None:
-        """Takes the connection. `number`: of the view that is known. Asks once without waiting, so that a node that
-        knows no such request says so here: ProtocolError. `raise_named`: as `ConnectionPool` has it."""
+        """Takes the connection.
+
+        `number`: of the view that is known. Asks once without waiting, so that a node that knows no
+        such request says so here: ProtocolError. `raise_named`: as `ConnectionPool` has it.
+        """
         self._connection = connection
         self._number = number
         self._end = time.monotonic() + seconds
@@ -55,14 +64,17 @@ class FrameViews:
             view = self._first
             while True:
                 if _is_one(view):
-                    # What this member has told, though it is older than what others did: it is not to be told again.
+                    # What this member has told, though it is older than what others did: it is not
+                    # to be told again.
                     self._number = view.number
                     yield view
                 left_s = self._end - time.monotonic()
                 if left_s <= 0 or self._cancelled:
                     return
                 view = self._ask(left_s, Deadline(left_s + ANSWER_S))
-                if not _is_one(view) and self._end - time.monotonic() > EARLY_S:  # and so it would go on all the time
+                if (
+                    not _is_one(view) and self._end - time.monotonic() > EARLY_S
+                ):  # and so it would go on all the time
                     raise ProtocolError("a node that was to wait for a view did not wait")
         finally:
             self.cancel()
@@ -82,7 +94,10 @@ class FrameViews:
         return view
 
     def cancel(self) -> None:
-        """Ends it, from any thread, at the node, too. Children of forks have the socket: closing would not do."""
+        """Ends it, from any thread, at the node, too.
+
+        Children of forks have the socket: closing would not do.
+        """
         self._cancelled = True
         self._connection.shutdown()
 

@@ -1,4 +1,7 @@
-"""What the client needs of a way to a node. `shm.py`, `bulk.py` and `grpc_wire.py` are the three ways."""
+"""What the client needs of a way to a node.
+
+`shm.py`, `bulk.py` and `grpc_wire.py` are the three ways.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -10,20 +13,30 @@ from kvstore.pb import kvstore_pb2 as pb
 
 
 class Wire(Protocol):
-    """Thread-safe. Methods raise the errors of `kvstore.errors` and nothing else.
+    """Thread-safe.
 
-    `seeds[i]` seeds the checksum of key i. The pieces of a page are flat byte views, all together of the right size.
-    `seals`: of a keyed namespace, those that follow the pages' bytes: made where a page is sent, checked where it has
-    arrived. Nobody touches a page's memory any more when a method has ended, also by an error.
+    Methods raise the errors of `kvstore.errors` and nothing else.
+
+    `seeds[i]` seeds the checksum of key i. The pieces of a page are flat byte views, all together
+    of the right size. `seals`: of a keyed namespace, those that follow the pages' bytes: made where
+    a page is sent, checked where it has arrived. Nobody touches a page's memory any more when a
+    method has ended, also by an error.
     """
 
     name: str
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
-        """One request, one reply. `op` is the field's name in BulkRequest."""
+        """One request, one reply.
+
+        `op` is the field's name in BulkRequest.
+        """
 
     def put(
-        self, request: pb.PutRequest, pages: Sequence[Pieces], deadline: Deadline, seals: Seals | None = None
+        self,
+        request: pb.PutRequest,
+        pages: Sequence[Pieces],
+        deadline: Deadline,
+        seals: Seals | None = None,
     ) -> list[int]:
         """One PutVerdict per key; WRITE means: sent and committed."""
 
@@ -35,7 +48,8 @@ class Wire(Protocol):
         deadline: Deadline,
         seals: Seals | None = None,
     ) -> tuple[list[bool], list[int]]:
-        """(hit, intact and with its seal, per key; positions whose bytes did not match their checksum). What has not
-        its seal is in `seals.forged`."""
+        """(hit, intact and with its seal, per key; positions whose bytes did not match their
+        checksum). What has not its seal is in `seals.forged`.
+        """
 
     def close(self) -> None: ...

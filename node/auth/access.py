@@ -1,4 +1,6 @@
-"""Find the identity of a caller. The identities in force are read again when their file changes.
+"""Find the identity of a caller.
+
+The identities in force are read again when their file changes.
 
 `Caller` is who makes a request; `FileReloader` polls files that may change while the node runs.
 """
@@ -28,15 +30,20 @@ ITSELF = Principal("the node itself", ALL, Role.ADMIN)
 
 
 def nobody() -> Principal:
-    raise Unauthenticated("this node asks who you are: set a token (KVSTORE_TOKEN) or a client certificate")
+    raise Unauthenticated(
+        "this node asks who you are: set a token (KVSTORE_TOKEN) or a client certificate"
+    )
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Of a request. `peer` is whose share it counts to; `gone` says that nobody waits for the answer any more.
-    `may_wait`: for other nodes, without keeping others from their answers. `who` raises Unauthenticated, also when
-    what it was known by is not valid any more. `at`: the address, where `peer` is a tenant. `wire`: on which he
-    asks."""
+    """Of a request.
+
+    `peer` is whose share it counts to; `gone` says that nobody waits for the answer any more.
+    `may_wait`: for other nodes, without keeping others from their answers. `who` raises
+    Unauthenticated, also when what it was known by is not valid any more. `at`: the address, where
+    `peer` is a tenant. `wire`: on which he asks.
+    """
 
     peer: str
     gone: Callable[[], bool] = lambda: False
@@ -75,8 +82,10 @@ class FileReloader:
 
 
 class Access:
-    """Thread-safe: what is in force is replaced as a whole. Without a file the node is `open`: everybody may do
-    everything."""
+    """Thread-safe: what is in force is replaced as a whole.
+
+    Without a file the node is `open`: everybody may do everything.
+    """
 
     def __init__(
         self,
@@ -84,8 +93,10 @@ class Access:
         arena_for: Collection[str] = (),
         check_quota: Callable[[Mapping[str, str]], object] = lambda fields: None,
     ) -> None:
-        """`arena_for`: tenants that may map this node's memory. Raises ConfigError for a file that can not be read, or
-        that others may write."""
+        """`arena_for`: tenants that may map this node's memory.
+
+        Raises ConfigError for a file that can not be read, or that others may write.
+        """
         self._file = f"identities={path}"
         self.open = not path
         self._arena_for = arena_for
@@ -112,7 +123,10 @@ class Access:
         return _valid(self._identities.tokens.get(token_hash(token)), "token")
 
     def of_headers(self, authorization: str, names: Sequence[str]) -> Principal:
-        """By the value of that header, if there is one, or else by a certificate. Raises Unauthenticated."""
+        """By the value of that header, if there is one, or else by a certificate.
+
+        Raises Unauthenticated.
+        """
         if self.open:
             return EVERYBODY
         if not authorization:
@@ -136,11 +150,15 @@ class Access:
         )
 
     def why_no_arena(self, principal: Principal) -> str:
-        """Why this one may not map the memory, in which he could read and write the pages of all; empty: he may."""
+        """Why this one may not map the memory, in which he could read and write the pages of all;
+        empty: he may.
+        """
         if self.open or (principal.of_all and principal.role >= Role.WRITE):
             return ""
         if principal.tenant not in self._arena_for:
-            return f"this node does not trust tenant {principal.tenant} with its memory (--shm-trust)"
+            return (
+                f"this node does not trust tenant {principal.tenant} with its memory (--shm-trust)"
+            )
         if principal.role < Role.WRITE or principal.models:
             return f"{principal.name} may not write all pages of {principal.tenant}, and in shared memory it could"
         return ""
@@ -150,14 +168,16 @@ class Access:
         return Credential(self, token, names)
 
     def share(self, principal: Principal) -> str:
-        """Whose share it counts to where there are several tenants, or it has a quota; empty: its address's."""
+        """Whose share it counts to where there are several tenants, or it has a quota; empty: its
+        address's.
+        """
         return principal.share if self._has_own_share(principal.tenant) else ""
 
     def owner_of(self, tenant: str, peer: str) -> str:
         """Return whose share of the namespace limit a namespace counts to.
 
-        It is the share of the namespace's tenant, also if a node or a tenant that reads it opened it. Where
-        tenants have no shares, it is that of `peer`, which opened it.
+        It is the share of the namespace's tenant, also if a node or a tenant that reads it opened
+        it. Where tenants have no shares, it is that of `peer`, which opened it.
         """
         if tenant_of(peer) or self.open or not self._has_own_share(tenant):
             return peer
@@ -169,8 +189,11 @@ class Access:
     # ---- the file ------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Takes what the file says now, if it has changed. One that can not be used changes nothing; told once. One
-        that ends within a line is being written, perhaps: it is taken if it is still so when it is looked at again."""
+        """Takes what the file says now, if it has changed.
+
+        One that can not be used changes nothing; told once. One that ends within a line is being
+        written, perhaps: it is taken if it is still so when it is looked at again.
+        """
         if self.open:
             return
         try:
@@ -204,12 +227,19 @@ class Access:
 
 
 class Credential:
-    """Says who a connection is, for as long as that holds. Used by one thread."""
+    """Says who a connection is, for as long as that holds.
+
+    Used by one thread.
+    """
 
     def __init__(self, access: Access, token: str, names: Sequence[str]) -> None:
         self._access = access
         self._find = (
-            partial(access.of_token, token) if token else partial(access.of_certificate, names) if names else nobody
+            partial(access.of_token, token)
+            if token
+            else partial(access.of_certificate, names)
+            if names
+            else nobody
         )
         self._of: Identities | None = None
         self._principal = EVERYBODY

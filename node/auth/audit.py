@@ -2,10 +2,11 @@
 
 Each is a line of JSON, in a file of its own or in the node's log:
 
-    {"time": "2026-11-23T04:00:00Z", "what": "refused", "op": "remove", "who": "ci", "peer": "10.0.0.7", "why": "..."}
+    {"time": "2026-11-23T04:00:00Z", "what": "refused", "op": "remove", "who": "ci", "peer":
+    "10.0.0.7", "why": "..."}
 
-So many lines a second; those beyond are counted, and the next line says how many are missing (`omitted`). Nothing of a
-request is in it but the first 8 digits of its namespace.
+So many lines a second; those beyond are counted, and the next line says how many are missing
+(`omitted`). Nothing of a request is in it but the first 8 digits of its namespace.
 """
 
 import contextlib
@@ -33,7 +34,10 @@ WHY_LENGTH_MAX = 300
 
 
 class _Lines:
-    """Of one kind. `omitted`: since the last that was written."""
+    """Of one kind.
+
+    `omitted`: since the last that was written.
+    """
 
     def __init__(self, now_s: float) -> None:
         self.bucket = Bucket(LINES_AT_ONCE, now_s)
@@ -41,10 +45,16 @@ class _Lines:
 
 
 class Audit:
-    """Thread-safe. Refusals and acts have their lines each: a stranger's knocking hides no act."""
+    """Thread-safe.
+
+    Refusals and acts have their lines each: a stranger's knocking hides no act.
+    """
 
     def __init__(self, path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError for a file that can not be written. It may be moved away: a new one is begun."""
+        """Raises ConfigError for a file that can not be written.
+
+        It may be moved away: a new one is begun.
+        """
         self._lock = threading.Lock()
         self._clock = clock
         self._lines = {what: _Lines(clock()) for what in ("refused", "act")}
@@ -55,11 +65,15 @@ class Audit:
             try:
                 self._handler = _File(path)
             except OSError as error:
-                raise ConfigError(f"audit_log={path} can not be written: {error.strerror}") from error
+                raise ConfigError(
+                    f"audit_log={path} can not be written: {error.strerror}"
+                ) from error
 
     def refused(self, op: str, peer: str, who: str, why: str, request: Any = None) -> None:
         self.refused_count += 1
-        self._write("refused", op=op, who=who, peer=peer, **_about(request), why=why[:WHY_LENGTH_MAX])
+        self._write(
+            "refused", op=op, who=who, peer=peer, **_about(request), why=why[:WHY_LENGTH_MAX]
+        )
 
     def acted(self, op: str, peer: str, who: str, request: Any) -> None:
         self._write("act", op=op, who=who, peer=peer, **_about(request))
@@ -77,7 +91,9 @@ class Audit:
             line["request"] = trace.request_id
         if omitted:
             line["omitted"] = omitted
-        record = self._log.makeRecord(NAME, logging.INFO, __file__, 0, json.dumps(line), (), None, extra=OWN_RATE)
+        record = self._log.makeRecord(
+            NAME, logging.INFO, __file__, 0, json.dumps(line), (), None, extra=OWN_RATE
+        )
         if self._handler is not None:
             self._handler.handle(record)
         else:
@@ -95,8 +111,9 @@ def _about(request: Any) -> dict[str, str]:
 
 
 class _File(logging.handlers.WatchedFileHandler):
-    """A full disk, a directory that is gone, or a pipe that nobody reads, costs lines, never a request nor the end of a
-    stop; it is told once."""
+    """A full disk, a directory that is gone, or a pipe that nobody reads, costs lines, never a
+    request nor the end of a stop; it is told once.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__(path, encoding="utf-8")
@@ -122,5 +139,8 @@ class _File(logging.handlers.WatchedFileHandler):
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Open for appending without waiting for the reader of a pipe. A new file is for its owner only."""
+    """Open for appending without waiting for the reader of a pipe.
+
+    A new file is for its owner only.
+    """
     return os.open(path, flags | os.O_NONBLOCK, 0o600)

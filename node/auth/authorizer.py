@@ -3,8 +3,8 @@
 (who, what)               --> the role that its rule asks for
 (who, namespace digest)   --> the namespace, if it is his: those of others are not there for him
 
-`RULES` names a request by its field in BulkRequest; `follow`, `reflection` and `metrics` have none. `commit` and
-`release` belong to a put or get that was let in.
+`RULES` names a request by its field in BulkRequest; `follow`, `reflection` and `metrics` have none.
+`commit` and `release` belong to a put or get that was let in.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,8 +21,11 @@ TENANT_NBYTES_MAX = 63  # an error repeats at most this much of a tenant name th
 
 
 class Rule(NamedTuple):
-    """The role that a request needs. `of_node`: it concerns the whole node, so only an identity of all tenants may make
-    it. `is_act`: of administration, which is written down."""
+    """The role that a request needs.
+
+    `of_node`: it concerns the whole node, so only an identity of all tenants may make it. `is_act`:
+    of administration, which is written down.
+    """
 
     role: Role
     of_node: bool = False
@@ -69,11 +72,16 @@ SHARED = ("lookup", "get", "list", "stat", "verify")
 
 
 class _NotVisible(Exception):
-    """A namespace of somebody else: he is told that it is not there, and the audit log that he asked."""
+    """A namespace of somebody else: he is told that it is not there, and the audit log that he
+    asked.
+    """
 
 
 class Authorizer:
-    """Thread-safe. `find` gives the description of a namespace by its digest, or raises UnknownNamespace."""
+    """Thread-safe.
+
+    `find` gives the description of a namespace by its digest, or raises UnknownNamespace.
+    """
 
     def __init__(self, access: Access, audit: Audit, find: Callable[[bytes], Namespace]) -> None:
         self.access = access
@@ -88,10 +96,17 @@ class Authorizer:
         """Of namespaces that are told of, those that he may hear of."""
         if principal.of_all:
             return list(infos)
-        return [info for info in infos if self.access.sees(principal, info.namespace.tenant, info.namespace.model)]
+        return [
+            info
+            for info in infos
+            if self.access.sees(principal, info.namespace.tenant, info.namespace.model)
+        ]
 
     def known(self, op: str, peer: str, find: Callable[[], Principal]) -> Principal:
-        """Who is at the door. Raises Unauthenticated."""
+        """Who is at the door.
+
+        Raises Unauthenticated.
+        """
         try:
             return find()
         except Unauthenticated as error:
@@ -104,7 +119,10 @@ class Authorizer:
         return Forbidden(why)
 
     def admit(self, op: str, request: Any, caller: Caller) -> Principal:
-        """Who asks. Raises Unauthenticated, Forbidden, or UnknownNamespace for a namespace of somebody else."""
+        """Who asks.
+
+        Raises Unauthenticated, Forbidden, or UnknownNamespace for a namespace of somebody else.
+        """
         name, rule, at = "", RULES[op], caller.at or caller.peer
         try:
             principal = self.who(caller)
@@ -127,7 +145,10 @@ class Authorizer:
             _check_role("handing on what others gave", FORWARD, principal)
         if op == "open_namespace":
             self._check_description(principal, request.namespace.tenant, request.namespace.model)
-        elif isinstance(digest := getattr(request, "namespace", None), bytes) and not principal.of_all:
+        elif (
+            isinstance(digest := getattr(request, "namespace", None), bytes)
+            and not principal.of_all
+        ):
             self._check_reach(op, principal, digest)
 
     def _check_reach(self, op: str, principal: Principal, digest: bytes) -> None:
@@ -137,7 +158,9 @@ class Authorizer:
         if not self.access.sees(principal, namespace.tenant, namespace.model):
             raise _NotVisible
         if op not in SHARED:
-            raise Forbidden(f"{principal.name} may read this namespace, which {namespace.tenant} shares, and no more")
+            raise Forbidden(
+                f"{principal.name} may read this namespace, which {namespace.tenant} shares, and no more"
+            )
 
     def _check_description(self, principal: Principal, tenant: str, model: str) -> None:
         if self.access.sees(principal, tenant, model):
@@ -157,4 +180,6 @@ def _check_role(op: str, rule: Rule, principal: Principal) -> None:
             f"{principal.name} has the role {principal.role.name.lower()}; {op} asks for {rule.role.name.lower()}"
         )
     if rule.of_node and not principal.of_all:
-        raise Forbidden(f"{principal.name} is of tenant {principal.tenant}; {op} is for who is of all (tenant=*)")
+        raise Forbidden(
+            f"{principal.name} is of tenant {principal.tenant}; {op} is for who is of all (tenant=*)"
+        )

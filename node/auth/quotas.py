@@ -19,8 +19,11 @@ PEER_PREFIX = "tenant "
 
 @dataclass(frozen=True)
 class Quota:
-    """Of one tenant at one node; 0: no limit. `pins` counts pages in RAM, and as many on disk; `held_nbytes` are held
-    in shared memory; `connections` are those of each wire, over gRPC the calls at a time."""
+    """Of one tenant at one node; 0: no limit.
+
+    `pins` counts pages in RAM, and as many on disk; `held_nbytes` are held in shared memory;
+    `connections` are those of each wire, over gRPC the calls at a time.
+    """
 
     ram_nbytes: int = 0
     disk_nbytes: int = 0
@@ -67,8 +70,11 @@ _FIELDS = {
 
 
 def quota_of(fields: Mapping[str, str]) -> Quota:
-    """The quota that such fields write down. Raises ConfigError, which names the field and does not say what stands
-    there: it may be what does not belong there, such as a token."""
+    """The quota that such fields write down.
+
+    Raises ConfigError, which names the field and does not say what stands there: it may be what
+    does not belong there, such as a token.
+    """
     values: dict[str, int] = {}
     for name, text in fields.items():
         if name not in _FIELDS:
@@ -79,17 +85,24 @@ def quota_of(fields: Mapping[str, str]) -> Quota:
         except ValueError:
             value = -1
         if not 0 <= value <= COUNT_MAX:
-            raise ConfigError(f"{name} must be a number as in {name}={field.example}, from 0 on") from None
+            raise ConfigError(
+                f"{name} must be a number as in {name}={field.example}, from 0 on"
+            ) from None
     return Quota(**values)
 
 
 def tenant_of(peer: str) -> str:
-    """Of one who counts to his tenant's share (`kvstore.identities.Principal.share`); empty for an address."""
+    """Of one who counts to his tenant's share (`kvstore.identities.Principal.share`); empty for an
+    address.
+    """
     return peer.removeprefix(PEER_PREFIX) if peer.startswith(PEER_PREFIX) else ""
 
 
 class Quotas:
-    """Of all tenants. Thread-safe; replaced as a whole, while the node serves."""
+    """Of all tenants.
+
+    Thread-safe; replaced as a whole, while the node serves.
+    """
 
     def __init__(self) -> None:
         self._by_tenant: dict[str, Quota] = {}
@@ -97,7 +110,10 @@ class Quotas:
         self._listeners: list[Callable[[], None]] = []
 
     def set(self, quotas: Mapping[str, Quota]) -> None:
-        """From now on these hold, and no others. Returns when all who keep accounts have heard of it."""
+        """From now on these hold, and no others.
+
+        Returns when all who keep accounts have heard of it.
+        """
         with self._lock:
             self._by_tenant = dict(quotas)
             for listener in self._listeners:
@@ -125,7 +141,9 @@ class Quotas:
 
 
 class Bucket:
-    """A token bucket: so much at once, and so much a second after that. Not thread-safe.
+    """A token bucket: so much at once, and so much a second after that.
+
+    Not thread-safe.
 
     `left` may be taken into debt, which is made up for first.
     """

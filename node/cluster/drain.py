@@ -1,7 +1,8 @@
-"""A member that is to go: it owns nothing any more, is asked still, and goes through its pages until others have them.
+"""A member that is to go: it owns nothing any more, is asked still, and goes through its pages
+until others have them.
 
-The others fetch them (`rebalance.py`), because each of them knows best what it has room for. Here is looked what
-became of it: a page is handed when one of its owners has it.
+The others fetch them (`rebalance.py`), because each of them knows best what it has room for. Here
+is looked what became of it: a page is handed when one of its owners has it.
 """
 
 import logging
@@ -30,7 +31,10 @@ CALL_S = 10.0
 
 @dataclass(frozen=True)
 class DrainTimeouts:
-    """How often a drain looks, and when it gives up. In seconds."""
+    """How often a drain looks, and when it gives up.
+
+    In seconds.
+    """
 
     pass_pause_s: float = 1.0
     patience_s: float = 30.0  # nobody takes more: what is left then stays behind
@@ -51,7 +55,11 @@ class Drain:
     """Thread-safe."""
 
     def __init__(
-        self, membership: Membership, links: PeerLinks, tier: RamTier, timeouts: DrainTimeouts = TIMEOUTS
+        self,
+        membership: Membership,
+        links: PeerLinks,
+        tier: RamTier,
+        timeouts: DrainTimeouts = TIMEOUTS,
     ) -> None:
         self.timeouts = timeouts
         self._membership = membership
@@ -64,14 +72,17 @@ class Drain:
         self._progress = Progress()
 
     def begin(self) -> Progress:
-        """Begins it, or says how far it is; when it is over, that once, and who asks again has it looked at again.
-        Raises what `Membership.announce` raises."""
+        """Begins it, or says how far it is; when it is over, that once, and who asks again has it
+        looked at again. Raises what `Membership.announce` raises.
+        """
         with self._lock:
             if self._thread is None:
                 self._membership.announce(State.DRAINING)
                 self._over = threading.Event()
                 self._progress = self._progress._replace(over=False)
-                self._thread = threading.Thread(target=self._run, args=(self._over,), name="drain", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._over,), name="drain", daemon=True
+                )
                 self._thread.start()
             if self._progress.over:
                 self._thread = None
@@ -84,7 +95,9 @@ class Drain:
         return self._progress
 
     def stop(self) -> None:
-        """Waits for nobody: a call that it is in ends by its deadline, and nothing is made of its answer."""
+        """Waits for nobody: a call that it is in ends by its deadline, and nothing is made of its
+        answer.
+        """
         with self._lock:
             self._thread = None
             self._over.set()
@@ -95,7 +108,8 @@ class Drain:
             view = self._membership.view
             own = view.by_id.get(self._membership.member) if view else None
             if view is None or own is None or own.state is not State.DRAINING:
-                continue  # not everybody knows yet, or etcd has lost this member and has it back in a moment
+                # not everybody knows yet, or etcd has lost this member and has it back in a moment
+                continue
             try:
                 left, handed = self._look(view, over)
             except UnknownNamespace:  # it was removed just now
@@ -116,7 +130,10 @@ class Drain:
     # ---- what became of the pages --------------------------------------------------------
 
     def _look(self, view: View, over: threading.Event) -> tuple[int, int]:
-        """Pages that no owner has, and that one has. Who does not answer is not asked again in this pass."""
+        """Pages that no owner has, and that one has.
+
+        Who does not answer is not asked again in this pass.
+        """
         counts, away = [0, 0], set[str]()
         with self._tier.lock:
             spaces = self._tier.namespaces.all()
@@ -133,11 +150,18 @@ class Drain:
         return counts[0], counts[1]
 
     def _handed(
-        self, view: View, digest: bytes, prefix_hashes: list[bytes], over: threading.Event, away: set[str]
+        self,
+        view: View,
+        digest: bytes,
+        prefix_hashes: list[bytes],
+        over: threading.Event,
+        away: set[str],
     ) -> set[bytes]:
         """Those that one of their owners has."""
         wanted: dict[str, list[bytes]] = {}
-        for prefix_hash, owners in zip(prefix_hashes, view.owners.owners(digest, prefix_hashes), strict=True):
+        for prefix_hash, owners in zip(
+            prefix_hashes, view.owners.owners(digest, prefix_hashes), strict=True
+        ):
             for owner in owners:
                 wanted.setdefault(owner, []).append(prefix_hash)
         namespace, handed = self._tier.namespace(digest).value, set[bytes]()

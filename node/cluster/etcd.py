@@ -1,4 +1,5 @@
-"""etcd, as far as a registry needs it: keys that are read, exchanged and watched, leases, TLS and a user's password.
+"""etcd, as far as a registry needs it: keys that are read, exchanged and watched, leases, TLS and a
+user's password.
 
 Etcd --- one connection at a time, to the first endpoint that answers; the next one when it fails
 """
@@ -71,7 +72,10 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Access:
-    """`ca`, `cert`, `key`: paths of PEM files, `ca` empty: no TLS. `user` empty: etcd asks for none."""
+    """`ca`, `cert`, `key`: paths of PEM files, `ca` empty: no TLS.
+
+    `user` empty: etcd asks for none.
+    """
 
     ca: str = ""
     cert: str = ""
@@ -80,28 +84,40 @@ class Access:
     password: str = field(default="", repr=False)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """As the files are now. Raises ConfigError for those that can not be read, or do not belong together."""
+        """As the files are now.
+
+        Raises ConfigError for those that can not be read, or do not belong together.
+        """
         if bool(self.cert) != bool(self.key) or (self.cert and not self.ca):
             raise ConfigError("etcd_cert and etcd_key are given together, and with etcd_ca")
         if not self.ca:
             return None
         try:
-            ca, cert, key = (Path(path).read_bytes() if path else None for path in (self.ca, self.cert, self.key))
+            ca, cert, key = (
+                Path(path).read_bytes() if path else None for path in (self.ca, self.cert, self.key)
+            )
             checked = ssl.create_default_context(cafile=self.ca)
             if self.cert:
                 checked.load_cert_chain(self.cert, self.key, password="")  # nobody is asked for one
         except OSError as error:
             files = ", ".join(path for path in (self.ca, self.cert, self.key) if path)
-            raise ConfigError(f"TLS to etcd (etcd_ca, etcd_cert, etcd_key): {error}; of {files}") from error
+            raise ConfigError(
+                f"TLS to etcd (etcd_ca, etcd_cert, etcd_key): {error}; of {files}"
+            ) from error
         return grpc.ssl_channel_credentials(ca, key, cert)
 
 
 class Etcd:
-    """Thread-safe. Raises Unavailable when no endpoint answers, InvalidRequest for what etcd refuses."""
+    """Thread-safe.
+
+    Raises Unavailable when no endpoint answers, InvalidRequest for what etcd refuses.
+    """
 
     def __init__(self, endpoints: Sequence[str], access: Access) -> None:
         self.endpoints = list(endpoints)
-        self.pulse: Callable[[], None] = lambda: None  # before each try; may raise to end what is asked
+        self.pulse: Callable[[], None] = lambda: (
+            None
+        )  # before each try; may raise to end what is asked
         self._access = access
         access.credentials()  # raises
         self._turn = threading.Lock()  # of who connects
@@ -113,7 +129,9 @@ class Etcd:
     # ---- keys ----------------------------------------------------------------------------
 
     def read(self, prefix: str) -> Reading:
-        """In as many answers as it takes, all of them as it was at the first: removals of 30 days may be many."""
+        """In as many answers as it takes, all of them as it was at the first: removals of 30 days
+        may be many.
+        """
         request = pb.RangeRequest(key=prefix.encode(), range_end=_behind(prefix), limit=KEYS_MAX)
         entries: dict[str, Entry] = {}
         while True:
@@ -125,8 +143,10 @@ class Etcd:
             request.key = reply.kvs[-1].key + b"\0"
 
     def swap(self, key: str, value: bytes, lease: int, revision: int) -> tuple[Entry | None, int]:
-        """Writes if the key was written last in `revision`, 0 for one that is not there. (what is there instead, None
-        if it was written; etcd's revision now)."""
+        """Writes if the key was written last in `revision`, 0 for one that is not there.
+
+        (what is there instead, None if it was written; etcd's revision now).
+        """
         name = key.encode()
         same = pb.Compare(target=pb.Compare.MOD, key=name, mod_revision=revision)
         put = pb.RequestOp(request_put=pb.PutRequest(key=name, value=value, lease=lease))
@@ -139,15 +159,27 @@ class Etcd:
         return (_entry(found[0]) if found else Entry(b"", 0, 0)), reply.header.revision
 
     def watch(self, prefix: str, revision: int) -> Iterator[list[Change]]:
-        """Changes from `revision` on, as they come. Raises Unavailable if it can not go on: read again then."""
-        create = pb.WatchCreateRequest(key=prefix.encode(), range_end=_behind(prefix), start_revision=revision)
+        """Changes from `revision` on, as they come.
+
+        Raises Unavailable if it can not go on: read again then.
+        """
+        create = pb.WatchCreateRequest(
+            key=prefix.encode(), range_end=_behind(prefix), start_revision=revision
+        )
         connection = self._connected()
-        metadata = (*connection.metadata, ("hasleader", "true"))  # else one that is cut off from the others is silent
-        replies = connection.watch.Watch(iter([pb.WatchRequest(create_request=create)]), metadata=metadata)
+        metadata = (
+            *connection.metadata,
+            ("hasleader", "true"),
+        )  # else one that is cut off from the others is silent
+        replies = connection.watch.Watch(
+            iter([pb.WatchRequest(create_request=create)]), metadata=metadata
+        )
         try:
             for reply in replies:
                 if reply.canceled:
-                    raise Unavailable(f"etcd ended the watch: {reply.cancel_reason or 'what it asks for is compacted'}")
+                    raise Unavailable(
+                        f"etcd ended the watch: {reply.cancel_reason or 'what it asks for is compacted'}"
+                    )
                 yield [_change(event) for event in reply.events]
             raise Unavailable("etcd ended the watch")
         except (grpc.RpcError, ValueError) as error:
@@ -158,9 +190,13 @@ class Etcd:
     # ---- leases --------------------------------------------------------------------------
 
     def grant(self, ttl_s: int) -> tuple[int, int]:
-        """(a new lease, the seconds that it lasts without being kept alive: etcd may give more). Raises Unavailable for
-        one that has ended already."""
-        reply = self._ask(lambda connection: connection.lease.LeaseGrant, pb.LeaseGrantRequest(TTL=ttl_s))
+        """(a new lease, the seconds that it lasts without being kept alive: etcd may give more).
+
+        Raises Unavailable for one that has ended already.
+        """
+        reply = self._ask(
+            lambda connection: connection.lease.LeaseGrant, pb.LeaseGrantRequest(TTL=ttl_s)
+        )
         if reply.TTL <= 0:
             raise Unavailable(f"etcd gave a lease of {reply.TTL} s, asked for {ttl_s}")
         return reply.ID, reply.TTL
@@ -210,14 +246,18 @@ class Etcd:
             except (grpc.RpcError, ValueError) as error:
                 failed = Unavailable(f"etcd at {connection.endpoint}: {_said(error)}")
                 if isinstance(error, grpc.RpcError) and error.code() not in ELSEWHERE:
-                    raise InvalidRequest(f"etcd at {connection.endpoint} refuses: {_said(error)}") from error
+                    raise InvalidRequest(
+                        f"etcd at {connection.endpoint} refuses: {_said(error)}"
+                    ) from error
                 self._leave(connection)
         assert failed is not None
         raise failed
 
     def _connected(self) -> "_Connection":
-        """With certificates as they are now. Raises Unavailable after `close`, InvalidRequest for a password that etcd
-        does not take."""
+        """With certificates as they are now.
+
+        Raises Unavailable after `close`, InvalidRequest for a password that etcd does not take.
+        """
         with self._turn:
             with self._lock:
                 if self._closed:
@@ -248,7 +288,10 @@ class Etcd:
             return not self._closed
 
     def _leave(self, connection: "_Connection") -> None:
-        """The next one is to another endpoint. What is watched over this one ends, too."""
+        """The next one is to another endpoint.
+
+        What is watched over this one ends, too.
+        """
         with self._lock:
             if self._connection is connection:
                 self._connection = None
@@ -260,7 +303,10 @@ class _Connection:
     def __init__(self, endpoint: str, credentials: grpc.ChannelCredentials | None) -> None:
         options = [
             ("grpc.max_receive_message_length", ANSWER_NBYTES_MAX),
-            ("grpc.compression_enabled_algorithms_bitset", 1),  # none: an answer is as large as it looks
+            (
+                "grpc.compression_enabled_algorithms_bitset",
+                1,
+            ),  # none: an answer is as large as it looks
             ("grpc.use_local_subchannel_pool", 1),  # starts without the pause of the one before
             ("grpc.enable_http_proxy", 0),
         ]
@@ -294,10 +340,16 @@ def _entry(kv: pb.KeyValue) -> Entry:
 
 def _change(event: pb.Event) -> Change:
     gone = event.type == pb.Event.DELETE
-    return Change(event.kv.key.decode(errors="replace"), None if gone else _entry(event.kv), event.kv.mod_revision)
+    return Change(
+        event.kv.key.decode(errors="replace"),
+        None if gone else _entry(event.kv),
+        event.kv.mod_revision,
+    )
 
 
 def _said(error: grpc.RpcError | ValueError) -> str:
-    said = str((error.details() or error.code().name) if isinstance(error, grpc.RpcError) else error)
+    said = str(
+        (error.details() or error.code().name) if isinstance(error, grpc.RpcError) else error
+    )
     meant = next((meaning for sign, meaning in MEANINGS.items() if re.search(sign, said)), "")
     return f"{meant} ({said})" if meant else said

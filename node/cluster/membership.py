@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.cluster.view import State, View, check_name, static_view
-from kvstore.config import BULK_SCHEME, ClientConfig, check_no_url, is_loopback, parse_address, split_address
+from kvstore.config import (
+    BULK_SCHEME,
+    ClientConfig,
+    check_no_url,
+    is_loopback,
+    parse_address,
+    split_address,
+)
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.keys import NAMESPACE_DIGEST_NBYTES
@@ -33,16 +40,19 @@ from kvstore.transports.tls import PROBE_S, client_tls, why_not
 FILE_NAME = "member.json"
 TOKEN_NBYTES = 8
 _DIGEST = re.compile(f"[0-9a-f]{{{2 * NAMESPACE_DIGEST_NBYTES}}}")
-# How long etcd keeps that a namespace was removed. Who was away for longer may have pages that nobody must see again.
+# How long etcd keeps that a namespace was removed. Who was away for longer may have pages that
+# nobody must see again.
 REMOVALS_KEPT_S = 30 * 24 * 3600
 AHEAD_S_MAX = 3600.0  # tolerated: a file server, whose clock may be ahead, dates the file
 NUMBER_MAX = 1 << 63  # a view's number is etcd's revision plus a base, each below half of this
 
 
 class Identity:
-    """`applied`: number of the newest view of whose removals none is left to do here; `to_erase`: digests of namespaces
-    of which that is so, but whose rows and keys are to be erased still. Without a data directory nothing is kept: then
-    it is another node after each start. Raises ConfigError."""
+    """`applied`: number of the newest view of whose removals none is left to do here; `to_erase`:
+    digests of namespaces of which that is so, but whose rows and keys are to be erased still.
+    Without a data directory nothing is kept: then it is another node after each start. Raises
+    ConfigError.
+    """
 
     def __init__(self, data_dir: str, cluster: str, member: str) -> None:
         self._path = Path(data_dir) / FILE_NAME if data_dir else None
@@ -58,7 +68,9 @@ class Identity:
                 f"its own, or remove {self._path} if its pages are to be {member}'s"
             )
         if not (member or own or data_dir):
-            raise ConfigError("a node without data_dir has no id that lasts; name it with member (--member)")
+            raise ConfigError(
+                "a node without data_dir has no id that lasts; name it with member (--member)"
+            )
         self.member = member or own or f"n{self.token}"
         check_name("member", self.member)
 
@@ -71,13 +83,16 @@ class Identity:
             if not isinstance(known, dict) or not _are_numbers(known) or not _are_digests(known):
                 raise ValueError("it is not what a node writes")
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{self._path} can not be read: {error}; remove it, and name the node's id") from error
+            raise ConfigError(
+                f"{self._path} can not be read: {error}; remove it, and name the node's id"
+            ) from error
         if known.get("cluster") != cluster:
             raise ConfigError(
                 f"data_dir belongs to a member of the cluster {known.get('cluster')}, not of {cluster}; give another "
                 f"data_dir, or remove {self._path} if its pages are to move"
             )
-        # A copy from a backup has a new modification time. The time in the file is the older one, then.
+        # A copy from a backup has a new modification time. The time in the file is the older one,
+        # then.
         age_s = time.time() - min(written_s, known.get("saved_s", written_s))
         if age_s > REMOVALS_KEPT_S:
             raise ConfigError(
@@ -92,11 +107,18 @@ class Identity:
         return known
 
     def save(self, applied: int, to_erase: Sequence[bytes] = ()) -> None:
-        """Also says that this node is not away. Raises OSError."""
+        """Also says that this node is not away.
+
+        Raises OSError.
+        """
         self.applied, self.to_erase = applied, list(to_erase)
         if self._path is None:
             return
-        known: dict[str, Any] = {"cluster": self.cluster, "member": self.member, "token": self.token}
+        known: dict[str, Any] = {
+            "cluster": self.cluster,
+            "member": self.member,
+            "token": self.token,
+        }
         known |= {
             "saved_s": int(time.time()),
             "applied": applied,
@@ -114,7 +136,9 @@ def _are_numbers(known: dict[str, Any]) -> bool:
 def _are_digests(known: dict[str, Any]) -> bool:
     """Whether what is to be erased is named as a node does it."""
     found = known.get("to_erase", [])
-    return isinstance(found, list) and all(isinstance(text, str) and _DIGEST.fullmatch(text) for text in found)
+    return isinstance(found, list) and all(
+        isinstance(text, str) and _DIGEST.fullmatch(text) for text in found
+    )
 
 
 # The address under which the others reach this node: told or guessed, and tried before anybody
@@ -127,8 +151,10 @@ PAUSE_S = 0.2
 
 
 def advertised(told: str, host: str, port: int, towards: Sequence[str], scheme: str = "") -> str:
-    """`told` as it is, with this node's port if it names none; else where it listens; else the address with which this
-    host reaches others, `towards` one of which it must. `scheme`: that of `port`, empty for gRPC's."""
+    """`told` as it is, with this node's port if it names none; else where it listens; else the
+    address with which this host reaches others, `towards` one of which it must. `scheme`: that of
+    `port`, empty for gRPC's.
+    """
     if told:
         return with_port(told, port, scheme)
     if host in WILDCARDS:
@@ -137,13 +163,18 @@ def advertised(told: str, host: str, port: int, towards: Sequence[str], scheme: 
 
 
 def with_port(told: str, port: int, scheme: str = "") -> str:
-    """This one, with its `scheme`, if none is told. Raises ConfigError."""
+    """This one, with its `scheme`, if none is told.
+
+    Raises ConfigError.
+    """
     if told.startswith(BULK_SCHEME):
         split_address(told)
         return told
     check_no_url("advertise", told)
     named = told.rpartition(":")[2].isdigit() and (told.count(":") == 1 or "]:" in told)
-    bare = told.count(":") > 1 and not told.startswith("[")  # an IPv6 address, as a pod is told its own
+    bare = told.count(":") > 1 and not told.startswith(
+        "["
+    )  # an IPv6 address, as a pod is told its own
     address = told if named else scheme + (f"[{told}]:{port}" if bare else f"{told}:{port}")
     try:
         split_address(address)
@@ -161,11 +192,15 @@ def _own_address(towards: Sequence[str]) -> str:
                 with contextlib.suppress(OSError), socket.socket(family, kind) as sock:
                     sock.connect(where)
                     return str(sock.getsockname()[0])
-    raise ConfigError("no address of this host is known that others could reach; name one with advertise (--advertise)")
+    raise ConfigError(
+        "no address of this host is known that others could reach; name one with advertise (--advertise)"
+    )
 
 
 def check_listens(host: str, address: str) -> None:
-    """Raises ConfigError for a member that others reach at `address`, and that listens for its own host only."""
+    """Raises ConfigError for a member that others reach at `address`, and that listens for its own
+    host only.
+    """
     named = split_address(address)[0]
     with contextlib.suppress(ValueError):  # what a name means is for a resolver
         if is_loopback(host) and not ipaddress.ip_address(named).is_loopback:
@@ -176,10 +211,16 @@ def check_listens(host: str, address: str) -> None:
 
 
 def check_address(
-    address: str, instance_id: bytes, pulse: Callable[[], None], known_by: Mapping[str, Any] | None = None
+    address: str,
+    instance_id: bytes,
+    pulse: Callable[[], None],
+    known_by: Mapping[str, Any] | None = None,
 ) -> None:
-    """This node asks itself back through it. Raises ConfigError if another answers, or nobody within TRIED_S.
-    `known_by`: fields of a ClientConfig."""
+    """This node asks itself back through it.
+
+    Raises ConfigError if another answers, or nobody within TRIED_S. `known_by`: fields of a
+    ClientConfig.
+    """
     end = time.monotonic() + TRIED_S
     remedy = "name one by which the others reach it, with advertise (--advertise HOST:PORT)"
     while True:
@@ -189,7 +230,9 @@ def check_address(
             break
         except KVStoreError as error:
             if isinstance(error, (ProtocolError, ConfigError)) or time.monotonic() >= end:
-                raise ConfigError(f"this node does not reach itself at {address}: {error}; {remedy}") from error
+                raise ConfigError(
+                    f"this node does not reach itself at {address}: {error}; {remedy}"
+                ) from error
             time.sleep(PAUSE_S)
     if found != instance_id:
         raise ConfigError(f"at {address} another node answers, not this one; {remedy}")
@@ -241,23 +284,35 @@ Listener = Callable[[View], None]
 
 
 class Membership:
-    """Thread-safe. `view` None: the node is alone, or `joining`. Raises ConfigError for what can not be."""
+    """Thread-safe.
+
+    `view` None: the node is alone, or `joining`. Raises ConfigError for what can not be.
+    """
 
     def __init__(self, cluster: str, member: str, replicas: int = 0) -> None:
         """`replicas` of a fixed list, 0: 1."""
         self.member = member
-        self.joining = cluster.startswith(ETCD_SCHEME)  # no view yet, and nobody may think that there is no cluster
+        self.joining = cluster.startswith(
+            ETCD_SCHEME
+        )  # no view yet, and nobody may think that there is no cluster
         self.view: View | None = None
         if cluster and not self.joining:
             self.view = _listed(cluster, replicas)
-        self.registry: Callable[[], tuple[str, list[str]]] = lambda: ("static", [])  # how it is, and who is apart
+        self.registry: Callable[[], tuple[str, list[str]]] = lambda: (
+            "static",
+            [],
+        )  # how it is, and who is apart
         self.announcer: Callable[[State], None] | None = None  # None: a fixed list
         self._announced: State | None = None
-        self._lock = threading.Lock()  # held while listeners are told, so that none hears of an older view last
+        self._lock = (
+            threading.Lock()
+        )  # held while listeners are told, so that none hears of an older view last
         self._listeners: list[Listener] = []
         if not cluster and (member or replicas):
             named = f"member={member}" if member else f"replicas={replicas}"
-            raise ConfigError(f"{named} is named, but no cluster; name it with --cluster, or leave that out")
+            raise ConfigError(
+                f"{named} is named, but no cluster; name it with --cluster, or leave that out"
+            )
         if self.view and member not in self.view.by_id:
             known = ", ".join(sorted(self.view.by_id))
             raise ConfigError(
@@ -279,10 +334,16 @@ class Membership:
         view = self.view
         if view is not None:
             own = replace(view.by_id[self.member], bulk_port=bulk_port)
-            self.become(replace(view, members=tuple(own if some.id == own.id else some for some in view.members)))
+            self.become(
+                replace(
+                    view, members=tuple(own if some.id == own.id else some for some in view.members)
+                )
+            )
 
     def on_view(self, listener: Listener) -> None:
-        """Is told of the view, if there is one, and of every later one; it must not wait for anything."""
+        """Is told of the view, if there is one, and of every later one; it must not wait for
+        anything.
+        """
         with self._lock:
             self._listeners.append(listener)
             if self.view is not None:
@@ -294,7 +355,10 @@ class Membership:
             self._listeners.remove(listener)
 
     def announce(self, state: State) -> None:
-        """Tells the cluster in which state this member is. Raises InvalidRequest where its members are a fixed list."""
+        """Tells the cluster in which state this member is.
+
+        Raises InvalidRequest where its members are a fixed list.
+        """
         if self.announcer is None:
             raise InvalidRequest(
                 f"the members of a fixed list stay as they are; {self.member} can not become {state.name}; stop it, "
@@ -309,9 +373,14 @@ class Membership:
             self.announce(State.SERVING)
 
     def tell(self, hello: pb.HelloReply) -> None:
-        """Adds the view to what a client is told first. Raises Unavailable while there is none yet."""
+        """Adds the view to what a client is told first.
+
+        Raises Unavailable while there is none yet.
+        """
         if self.joining:
-            raise Unavailable("this node is joining its cluster; ask another member, or again in a moment")
+            raise Unavailable(
+                "this node is joining its cluster; ask another member, or again in a moment"
+            )
         view = self.view
         if view is not None:
             hello.view.CopyFrom(view.message)

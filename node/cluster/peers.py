@@ -1,4 +1,6 @@
-"""All that a member has to do with the others: who they are, what it hands to them, and what it fetches."""
+"""All that a member has to do with the others: who they are, what it hands to them, and what it
+fetches.
+"""
 
 import logging
 import time
@@ -20,8 +22,11 @@ log = logging.getLogger(__name__)
 
 
 class Peers:
-    """Costs a node that is alone nothing. `view(offset, nbytes)` is the arena's memory, `room_below(namespace)`
-    whether the tier below takes a page without losing another."""
+    """Costs a node that is alone nothing.
+
+    `view(offset, nbytes)` is the arena's memory, `room_below(namespace)` whether the tier below
+    takes a page without losing another.
+    """
 
     def __init__(
         self,
@@ -36,7 +41,12 @@ class Peers:
         tier.eviction.copy_nbytes_max = int(config.ram_nbytes * config.copies_share)
         self.links = links = PeerLinks(membership, config)
         self.couriers = Replicator(
-            membership, links, tier, view, config.hand_over_queue_nbytes, config.hand_over_nbytes_per_s
+            membership,
+            links,
+            tier,
+            view,
+            config.hand_over_queue_nbytes,
+            config.hand_over_nbytes_per_s,
         )
         self.remote_pages = RemotePages(membership, links, view, tier.clock_s)
         tier.remote = (*tier.remote, self.remote_pages)

@@ -1,9 +1,10 @@
 """What this member owns and others have, brought here: the newest pages first.
 
-    others --list: which of mine?--> what is not here, newest first --get--> slots of the RAM tier --> visible
+    others --list: which of mine?--> what is not here, newest first --get--> slots of the RAM tier
+    --> visible
 
-It goes to the tier as any other page does, so that a disk below takes it too. What is here already is passed over:
-a sweep that was broken off goes on where it was.
+It goes to the tier as any other page does, so that a disk below takes it too. What is here already
+is passed over: a sweep that was broken off goes on where it was.
 """
 
 import contextlib
@@ -59,8 +60,11 @@ class Missing(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Pages. `full`: for which there was no room; `failed`: which could not be had; `away`: members who could not be
-    asked for all they have."""
+    """Pages.
+
+    `full`: for which there was no room; `failed`: which could not be had; `away`: members who could
+    not be asked for all they have.
+    """
 
     missing: int
     missing_nbytes: int
@@ -72,9 +76,11 @@ class Report(NamedTuple):
 
 
 class Rebalance:
-    """`view(offset, nbytes)` is the arena's memory, `room_below(namespace)` whether the tier below takes a page
-    without losing another, `pause(nbytes)` waits as long as so many bytes are to take; False ends
-    the sweep. `together` makes calls at the same time, and returns what each returned or raised."""
+    """`view(offset, nbytes)` is the arena's memory, `room_below(namespace)` whether the tier below
+    takes a page without losing another, `pause(nbytes)` waits as long as so many bytes are to take;
+    False ends the sweep. `together` makes calls at the same time, and returns what each returned or
+    raised.
+    """
 
     def __init__(
         self,
@@ -94,10 +100,16 @@ class Rebalance:
         self._together = together
 
     def run(
-        self, view: View, member: str, dry: bool = False, told: Callable[[Report], None] = lambda report: None
+        self,
+        view: View,
+        member: str,
+        dry: bool = False,
+        told: Callable[[Report], None] = lambda report: None,
     ) -> Report:
-        """Of all others in the view, for what `member`, this one, owns in it. `dry`: only says what is missing. `told`
-        hears how far it is."""
+        """Of all others in the view, for what `member`, this one, owns in it.
+
+        `dry`: only says what is missing. `told` hears how far it is.
+        """
         missing, away = self._missing(view, member)
         nbytes = sum(self._tier.namespace(page.digest).page_nbytes for page in missing)
         report = Report(len(missing), nbytes, away=away)
@@ -106,12 +118,18 @@ class Rebalance:
     # ---- what is missing -----------------------------------------------------------------
 
     def _missing(self, view: View, own: str) -> tuple[list[Missing], tuple[str, ...]]:
-        """Each page once, from the first member that has it; the newest first. All are asked at the same time before
-        one is asked for its pages: those that are away cost a moment together."""
+        """Each page once, from the first member that has it; the newest first.
+
+        All are asked at the same time before one is asked for its pages: those that are away cost a
+        moment together.
+        """
         found: dict[tuple[bytes, bytes], Missing] = {}
         away: list[str] = []
         others = [member.id for member in view.members if member.id != own]
-        asks = [partial(self._ask, member, "list_namespaces", pb.ListNamespacesRequest()) for member in others]
+        asks = [
+            partial(self._ask, member, "list_namespaces", pb.ListNamespacesRequest())
+            for member in others
+        ]
         for member, listed in zip(others, self._together(asks), strict=True):
             try:
                 if isinstance(listed, KVStoreError):
@@ -138,12 +156,16 @@ class Rebalance:
                 if not request.page_token:
                     break
 
-    def _absent(self, member: str, digest: bytes, pages: Sequence[pb.PageStat]) -> Iterator[Missing]:
+    def _absent(
+        self, member: str, digest: bytes, pages: Sequence[pb.PageStat]
+    ) -> Iterator[Missing]:
         here = self._inventory.stat(digest, [page.prefix_hash for page in pages])
         for page, known in zip(pages, here, strict=True):
             if not (known.present or known.writing):
                 ttl_s = -(-page.ttl_ms // 1000)
-                yield Missing(page.idle_ms, member, digest, page.prefix_hash, ttl_s, page.pin_ttl_ms)
+                yield Missing(
+                    page.idle_ms, member, digest, page.prefix_hash, ttl_s, page.pin_ttl_ms
+                )
 
     def _ask(self, member: str, op: str, request: Any, namespace: Namespace | None = None) -> Any:
         def call(link: NodeConnection, limit: Deadline) -> Any:
@@ -153,7 +175,9 @@ class Rebalance:
 
     # ---- fetching ------------------------------------------------------------------------
 
-    def _fetched(self, missing: list[Missing], report: Report, told: Callable[[Report], None]) -> Report:
+    def _fetched(
+        self, missing: list[Missing], report: Report, told: Callable[[Report], None]
+    ) -> Report:
         told(report)
         for start in range(0, len(missing), ROUND_PAGES):
             for batch in self._batches(missing[start : start + ROUND_PAGES]):
@@ -188,10 +212,15 @@ class Rebalance:
         if self._room_below(self._tier.namespace(batch[0].digest)):
             return batch
         room = zip(batch, self._inventory.room(batch[0].digest, len(batch)), strict=False)
-        return [page for page, _ in itertools.takewhile(lambda pair: pair[0].idle_ms < pair[1], room)]
+        return [
+            page for page, _ in itertools.takewhile(lambda pair: pair[0].idle_ms < pair[1], room)
+        ]
 
     def _fetch(self, pages: list[Missing]) -> int:
-        """How many of them are here now. What another one has not any more is tried no second time."""
+        """How many of them are here now.
+
+        What another one has not any more is tried no second time.
+        """
         for _ in range(2):
             try:
                 hits = self._fetch_all([page.prefix_hash for page in pages], pages[0])
@@ -207,7 +236,10 @@ class Rebalance:
         return 0
 
     def _fetch_all(self, prefix_hashes: list[bytes], like: Missing) -> list[bool]:
-        """Whether each can be here. They are, if all can: a reservation is committed whole or not at all."""
+        """Whether each can be here.
+
+        They are, if all can: a reservation is committed whole or not at all.
+        """
         index = self._tier.namespace(like.digest)
         began_s = self._tier.clock_s()
         reservation = self._tier.reserve(like.digest, prefix_hashes, index.page_nbytes)
@@ -217,7 +249,9 @@ class Rebalance:
             got = self._get(like.member, index.value, reservation.pages)
             ends_s = [began_s + page.ttl_ms // 1000 for page in got if page and page.ttl_ms]
             ttl_s = min(ends_s) - self._tier.clock_s() if ends_s else 0
-            hits = iter(bool(page and page.leaves and (ttl_s > 0 or not page.ttl_ms)) for page in got)
+            hits = iter(
+                bool(page and page.leaves and (ttl_s > 0 or not page.ttl_ms)) for page in got
+            )
             found = [
                 next(hits) if verdict == PutStatus.WRITE else verdict != PutStatus.FULL
                 for verdict in reservation.verdicts
@@ -241,7 +275,9 @@ class Rebalance:
                 with contextlib.suppress(Exhausted):  # too much is pinned here already
                     self._tier.pin(page.digest, [page.prefix_hash], page.pin_ttl_ms)
 
-    def _get(self, member: str, namespace: Namespace, pages: Sequence[Page]) -> list[Arrived | None]:
+    def _get(
+        self, member: str, namespace: Namespace, pages: Sequence[Page]
+    ) -> list[Arrived | None]:
         """In as many requests as the other one's limits ask for."""
         hashes, nbytes = [page.prefix_hash for page in pages], namespace.stored_nbytes
         views = [(self._view(page.offset, nbytes),) for page in pages]
@@ -328,7 +364,10 @@ class Rebalancer:
                 self.running = False
 
     def _wait(self) -> bool:
-        """Until a sweep is due. False: the node stops."""
+        """Until a sweep is due.
+
+        False: the node stops.
+        """
         with self._turn:
             while not self._stopped and (left_s := self._due_s - time.monotonic()) > 0:
                 self._turn.wait(min(left_s, threading.TIMEOUT_MAX))
@@ -352,7 +391,10 @@ class Rebalancer:
         self._so_far = report
 
     def _pause(self, nbytes: int) -> bool:
-        """For as long as so many bytes are to take. False ends the sweep."""
+        """For as long as so many bytes are to take.
+
+        False ends the sweep.
+        """
         self._moved_nbytes += nbytes
         with self._turn:
             if self._nbytes_per_s and nbytes:
@@ -361,7 +403,9 @@ class Rebalancer:
             return not self._stopped
 
     def stop(self, timeout_s: float = 0.0) -> None:
-        """It ends with the call that it is in, for which nobody waits longer than so: whom it asks may hang."""
+        """It ends with the call that it is in, for which nobody waits longer than so: whom it asks
+        may hang.
+        """
         with self._turn:
             self._stopped = True
             self._turn.notify()

@@ -1,4 +1,5 @@
-"""The node in etcd: registered under a lease, told of the others by a watch, and of namespaces that were removed.
+"""The node in etcd: registered under a lease, told of the others by a watch, and of namespaces that
+were removed.
 
     registry thread   lease kept alive, own key written; again from the start when etcd lost it
     watch thread      keys --roster--> view --> membership
@@ -51,7 +52,10 @@ class IdInUse(Exception):
 
 @dataclass(frozen=True)
 class RegistrationSettings:
-    """`replicas` 0: as the cluster has it, 1 in a new one. `lease_s`: after so long without a word it is no member."""
+    """`replicas` 0: as the cluster has it, 1 in a new one.
+
+    `lease_s`: after so long without a word it is no member.
+    """
 
     replicas: int
     lease_s: int
@@ -60,7 +64,10 @@ class RegistrationSettings:
 
 @dataclass(frozen=True)
 class Registering:
-    """What a node tells of itself. `instance_id`: new at each start. `bulk_port`: of its frames, where `address` is."""
+    """What a node tells of itself.
+
+    `instance_id`: new at each start. `bulk_port`: of its frames, where `address` is.
+    """
 
     address: str
     instance_id: bytes
@@ -71,7 +78,10 @@ class Registering:
 
 
 class Registry:
-    """`connect`, then `join`, then `close`. The first two raise ConfigError, and whatever `pulse` raises meanwhile."""
+    """`connect`, then `join`, then `close`.
+
+    The first two raise ConfigError, and whatever `pulse` raises meanwhile.
+    """
 
     def __init__(
         self,
@@ -95,12 +105,21 @@ class Registry:
         self._stop = threading.Event()
         self._self: Registered | None = None
         self._lease, self._lease_s = 0, float(terms.lease_s)
-        self._written: tuple[int, bytes] = (0, b"")  # revision and value of our key; 0: it is not there
+        self._written: tuple[int, bytes] = (
+            0,
+            b"",
+        )  # revision and value of our key; 0: it is not there
         self._troubles: dict[str, tuple[float, str]] = {}  # by thread: since when, what
-        self._settle_at = 0.0  # until then the last view holds: members register again that an etcd has lost
+        self._settle_at = (
+            0.0  # until then the last view holds: members register again that an etcd has lost
+        )
         self._threads = [
             threading.Thread(target=self._run, args=(step,), name=name, daemon=True)
-            for name, step in (("registry", self._keep), ("registry-watch", self._follow), ("removals", self._remove))
+            for name, step in (
+                ("registry", self._keep),
+                ("registry-watch", self._follow),
+                ("removals", self._remove),
+            )
         ]
 
     # ---- what others see -----------------------------------------------------------------
@@ -134,7 +153,9 @@ class Registry:
                 anew = self._read_all()
                 break
             except InvalidRequest as error:
-                raise ConfigError(f"{error}; see etcd_user, etcd_password (KVSTORE_NODE_ETCD_PASSWORD)") from error
+                raise ConfigError(
+                    f"{error}; see etcd_user, etcd_password (KVSTORE_NODE_ETCD_PASSWORD)"
+                ) from error
             except Unavailable as error:
                 if time.monotonic() >= end:
                     raise ConfigError(
@@ -151,15 +172,20 @@ class Registry:
             log.error("what was removed meanwhile may come back at the next start: %s", error)
 
     def _read_all(self) -> bool:
-        """Read the cluster from etcd. Return whether etcd has lost data since this node was last a member.
+        """Read the cluster from etcd.
 
-        If so, raise etcd's base above the last number that this node applied, or it would skip new removals.
+        Return whether etcd has lost data since this node was last a member.
+
+        If so, raise etcd's base above the last number that this node applied, or it would skip new
+        removals.
         """
         anew, applied = False, self._identity.applied
         while True:
             self._settle()
             self._roster.reset(self._etcd.read(self._roster.prefix))
-            if self._number() >= applied or (anew and applied > BASE_MAX):  # beyond BASE_MAX it can not be raised
+            if self._number() >= applied or (
+                anew and applied > BASE_MAX
+            ):  # beyond BASE_MAX it can not be raised
                 return anew
             if not anew:
                 log.warning(
@@ -174,7 +200,9 @@ class Registry:
         """Registers this node, and returns when it is of the view."""
         name = self._identity.member
         member = Member(name, about.address, about.weight, about.zone, about.state, about.bulk_port)
-        self._self = Registered(member, PROTOCOL_VERSION, self._identity.token, about.instance_id.hex())
+        self._self = Registered(
+            member, PROTOCOL_VERSION, self._identity.token, about.instance_id.hex()
+        )
         began = say = time.monotonic()
         end, patience = began + self._terms.wait_s, began + 2 * self._terms.lease_s + 1
         while True:
@@ -185,7 +213,9 @@ class Registry:
                 raise ConfigError(str(error)) from error
             except IdInUse as error:  # by one that has died, perhaps
                 if time.monotonic() >= patience:
-                    raise ConfigError(f"{error}; name this one otherwise (--member), or stop that one") from error
+                    raise ConfigError(
+                        f"{error}; name this one otherwise (--member), or stop that one"
+                    ) from error
                 if time.monotonic() >= say:
                     log.warning("%s; waiting whether its lease ends", error)
                     say = time.monotonic() + SAY_S
@@ -200,9 +230,16 @@ class Registry:
             thread.start()
         while self._membership.joining:
             if time.monotonic() >= end:
-                raise ConfigError(f"{member.id} is not of the view: {self.status}; {'; '.join(self.apart)}")
+                raise ConfigError(
+                    f"{member.id} is not of the view: {self.status}; {'; '.join(self.apart)}"
+                )
             self._sleep(0.01, pulse)
-        log.info("registered as %s at %s in the cluster %s", member.id, member.address, self._identity.cluster)
+        log.info(
+            "registered as %s at %s in the cluster %s",
+            member.id,
+            member.address,
+            self._identity.cluster,
+        )
 
     def _sleep(self, seconds: float, pulse: Callable[[], None]) -> None:
         pulse()
@@ -215,7 +252,10 @@ class Registry:
         self._wake.set()
 
     def record_removal(self, digest: bytes, removal: bytes, erasure: bytes = b"") -> None:
-        """This node has forgotten a namespace. `removal`: the name of that, or empty. `erasure`: that of a tenant's."""
+        """This node has forgotten a namespace.
+
+        `removal`: the name of that, or empty. `erasure`: that of a tenant's.
+        """
         self._removals.record(digest, removal, erasure)
 
     def begin_erasure(self, erasure: bytes) -> None:
@@ -223,7 +263,10 @@ class Registry:
         self._removals.begin_erasure(erasure)
 
     def close(self) -> None:
-        """It is no member any more, if etcd answers at once. May be called however far a start came."""
+        """It is no member any more, if etcd answers at once.
+
+        May be called however far a start came.
+        """
         self._stop.set()
         self._wake.set()
         limit = Deadline(END_S)
@@ -232,7 +275,9 @@ class Registry:
             try:
                 self._etcd.revoke(self._lease)
             except KVStoreError as error:
-                log.warning("not taken out of the cluster, which happens in %g s: %s", self._lease_s, error)
+                log.warning(
+                    "not taken out of the cluster, which happens in %g s: %s", self._lease_s, error
+                )
         self._removals.close()
         self._etcd.close()
         for thread in self._threads:
@@ -242,7 +287,9 @@ class Registry:
     # ---- threads -------------------------------------------------------------------------
 
     def _run(self, step: Callable[[], None]) -> None:
-        """One step after the other; each waits for its own next time, or raises what keeps it from that."""
+        """One step after the other; each waits for its own next time, or raises what keeps it from
+        that.
+        """
         while not self._stop.is_set():
             try:
                 step()
@@ -276,7 +323,8 @@ class Registry:
             self._settle()
             self._register()
         if known := self._membership.view:
-            # The view may be of an etcd that began anew already; what is known of removals is from before.
+            # The view may be of an etcd that began anew already; what is known of removals is from
+            # before.
             self._raise_number(max(known.number, self._removals.seen, self._identity.applied))
         self._well()
         self._tell()
@@ -301,13 +349,17 @@ class Registry:
         with self._lock:
             mine = self._roster.entries.get(self._roster.member_key(self._identity.member))
             self._removals.heard(self._roster.removals(self._removals.seen), self._number())
-        if self._written[0] and not self._is_own(mine):  # somebody removed or took it, or the lease ended
+        if self._written[0] and not self._is_own(
+            mine
+        ):  # somebody removed or took it, or the lease ended
             self._written = (0, b"")
             self._wake.set()
         self._tell()
 
     def _is_own(self, mine: Entry | None) -> bool:
-        """Return whether this node wrote its entry, and not a node with a copy of its data directory."""
+        """Return whether this node wrote its entry, and not a node with a copy of its data
+        directory.
+        """
         if mine is None or self._self is None:
             return False
         with contextlib.suppress(ConfigError):
@@ -321,7 +373,10 @@ class Registry:
     # ---- steps ---------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """The cluster's settings, made by who comes first. Raises ConfigError if this node has others."""
+        """The cluster's settings, made by who comes first.
+
+        Raises ConfigError if this node has others.
+        """
         wanted = self._terms.replicas
         known = self._membership.view
         made = Settings(wanted or (known.replicas if known else 1), 0)
@@ -334,8 +389,9 @@ class Registry:
             )
 
     def _raise_number(self, least: int) -> None:
-        """Views of an etcd that lost all and began anew must have higher numbers than those from before, and so must
-        what was written there until now: a removal may have come first."""
+        """Views of an etcd that lost all and began anew must have higher numbers than those from
+        before, and so must what was written there until now: a removal may have come first.
+        """
         with self._lock:
             entry, number = self._roster.entries.get(self._roster.config_key), self._number()
         if entry is None or number >= least or least > BASE_MAX:
@@ -365,16 +421,25 @@ class Registry:
                 return
             if there.revision:
                 other = parse_member(self._identity.member, there.value)
-                # A restart takes the entry over, a registered node does not. Nobody takes it from a live node.
+                # A restart takes the entry over, a registered node does not. Nobody takes it from a
+                # live node.
                 again = self._membership.joining and not self._is_alive(other)
                 if other.token != own.token or (other.instance != own.instance and not again):
-                    what = "a copy of this data directory" if other.token == own.token else "another node"
-                    id_here = f"the id {self._identity.member} in the cluster {self._identity.cluster}"
+                    what = (
+                        "a copy of this data directory"
+                        if other.token == own.token
+                        else "another node"
+                    )
+                    id_here = (
+                        f"the id {self._identity.member} in the cluster {self._identity.cluster}"
+                    )
                     raise IdInUse(f"{id_here} is that of {what}, at {other.member.address}")
             revision = there.revision
 
     def _is_alive(self, other: Registered) -> bool:
-        """Return whether that instance answers at its address, so that a copy of this directory is in use."""
+        """Return whether that instance answers at its address, so that a copy of this directory is
+        in use.
+        """
         return self._instance_at(other.member.address).hex() == other.instance
 
     def _number(self) -> int:
@@ -390,7 +455,9 @@ class Registry:
             own = self._identity.member
             if known is None and own not in view.by_id:
                 return
-            if known is not None and (view.number < known.number or replace(view, number=known.number) == known):
+            if known is not None and (
+                view.number < known.number or replace(view, number=known.number) == known
+            ):
                 return
             self._say(view, known)
             self._membership.become(view, own)
@@ -398,9 +465,15 @@ class Registry:
     def _say(self, view: View, known: View | None) -> None:
         before = set(known.by_id) if known else set()
         joined, left = sorted(set(view.by_id) - before), sorted(before - set(view.by_id))
-        log.info("view %d: %d members; new: %s; gone: %s", view.number, len(view.members), joined, left)
+        log.info(
+            "view %d: %d members; new: %s; gone: %s", view.number, len(view.members), joined, left
+        )
         if view.replicas > len(view.members):
-            log.warning("%d replicas are wanted of %d members: there are fewer", view.replicas, len(view.members))
+            log.warning(
+                "%d replicas are wanted of %d members: there are fewer",
+                view.replicas,
+                len(view.members),
+            )
         for line in self._roster.apart:
             log.warning("not of the view: %s", line)
 
@@ -425,15 +498,21 @@ def open_registry(
     settle: Callable[[], None],
     erase: Callable[[list[bytes]], None],
 ) -> Registry | None:
-    """None for a node that is not registered. `remove`, `settle` and `erase` as `NamespaceTombstones` has them. Raises
-    ConfigError."""
+    """None for a node that is not registered.
+
+    `remove`, `settle` and `erase` as `NamespaceTombstones` has them. Raises ConfigError.
+    """
     if not config.cluster.startswith(ETCD_SCHEME):
         for name, default in OF_ETCD:
             if (value := getattr(config, name)) != default:
-                raise ConfigError(f"{name}={value} is for a cluster on etcd; a fixed list says it of each member")
+                raise ConfigError(
+                    f"{name}={value} is for a cluster on etcd; a fixed list says it of each member"
+                )
         return None
     endpoints, cluster = endpoints_and_name(config.cluster)
-    access = Access(config.etcd_ca, config.etcd_cert, config.etcd_key, config.etcd_user, config.etcd_password)
+    access = Access(
+        config.etcd_ca, config.etcd_cert, config.etcd_key, config.etcd_user, config.etcd_password
+    )
     if config.zone:
         check_name("zone", config.zone)
     identity = Identity(config.data_dir, cluster, config.member)
@@ -444,7 +523,10 @@ def open_registry(
 
 
 def endpoints_and_name(text: str) -> tuple[list[str], str]:
-    """Of etcd://HOST:PORT,.../NAME. Raises ConfigError."""
+    """Of etcd://HOST:PORT,.../NAME.
+
+    Raises ConfigError.
+    """
     if "://" in text.removeprefix(ETCD_SCHEME):  # etcd's own tools take http://HOST:PORT
         bare = re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://", "", text.removeprefix(ETCD_SCHEME))
         raise ConfigError(f"cluster={text!r} has a URL in it: write {ETCD_SCHEME}{bare}")
@@ -456,6 +538,8 @@ def endpoints_and_name(text: str) -> tuple[list[str], str]:
     for endpoint in endpoints:
         host, _ = split_address(endpoint)
         if ":" in host and not endpoint.startswith("["):
-            raise ConfigError(f"{endpoint!r} is not host:port; an IPv6 address is written [::1]:{PORT}")
+            raise ConfigError(
+                f"{endpoint!r} is not host:port; an IPv6 address is written [::1]:{PORT}"
+            )
     check_name("the cluster", name)
     return endpoints, name

@@ -1,4 +1,6 @@
-"""What is in etcd of a cluster, and the view that it makes. Pure: fed with what was read and what changed.
+"""What is in etcd of a cluster, and the view that it makes.
+
+Pure: fed with what was read and what changed.
 
 /kvstore/NAME/config            {"replicas": 2, "base": 0}
 /kvstore/NAME/members/ID        {"address": "10.0.0.1:7440", "bulk_port": 7441, "state": "SERVING", "protocol": 4, ...}
@@ -29,7 +31,10 @@ BASE_MAX = 1 << 62  # a view's number has 64 bits, and etcd's revision 63
 
 @dataclass(frozen=True)
 class Registered:
-    """A member as it is written. `instance`: which start of the node; `token`: which data directory."""
+    """A member as it is written.
+
+    `instance`: which start of the node; `token`: which data directory.
+    """
 
     member: Member
     protocol: int
@@ -53,8 +58,11 @@ class Registered:
 
 
 class Settings(NamedTuple):
-    """What holds for all of a cluster. `base`: what is added to etcd's revision for a view's number, which is to rise
-    although an etcd that lost all begins anew."""
+    """What holds for all of a cluster.
+
+    `base`: what is added to etcd's revision for a view's number, which is to rise although an etcd
+    that lost all begins anew.
+    """
 
     replicas: int
     base: int
@@ -64,7 +72,10 @@ class Settings(NamedTuple):
 
 
 class Removal(NamedTuple):
-    """`number`: of the view when it was recorded. `erasure`: the name of that of the tenant, if it is part of one."""
+    """`number`: of the view when it was recorded.
+
+    `erasure`: the name of that of the tenant, if it is part of one.
+    """
 
     digest: bytes
     removal: bytes
@@ -73,7 +84,10 @@ class Removal(NamedTuple):
 
 
 class RegistryState:
-    """Not thread-safe. `apart`: members that are not of the view, and why."""
+    """Not thread-safe.
+
+    `apart`: members that are not of the view, and why.
+    """
 
     def __init__(self, cluster: str) -> None:
         self.cluster = cluster
@@ -101,7 +115,10 @@ class RegistryState:
                 self.entries[key] = entry
 
     def settings(self) -> Settings | None:
-        """None: nobody has made them. Raises ConfigError for what is not ours."""
+        """None: nobody has made them.
+
+        Raises ConfigError for what is not ours.
+        """
         entry = self.entries.get(self.config_key)
         return parse_settings(entry.value) if entry else None
 
@@ -112,7 +129,11 @@ class RegistryState:
             return None
         members: dict[str, Member] = {}
         self.apart = []
-        written = [(key, entry) for key, entry in self.entries.items() if key.startswith(self.member_key(""))]
+        written = [
+            (key, entry)
+            for key, entry in self.entries.items()
+            if key.startswith(self.member_key(""))
+        ]
         for key, entry in sorted(written, key=lambda item: item[1].revision, reverse=True):
             name = key.removeprefix(self.member_key(""))
             try:
@@ -122,18 +143,24 @@ class RegistryState:
                 continue
             address = there.member.address
             if not speaks(there.protocol):
-                self.apart.append(f"{name} at {address} speaks protocol {there.protocol}; update the older one")
+                self.apart.append(
+                    f"{name} at {address} speaks protocol {there.protocol}; update the older one"
+                )
             elif address in members:
                 self.apart.append(f"{name} says it is at {address}, where {members[address].id} is")
             elif len(members) == MEMBERS_MAX:
-                self.apart.append(f"{name} is one too many: a cluster has at most {MEMBERS_MAX} members")
+                self.apart.append(
+                    f"{name} is one too many: a cluster has at most {MEMBERS_MAX} members"
+                )
             else:
                 members[address] = there.member
         chosen = tuple(sorted(members.values(), key=lambda member: member.id))
         return View(self.cluster, settings.base + self.revision, chosen, settings.replicas)
 
     def removals(self, after: int = -1) -> list[Removal]:
-        """In the order in which they were recorded, those with numbers above `after`: there may be many, of 30 days."""
+        """In the order in which they were recorded, those with numbers above `after`: there may be
+        many, of 30 days.
+        """
         settings = self.settings()
         base, prefix = settings.base if settings else 0, self.removed_key(b"")
         found = []
@@ -167,17 +194,31 @@ def parse_member(name: str, value: bytes) -> Registered:
     """Raises ConfigError for what no node writes."""
     fields = _fields(value)
     try:
-        about = str(fields["address"]), float(fields["weight"]), str(fields["zone"]), State[fields["state"]]
+        about = (
+            str(fields["address"]),
+            float(fields["weight"]),
+            str(fields["zone"]),
+            State[fields["state"]],
+        )
         bulk_port = int(fields.get("bulk_port", 0))  # an older node does not write it
-        protocol, token, instance = int(fields["protocol"]), str(fields["token"]), str(fields["instance"])
+        protocol, token, instance = (
+            int(fields["protocol"]),
+            str(fields["token"]),
+            str(fields["instance"]),
+        )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"what is written of it is not understood ({error!r}): {value[:200]!r}") from error
+        raise ConfigError(
+            f"what is written of it is not understood ({error!r}): {value[:200]!r}"
+        ) from error
     return Registered(Member(name, *about, bulk_port), protocol, token, instance)
 
 
 @functools.lru_cache(2 * MEMBERS_MAX)
 def parse_removed(value: bytes) -> tuple[bytes, bytes]:
-    """The names of a removal and of the erasure that it is part of, empty if it is of none. Raises ConfigError."""
+    """The names of a removal and of the erasure that it is part of, empty if it is of none.
+
+    Raises ConfigError.
+    """
     try:
         fields = _fields(value)
         return bytes.fromhex(str(fields["removal"])), bytes.fromhex(str(fields.get("erasure", "")))
@@ -217,8 +258,10 @@ class _Record:
 
 
 class NamespaceTombstones:
-    """`remove` forgets a namespace's pages here; `settle` returns when they stay forgotten after power loss, `erase`
-    when nothing is left of those of some namespaces; both may raise KVStoreError. Thread-safe."""
+    """`remove` forgets a namespace's pages here; `settle` returns when they stay forgotten after
+    power loss, `erase` when nothing is left of those of some namespaces; both may raise
+    KVStoreError. Thread-safe.
+    """
 
     def __init__(
         self,
@@ -231,7 +274,9 @@ class NamespaceTombstones:
         self._remove = remove
         self._settle = settle
         self._erase = erase
-        self._to_erase = list(identity.to_erase)  # namespaces that are removed here already, in an earlier life perhaps
+        self._to_erase = list(
+            identity.to_erase
+        )  # namespaces that are removed here already, in an earlier life perhaps
         self._wake = threading.Condition()
         self._done: OrderedDict[bytes, None] = OrderedDict()  # names of removals
         self._records: list[_Record] = []
@@ -244,32 +289,44 @@ class NamespaceTombstones:
     def catch_up(self, removals: Sequence[Removal], number: int, anew: bool = False) -> None:
         """Apply missed removals at the start, before requests are served.
 
-        `anew`: etcd was reset while this node was away, so numbers do not tell which removals it missed, and
-        all are applied. On KVStoreError or OSError it is unknown how many were applied.
+        `anew`: etcd was reset while this node was away, so numbers do not tell which removals it
+        missed, and all are applied. On KVStoreError or OSError it is unknown how many were applied.
         """
         missed = [some for some in removals if anew or some.number > self._identity.applied]
         for some in missed:
             self._remove(some.digest)
             self._to_erase += [some.digest] if some.erasure else []
         if missed:
-            log.info("%d namespaces were removed while this node was away: their pages are gone", len(missed))
+            log.info(
+                "%d namespaces were removed while this node was away: their pages are gone",
+                len(missed),
+            )
             self._settle()
         self._save(number)
         self._seen = max(self._seen, number)
 
     def record(self, digest: bytes, removal: bytes, erasure: bytes = b"") -> None:
-        """This node has done it; the others are to. Waits a moment, so that it is in etcd if that answers; but not for
-        each namespace of an erasure, which takes longer by itself."""
+        """This node has done it; the others are to.
+
+        Waits a moment, so that it is in etcd if that answers; but not for each namespace of an
+        erasure, which takes longer by itself.
+        """
         record = _Record(digest, removal or os.urandom(REMOVAL_NBYTES), erasure)
         self._note(record.removal)
         with self._wake:
             if len(self._records) >= WAITING_MAX:
-                log.error("the removal of namespace %s is not recorded: etcd is away for too many", digest.hex())
+                log.error(
+                    "the removal of namespace %s is not recorded: etcd is away for too many",
+                    digest.hex(),
+                )
                 return
             self._records.append(record)
             self._wake.notify_all()
         if not erasure and not record.written.wait(RECORD_S):
-            log.warning("the removal of namespace %s is not in etcd yet; members that are away keep it", digest.hex())
+            log.warning(
+                "the removal of namespace %s is not in etcd yet; members that are away keep it",
+                digest.hex(),
+            )
 
     def begin_erasure(self, erasure: bytes) -> None:
         """This node is asked itself; what it hears of that from others is done."""
@@ -297,9 +354,14 @@ class NamespaceTombstones:
             self._wake.notify_all()
 
     def work(self, etcd: Etcd, roster: RegistryState) -> None:
-        """One round, after waiting for something to do. Raises what kept it from being done; it is done again then."""
+        """One round, after waiting for something to do.
+
+        Raises what kept it from being done; it is done again then.
+        """
         with self._wake:
-            self._wake.wait_for(lambda: self._closed or self._records or self._heard or self._to_erase, TOUCH_S)
+            self._wake.wait_for(
+                lambda: self._closed or self._records or self._heard or self._to_erase, TOUCH_S
+            )
             if self._closed:
                 return
             heard, number, records = list(self._heard), self._number, list(self._records)

@@ -3,8 +3,8 @@
     find    keys  --> who may have them? --> they are asked at the same time --> sources: each key's members
     read    slots --> members send what they have, many pages at a time --> checked, reported as they arrive
 
-A member is asked without `near`, so that it asks nobody else. No lock of the RAM tier is taken here. Each member has
-one connection pool to each other member (`PeerLinks`), over the bulk wire.
+A member is asked without `near`, so that it asks nobody else. No lock of the RAM tier is taken
+here. Each member has one connection pool to each other member (`PeerLinks`), over the bulk wire.
 """
 
 import contextlib
@@ -39,7 +39,9 @@ log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
 THREADS_MAX = 32  # beside those that ask
-FETCHED_NBYTES = 64 << 20  # of one member at a time: what has come by then is there, whatever becomes of the rest
+FETCHED_NBYTES = (
+    64 << 20
+)  # of one member at a time: what has come by then is there, whatever becomes of the rest
 CONNECTIONS_MAX = 4  # of each link
 TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 2.0
@@ -47,24 +49,39 @@ BACKOFF_S_MAX = 2.0  # who is back is served soon
 
 
 def known_by(config: NodeConfig) -> dict[str, Any]:
-    """Return fields of a ClientConfig for connections to other members: this node's token and its own certificate.
+    """Return fields of a ClientConfig for connections to other members: this node's token and its
+    own certificate.
 
-    Without TLS the token leaves this host only if `insecure` says so, whatever addresses the cluster tells. Raises
-    ConfigError for a token that can not be used.
+    Without TLS the token leaves this host only if `insecure` says so, whatever addresses the
+    cluster tells. Raises ConfigError for a token that can not be used.
     """
-    known: dict[str, Any] = {"token": config.token, "token_file": config.token_file, "insecure": config.insecure}
+    known: dict[str, Any] = {
+        "token": config.token,
+        "token_file": config.token_file,
+        "insecure": config.insecure,
+    }
     token_of(ClientConfig(**known))
     if config.tls_cert:
-        known |= {"tls_ca": config.members_ca, "tls_cert": config.tls_cert, "tls_key": config.tls_key}
+        known |= {
+            "tls_ca": config.members_ca,
+            "tls_cert": config.tls_cert,
+            "tls_key": config.tls_key,
+        }
         known["tls_name"] = config.tls_name
     return known
 
 
 class PeerLinks:
-    """Thread-safe. Links to who is no member any more, or has another address now, are closed."""
+    """Thread-safe.
+
+    Links to who is no member any more, or has another address now, are closed.
+    """
 
     def __init__(self, membership: Membership, config: NodeConfig | None = None) -> None:
-        """Follow the views of `membership`. `config` says how the others authenticate this node; None: no calls."""
+        """Follow the views of `membership`.
+
+        `config` says how the others authenticate this node; None: no calls.
+        """
         self._membership = membership
         self._known_by = known_by(config) if config is not None else {}
         self._lock = threading.Lock()  # held for moments
@@ -76,7 +93,10 @@ class PeerLinks:
         membership.on_view(self._follow)
 
     def link(self, member: str) -> NodeChannel:
-        """Return the channel to a member. Raises Unavailable if it is no other member."""
+        """Return the channel to a member.
+
+        Raises Unavailable if it is no other member.
+        """
         with self._lock:
             address = self._addresses.get(member)
             if address is None or self._closed:
@@ -100,13 +120,18 @@ class PeerLinks:
     def failing(self) -> dict[str, bool]:
         """Return, for each other member, whether calls to it fail, so that few are tried."""
         with self._lock:
-            return {member: member in self._links and self._links[member].failing for member in self._addresses}
+            return {
+                member: member in self._links and self._links[member].failing
+                for member in self._addresses
+            }
 
     def _follow(self, view: View) -> None:
         own = self._membership.member
         addresses = {member.id: member.address for member in view.members if member.id != own}
         with self._lock:
-            left = [name for name, link in self._links.items() if addresses.get(name) != link.address]
+            left = [
+                name for name, link in self._links.items() if addresses.get(name) != link.address
+            ]
             links = [self._links.pop(name) for name in left]
             self._addresses, self._cluster = addresses, view.cluster
             self._ports = {member.id: member.bulk_port for member in view.members}
@@ -126,7 +151,9 @@ class PeerLinks:
 
 
 class RemotePages(LowerTier):
-    """Thread-safe. `view(offset, nbytes)` is the arena's memory, `clock_s` gives whole seconds since the epoch.
+    """Thread-safe.
+
+    `view(offset, nbytes)` is the arena's memory, `clock_s` gives whole seconds since the epoch.
 
     The `place` of a source: the members to ask for the page, one after the other.
     """
@@ -205,7 +232,9 @@ class RemotePages(LowerTier):
 
         def ask(member: str, places: list[int], limit: Deadline) -> list[bool]:
             def call(link: NodeConnection, limit: Deadline) -> None:
-                left = [place for place in places if place not in done]  # the link may have been made anew
+                left = [
+                    place for place in places if place not in done
+                ]  # the link may have been made anew
                 some = min(step, batch_pages_max(namespace.stored_nbytes, link.limits))
                 for start in range(0, len(left), some):
                     if gone():
@@ -224,7 +253,9 @@ class RemotePages(LowerTier):
             return [place in done for place in places]
 
         with contextlib.suppress(KVStoreError):
-            try_owners([load.source.place for load in loads], ask, self._abreast.run, not_, False, deadline)
+            try_owners(
+                [load.source.place for load in loads], ask, self._abreast.run, not_, False, deadline
+            )
         with self._lock:
             self.pages_fetched += len(done)
             self.nbytes_fetched += len(done) * namespace.stored_nbytes
@@ -233,12 +264,17 @@ class RemotePages(LowerTier):
     def _receive(
         self, link: NodeConnection, namespace: Namespace, pages: Mapping[int, Page], limit: Deadline
     ) -> list[tuple[int, Page]]:
-        """Return those of the pages that came. The member is told of what does not match its checksum."""
+        """Return those of the pages that came.
+
+        The member is told of what does not match its checksum.
+        """
         hashes = [page.prefix_hash for page in pages.values()]
         slots = [(self._view(page.offset, namespace.stored_nbytes),) for page in pages.values()]
         request = pb.GetRequest(namespace=namespace.digest, prefix_hashes=hashes)
         came = cast(BulkWire, link.wire).fetch(request, slots, key_seeds(namespace, hashes), limit)
-        if corrupt := [h for h, page in zip(hashes, came, strict=True) if page is not None and not page.leaves]:
+        if corrupt := [
+            h for h, page in zip(hashes, came, strict=True) if page is not None and not page.leaves
+        ]:
             log.error("%d pages of namespace %s came damaged", len(corrupt), namespace.digest.hex())
             verify = pb.VerifyRequest(namespace=namespace.digest, prefix_hashes=corrupt)
             with contextlib.suppress(KVStoreError):
@@ -247,7 +283,10 @@ class RemotePages(LowerTier):
         return [(place, page) for (place, page), got in both if got and self._take(page, got)]
 
     def _take(self, page: Page, arrived: Arrived) -> bool:
-        """Return whether the page may be used. Its time to live is over here before it is at its owner."""
+        """Return whether the page may be used.
+
+        Its time to live is over here before it is at its owner.
+        """
         ttl_s = arrived.ttl_ms // 1000 - 1
         if not arrived.leaves or (arrived.ttl_ms and ttl_s <= 0):
             return False

@@ -1,12 +1,15 @@
-"""Pages on their way to other members: a queue, and what becomes of each page at each target. Pure: no threads, no
-sockets, and the clock is an argument.
+"""Pages on their way to other members: a queue, and what becomes of each page at each target.
 
-    offer(page, targets) --> waiting, oldest first, for each target --next--> a batch under way, one for each target
+Pure: no threads, no sockets, and the clock is an argument.
+
+    offer(page, targets) --> waiting, oldest first, for each target --next--> a batch under way, one
+    for each target
                                ^                                              |
-                               +--- the target is away, full or busy: later --+--> done, given up, or gone meanwhile
+                               +--- the target is away, full or busy: later --+--> done, given up,
+                               or gone meanwhile
 
-A page is held as long as it is in here, so the bound of the queue is a bound on RAM: when it is full, the oldest page
-is dropped and counted. A page that was removed is not sent.
+A page is held as long as it is in here, so the bound of the queue is a bound on RAM: when it is
+full, the oldest page is dropped and counted. A page that was removed is not sent.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -21,8 +24,12 @@ BATCH_PAGES_MAX = 64
 BATCH_NBYTES_MAX = 16 << 20
 PAGES_MAX = 1 << 16  # in the queue
 PATIENCE_S = 60.0  # for a target that is away, full or refuses
-PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 2.0  # between two tries of a target that failed, twice as long each time
-FAILING_MAX = 2  # targets that failed, served at a time: they may hang, and others are not to wait behind them
+PAUSE_S_MIN, PAUSE_S_MAX = (
+    0.1,
+    2.0,
+)  # between two tries of a target that failed, twice as long each time
+# targets that failed, served at a time: they may hang, and others are not to wait behind them
+FAILING_MAX = 2
 REFUSALS_MAX = 4  # of a page by its targets: who just joined is unknown to some for a moment
 
 
@@ -35,8 +42,10 @@ class Group(NamedTuple):
 
 
 class AckWaiter:
-    """How many ways of pages to targets are open, and how many came to nothing. `failed`: whether a target was
-    away or refused, which is tried again."""
+    """How many ways of pages to targets are open, and how many came to nothing.
+
+    `failed`: whether a target was away or refused, which is tried again.
+    """
 
     def __init__(self) -> None:
         self.open_count = 0
@@ -50,7 +59,10 @@ class AckWaiter:
 
 @dataclass(eq=False)
 class QueuedPage(Generic[P]):
-    """A page and the targets that it has not reached yet. `busy`: those to which it is under way."""
+    """A page and the targets that it has not reached yet.
+
+    `busy`: those to which it is under way.
+    """
 
     page: P
     prefix_hash: bytes
@@ -96,11 +108,17 @@ class _Target(Generic[P]):
 
 
 class ReplicationQueue(Generic[P]):
-    """Not thread-safe. Times are seconds of any clock that never goes back. Pages that are done with are in `freed`,
-    for the caller to release."""
+    """Not thread-safe.
+
+    Times are seconds of any clock that never goes back. Pages that are done with are in `freed`,
+    for the caller to release.
+    """
 
     def __init__(self, nbytes_max: int, gone: Callable[[P], bool], nbytes_per_s: int = 0) -> None:
-        """`gone`: whether a page was removed. `nbytes_per_s`: how much is sent, 0: no limit."""
+        """`gone`: whether a page was removed.
+
+        `nbytes_per_s`: how much is sent, 0: no limit.
+        """
         self.nbytes_max = nbytes_max
         self.nbytes = 0
         self.counts = Counts()
@@ -122,7 +140,10 @@ class ReplicationQueue(Generic[P]):
     @property
     def _may_fail(self) -> bool:
         """Whether one more of those that failed may be tried."""
-        return sum(bool(some.under_way and some.pause_s) for some in self._targets.values()) < FAILING_MAX
+        return (
+            sum(bool(some.under_way and some.pause_s) for some in self._targets.values())
+            < FAILING_MAX
+        )
 
     def has_room(self, nbytes: int = 0) -> bool:
         """Without dropping a page for it."""
@@ -138,8 +159,13 @@ class ReplicationQueue(Generic[P]):
         now: float,
         ticket: AckWaiter | None = None,
     ) -> None:
-        """`nbytes`: of RAM that the page keeps. It must be held by the caller."""
-        parcel = QueuedPage(page, prefix_hash, nbytes, group, set(targets), ticket, now + PATIENCE_S)
+        """`nbytes`: of RAM that the page keeps.
+
+        It must be held by the caller.
+        """
+        parcel = QueuedPage(
+            page, prefix_hash, nbytes, group, set(targets), ticket, now + PATIENCE_S
+        )
         if ticket:
             ticket.open_count += len(parcel.left)
         self._parcels[parcel] = None
@@ -189,7 +215,10 @@ class ReplicationQueue(Generic[P]):
         return max(min(idle), self._next_at) if idle else None
 
     def done(self, batch: Batch[P], taken: Collection[bytes], now: float) -> None:
-        """The target answered. `taken`: keys that it has now; the others later."""
+        """The target answered.
+
+        `taken`: keys that it has now; the others later.
+        """
         target = self._ended(batch)
         for parcel in batch.parcels:
             parcel.busy.discard(batch.target)
@@ -207,7 +236,9 @@ class ReplicationQueue(Generic[P]):
             target.paused_until = now + PAUSE_S_MIN
 
     def failed(self, batch: Batch[P], now: float, refused: bool = False) -> None:
-        """`refused`: the target has nothing of the batch for certain; if not, nobody knows what it has."""
+        """`refused`: the target has nothing of the batch for certain; if not, nobody knows what it
+        has.
+        """
         target = self._ended(batch)
         for parcel in batch.parcels:
             parcel.busy.discard(batch.target)
@@ -245,7 +276,9 @@ class ReplicationQueue(Generic[P]):
                 self._settle(parcel, name, False)
             elif parcel.end <= now:
                 self._lose(parcel, name)
-            elif not parcels or (parcel.group == parcels[0].group and nbytes + parcel.nbytes <= BATCH_NBYTES_MAX):
+            elif not parcels or (
+                parcel.group == parcels[0].group and nbytes + parcel.nbytes <= BATCH_NBYTES_MAX
+            ):
                 parcels.append(parcel)
                 nbytes += parcel.nbytes
                 if len(parcels) == BATCH_PAGES_MAX:
@@ -300,11 +333,15 @@ class ReplicationQueue(Generic[P]):
         """Violations of what must always hold; empty if all is well."""
         found = []
         if self.nbytes != sum(parcel.nbytes for parcel in self._parcels):
-            found.append(f"{self.nbytes} bytes in the queue of the hand-over, but its pages have others")
+            found.append(
+                f"{self.nbytes} bytes in the queue of the hand-over, but its pages have others"
+            )
         for parcel in self._parcels:
             places = {name for name, target in self._targets.items() if parcel in target.waiting}
             if places | (parcel.busy & parcel.left) != parcel.left or places & parcel.busy:
-                found.append(f"{short(parcel.prefix_hash)} waits for {places}, is under way to {parcel.busy}")
+                found.append(
+                    f"{short(parcel.prefix_hash)} waits for {places}, is under way to {parcel.busy}"
+                )
         return found
 
 

@@ -1,4 +1,6 @@
-"""Threads that carry pages to other members, from where they lie in RAM, in the order of the queue (`hand_over`)."""
+"""Threads that carry pages to other members, from where they lie in RAM, in the order of the queue
+(`hand_over`).
+"""
 
 import logging
 import threading
@@ -31,8 +33,11 @@ REFUSED = (InvalidRequest, LayoutMismatch)  # by the target, or here before anyt
 
 
 class Replicator:
-    """Thread-safe. Its lock is never taken under the RAM tier's, nor the other way round. No thread is there before
-    something is offered."""
+    """Thread-safe.
+
+    Its lock is never taken under the RAM tier's, nor the other way round. No thread is there before
+    something is offered.
+    """
 
     def __init__(
         self,
@@ -51,17 +56,25 @@ class Replicator:
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         self._work = threading.Condition(lock)  # for couriers: of those that wait one is woken
-        self._queue: ReplicationQueue[Page] = ReplicationQueue(queue_nbytes_max, _gone, nbytes_per_s)
+        self._queue: ReplicationQueue[Page] = ReplicationQueue(
+            queue_nbytes_max, _gone, nbytes_per_s
+        )
         self._threads: list[threading.Thread] = []
         self._stop_at: float | None = None
         membership.on_view(self._follow)
 
     def offer(
-        self, pages: Sequence[Page], targets: Sequence[Collection[str]], durable: bool = False, whole: bool = False
+        self,
+        pages: Sequence[Page],
+        targets: Sequence[Collection[str]],
+        durable: bool = False,
+        whole: bool = False,
     ) -> AckWaiter:
-        """Pages, a chain's head first, for those members of the view that are named for each; they stay held until they
-        are there, dropped or given up. A page that is not visible any more is not sent. `whole`: what has gone counts
-        as lost. The end of a chain goes first: its head is to be the newest there too, and the last to be dropped."""
+        """Pages, a chain's head first, for those members of the view that are named for each; they
+        stay held until they are there, dropped or given up. A page that is not visible any more is
+        not sent. `whole`: what has gone counts as lost. The end of a chain goes first: its head is
+        to be the newest there too, and the last to be dropped.
+        """
         ticket = AckWaiter()
         wanted = {page: some for page, some in zip(pages, targets, strict=True) if some}
         if not wanted:
@@ -72,7 +85,15 @@ class Replicator:
             now = time.monotonic()
             for page in reversed(held):
                 group = Group(page.namespace.digest, page.expiry_s, durable)
-                self._queue.offer(page, page.prefix_hash, page.namespace.slot_nbytes, group, wanted[page], now, ticket)
+                self._queue.offer(
+                    page,
+                    page.prefix_hash,
+                    page.namespace.slot_nbytes,
+                    group,
+                    wanted[page],
+                    now,
+                    ticket,
+                )
             if self._stop_at is not None:
                 self._queue.clear()
             elif held:
@@ -82,16 +103,27 @@ class Replicator:
         self._release_freed()
         return ticket
 
-    def wait(self, ticket: AckWaiter, end: float, gone: Callable[[], bool], patient: bool = True) -> bool:
-        """Until all of what was offered with the ticket has arrived; False: it was lost, it took longer than until
-        `end` in monotonic time, or nobody wants to know any more. Not `patient`: also if a target failed."""
+    def wait(
+        self, ticket: AckWaiter, end: float, gone: Callable[[], bool], patient: bool = True
+    ) -> bool:
+        """Until all of what was offered with the ticket has arrived; False: it was lost, it took
+        longer than until `end` in monotonic time, or nobody wants to know any more. Not `patient`:
+        also if a target failed.
+        """
         with self._changed:
-            while ticket.open_count and time.monotonic() < end and not gone() and (patient or not ticket.failed):
+            while (
+                ticket.open_count
+                and time.monotonic() < end
+                and not gone()
+                and (patient or not ticket.failed)
+            ):
                 self._changed.wait(max(0.0, min(LOOK_S, end - time.monotonic())))
             return not (ticket.open_count or ticket.lost_count)
 
     def drop_gone(self) -> None:
-        """Lets go of pages that were removed, but for those under way, which are done with in HAND_S."""
+        """Lets go of pages that were removed, but for those under way, which are done with in
+        HAND_S.
+        """
         with self._changed:
             self._queue.drop_gone()
             self._changed.notify_all()
@@ -120,7 +152,9 @@ class Replicator:
             return self._queue.check()
 
     def stop(self, timeout_s: float) -> None:
-        """What waits for members that answer is carried to them, in so much time; the rest is dropped."""
+        """What waits for members that answer is carried to them, in so much time; the rest is
+        dropped.
+        """
         end = time.monotonic() + timeout_s
         with self._changed:
             self._stop_at = end
@@ -146,14 +180,19 @@ class Replicator:
     # ---- threads ---------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """With the lock held. Where no more threads can be had, those that there are do it."""
+        """With the lock held.
+
+        Where no more threads can be had, those that there are do it.
+        """
         try:
             while len(self._threads) < COURIERS:
                 thread = threading.Thread(target=self._run, name="courier", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except RuntimeError as error:
-            log.warning("%d threads hand pages on, no more can be had: %s", len(self._threads), error)
+            log.warning(
+                "%d threads hand pages on, no more can be had: %s", len(self._threads), error
+            )
 
     def _run(self) -> None:
         while (batch := self._next()) is not None:
@@ -194,7 +233,9 @@ class Replicator:
                     if stopping and not self._queue.under_way:
                         self._work.notify_all()
                         return None
-                    self._work.wait(LOOK_S if stopping else None if due is None else max(0.0, due - now))
+                    self._work.wait(
+                        LOOK_S if stopping else None if due is None else max(0.0, due - now)
+                    )
             if freed:
                 self._release_freed()
 
@@ -220,10 +261,13 @@ class Replicator:
             for page in damaged:
                 self._tier.drop_corrupt(page)
 
-    def _put(self, batch: Batch[Page], damaged: list[Page], link: NodeConnection, deadline: Deadline) -> list[bytes]:
-        """The pages as they were when they came: what rotted in this RAM since is not made good by being sent on. Nor
-        is a page committed that was removed here while it was sent: by then the target has been asked to remove it, or
-        is going to be."""
+    def _put(
+        self, batch: Batch[Page], damaged: list[Page], link: NodeConnection, deadline: Deadline
+    ) -> list[bytes]:
+        """The pages as they were when they came: what rotted in this RAM since is not made good by
+        being sent on. Nor is a page committed that was removed here while it was sent: by then the
+        target has been asked to remove it, or is going to be.
+        """
         assert isinstance(link.wire, BulkWire)
         pages = {parcel.prefix_hash: parcel.page for parcel in reversed(batch.parcels)}
         group, keys = batch.group, list(pages)
@@ -258,7 +302,9 @@ class Replicator:
                     raise
                 return taken
             there = (pb.WRITE, pb.EXISTS)
-            taken += [key for key, verdict in zip(keys[part], verdicts, strict=True) if verdict in there]
+            taken += [
+                key for key, verdict in zip(keys[part], verdicts, strict=True) if verdict in there
+            ]
         return taken
 
 

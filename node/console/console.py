@@ -32,7 +32,15 @@ from node.cluster.peers import Peers
 from node.console.history import History
 from node.console.pages import Pages, key_of, namespace_of
 from node.console.snapshot import Members, Snapshots
-from node.serving.http_server import STOP_S, Disconnected, Request, Response, http_status, json_response, text
+from node.serving.http_server import (
+    STOP_S,
+    Disconnected,
+    Request,
+    Response,
+    http_status,
+    json_response,
+    text,
+)
 from node.serving.limits import CONSOLE_CALLS_MAX, WATCHERS_MAX, Budget, cap
 from node.serving.metrics_server import CONSOLE_PATH
 from node.serving.service import Service
@@ -40,8 +48,8 @@ from node.serving.service import Service
 log = logging.getLogger(__name__)
 
 PREFIX = CONSOLE_PATH + "/"
-# Only a script of the console's own origin can send it. A browser asks a server before it sends such
-# a header for another site's page, and no reply of a node allows it.
+# Only a script of the console's own origin can send it. A browser asks a server before it sends
+# such a header for another site's page, and no reply of a node allows it.
 OWN_HEADER = "x-kvstore-console"
 EVERY_S = 2.0
 STALL_S = 15.0  # a watcher that does not take one event in this time loses its connection
@@ -66,7 +74,9 @@ Result = TypeVar("Result")
 
 
 class Acts:
-    """The few things that an administrator may do from the page. Thread-safe.
+    """The few things that an administrator may do from the page.
+
+    Thread-safe.
 
     Each is a request of the schema, with its rule and its line in the audit log.
     """
@@ -76,7 +86,9 @@ class Acts:
         self._membership = membership
         self._requests: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "flush": lambda values: pb.FlushRequest(wait_ms=WAIT_MS),
-            "scrub": lambda values: pb.ScrubRequest(cursor=_cursor(values), nbytes_max=SCRUB_NBYTES),
+            "scrub": lambda values: pb.ScrubRequest(
+                cursor=_cursor(values), nbytes_max=SCRUB_NBYTES
+            ),
             "recover": lambda values: pb.RecoverRequest(),
             "remove": self._removal,
         }
@@ -95,7 +107,9 @@ class Acts:
 
     def _removal(self, values: Mapping[str, Any]) -> pb.RemoveRequest:
         if self._membership.view is not None:
-            raise InvalidRequest("this node is one of a cluster, whose others may have the page, too: use kvstore rm")
+            raise InvalidRequest(
+                "this node is one of a cluster, whose others may have the page, too: use kvstore rm"
+            )
         return pb.RemoveRequest(namespace=namespace_of(values), prefix_hashes=[key_of(values)])
 
 
@@ -108,9 +122,14 @@ def _cursor(values: Mapping[str, Any]) -> bytes:
 
 
 class Console:
-    """Thread-safe. `find` as of a gate."""
+    """Thread-safe.
 
-    def __init__(self, service: Service, peers: Peers, history: History, find: Callable[[bytes], Namespace]) -> None:
+    `find` as of a gate.
+    """
+
+    def __init__(
+        self, service: Service, peers: Peers, history: History, find: Callable[[bytes], Namespace]
+    ) -> None:
         self._service = service
         self.watchers = Budget(cap("console watchers", WATCHERS_MAX, "close some pages"))
         self.calls = Budget(cap("console calls", CONSOLE_CALLS_MAX, "wait for those that run"))
@@ -131,7 +150,10 @@ class Console:
         }
 
     def stop(self) -> None:
-        """End what runs beside requests. Those end with their server."""
+        """End what runs beside requests.
+
+        Those end with their server.
+        """
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._round is not None:
             wait([self._round], STOP_S)
@@ -171,7 +193,9 @@ class Console:
 
     def _work_of(self, request: Request, caller: Caller) -> Response:
         reads = request.path == PREFIX + "bytes"  # from a disk that may never answer; all else ends
-        calls, at_work = (self.reads, self._reads_at_work) if reads else (self.calls, self._calls_at_work)
+        calls, at_work = (
+            (self.reads, self._reads_at_work) if reads else (self.calls, self._calls_at_work)
+        )
         values = fields(request)
         with calls.lent(caller.peer), at_work:
             if request.connection.gone():  # it waited for others, and the node may have stopped
@@ -199,18 +223,26 @@ class Console:
     def _next(self, principal: Principal, caller: Caller) -> str:
         now = self._service.gate.who(caller)
         if now.scope != principal.scope or now.role != principal.role:
-            raise Forbidden(f"{now.name} may no longer what it might when this page was opened; open it anew")
+            raise Forbidden(
+                f"{now.name} may no longer what it might when this page was opened; open it anew"
+            )
         with self._snapping:
             return self._snapshots.next(now, caller)
 
 
 def event(name: str, data: str) -> bytes:
-    """Return one event of a stream. `data` is JSON, on one line."""
+    """Return one event of a stream.
+
+    `data` is JSON, on one line.
+    """
     return f"event: {name}\ndata: {data}\n\n".encode()
 
 
 def fields(request: Request) -> dict[str, Any]:
-    """Return the JSON object in the body. Raises InvalidRequest."""
+    """Return the JSON object in the body.
+
+    Raises InvalidRequest.
+    """
     try:
         values = json.loads(request.body or b"{}")
     except (ValueError, RecursionError) as error:
@@ -221,7 +253,10 @@ def fields(request: Request) -> dict[str, Any]:
 
 
 def _files() -> dict[str, Response]:
-    """Return the page (at `PREFIX`) and what it loads, by path. They are the same for everybody."""
+    """Return the page (at `PREFIX`) and what it loads, by path.
+
+    They are the same for everybody.
+    """
     folder = resources.files(__package__)
     found = {}
     for name in NAMES:
@@ -239,4 +274,6 @@ def _guarded(do: Callable[[], Result]) -> Result:
         raise
     except Exception as error:
         log.exception("console: a call failed")
-        raise KVStoreError(f"it failed inside the node ({type(error).__name__}); its log says more") from error
+        raise KVStoreError(
+            f"it failed inside the node ({type(error).__name__}); its log says more"
+        ) from error

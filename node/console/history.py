@@ -1,4 +1,5 @@
-"""Keep the last hour in numbers: a ring of samples of fixed size for the node, and for some tenants.
+"""Keep the last hour in numbers: a ring of samples of fixed size for the node, and for some
+tenants.
 
 A sample is the change of counters since the one before, by second, and how much there is.
 """
@@ -45,8 +46,9 @@ TIMES = tuple(f"{op}_{name}_ms" for op in TIMED for name in QUANTILES)
 
 
 class Latency(NamedTuple):
-    """How many requests took how long, since the start: `counts` by operation, one for each of `bounds_s` and one for
-    what took longer."""
+    """How many requests took how long, since the start: `counts` by operation, one for each of
+    `bounds_s` and one for what took longer.
+    """
 
     bounds_s: Sequence[float]
     counts: Callable[[], Mapping[str, Sequence[int]]]
@@ -62,7 +64,9 @@ def latency_of(traffic: RequestMetrics) -> Latency:
     def counts() -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
         for (op, _), times in traffic.requests().items():
-            found[op] = list(map(add, found[op], times.counts)) if op in found else list(times.counts)
+            found[op] = (
+                list(map(add, found[op], times.counts)) if op in found else list(times.counts)
+            )
         return found
 
     return Latency(BOUNDS_S, counts)
@@ -84,7 +88,10 @@ class _Sums:
 
 
 class _Ring:
-    """Not thread-safe. Columns lie one behind the other; NaN is nothing."""
+    """Not thread-safe.
+
+    Columns lie one behind the other; NaN is nothing.
+    """
 
     def __init__(self, columns: Sequence[str]) -> None:
         self.columns = columns
@@ -101,16 +108,26 @@ class _Ring:
 
     def told(self, most: int = KEPT) -> dict[str, Any]:
         """The last of them, oldest first."""
-        places = [number % KEPT for number in range(max(0, self.count - min(most, KEPT)), self.count)]
+        places = [
+            number % KEPT for number in range(max(0, self.count - min(most, KEPT)), self.count)
+        ]
         columns = {
             column: [_short(self._values[number * KEPT + at]) for at in places]
             for number, column in enumerate(self.columns)
         }
-        return {"count": self.count, "every_s": EVERY_S, "times": [self._times[at] for at in places], **columns}
+        return {
+            "count": self.count,
+            "every_s": EVERY_S,
+            "times": [self._times[at] for at in places],
+            **columns,
+        }
 
 
 class History:
-    """Thread-safe. `disk_count`: pages of a namespace on disk, if there is one."""
+    """Thread-safe.
+
+    `disk_count`: pages of a namespace on disk, if there is one.
+    """
 
     def __init__(
         self,
@@ -145,7 +162,9 @@ class History:
                 if (before := self._before.get(tenant)) is not None:
                     rates = _rates(before, found.counts, seconds)
                     levels = {name: getattr(found, name) for name in LEVELS}
-                    ring = self._rings.get(tenant) or self._rings.setdefault(tenant, _Ring(self._columns(tenant)))
+                    ring = self._rings.get(tenant) or self._rings.setdefault(
+                        tenant, _Ring(self._columns(tenant))
+                    )
                     ring.add(self._wall(), rates | levels | (times if tenant == ALL else {}))
             for tenant in self._rings.keys() - sums.keys():
                 del self._rings[tenant]
@@ -162,7 +181,10 @@ class History:
         found[ALL].counts = forgotten
         room = TENANTS_MAX + 1 - len(self._before.keys() | {ALL})
         for index, counts, page_count in each:
-            tenant, on_disk = index.value.tenant, self._disk_count(index.digest) if self._disk_count else 0
+            tenant, on_disk = (
+                index.value.tenant,
+                self._disk_count(index.digest) if self._disk_count else 0,
+            )
             held = counts, page_count * index.page_nbytes, on_disk * index.page_nbytes
             found[ALL].add(*held)
             if tenant not in found:
@@ -178,7 +200,10 @@ class History:
         """Quantiles of what was answered since the sample before, in milliseconds."""
         if self._latency is None:
             return {}
-        before, self._counted = self._counted, {op: list(counts) for op, counts in self._latency.counts().items()}
+        before, self._counted = (
+            self._counted,
+            {op: list(counts) for op, counts in self._latency.counts().items()},
+        )
         found = {}
         for op in TIMED:
             now = self._counted.get(op, ())
@@ -196,8 +221,10 @@ class History:
         return ring.count if ring else 0
 
     def told(self, principal: Principal, most: int = KEPT) -> dict[str, Any] | None:
-        """Of the whole node, or of his tenant; None: none is kept for him. An identity of some models is not told what
-        the others of its tenant do."""
+        """Of the whole node, or of his tenant; None: none is kept for him.
+
+        An identity of some models is not told what the others of its tenant do.
+        """
         with self._lock:
             ring = self._of(principal)
             return ring.told(most) if ring else None
@@ -213,7 +240,10 @@ def _rates(before: Sequence[int], now: Sequence[int], seconds: float) -> dict[st
 
 
 def quantile(bounds_s: Sequence[float], counts: Sequence[int], share: float) -> float:
-    """Within a bucket taken as even; NaN of nothing. What is beyond the last bound is told as that bound."""
+    """Within a bucket taken as even; NaN of nothing.
+
+    What is beyond the last bound is told as that bound.
+    """
     total = sum(counts)
     if not total:
         return math.nan

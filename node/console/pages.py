@@ -1,6 +1,7 @@
 """Look pages up for the console: which there are under a key, their layout, and their bytes.
 
-The node sends bytes as it does to any reader, and the browser decodes them: a get, with its gate, quotas and checksums.
+The node sends bytes as it does to any reader, and the browser decodes them: a get, with its gate,
+quotas and checksums.
 """
 
 from collections.abc import Callable, Mapping
@@ -8,7 +9,12 @@ from itertools import islice
 from typing import Any
 
 from kvstore.errors import InvalidRequest
-from kvstore.keys import NAMESPACE_DIGEST_NBYTES, PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace
+from kvstore.keys import (
+    NAMESPACE_DIGEST_NBYTES,
+    PREFIX_HASH_NBYTES_MAX,
+    PREFIX_HASH_NBYTES_MIN,
+    Namespace,
+)
 from kvstore.layout import PageLayout
 from kvstore.messages import layout_message, plain
 from kvstore.pb import kvstore_pb2 as pb
@@ -23,9 +29,14 @@ BYTES_MAX = 4 << 20  # of one answer
 
 
 class Pages:
-    """Thread-safe. `find` gives the description of a namespace that the gate has let him ask about."""
+    """Thread-safe.
 
-    def __init__(self, service: Service, membership: Membership, find: Callable[[bytes], Namespace]) -> None:
+    `find` gives the description of a namespace that the gate has let him ask about.
+    """
+
+    def __init__(
+        self, service: Service, membership: Membership, find: Callable[[bytes], Namespace]
+    ) -> None:
         self._service = service
         self._membership = membership
         self._find = find
@@ -50,24 +61,38 @@ class Pages:
             "layout": _described(namespace.layout),
         }
         found = [plain(stat) for stat in stats[:FOUND_MAX]]
-        return json_response({"namespace": described, "pages": found, "more": len(stats) > FOUND_MAX, "owners": owners})
+        return json_response(
+            {
+                "namespace": described,
+                "pages": found,
+                "more": len(stats) > FOUND_MAX,
+                "owners": owners,
+            }
+        )
 
     def _stats(self, digest: bytes, digits: str, caller: Caller) -> list[pb.PageStat]:
         """Of pages that are here and whose keys begin so; one more than are told."""
         if whole := _whole(digits):
             request = pb.StatRequest(namespace=digest, prefix_hashes=[whole])
-            found = [page for page in self._service.call("stat", request, caller).pages if page.present]
+            found = [
+                page for page in self._service.call("stat", request, caller).pages if page.present
+            ]
             if found:
                 return found
         if len(digits) < DIGITS_MIN:
             raise InvalidRequest(f"key: {DIGITS_MIN} hex digits at least")
         prefix = bytes.fromhex(digits[: len(digits) // 2 * 2])
         half = int(digits[-1], 16) if len(digits) % 2 else None
-        # Pages come in the order of their keys: those before the half byte are passed over, those behind it are cut.
+        # Pages come in the order of their keys: those before the half byte are passed over, those
+        # behind it are cut.
         after = prefix + bytes([half << 4]) if half is not None else b""
-        listed = pb.ListRequest(namespace=digest, key_prefix=prefix, page_token=after, limit=16 * FOUND_MAX)
+        listed = pb.ListRequest(
+            namespace=digest, key_prefix=prefix, page_token=after, limit=16 * FOUND_MAX
+        )
         pages = self._service.call("list", listed, caller).pages
-        wanted = (page for page in pages if half is None or page.prefix_hash[len(prefix)] >> 4 == half)
+        wanted = (
+            page for page in pages if half is None or page.prefix_hash[len(prefix)] >> 4 == half
+        )
         return list(islice(wanted, FOUND_MAX + 1))
 
     def read(self, values: Mapping[str, Any], caller: Caller) -> Response:
@@ -103,7 +128,11 @@ def _bytes(values: Mapping[str, Any], name: str, low: int, high: int) -> bytes:
 def _digits(values: Mapping[str, Any], name: str) -> str:
     text = values.get(name)
     digits = text.strip().lower() if isinstance(text, str) else ""
-    if not digits or len(digits) > 2 * PREFIX_HASH_NBYTES_MAX or set(digits) - set("0123456789abcdef"):
+    if (
+        not digits
+        or len(digits) > 2 * PREFIX_HASH_NBYTES_MAX
+        or set(digits) - set("0123456789abcdef")
+    ):
         raise InvalidRequest(f"{name}: hex digits, {2 * PREFIX_HASH_NBYTES_MAX} at most")
     return digits
 

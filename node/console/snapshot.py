@@ -1,8 +1,10 @@
-"""Make what watchers of the console are told, in JSON: this node's status, findings, and the cluster's members.
+"""Make what watchers of the console are told, in JSON: this node's status, findings, and the
+cluster's members.
 
-A watcher sees the node's own status as far as it may. Findings are what `kvstore doctor` would say of what a node tells
-of itself. They look from the node: a client's host, its settings and its way to the node are the command's to check.
-Members are asked through this node, and only while somebody watches.
+A watcher sees the node's own status as far as it may. Findings are what `kvstore doctor` would say
+of what a node tells of itself. They look from the node: a client's host, its settings and its way
+to the node are the command's to check. Members are asked through this node, and only while somebody
+watches.
 """
 
 import json
@@ -31,7 +33,8 @@ from node.serving.hot_prefixes import HotPrefixes
 from node.serving.request_metrics import SlowCall, SlowCalls
 from node.serving.service import Service
 
-EVERY_S = 1.9  # below that of a watcher: each of its events is new, and all watchers of a moment get the same
+# below that of a watcher: each of its events is new, and all watchers of a moment get the same
+EVERY_S = 1.9
 COST_FACTOR = 50  # of what making it took it is good for so long at least: a fiftieth of one core
 SCOPES_MAX = 64
 NAMESPACES_MAX = 50
@@ -65,7 +68,10 @@ Begin = Callable[[Callable[[], object]], "Future[Any] | None"]
 
 
 class Members:
-    """What the members say of themselves. Used by one thread at a time. `begin` does something in another."""
+    """What the members say of themselves.
+
+    Used by one thread at a time. `begin` does something in another.
+    """
 
     def __init__(self, membership: Membership, links: PeerLinks, begin: Begin) -> None:
         self._membership = membership
@@ -101,7 +107,10 @@ class Members:
             self._round = self._begin(lambda: self._ask_all(view))
 
     def _ask_all(self, view: View) -> None:
-        """Who was asked longest ago first. Who does not answer costs `CALL_S` once, and is left alone for a while."""
+        """Who was asked longest ago first.
+
+        Who does not answer costs `CALL_S` once, and is left alone for a while.
+        """
         end_s = time.monotonic() + ROUND_S
         others = [member.id for member in view.members if member.id != self._membership.member]
         for member in sorted(others, key=lambda name: self._asked_s.get(name, 0.0)):
@@ -119,7 +128,9 @@ class Members:
 
     def _said(self, member: str, timeout_s: float) -> dict[str, Any]:
         def call(link: NodeConnection, deadline: Deadline) -> pb.NodeStatusReply:
-            reply: pb.NodeStatusReply = link.wire.call("node_status", pb.NodeStatusRequest(), deadline)
+            reply: pb.NodeStatusReply = link.wire.call(
+                "node_status", pb.NodeStatusRequest(), deadline
+            )
             return reply
 
         said: dict[str, Any] = {"status": None, "error": ""}
@@ -145,11 +156,24 @@ def _member(member: Member, said: Mapping[str, Any], now_s: float) -> dict[str, 
 
 def summary(status: pb.NodeStatusReply) -> dict[str, Any]:
     """What the map shows of a member."""
-    parts = {"ram": (status.ram, _TIER), "peers": (status.peers, _PEERS), "totals": (status.totals, _TOTALS)}
+    parts = {
+        "ram": (status.ram, _TIER),
+        "peers": (status.peers, _PEERS),
+        "totals": (status.totals, _TOTALS),
+    }
     if status.HasField("disk"):
         parts["disk"] = (status.disk, (*_TIER, "state"))
-    told = {name: {field: plain(part)[field] for field in fields} for name, (part, fields) in parts.items()}
-    return {"state": status.state, "version": status.version, "uptime_ms": status.uptime_ms, "disk": None, **told}
+    told = {
+        name: {field: plain(part)[field] for field in fields}
+        for name, (part, fields) in parts.items()
+    }
+    return {
+        "state": status.state,
+        "version": status.version,
+        "uptime_ms": status.uptime_ms,
+        "disk": None,
+        **told,
+    }
 
 
 class _Made(NamedTuple):
@@ -161,7 +185,12 @@ class Snapshots:
     """Used by one thread at a time."""
 
     def __init__(
-        self, service: Service, history: History, heat: HotPrefixes, members: Members, slow: SlowCalls
+        self,
+        service: Service,
+        history: History,
+        heat: HotPrefixes,
+        members: Members,
+        slow: SlowCalls,
     ) -> None:
         self._service = service
         self._history = history
@@ -188,7 +217,9 @@ class Snapshots:
         return self._now(principal, caller).text
 
     def _hour(self, principal: Principal) -> str:
-        """Made anew with each sample: it takes ten milliseconds, and a page can be opened again and again."""
+        """Made anew with each sample: it takes ten milliseconds, and a page can be opened again and
+        again.
+        """
         count, hour = self._hours.get(principal.scope, (0, "null"))
         if count != self._history.count(principal):
             told = self._history.told(principal)
@@ -206,11 +237,15 @@ class Snapshots:
             for kept in (self._made, self._found, self._hours):
                 if len(kept) >= SCOPES_MAX:
                     kept.clear()
-            made = self._made[principal.scope] = _Made(began_s + max(EVERY_S, COST_FACTOR * took_s), text)
+            made = self._made[principal.scope] = _Made(
+                began_s + max(EVERY_S, COST_FACTOR * took_s), text
+            )
         return made
 
     def _make(self, principal: Principal, caller: Caller) -> dict[str, Any]:
-        status: pb.NodeStatusReply = self._service.call("node_status", pb.NodeStatusRequest(), caller)
+        status: pb.NodeStatusReply = self._service.call(
+            "node_status", pb.NodeStatusRequest(), caller
+        )
         values = {
             "unix_s": round(time.time(), 3),
             "instance": status.instance_id.hex(),
@@ -235,7 +270,10 @@ class Snapshots:
         return values
 
     def _hot(self, status: pb.NodeStatusReply) -> list[dict[str, Any]]:
-        """Of namespaces that he sees. No more of a head than logs say."""
+        """Of namespaces that he sees.
+
+        No more of a head than logs say.
+        """
         infos = {info.digest: info for info in status.namespaces}
         told = [hot for hot in self._heat.hottest() if hot.namespace in infos][:HOT_MAX]
         return [
@@ -254,7 +292,9 @@ class Snapshots:
         """Comparing namespaces takes milliseconds."""
         until_s, told = self._found.get(principal.scope, (0.0, []))
         if time.monotonic() >= until_s:
-            told = [finding._asdict() | {"state": finding.state.value} for finding in findings(status)]
+            told = [
+                finding._asdict() | {"state": finding.state.value} for finding in findings(status)
+            ]
             self._found[principal.scope] = (time.monotonic() + FINDINGS_S, told)
         return told
 
@@ -313,12 +353,18 @@ def findings(status: pb.NodeStatusReply) -> list[Finding]:
 
 def _of_peers(peers: pb.PeersStatus) -> Iterator[Finding]:
     if peers.registry not in ("", *REGISTRIES):
-        yield warn("registry", f"it can not be asked: {peers.registry}", "the last view is kept meanwhile")
+        yield warn(
+            "registry", f"it can not be asked: {peers.registry}", "the last view is kept meanwhile"
+        )
     for line in peers.apart:
         yield warn("members", f"not of the view: {line}", "")
     if peers.pages_dropped:
         found = f"{peers.pages_dropped:,} pages were not handed to their owners since the start"
-        yield warn("members", found, "a member is away, full, or slower than the puts; a sweep fetches them")
+        yield warn(
+            "members",
+            found,
+            "a member is away, full, or slower than the puts; a sweep fetches them",
+        )
 
 
 def _of_hits(status: pb.NodeStatusReply) -> Iterator[Finding]:

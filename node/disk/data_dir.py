@@ -27,17 +27,19 @@ from node.disk.rows import Rows
 log = logging.getLogger(__name__)
 
 OTHER_FILES = 512  # sockets, rows, libraries: what a process has open beside the extents
-LOCK_WAIT_S = 20.0  # for the I/O process of a node that was killed: it ends with the call of the disk it is in
+# for the I/O process of a node that was killed: it ends with the call of the disk it is in
+LOCK_WAIT_S = 20.0
 _LOCK_STEP_S = 0.02
 
 
 class DataDir:
-    """What is called here is done here, and may block for as long as the disk does. A node has it in a
-    process of its own (`node.disk.io_worker`), tests in theirs.
+    """What is called here is done here, and may block for as long as the disk does.
 
-    `arena_fd`: the file of the arena, mapped to be read. Raises ConfigError for a directory that can not be
-    used, is in use, or was made with another extent size (unless it may keep its own) or another key than that of
-    `key_mark` (`node.disk.encryption`).
+    A node has it in a process of its own (`node.disk.io_worker`), tests in theirs.
+
+    `arena_fd`: the file of the arena, mapped to be read. Raises ConfigError for a directory that
+    can not be used, is in use, or was made with another extent size (unless it may keep its own) or
+    another key than that of `key_mark` (`node.disk.encryption`).
     """
 
     def __init__(
@@ -66,13 +68,20 @@ class DataDir:
             self.extent_nbytes = self.rows.extent_nbytes
             self.extent_count = disk_nbytes // self.extent_nbytes
             if not self.extent_count:
-                raise ConfigError(f"disk_nbytes={disk_nbytes} is less than one extent of {self.extent_nbytes} bytes")
+                raise ConfigError(
+                    f"disk_nbytes={disk_nbytes} is less than one extent of {self.extent_nbytes} bytes"
+                )
             allow_open_files(self.extent_count)
-            self.files = ExtentFiles(path / "extents", self.extent_nbytes, self.extent_count, self._view, layer)
+            self.files = ExtentFiles(
+                path / "extents", self.extent_nbytes, self.extent_count, self._view, layer
+            )
             layer.sync_directory(path)  # rows and extents are there after power loss
             undo.pop_all()
         if self.extent_nbytes < extent_nbytes:
-            log.info("data_dir keeps its extents of %d bytes; larger pages stay in RAM", self.extent_nbytes)
+            log.info(
+                "data_dir keeps its extents of %d bytes; larger pages stay in RAM",
+                self.extent_nbytes,
+            )
 
     def trouble(self) -> str:
         """What has become of whoever does the work; empty if all is well, as it is here."""
@@ -90,7 +99,9 @@ class DataDir:
 
     def _unmap(self) -> None:
         self._arena.release()
-        with contextlib.suppress(BufferError):  # an error that is still looked at holds a view; then it goes with that
+        with contextlib.suppress(
+            BufferError
+        ):  # an error that is still looked at holds a view; then it goes with that
             self._map.close()
 
     def close(self) -> None:
@@ -126,9 +137,11 @@ def make_directory(path: Path, layer: FileLayer) -> None:
 
 
 def open_to_others(path: Path) -> str:
-    """Return the path of an entry that other users of the host may read or change; empty if there is none.
+    """Return the path of an entry that other users of the host may read or change; empty if there
+    is none.
 
-    Only the bits of others count: a group may be the operator's intention, as fsGroup is in Kubernetes.
+    Only the bits of others count: a group may be the operator's intention, as fsGroup is in
+    Kubernetes.
     """
     mode = path.stat().st_mode
     if mode & stat.S_IWOTH:
@@ -160,7 +173,10 @@ def warn_if_open(path: Path) -> None:
 
 
 def take_lock(path: Path, wait_s: float) -> int:
-    """The descriptor that holds the lock. Raises BlockingIOError if another has it for longer."""
+    """The descriptor that holds the lock.
+
+    Raises BlockingIOError if another has it for longer.
+    """
     end = time.monotonic() + wait_s
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     while True:
@@ -176,16 +192,26 @@ def take_lock(path: Path, wait_s: float) -> int:
 
 
 def release_lock(lock: int) -> None:
-    """Close the lock's descriptor. Ignore errors: on a dead file system the first error says more."""
+    """Close the lock's descriptor.
+
+    Ignore errors: on a dead file system the first error says more.
+    """
     with contextlib.suppress(OSError):
         os.close(lock)
 
 
 def allow_open_files(extent_count: int) -> None:
-    """Each extent is an open file. Raises ConfigError if this process may not have so many."""
+    """Each extent is an open file.
+
+    Raises ConfigError if this process may not have so many.
+    """
     wanted = extent_count + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted and (hard == resource.RLIM_INFINITY or hard >= wanted):
+    if (
+        soft != resource.RLIM_INFINITY
+        and soft < wanted
+        and (hard == resource.RLIM_INFINITY or hard >= wanted)
+    ):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     elif soft != resource.RLIM_INFINITY and soft < wanted:
         raise ConfigError(

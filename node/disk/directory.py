@@ -1,7 +1,7 @@
 """Define what the disk tier asks of an open data directory.
 
-`node.disk.io_process` does it through an I/O process, `node.disk.data_dir` in the process that calls: that one,
-and that of tests. Everything raises OSError where the disk fails.
+`node.disk.io_process` does it through an I/O process, `node.disk.data_dir` in the process that
+calls: that one, and that of tests. Everything raises OSError where the disk fails.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,9 @@ from node.disk.rows import PageRow
 class RowStore(Protocol):
     """See `node.disk.rows.Rows`."""
 
-    def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None: ...
+    def write(
+        self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]
+    ) -> None: ...
 
     def sync(self) -> None: ...
 
@@ -25,10 +27,15 @@ class RowStore(Protocol):
         """Raises Exhausted if the disk hangs."""
 
     def page(self, key: bytes) -> PageRow | None:
-        """The row of one page; None if there is none. Raises Exhausted if the disk hangs."""
+        """The row of one page; None if there is none.
+
+        Raises Exhausted if the disk hangs.
+        """
 
     def purge(self, needles: Sequence[bytes]) -> int:
-        """Rewrites the rows without what was deleted; in how many files one of the needles is still found."""
+        """Rewrites the rows without what was deleted; in how many files one of the needles is still
+        found.
+        """
 
     def all_pages(self) -> Iterator[tuple[bytes, bytes]]: ...
 
@@ -62,7 +69,10 @@ class Directory(Protocol):
     def files(self) -> PageFiles: ...
 
     def trouble(self) -> str:
-        """Why nothing can be done any more until `revive`; empty if all is well. Never waits."""
+        """Why nothing can be done any more until `revive`; empty if all is well.
+
+        Never waits.
+        """
 
     def limited(self) -> AbstractContextManager[None]:
         """What takes too long within it raises OSError, if it is done by another process."""

@@ -1,12 +1,12 @@
 """Choose which pages leave the disk.
 
-Of the tenants as `node/memory/tenant_usage.py` says. Of the pages of one tenant, or of all that have no
-quota, by last use within a slot size and by whole blocks between sizes.
+Of the tenants as `node/memory/tenant_usage.py` says. Of the pages of one tenant, or of all that
+have no quota, by last use within a slot size and by whole blocks between sizes.
 
-Busy records (being read or written) stay; pinned ones are in no pool, and the newest when their pin ends. Pages on disk
-do not move: a block serves another size when all in it may go at once.
-Pure; not thread-safe, the disk tier's lock guards it. No call takes longer the more records, sizes or pins
-there are: a search that was cut short goes on with the next.
+Busy records (being read or written) stay; pinned ones are in no pool, and the newest when their pin
+ends. Pages on disk do not move: a block serves another size when all in it may go at once. Pure;
+not thread-safe, the disk tier's lock guards it. No call takes longer the more records, sizes or
+pins there are: a search that was cut short goes on with the next.
 """
 
 from array import array
@@ -43,8 +43,9 @@ class _Ends:
 
 
 class Links:
-    """Of all records, whatever pool they are in: in which one, and which is the next older and newer one there. They
-    grow with the records. `used_s` is the records' own."""
+    """Of all records, whatever pool they are in: in which one, and which is the next older and
+    newer one there. They grow with the records. `used_s` is the records' own.
+    """
 
     def __init__(self, used_s: "array[int]", may_go: Callable[[int], bool]) -> None:
         self.used_s = used_s
@@ -64,9 +65,11 @@ class Links:
 
 
 class DiskPool:
-    """Records of which one goes when room is needed: of one tenant that has a quota, or of all that have none.
+    """Records of which one goes when room is needed: of one tenant that has a quota, or of all that
+    have none.
 
-    Of each slot size in order of use, and which size has the oldest. `number` names the pool in `links`.
+    Of each slot size in order of use, and which size has the oldest. `number` names the pool in
+    `links`.
     """
 
     def __init__(self, number: int, links: Links) -> None:
@@ -172,7 +175,9 @@ class DiskPool:
         return self._links.used_s[record] if record else None
 
     def older_sizes(self, than_s: int | None, but: int, count: int) -> list[int]:
-        """Other slot sizes whose oldest record is older (than None: any), that with the oldest first."""
+        """Other slot sizes whose oldest record is older (than None: any), that with the oldest
+        first.
+        """
         return self._ages.older(than_s, but, count)
 
     def eldest(self, size: int, count: int) -> Iterator[int]:
@@ -202,8 +207,11 @@ Owner = TenantAccount[DiskPool]
 
 
 class DiskLru:
-    """Of published records. `offset` (x 4 KiB) and `used_s` are the records' own; `links` must grow with them.
-    `owner(record)` is the account of its tenant."""
+    """Of published records.
+
+    `offset` (x 4 KiB) and `used_s` are the records' own; `links` must grow with them.
+    `owner(record)` is the account of its tenant.
+    """
 
     def __init__(
         self,
@@ -231,10 +239,17 @@ class DiskLru:
         self._area_pool = self.accounts.shared
 
     def _new_pool(self) -> DiskPool:
-        """The first is that of all who have no quota. One that is left without records and account is forgotten."""
+        """The first is that of all who have no quota.
+
+        One that is left without records and account is forgotten.
+        """
         if self._pools:
-            used = {account.pool.number for account in self.accounts.all()} | {self.accounts.shared.number}
-            self._pools = {number: pool for number, pool in self._pools.items() if pool.count or number in used}
+            used = {account.pool.number for account in self.accounts.all()} | {
+                self.accounts.shared.number
+            }
+            self._pools = {
+                number: pool for number, pool in self._pools.items() if pool.count or number in used
+            }
             self._area = range(0)
         number = min(set(range(len(self._pools) + 1)) - set(self._pools))
         pool = self._pools[number] = DiskPool(number, self._links)
@@ -321,7 +336,11 @@ class DiskLru:
         some = set(records)
         blocks = {block.start: block for block in map(self.block_of, some)}
         nbytes = self.pinned_nbytes
-        nbytes += sum(self._nbytes(block) for start, block in blocks.items() if start not in self._pinned_blocks)
+        nbytes += sum(
+            self._nbytes(block)
+            for start, block in blocks.items()
+            if start not in self._pinned_blocks
+        )
         if nbytes > max(self.pinned_nbytes, self.pinned_nbytes_max):
             raise Exhausted(
                 f"with these, pinned pages would keep more than {self.pinned_nbytes_max} bytes of the disk from others "
@@ -336,14 +355,19 @@ class DiskLru:
     # ---- who goes next -------------------------------------------------------------------
 
     def victims(self, owner: Owner, slot_nbytes: int, now_s: int) -> list[int]:
-        """For a page of this tenant and size: its own oldest if it is at its quota, else the oldest of this size of
-        those who are to give, or, if another size's oldest is older, what lies in the place of a block where the
-        oldest pages of that size are; so many at a time."""
+        """For a page of this tenant and size: its own oldest if it is at its quota, else the oldest
+        of this size of those who are to give, or, if another size's oldest is older, what lies in
+        the place of a block where the oldest pages of that size are; so many at a time.
+        """
         self._links.left = LOOKED_AT
         for record in self._pinned.take(now_s, LOOKED_AT):
             self._end_pin(record)
         if owner.full_for(slot_nbytes):
-            return [] if owner.too_small_for(slot_nbytes) else self._own_oldest(owner.pool, slot_nbytes)
+            return (
+                []
+                if owner.too_small_for(slot_nbytes)
+                else self._own_oldest(owner.pool, slot_nbytes)
+            )
         if found := self._leaving(self._area, self._area_pool):
             return found
         level = self._slots.level(slot_nbytes)
@@ -357,7 +381,9 @@ class DiskLru:
 
     def _own_oldest(self, pool: DiskPool, slot_nbytes: int) -> list[int]:
         ours = pool.oldest(slot_nbytes)
-        for size in pool.older_sizes(self._used_s[ours] if ours else None, but=slot_nbytes, count=1):
+        for size in pool.older_sizes(
+            self._used_s[ours] if ours else None, but=slot_nbytes, count=1
+        ):
             ours = pool.oldest(size)
         return [ours] if ours else []
 
@@ -371,7 +397,10 @@ class DiskLru:
         return [ours] if ours else []
 
     def _any(self, level: int, pool: DiskPool) -> list[int]:
-        """The last resort: what lies in any place of this level. A few are tried, the next call tries others."""
+        """The last resort: what lies in any place of this level.
+
+        A few are tried, the next call tries others.
+        """
         count = self._slots.unit_count >> level
         for _ in range(min(PLACES_TRIED, count)):
             self._place = (self._place + 1) % count
@@ -381,7 +410,9 @@ class DiskLru:
         return []
 
     def _areas(self, pool: DiskPool, size: int, level: int) -> list[range]:
-        """Places for a block of this level where the oldest records of a slot size lie, the coldest first."""
+        """Places for a block of this level where the oldest records of a slot size lie, the coldest
+        first.
+        """
         areas: dict[int, range] = {}
         for record in pool.eldest(size, AREA_RECORDS):
             area = self._slots.area(self._offset[record] * SLOT_ALIGN_NBYTES, level)
@@ -392,10 +423,14 @@ class DiskLru:
 
     def _leaving(self, area: range, pool: DiskPool) -> list[int]:
         """Records there, if they may all go, as far as that is looked at; else none."""
-        owners = (record for block in self._slots.blocks_in(area) for record in block.owners if record)
+        owners = (
+            record for block in self._slots.blocks_in(area) for record in block.owners if record
+        )
         records = list(islice(owners, AREA_LOOKED_AT))
         pools, number = self._links.pool, pool.number
-        may_all_go = all(self._may_go(r) and r not in self._pinned and pools[r] == number for r in records)
+        may_all_go = all(
+            self._may_go(r) and r not in self._pinned and pools[r] == number for r in records
+        )
         self._area = area if may_all_go and len(records) > VICTIMS else range(0)
         self._area_pool = pool
         return records[:VICTIMS] if may_all_go else []
@@ -404,10 +439,15 @@ class DiskLru:
 
     def is_stray(self, record: int) -> bool:
         """Whether its tenant has got another pool since it came to the one where it is."""
-        return record not in self._pinned and self._links.pool[record] != self._owner(record).pool.number
+        return (
+            record not in self._pinned
+            and self._links.pool[record] != self._owner(record).pool.number
+        )
 
     def regroup(self, record: int, used_s: int) -> None:
-        """A stray goes where it belongs: as the oldest there, or as the newest if it was used since `used_s`."""
+        """A stray goes where it belongs: as the oldest there, or as the newest if it was used since
+        `used_s`.
+        """
         pool, size = self._owner(record).pool, self._size(record)
         self._leave_pool(record)
         if self._used_s[record] == used_s:
@@ -418,7 +458,9 @@ class DiskLru:
     # ---- tell ----------------------------------------------------------------------------
 
     def records(self) -> Iterator[int]:
-        """Pinned records and those aside, then those of every pool and size, oldest first within these."""
+        """Pinned records and those aside, then those of every pool and size, oldest first within
+        these.
+        """
         yield from self._pinned
         for pool in self._pools.values():
             yield from pool.records()

@@ -26,7 +26,9 @@ class Wait(NamedTuple):
 
 
 class Durability:
-    """What a node with a data directory promises beyond RAM. Thread-safe.
+    """What a node with a data directory promises beyond RAM.
+
+    Thread-safe.
 
     What can not be made safe is Exhausted, not Unavailable: the node answers, and RAM serves on.
     """
@@ -48,17 +50,26 @@ class Durability:
         return Wait(time.monotonic() + min(self._flush_s, wait_ms / 1000 or self._flush_s), gone)
 
     def keep(self, digest: bytes, prefix_hashes: Sequence[bytes], wait: Wait) -> None:
-        """Returns when these pages survive power loss. Raises Exhausted if the disk has no space for them,
-        is stopped or too slow, or if one of them has gone: nobody was promised a page that is not there."""
+        """Returns when these pages survive power loss.
+
+        Raises Exhausted if the disk has no space for them, is stopped or too slow, or if one of
+        them has gone: nobody was promised a page that is not there.
+        """
         self._barrier(wait)  # what is queued already need not be offered again
         self._save([(digest, list(prefix_hashes))], wait, self._unsafe)
 
-    def verify(self, digest: bytes, prefix_hash: bytes, before_read: Callable[[], None] = lambda: None) -> bool | None:
-        """Return whether the copy on disk is intact, None if there is none. Raise Exhausted if it can not be read.
+    def verify(
+        self, digest: bytes, prefix_hash: bytes, before_read: Callable[[], None] = lambda: None
+    ) -> bool | None:
+        """Return whether the copy on disk is intact, None if there is none.
+
+        Raise Exhausted if it can not be read.
 
         `before_read` is called if there is a copy, before it is read.
         """
-        borrowed = self._disk.reading.borrow_page(digest, prefix_hash) if self._disk is not None else None
+        borrowed = (
+            self._disk.reading.borrow_page(digest, prefix_hash) if self._disk is not None else None
+        )
         if self._disk is None or borrowed is None:
             return None
         before_read()
@@ -68,16 +79,22 @@ class Durability:
             raise Exhausted(f"not verified, a page can not be read: {error}") from error
 
     def settle(self) -> None:
-        """Returns when what was removed stays so after power loss. Raises Exhausted."""
+        """Returns when what was removed stays so after power loss.
+
+        Raises Exhausted.
+        """
         if self._disk is not None:
             self._barrier(self.begin_wait())
 
     def flush(self, wait: Wait) -> None:
-        """Returns when all pages that the node has now survive power loss; those that are put meanwhile do
-        not delay it, and those that go meanwhile need not be there."""
+        """Returns when all pages that the node has now survive power loss; those that are put
+        meanwhile do not delay it, and those that go meanwhile need not be there.
+        """
         self._barrier(wait)
         self._save(self._inventory.unsaved(), wait, self._unsafe_in_ram)
-        if self.disk.unsafe_count:  # another may have stored a page that has left RAM before we looked
+        if (
+            self.disk.unsafe_count
+        ):  # another may have stored a page that has left RAM before we looked
             self._barrier(wait)
 
     def _save(
@@ -86,11 +103,14 @@ class Durability:
         wait: Wait,
         left: Callable[[bytes, Sequence[bytes]], list[bytes]],
     ) -> None:
-        """Offers those of the pages that are `left` and waits for them, a few times: on a full disk a page
-        may be evicted by the next ones, with the cold extent that it came to lie in. Nothing but the
-        look at each page ends this: a barrier does not cover what another wrote behind it."""
+        """Offers those of the pages that are `left` and waits for them, a few times: on a full disk
+        a page may be evicted by the next ones, with the cold extent that it came to lie in. Nothing
+        but the look at each page ends this: a barrier does not cover what another wrote behind it.
+        """
         for _ in range(ROUNDS_MAX):
-            batches = [(digest, some) for digest, hashes in batches if (some := left(digest, hashes))]
+            batches = [
+                (digest, some) for digest, hashes in batches if (some := left(digest, hashes))
+            ]
             if not batches:
                 return
             for digest, hashes in batches:
@@ -109,12 +129,18 @@ class Durability:
         found: list[bytes] = []
         for start in range(0, len(prefix_hashes), LOCKED_PAGES):
             some = prefix_hashes[start : start + LOCKED_PAGES]
-            found += [h for h, safe in zip(some, self.disk.safe(digest, some), strict=True) if not safe]
+            found += [
+                h for h, safe in zip(some, self.disk.safe(digest, some), strict=True) if not safe
+            ]
         return found
 
     def _unsafe_in_ram(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:
         try:
-            return [info.prefix_hash for info in self._stat(digest, self._unsafe(digest, prefix_hashes)) if info.in_ram]
+            return [
+                info.prefix_hash
+                for info in self._stat(digest, self._unsafe(digest, prefix_hashes))
+                if info.in_ram
+            ]
         except UnknownNamespace:  # its pages went meanwhile, and it made room for another
             return []
 
@@ -141,8 +167,12 @@ class Durability:
 
     def _check(self, wait: Wait) -> None:
         if self.disk.poisoned:
-            raise Exhausted(f"pages are visible but not durable, the disk tier is stopped: {self.disk.poisoned}")
+            raise Exhausted(
+                f"pages are visible but not durable, the disk tier is stopped: {self.disk.poisoned}"
+            )
         if wait.gone():
             raise Exhausted("pages are visible but not durable, the caller is gone")
         if not wait.left_s:
-            raise Exhausted("pages are visible but were not durable in the time of the call and the node's flush_s")
+            raise Exhausted(
+                "pages are visible but were not durable in the time of the call and the node's flush_s"
+            )

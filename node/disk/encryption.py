@@ -7,18 +7,19 @@
     units of a page    AES-256-XTS: as long as what it encrypts, and any change of it is noise in what comes out
     wrapped keys       AES-256-GCM with a random nonce: what was changed, or moved to another row, is told
 
-Who destroys that row has erased the namespace. Without the operator's key all is plain: `PLAIN`. The key is never
-logged, and no error says more of it than its length.
+Who destroys that row has erased the namespace. Without the operator's key all is plain: `PLAIN`.
+The key is never logged, and no error says more of it than its length.
 
-Both ciphers let other threads run while they work on many bytes. XTS takes 7 µs a unit and 0.1 ms a MiB
-(docs/decisions/0030). Where a page lies on disk, and how its bytes are encrypted there:
+Both ciphers let other threads run while they work on many bytes. XTS takes 7 µs a unit and 0.1 ms a
+MiB (docs/decisions/0030). Where a page lies on disk, and how its bytes are encrypted there:
 
     slot     | unit 0: 1 MiB | unit 1 | ... | what is left |       each encrypted by itself
     tweak    place of the unit on disk u64 (x 4 KiB) | first 8 bytes of the page's checksum
 
-The least that is read of a page begins at a whole MiB of it and ends at another, or at its slot's end
-(`node.memory.promotion`), so every read is of whole units. The checksum is of the plain bytes and of the page's key: a
-slot that is written again gets other tweaks, and what is in it tells nothing of what was there before.
+The least that is read of a page begins at a whole MiB of it and ends at another, or at its slot's
+end (`node.memory.promotion`), so every read is of whole units. The checksum is of the plain bytes
+and of the page's key: a slot that is written again gets other tweaks, and what is in it tells
+nothing of what was there before.
 """
 
 import base64
@@ -53,9 +54,7 @@ MARK_NBYTES = 8  # of a page's checksum
 
 COMMAND_S = 30.0  # for the command that prints the operator's key
 _OTHERS = stat.S_IRWXO | stat.S_IWGRP
-_FORM = (
-    f"{WRAPPING_KEY_NBYTES} random bytes in hex or base64; `openssl rand -hex {WRAPPING_KEY_NBYTES}` makes such a key"
-)
+_FORM = f"{WRAPPING_KEY_NBYTES} random bytes in hex or base64; `openssl rand -hex {WRAPPING_KEY_NBYTES}` makes such a key"
 
 
 def works() -> bool:
@@ -74,7 +73,10 @@ def new_page_key() -> bytes:
 
 
 def encrypt(key: bytes, tweak: bytes, source: memoryview, target: memoryview) -> None:
-    """A unit of up to 16 MiB, of 16 bytes at least. `target` has the same length, and may be the same memory."""
+    """A unit of up to 16 MiB, of 16 bytes at least.
+
+    `target` has the same length, and may be the same memory.
+    """
     Cipher(AES(key), XTS(tweak)).encryptor().update_into(source, target)
 
 
@@ -109,7 +111,10 @@ class Vault(Protocol):
         """What the row of a namespace has."""
 
     def unwrap(self, row_key: bytes, value: bytes) -> tuple[bytes, bytes]:
-        """(page key, description). Raises InvalidRequest for what it did not wrap."""
+        """(page key, description).
+
+        Raises InvalidRequest for what it did not wrap.
+        """
 
 
 class Plain:
@@ -129,12 +134,17 @@ PLAIN = Plain()
 
 
 class Locked:
-    """Under the operator's key. Raises ConfigError if `cryptography` is too old."""
+    """Under the operator's key.
+
+    Raises ConfigError if `cryptography` is too old.
+    """
 
     def __init__(self, key: bytes) -> None:
         assert len(key) == WRAPPING_KEY_NBYTES
         if not works():
-            raise ConfigError("the installed package `cryptography` can not do AES-256-XTS in place; update it")
+            raise ConfigError(
+                "the installed package `cryptography` can not do AES-256-XTS in place; update it"
+            )
         self.mark = hashlib.sha256(_MARK_LABEL + key).digest()[:KEY_MARK_NBYTES].hex()
         self._key = key
 
@@ -152,7 +162,10 @@ class Locked:
 
 
 class PageEncryption(NamedTuple):
-    """Of a slot. `key`: of the page's namespace."""
+    """Of a slot.
+
+    `key`: of the page's namespace.
+    """
 
     offset: int
     key: bytes
@@ -162,7 +175,9 @@ class PageEncryption(NamedTuple):
         return f"PageEncryption({self.offset})"  # a key is in no log
 
     def encrypt(self, start: int, source: memoryview, target: memoryview) -> None:
-        """`source`: what lies from `start` on in the slot, from a unit's begin to its end or the slot's."""
+        """`source`: what lies from `start` on in the slot, from a unit's begin to its end or the
+        slot's.
+        """
         for at in range(0, source.nbytes, UNIT_NBYTES):
             end = at + UNIT_NBYTES
             encrypt(self.key, self._tweak(start + at), source[at:end], target[at:end])
@@ -186,11 +201,16 @@ class DiskLocation(NamedTuple):
 
 def disk_location(offset: int, key: bytes, checksum: bytes) -> DiskLocation:
     """`key`: empty if its namespace has none."""
-    return DiskLocation(offset, PageEncryption(offset, key, checksum[:MARK_NBYTES]) if key else None)
+    return DiskLocation(
+        offset, PageEncryption(offset, key, checksum[:MARK_NBYTES]) if key else None
+    )
 
 
 def open_vault(key_file: str, key_command: str) -> Vault:
-    """Plain if both are empty. Raises ConfigError."""
+    """Plain if both are empty.
+
+    Raises ConfigError.
+    """
     if key_file:
         file = f"encrypt_key_file={key_file}"
         return Locked(_parsed(read_guarded(file, _OTHERS, SECRET_NBYTES_MAX), file))
@@ -203,14 +223,22 @@ def _said(command: str) -> bytes:
     """What it writes to its standard output; what it writes beside goes where this process's does."""
     try:
         done = subprocess.run(
-            shlex.split(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=COMMAND_S, check=False
+            shlex.split(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            timeout=COMMAND_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"encrypt_key_command did not end in {COMMAND_S:g} s; it was killed") from None
+        raise ConfigError(
+            f"encrypt_key_command did not end in {COMMAND_S:g} s; it was killed"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"encrypt_key_command can not be run: {error}") from None
     if done.returncode:
-        raise ConfigError(f"encrypt_key_command ended with status {done.returncode}; run it by hand to see why")
+        raise ConfigError(
+            f"encrypt_key_command ended with status {done.returncode}; run it by hand to see why"
+        )
     return done.stdout[: SECRET_NBYTES_MAX + 1]
 
 

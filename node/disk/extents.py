@@ -21,8 +21,9 @@ from node.disk.encryption import UNIT_NBYTES, DiskLocation
 
 log = logging.getLogger(__name__)
 
-# Neighbouring slots are copied together and written at once up to this size: a call costs as much as
-# copying 256 KiB, so pages of 4 KiB are written ten times as fast, and large ones are not copied.
+# Neighbouring slots are copied together and written at once up to this size: a call costs as much
+# as copying 256 KiB, so pages of 4 KiB are written ten times as fast, and large ones are not
+# copied.
 RUN_NBYTES_MAX = 256 * 1024
 
 
@@ -35,7 +36,10 @@ class Slot(NamedTuple):
 
 
 class FileLayer:
-    """The system calls in use. Tests put a layer in its place that fails."""
+    """The system calls in use.
+
+    Tests put a layer in its place that fails.
+    """
 
     def open(self, path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
@@ -65,9 +69,14 @@ class FileLayer:
 
 
 class OpenExtents:
-    """The open files of a region of bytes. Any number of threads may read; raises OSError."""
+    """The open files of a region of bytes.
 
-    def __init__(self, directory: Path, extent_nbytes: int, count: int, flags: int, layer: FileLayer) -> None:
+    Any number of threads may read; raises OSError.
+    """
+
+    def __init__(
+        self, directory: Path, extent_nbytes: int, count: int, flags: int, layer: FileLayer
+    ) -> None:
         """`flags` as open(2) takes them."""
         self._extent_nbytes = extent_nbytes
         self._layer = layer
@@ -104,8 +113,10 @@ class OpenExtents:
 
 
 class ExtentFiles:
-    """A region of bytes laid over files of `extent_nbytes`. Thread-safe, but one thread at a time writes;
-    raises OSError. `view(offset, nbytes)` is the arena's memory.
+    """A region of bytes laid over files of `extent_nbytes`.
+
+    Thread-safe, but one thread at a time writes; raises OSError. `view(offset, nbytes)` is the
+    arena's memory.
     """
 
     def __init__(
@@ -128,8 +139,11 @@ class ExtentFiles:
         self._direct = os.O_DIRECT if self._direct_works() else 0
         flags = os.O_RDWR | os.O_CREAT | self._direct
         self._open = OpenExtents(directory, extent_nbytes, count, flags, self._layer)
-        self._allocated = {n for n in range(count) if os.fstat(self._open.fd(n)).st_size == extent_nbytes}
-        # An earlier run may have been killed before it synced what it made and wrote: the first sync is for all.
+        self._allocated = {
+            n for n in range(count) if os.fstat(self._open.fd(n)).st_size == extent_nbytes
+        }
+        # An earlier run may have been killed before it synced what it made and wrote: the first
+        # sync is for all.
         self._unsynced |= self._allocated
         self._layer.sync_directory(directory)
         if not self.direct:
@@ -158,14 +172,18 @@ class ExtentFiles:
                 path.unlink()
 
     def write_all(self, slots: Sequence[Slot]) -> None:
-        """Whole slots, neighbouring small ones in one call. The bytes survive a crash of the process
-        now and one of the host after `sync`."""
+        """Whole slots, neighbouring small ones in one call.
+
+        The bytes survive a crash of the process now and one of the host after `sync`.
+        """
         run: list[Slot] = []
         start = end = nbytes = 0
         for slot in sorted(slots, key=lambda slot: slot.place.offset):
             offset = slot.place.offset
             same_extent = offset // self._extent_nbytes == start // self._extent_nbytes
-            if not (run and offset == end and same_extent and nbytes + slot.nbytes <= RUN_NBYTES_MAX):
+            if not (
+                run and offset == end and same_extent and nbytes + slot.nbytes <= RUN_NBYTES_MAX
+            ):
                 self._write_run(run)
                 run, start, nbytes = [], offset, 0
             run.append(slot)
@@ -223,7 +241,9 @@ class ExtentFiles:
         try:
             self._layer.allocate(fd, self._extent_nbytes)
         except OSError:
-            os.ftruncate(fd, had_nbytes)  # a full file system gets back what was found for half an extent
+            os.ftruncate(
+                fd, had_nbytes
+            )  # a full file system gets back what was found for half an extent
             raise
         self._allocated.add(number)
 
@@ -240,7 +260,10 @@ class ExtentFiles:
             raise
 
     def trial(self) -> None:
-        """Writes, syncs and reads back 4 KiB beside the extents. Raises OSError if that fails."""
+        """Writes, syncs and reads back 4 KiB beside the extents.
+
+        Raises OSError if that fails.
+        """
         path = self._directory / "trial"
         fd = self._layer.open(path, os.O_RDWR | os.O_CREAT | self._direct)
         try:

@@ -1,4 +1,6 @@
-"""Find where each page is on disk. What the node knows of it in RAM:
+"""Find where each page is on disk.
+
+What the node knows of it in RAM:
 
     records       by key, by slot, by last use
     spaces        short numbers of namespaces
@@ -36,8 +38,11 @@ FORGOTTEN = 256
 
 
 class RowBatch(NamedTuple):
-    """What one batch of rows is made of: new namespaces, new pages, keys to delete. A `partial` one has only keys, and
-    others are left: pages come with the last, because their slots and keys may be those of what is gone."""
+    """What one batch of rows is made of: new namespaces, new pages, keys to delete.
+
+    A `partial` one has only keys, and others are left: pages come with the last, because their
+    slots and keys may be those of what is gone.
+    """
 
     namespaces: dict[int, bytes]
     pages: list[PageRow]
@@ -45,7 +50,10 @@ class RowBatch(NamedTuple):
     partial: bool
 
     def gone_pages(self) -> list[bytes]:
-        """Keys to delete once more, should a sync fail. Of no number: another namespace may have it by then."""
+        """Keys to delete once more, should a sync fail.
+
+        Of no number: another namespace may have it by then.
+        """
         return [key for key in self.gone if is_page_key(key)]
 
 
@@ -60,15 +68,18 @@ class Borrowed(NamedTuple):
 
 
 class NamespaceIds:
-    """Short numbers for namespaces on disk: rows and records carry 2 bytes instead of a description.
+    """Short numbers for namespaces on disk: rows and records carry 2 bytes instead of a
+    description.
 
     A namespace has one number and one row. 0 is no number.
 
-    `keys`: of their pages, by number, each empty if they are plain. `counts`: pages on disk by number. `new`: what
-    is not in the rows yet.
+    `keys`: of their pages, by number, each empty if they are plain. `counts`: pages on disk by
+    number. `new`: what is not in the rows yet.
     """
 
-    def __init__(self, account_of: Callable[[str], TenantAccount[DiskPool]], vault: Vault = PLAIN) -> None:
+    def __init__(
+        self, account_of: Callable[[str], TenantAccount[DiskPool]], vault: Vault = PLAIN
+    ) -> None:
         self._account_of = account_of
         self.accounts: dict[int, TenantAccount[DiskPool]] = {}  # of their tenants
         self._vault = vault
@@ -127,8 +138,11 @@ class NamespaceIds:
         self.new.pop(number, None)
 
     def drop_empty(self) -> list[int]:
-        """Forgets namespaces without pages. Their rows must go no later than one of them gets another
-        number: a namespace with two would have its pages under the one that is not asked."""
+        """Forgets namespaces without pages.
+
+        Their rows must go no later than one of them gets another number: a namespace with two would
+        have its pages under the one that is not asked.
+        """
         empty = [number for number in self.values if not self.counts[number]]
         for number in empty:
             self.drop(number)
@@ -136,7 +150,9 @@ class NamespaceIds:
 
 
 class SyncTracker:
-    """Which of the pages on disk are on the medium, and so survive power loss. Of records by number.
+    """Which of the pages on disk are on the medium, and so survive power loss.
+
+    Of records by number.
 
     The rule: what a sync covers is what was written before it began. Each batch of rows gets the
     next number; a sync takes the last number when it begins, and what it took is safe when it ends.
@@ -152,7 +168,8 @@ class SyncTracker:
         self._written = 0  # number of the last batch
         self._synced = -1  # batches up to this one are safe; -1: not even what an earlier run left
         self._unsafe: dict[int, int] = {}  # record -> its batch, in the order of batches
-        # A batch, and the keys of pages' rows that were deleted with it: never looked at one by one.
+        # A batch, and the keys of pages' rows that were deleted with it: never looked at one by
+        # one.
         self._gone: deque[tuple[int, list[bytes]]] = deque()
         self.failed = False
 
@@ -182,8 +199,11 @@ class SyncTracker:
         return self._written
 
     def end_sync(self, mark: int) -> list[list[bytes]]:
-        """The sync that took `mark` when it began has worked. Returns keys that need not be kept any more: they may be
-        millions, to be freed without the lock."""
+        """The sync that took `mark` when it began has worked.
+
+        Returns keys that need not be kept any more: they may be millions, to be freed without the
+        lock.
+        """
         if self.failed:
             return []
         self._synced = mark
@@ -197,8 +217,9 @@ class SyncTracker:
         self.failed = True
 
     def begin_anew(self) -> tuple[list[int], list[list[bytes]]]:
-        """After syncs that failed: the records to forget, and the keys of rows to delete once more, in blocks. What is
-        written from now on is new."""
+        """After syncs that failed: the records to forget, and the keys of rows to delete once more,
+        in blocks. What is written from now on is new.
+        """
         if not self.failed:
             return [], []
         doubtful, self._unsafe, self.failed = list(self._unsafe), {}, False
@@ -210,7 +231,8 @@ class SyncTracker:
 class Tombstones:
     """Keys of rows that are to be deleted, in blocks.
 
-    Millions may come at once, after a start or with a namespace. Nothing here takes longer the more there are.
+    Millions may come at once, after a start or with a namespace. Nothing here takes longer the more
+    there are.
     """
 
     def __init__(self) -> None:
@@ -242,8 +264,9 @@ class Tombstones:
 
 
 class DiskIndex:
-    """A page is found from `publish` on, until it is forgotten; its row is deleted no later than its
-    slot is given to another page, in the same batch or before."""
+    """A page is found from `publish` on, until it is forgotten; its row is deleted no later than
+    its slot is given to another page, in the same batch or before.
+    """
 
     def __init__(self, records: PageTable, vault: Vault = PLAIN) -> None:
         self.records = records
@@ -257,8 +280,10 @@ class DiskIndex:
     # ---- start ---------------------------------------------------------------------------
 
     def restore_page(self, key: bytes, value: bytes, now_s: int) -> None:
-        """A row that can not be used is deleted: its space is free. Unknown namespace, time to live
-        over, impossible slot, wrong checksum."""
+        """A row that can not be used is deleted: its space is free.
+
+        Unknown namespace, time to live over, impossible slot, wrong checksum.
+        """
         row = parse_page_row(key, value)
         if row is None:
             self.counters.rows_damaged += 1
@@ -269,11 +294,15 @@ class DiskIndex:
             if self.records.restore(row if row.used_s <= now_s else row._replace(used_s=now_s)):
                 self.spaces.counts[row.namespace] += 1
                 return
-            self._dropped["whose slot can not be (disk_nbytes is less than it was, or it overlaps another's)"] += 1
+            self._dropped[
+                "whose slot can not be (disk_nbytes is less than it was, or it overlaps another's)"
+            ] += 1
         self.gone.add(key)
 
     def dropped_rows(self) -> str:
-        """How many rows of pages could not be used, and why; those whose time to live is over are not told."""
+        """How many rows of pages could not be used, and why; those whose time to live is over are
+        not told.
+        """
         return ", ".join(f"{count} {cause}" for cause, count in self._dropped.items())
 
     def restore_namespace(self, number: int, row: bytes) -> str:
@@ -286,8 +315,10 @@ class DiskIndex:
         return f"row {number} of namespaces is damaged, its pages are dropped: {problem}"
 
     def restored(self, open_namespace: Callable[[Namespace, bytes], object]) -> list[str]:
-        """All rows are taken in: opens the namespaces that have pages, and only those, and forgets the
-        others. Returns what could not be opened, and why; its pages stay, but can not be asked for."""
+        """All rows are taken in: opens the namespaces that have pages, and only those, and forgets
+        the others. Returns what could not be opened, and why; its pages stay, but can not be asked
+        for.
+        """
         self.records.restored()
         self.drop_empty_spaces()
         problems = []
@@ -295,7 +326,9 @@ class DiskIndex:
             try:
                 open_namespace(value, value.digest)
             except KVStoreError as error:  # its pages are larger than this node's extents
-                problems.append(f"namespace {value.digest.hex()} is on disk but can not be opened: {error}")
+                problems.append(
+                    f"namespace {value.digest.hex()} is on disk but can not be opened: {error}"
+                )
         return problems
 
     # ---- find ----------------------------------------------------------------------------
@@ -311,7 +344,9 @@ class DiskIndex:
     def place(self, record: int) -> DiskLocation:
         """Of a record that is published and in use, with its checksum."""
         number, _ = self.records.key(record)
-        return disk_location(self.records.offset(record), self.spaces.keys[number], self.records.checksum(record))
+        return disk_location(
+            self.records.offset(record), self.spaces.keys[number], self.records.checksum(record)
+        )
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes], now_s: int) -> list[bool]:
         number = self.spaces.known(digest)
@@ -339,10 +374,16 @@ class DiskIndex:
         """A published record, in use from here on."""
         self.records.begin_use(record)
         return Borrowed(
-            record, self.spaces.values[number], prefix_hash, self.place(record), self.records.checksum(record)
+            record,
+            self.spaces.values[number],
+            prefix_hash,
+            self.place(record),
+            self.records.checksum(record),
         )
 
-    def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int, now_s: int) -> list[bool]:
+    def pin(
+        self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int, now_s: int
+    ) -> list[bool]:
         """As `DiskTier.pin`."""
         records = [self.find(digest, prefix_hash, now_s) for prefix_hash in prefix_hashes]
         pinned = [record > 0 and self.records.pinned_until_s(record) > now_s for record in records]
@@ -369,7 +410,9 @@ class DiskIndex:
             self.gone.add(namespace_key(number))
 
     def forget_some(self, digest: bytes, first: int) -> tuple[int, int]:
-        """Forgets some of the pages of a namespace, from record `first` on: how many, and which is to be next."""
+        """Forgets some of the pages of a namespace, from record `first` on: how many, and which is
+        to be next.
+        """
         space, found = self.spaces.known(digest), 0
         if not self.spaces.counts[space]:
             return 0, self.records.number_end
@@ -382,7 +425,9 @@ class DiskIndex:
         return found, first
 
     def drop_space(self, digest: bytes) -> bool:
-        """Forgets a namespace with the few pages that it may have got meanwhile; False: it is not known."""
+        """Forgets a namespace with the few pages that it may have got meanwhile; False: it is not
+        known.
+        """
         number, first = self.spaces.known(digest), 1
         while number and self.spaces.counts[number]:
             _, first = self.forget_some(digest, first)
@@ -392,8 +437,10 @@ class DiskIndex:
         return number > 0
 
     def forget_doubtful(self) -> int:
-        """After a failed sync: forgets what may not be on the medium; how many pages. What was deleted is deleted once
-        more: its deletion may not be there either."""
+        """After a failed sync: forgets what may not be on the medium; how many pages.
+
+        What was deleted is deleted once more: its deletion may not be there either.
+        """
         doubtful, gone = self.medium.begin_anew()
         found = [record for record in doubtful if self.records.can_be_found(record)]
         for record in found:
@@ -404,13 +451,16 @@ class DiskIndex:
     # ---- write ---------------------------------------------------------------------------
 
     def reserve(self, page: Page, now_s: int) -> int:
-        """A slot for the page; 0 if the page is on disk, is larger than an extent, or nothing may go. AGAIN: some
-        others went for it, perhaps not all that must."""
+        """A slot for the page; 0 if the page is on disk, is larger than an extent, or nothing may
+        go. AGAIN: some others went for it, perhaps not all that must.
+        """
         number = self.spaces.number(page.namespace.value)
         if page.state is not State.VISIBLE or self.records.find(number, page.prefix_hash):
             return 0
         size = page.namespace.slot_nbytes
-        if size > self.records.slots.extent_nbytes:  # of a directory older than the RAM: all would go for it in vain
+        if (
+            size > self.records.slots.extent_nbytes
+        ):  # of a directory older than the RAM: all would go for it in vain
             self.counters.pages_refused += 1
             return 0
         record = self.records.reserve(number, page.prefix_hash, size)
@@ -445,14 +495,17 @@ class DiskIndex:
         return RowBatch(self.spaces.take_new(), pages, gone, partial=False)
 
     def give_back(self, batch: RowBatch) -> None:
-        """The batch failed. Its rows may have reached the log all the same, and must not outlive their
-        slots."""
+        """The batch failed.
+
+        Its rows may have reached the log all the same, and must not outlive their slots.
+        """
         self.spaces.new.update(batch.namespaces)
         self.gone.give_back([batch.gone + [row.key for row in batch.pages]])
 
     def publish(self, reserved: Sequence[tuple[Page, int]], gone: list[bytes], now_s: int) -> None:
-        """The rows are written, those of the pages `gone` deleted: the pages can be found, but for those that were
-        removed meanwhile."""
+        """The rows are written, those of the pages `gone` deleted: the pages can be found, but for
+        those that were removed meanwhile.
+        """
         removed, written = [], []
         for page, record in reserved:
             number, prefix_hash = self.records.key(record)
@@ -466,11 +519,23 @@ class DiskIndex:
                 removed.append((number, prefix_hash))
                 self.records.cancel(record)
         for number, prefix_hash in removed:
-            if not self.records.find(number, prefix_hash):  # else the key was stored anew in this batch
+            if not self.records.find(
+                number, prefix_hash
+            ):  # else the key was stored anew in this batch
                 self.gone.add(page_key(number, prefix_hash))
         self.medium.wrote(written, gone)
 
     def _row(self, page: Page, record: int, now_s: int) -> PageRow:
         number = self.spaces.known(page.namespace.digest)
         size, offset = page.namespace.slot_nbytes, self.records.offset(record)
-        return PageRow(number, page.prefix_hash, offset, size, now_s, now_s, page.expiry_s, page.checksum, page.leaves)
+        return PageRow(
+            number,
+            page.prefix_hash,
+            offset,
+            size,
+            now_s,
+            now_s,
+            page.expiry_s,
+            page.checksum,
+            page.leaves,
+        )

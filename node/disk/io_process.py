@@ -4,7 +4,8 @@
        +-- rows    written, synced and scanned there
        +-- files   written and synced there; read here, by the thread that wants the page
 
-An I/O process that was ended is an OSError for whoever has an order for it, until `revive` starts another.
+An I/O process that was ended is an OSError for whoever has an order for it, until `revive` starts
+another.
 """
 
 import contextlib
@@ -23,7 +24,14 @@ from typing import NamedTuple
 import node
 from kvstore.errors import ConfigError, Exhausted
 from node.disk import io_protocol
-from node.disk.data_dir import allow_open_files, make_directory, refused, release_lock, take_lock, warn_if_open
+from node.disk.data_dir import (
+    allow_open_files,
+    make_directory,
+    refused,
+    release_lock,
+    take_lock,
+    warn_if_open,
+)
 from node.disk.extents import FileLayer, OpenExtents, Slot
 from node.disk.io_protocol import Broken, Channel, Kind, Opened, Outcome, Pair, Task
 from node.disk.rows import PageRow, numbered, page_at, pairs
@@ -34,12 +42,17 @@ END_S = 10.0  # a node that stops waits so long for its I/O process, then kills 
 KILL_S = 5.0  # one that is killed and still there is in a call of the disk
 PULSE_S = 0.2  # between two looks at whether to go on waiting for one that begins
 OWED_MAX = 16  # answers that nobody waits for any more; beyond, they must come before more is asked
-START_S = 120.0  # for the start of an I/O process, of which 20 may go by for the lock of the one before
-RECOVER_S = 30.0  # for all orders of a `recover`, a new process too: then it has failed, and may be tried again
+START_S = (
+    120.0  # for the start of an I/O process, of which 20 may go by for the lock of the one before
+)
+# for all orders of a `recover`, a new process too: then it has failed, and may be tried again
+RECOVER_S = 30.0
 # A list or a scrub waits so long for a disk that hangs. A client waits longer by default: else it
 # would take the node for one that hangs, and leave it alone.
 QUESTION_S = 4.0
-QUESTION_NBYTES = 16 << 10  # of the first answer, because a scrub looks at a few rows; then twice as many, up to
+QUESTION_NBYTES = (
+    16 << 10
+)  # of the first answer, because a scrub looks at a few rows; then twice as many, up to
 QUESTION_NBYTES_MAX = 1 << 20
 ORDER_KEYS_MAX = 1 << 14  # rows to delete with one order
 
@@ -49,27 +62,39 @@ class NotAnswering(Exception):
 
 
 class Timeouts(NamedTuple):
-    """With a process that begins: so long for each piece that it says. `pulse` is called meanwhile, and may raise to
-    end it."""
+    """With a process that begins: so long for each piece that it says.
+
+    `pulse` is called meanwhile, and may raise to end it.
+    """
 
     seconds: float
     pulse: Callable[[], None]
 
 
 class IoProcess:
-    """A running I/O process. Raises ConfigError if it can not use its directory, OSError if it can not be started
-    or does not begin in time."""
+    """A running I/O process.
+
+    Raises ConfigError if it can not use its directory, OSError if it can not be started or does not
+    begin in time.
+    """
 
     def __init__(self, task: Task, timeouts: Timeouts) -> None:
-        (order_end, its_order_end), (question_end, its_question_end) = socket.socketpair(), socket.socketpair()
+        (order_end, its_order_end), (question_end, its_question_end) = (
+            socket.socketpair(),
+            socket.socketpair(),
+        )
         self.orders = IoChannel(order_end, self._say_gone)
         self.questions = IoChannel(question_end, self._say_gone)
         with contextlib.ExitStack() as undo, its_order_end, its_question_end:
             undo.callback(self._close_sockets)
-            task = task._replace(orders_fd=its_order_end.fileno(), questions_fd=its_question_end.fileno())
+            task = task._replace(
+                orders_fd=its_order_end.fileno(), questions_fd=its_question_end.fileno()
+            )
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "node.disk.io_worker", *task.arguments()],
-                cwd=Path(node.__file__).parent.parent,  # `-m` looks there first, wherever the node was started
+                cwd=Path(
+                    node.__file__
+                ).parent.parent,  # `-m` looks there first, wherever the node was started
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(task.orders_fd, task.questions_fd, task.arena_fd),
@@ -93,7 +118,10 @@ class IoProcess:
         return self._process.pid
 
     def trouble(self) -> str:
-        """What became of it; empty while it runs. Never waits."""
+        """What became of it; empty while it runs.
+
+        Never waits.
+        """
         status = self._process.poll()
         if status is None:
             return ""
@@ -101,7 +129,10 @@ class IoProcess:
         return f"its keeper (process {self.pid}) was ended {how}"
 
     def _say_gone(self) -> str:
-        """Why its sockets closed. One that speaks in riddles is ended, too: it must not write any more."""
+        """Why its sockets closed.
+
+        One that speaks in riddles is ended, too: it must not write any more.
+        """
         self.kill()
         return self.trouble() or f"its keeper (process {self.pid}) can not be ended: the disk hangs"
 
@@ -112,7 +143,10 @@ class IoProcess:
             self._process.wait(KILL_S)
 
     def close(self) -> None:
-        """Has it close the rows, and ends it. Raises OSError if it could not, or hangs."""
+        """Has it close the rows, and ends it.
+
+        Raises OSError if it could not, or hangs.
+        """
         end = time.monotonic() + END_S
         try:
             if not self.trouble():
@@ -120,7 +154,9 @@ class IoProcess:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(max(0.0, end - time.monotonic()))
         except NotAnswering as error:
-            raise OSError(f"its keeper (process {self.pid}) did not answer for {END_S:g} s and is killed") from error
+            raise OSError(
+                f"its keeper (process {self.pid}) did not answer for {END_S:g} s and is killed"
+            ) from error
         finally:
             self.abandon()
 
@@ -135,7 +171,9 @@ class IoProcess:
 
 
 class IoChannel:
-    """One socket to an I/O process: an order, its answer, the next one. Thread-safe.
+    """One socket to an I/O process: an order, its answer, the next one.
+
+    Thread-safe.
 
     Raises OSError with what the process met, or with what `gone` says became of it.
     """
@@ -148,7 +186,10 @@ class IoChannel:
         self._heard = 0
 
     def ask(self, kind: Kind, body: bytes = b"", timeout_s: float | None = None) -> bytes:
-        """The answer, all of it. Raises Silent if there is none in time; it will be passed over."""
+        """The answer, all of it.
+
+        Raises Silent if there is none in time; it will be passed over.
+        """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
             raise NotAnswering
@@ -161,13 +202,19 @@ class IoChannel:
             self._lock.release()
 
     def stream(self, kind: Kind, body: bytes, timeouts: Timeouts) -> Iterator[bytes]:
-        """The answer piece by piece. Raises Silent if one does not come in time."""
+        """The answer piece by piece.
+
+        Raises Silent if one does not come in time.
+        """
         with self._lock:
             self._send(kind, body)
             yield from self._answer(lambda: self._recv_patiently(timeouts))
 
     def unasked(self, timeouts: Timeouts) -> bytes:
-        """Return what the process says first. Raises ConfigError if it can not begin, NotAnswering if nothing comes."""
+        """Return what the process says first.
+
+        Raises ConfigError if it can not begin, NotAnswering if nothing comes.
+        """
         return b"".join(self._answer(lambda: self._recv_patiently(timeouts)))
 
     def _send(self, kind: Kind, body: bytes) -> None:
@@ -217,8 +264,11 @@ class IoChannel:
 
 
 class ProcessStorage:
-    """Raises ConfigError like `node.disk.data_dir.DataDir`. `arena_fd`: the arena's file, for the I/O process to map.
-    `pulse` is called now and then while the start waits for it, and may raise to end it."""
+    """Raises ConfigError like `node.disk.data_dir.DataDir`.
+
+    `arena_fd`: the arena's file, for the I/O process to map. `pulse` is called now and then while
+    the start waits for it, and may raise to end it.
+    """
 
     def __init__(
         self,
@@ -233,7 +283,15 @@ class ProcessStorage:
         path = path.absolute()
         log_level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
         self._task = Task(
-            -1, -1, arena_fd, disk_nbytes, extent_nbytes, keep_own_extents, key_mark, log_level, str(path)
+            -1,
+            -1,
+            arena_fd,
+            disk_nbytes,
+            extent_nbytes,
+            keep_own_extents,
+            key_mark,
+            log_level,
+            str(path),
         )
         with contextlib.ExitStack() as undo, refused(path):
             make_directory(path, FileLayer())
@@ -244,7 +302,9 @@ class ProcessStorage:
             self.extent_nbytes, self.extent_count, direct, *_ = self.process.opened
             allow_open_files(self.extent_count)
             flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
-            self._open = OpenExtents(path / "extents", self.extent_nbytes, self.extent_count, flags, FileLayer())
+            self._open = OpenExtents(
+                path / "extents", self.extent_nbytes, self.extent_count, flags, FileLayer()
+            )
             warn_if_open(path)
             undo.pop_all()
         self._turn = threading.Lock()  # of who changes the process
@@ -257,8 +317,13 @@ class ProcessStorage:
         return self.process.trouble()
 
     def order(self, kind: Kind, body: bytes = b"") -> bytes:
-        """Has the I/O process do it; what that brings. Raises OSError, within `limited` also if it takes too long."""
-        timeout_s = None if self._orders_end is None else max(0.0, self._orders_end - time.monotonic())
+        """Has the I/O process do it; what that brings.
+
+        Raises OSError, within `limited` also if it takes too long.
+        """
+        timeout_s = (
+            None if self._orders_end is None else max(0.0, self._orders_end - time.monotonic())
+        )
         try:
             return self.process.orders.ask(kind, body, timeout_s)
         except NotAnswering as error:
@@ -266,7 +331,9 @@ class ProcessStorage:
 
     @contextlib.contextmanager
     def limited(self) -> Iterator[None]:
-        """What is ordered meanwhile, by the one thread that gives orders, has RECOVER_S, all of it together."""
+        """What is ordered meanwhile, by the one thread that gives orders, has RECOVER_S, all of it
+        together.
+        """
         self._orders_end = time.monotonic() + RECOVER_S
         try:
             yield
@@ -274,8 +341,10 @@ class ProcessStorage:
             self._orders_end = None
 
     def revive(self) -> None:
-        """Starts a process in the place of one that has ended. Raises OSError. What was not synced by then
-        is as after a crash: perhaps there."""
+        """Starts a process in the place of one that has ended.
+
+        Raises OSError. What was not synced by then is as after a crash: perhaps there.
+        """
         with self._turn:
             self._check_open()
             if self.process.trouble():
@@ -292,7 +361,9 @@ class ProcessStorage:
             raise OSError(str(error)) from error
         if fresh.opened != self.process.opened:
             fresh.abandon()
-            raise OSError(f"{self._task.path} is not the directory any more that it was; restart the node")
+            raise OSError(
+                f"{self._task.path} is not the directory any more that it was; restart the node"
+            )
         self.process.close()
         self.process = fresh
         log.warning("a new keeper, process %d", fresh.pid)
@@ -322,7 +393,9 @@ class ProcessRows:
         self._directory = directory
         self._timeouts = timeouts
 
-    def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None:
+    def write(
+        self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]
+    ) -> None:
         """All or nothing, but that keys of a large removal go first, in orders of their own."""
         order, keys = self._directory.order, list(gone)
         while len(keys) > ORDER_KEYS_MAX:
@@ -334,7 +407,9 @@ class ProcessRows:
         self._directory.order(Kind.SYNC_ROWS)
 
     def purge(self, needles: Sequence[bytes]) -> int:
-        return io_protocol.unpack_counts(self._directory.order(Kind.PURGE_ROWS, io_protocol.pack_rows([], needles)))[0]
+        return io_protocol.unpack_counts(
+            self._directory.order(Kind.PURGE_ROWS, io_protocol.pack_rows([], needles))
+        )[0]
 
     def namespaces(self) -> Iterator[tuple[int, bytes]]:
         return numbered(self._all(b"N"))
@@ -367,7 +442,9 @@ class ProcessRows:
             question = io_protocol.pack_question(nbytes, start)
             piece = self._directory.process.questions.ask(Kind.SOME_ROWS, question, QUESTION_S)
         except NotAnswering as error:
-            raise Exhausted(f"the disk has not answered for {QUESTION_S:g} s; ask again later") from error
+            raise Exhausted(
+                f"the disk has not answered for {QUESTION_S:g} s; ask again later"
+            ) from error
         return [(key, value) for key, value, _ in io_protocol.unpack_pairs(piece)]
 
 
@@ -383,7 +460,9 @@ class ProcessFiles:
         self._directory.order(Kind.WRITE_PAGES, io_protocol.pack_slots(slots))
 
     def read(self, offset: int, view: memoryview) -> bool:
-        """Not by the I/O process: a read waits for no write, and the thread that wants the page lets the others run."""
+        """Not by the I/O process: a read waits for no write, and the thread that wants the page
+        lets the others run.
+        """
         return self._open.read(offset, view)
 
     def sync(self) -> None:

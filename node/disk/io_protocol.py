@@ -17,8 +17,8 @@
     slot := offset on disk | offset in the arena | nbytes | number of its key, from 1 on, or 0 | mark of its encryption
     pair := nbytes u16 | nbytes u32 | key | value        key to delete := nbytes u16 | key
 
-What an order brings comes in replies of outcome MORE; DONE, FAILED or REFUSED is the last one. Both ends
-are of one installation, so there is no version; lengths are checked all the same. Numbers are
+What an order brings comes in replies of outcome MORE; DONE, FAILED or REFUSED is the last one. Both
+ends are of one installation, so there is no version; lengths are checked all the same. Numbers are
 little-endian, those of slots and counts u64.
 """
 
@@ -64,7 +64,10 @@ class Kind(IntEnum):
 
 
 class Outcome(IntEnum):
-    """Of a reply. FAILED: errno i32 and a text. REFUSED: a text, the setting or directory can not be used."""
+    """Of a reply.
+
+    FAILED: errno i32 and a text. REFUSED: a text, the setting or directory can not be used.
+    """
 
     DONE = 0
     MORE = 1
@@ -93,12 +96,23 @@ class Task(NamedTuple):
         *numbers, keep, key_mark, log_level, path = arguments
         orders_fd, questions_fd, arena_fd, disk_nbytes, extent_nbytes = map(int, numbers)
         return cls(
-            orders_fd, questions_fd, arena_fd, disk_nbytes, extent_nbytes, keep == "1", key_mark, log_level, path
+            orders_fd,
+            questions_fd,
+            arena_fd,
+            disk_nbytes,
+            extent_nbytes,
+            keep == "1",
+            key_mark,
+            log_level,
+            path,
         )
 
 
 class Opened(NamedTuple):
-    """What an I/O process found: the reply to order 0, which nobody gives. `device` and `inode` are the directory's."""
+    """What an I/O process found: the reply to order 0, which nobody gives.
+
+    `device` and `inode` are the directory's.
+    """
 
     extent_nbytes: int
     extent_count: int
@@ -119,7 +133,10 @@ class Broken(Exception):
 
 
 class Channel:
-    """One end of a socket. One thread at a time; what was received of a frame is kept when time is up."""
+    """One end of a socket.
+
+    One thread at a time; what was received of a frame is kept when time is up.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -132,7 +149,10 @@ class Channel:
         self._sock.sendall(_HEAD.pack(len(body), number, kind) + body)
 
     def recv(self, timeout_s: float | None = None) -> tuple[int, int, bytes]:
-        """(number, kind or outcome, body). Raises EOFError if the other side is gone, TimeoutError, Broken."""
+        """(number, kind or outcome, body).
+
+        Raises EOFError if the other side is gone, TimeoutError, Broken.
+        """
         self._set_timeout(timeout_s)
         self._fill(_HEAD.size)
         nbytes, number, kind = _HEAD.unpack_from(self._got)
@@ -145,7 +165,10 @@ class Channel:
         return number, kind, body
 
     def wait(self) -> None:
-        """Until something comes. Raises EOFError if nothing ever will."""
+        """Until something comes.
+
+        Raises EOFError if nothing ever will.
+        """
         self._set_timeout(None)
         self._fill(1)
 
@@ -190,13 +213,20 @@ def unpack_slots(body: bytes) -> list[Slot]:
         raise Broken(f"{key_count} keys and slots in {len(body)} bytes")
     keys = [body[at : at + PAGE_KEY_NBYTES] for at in range(_COUNT.size, start, PAGE_KEY_NBYTES)]
     numbers = array.array("Q", body[start:]).tolist()
-    return [_slot(keys, *numbers[at : at + _SLOT_NUMBERS]) for at in range(0, len(numbers), _SLOT_NUMBERS)]
+    return [
+        _slot(keys, *numbers[at : at + _SLOT_NUMBERS])
+        for at in range(0, len(numbers), _SLOT_NUMBERS)
+    ]
 
 
-def _slot(keys: list[bytes], offset: int, arena_offset: int, nbytes: int, key: int, mark: int) -> Slot:
+def _slot(
+    keys: list[bytes], offset: int, arena_offset: int, nbytes: int, key: int, mark: int
+) -> Slot:
     if key > len(keys):
         raise Broken(f"a slot of key {key}, there are {len(keys)}")
-    encryption = PageEncryption(offset, keys[key - 1], mark.to_bytes(MARK_NBYTES, "little")) if key else None
+    encryption = (
+        PageEncryption(offset, keys[key - 1], mark.to_bytes(MARK_NBYTES, "little")) if key else None
+    )
     return Slot(arena_offset, nbytes, DiskLocation(offset, encryption))
 
 
@@ -221,7 +251,9 @@ def pair_nbytes(pair: Pair) -> int:
     return _PAIR.size + len(pair[0]) + len(pair[1])
 
 
-def unpack_pairs(body: bytes, start: int = 0, count: int | None = None) -> Iterator[tuple[bytes, bytes, int]]:
+def unpack_pairs(
+    body: bytes, start: int = 0, count: int | None = None
+) -> Iterator[tuple[bytes, bytes, int]]:
     """(key, value, where the next one begins), `count` of them or up to the end of the body."""
     end = len(body)
     while start < end if count is None else count:

@@ -9,8 +9,8 @@ interpreter while it works, so stop nobody but this process.
     lists, scrubs  --- questions ------->   another: rows, while an order is under way
 
 It ends with its node: when the sockets close it is gone at once, in the middle of an order or not,
-which is no worse than power that fails then. It does not hear SIGINT, SIGTERM or SIGHUP, which a terminal or
-a supervisor may send to all: the node still has pages to write.
+which is no worse than power that fails then. It does not hear SIGINT, SIGTERM or SIGHUP, which a
+terminal or a supervisor may send to all: the node still has pages to write.
 """
 
 import contextlib
@@ -32,7 +32,9 @@ from node.disk.io_protocol import Broken, Channel, Kind, Opened, Outcome, Task
 
 log = logging.getLogger(__name__)
 
-STREAM_NBYTES = 64 << 10  # of one reply to ALL_ROWS: a few fit into the socket, so that both sides work
+STREAM_NBYTES = (
+    64 << 10
+)  # of one reply to ALL_ROWS: a few fit into the socket, so that both sides work
 DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -51,7 +53,10 @@ class IoWorker:
         }
 
     def serve(self, channel: Channel) -> None:
-        """Until CLOSE is done. Raises EOFError if the node is gone."""
+        """Until CLOSE is done.
+
+        Raises EOFError if the node is gone.
+        """
         kind = 0
         while kind != Kind.CLOSE:
             number, kind, body = channel.recv()
@@ -63,11 +68,19 @@ class IoWorker:
                 channel.send(number, Outcome.FAILED, io_protocol.pack_error(error))
             except MemoryError:
                 channel.send(
-                    number, Outcome.FAILED, io_protocol.pack_error(OSError(errno.ENOMEM, "the keeper has no memory"))
+                    number,
+                    Outcome.FAILED,
+                    io_protocol.pack_error(OSError(errno.ENOMEM, "the keeper has no memory")),
                 )
-            except Exception as error:  # the edge of an order: the node stops its disk tier and says why
+            except (
+                Exception
+            ) as error:  # the edge of an order: the node stops its disk tier and says why
                 log.exception("an order of kind %d failed", kind)
-                channel.send(number, Outcome.FAILED, io_protocol.pack_error(OSError(f"internal error: {error!r}")))
+                channel.send(
+                    number,
+                    Outcome.FAILED,
+                    io_protocol.pack_error(OSError(f"internal error: {error!r}")),
+                )
 
     def _pieces(self, kind: int, body: bytes) -> Iterator[bytes]:
         """The rows that were asked for; or the order is carried out, and there is nothing to say."""
@@ -77,7 +90,9 @@ class IoWorker:
             nbytes, first = io_protocol.unpack_question(body)
             yield next(_packed(self._directory.rows.scan(first), nbytes))
         elif kind == Kind.PURGE_ROWS:
-            yield io_protocol.pack_counts(self._directory.rows.purge(io_protocol.unpack_rows(body)[1]))
+            yield io_protocol.pack_counts(
+                self._directory.rows.purge(io_protocol.unpack_rows(body)[1])
+            )
         else:
             self._calls[kind](body)
 
@@ -92,7 +107,9 @@ class IoWorker:
         number, within = divmod(place.offset, directory.extent_nbytes)
         is_on_disk = number < directory.extent_count and within + nbytes <= directory.extent_nbytes
         if not is_on_disk or arena_offset + nbytes > directory.arena_nbytes:
-            raise Broken(f"a slot is outside: {nbytes} bytes at {place.offset} on disk, {arena_offset} in the arena")
+            raise Broken(
+                f"a slot is outside: {nbytes} bytes at {place.offset} on disk, {arena_offset} in the arena"
+            )
 
 
 def _packed(rows: Iterator[io_protocol.Pair], nbytes: int) -> Iterator[bytes]:
@@ -112,13 +129,20 @@ def main() -> None:
     """Serve the process that started this one; see `node.disk.io_process`."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
-    os.umask(0o077)  # RocksDB's files name models, tenants and prompt hashes, and it leaves their mode to the umask
+    os.umask(
+        0o077
+        # RocksDB's files name models, tenants and prompt hashes, and it leaves their mode to the umask
+    )
     task = Task.from_arguments(sys.argv[1:])
-    logging.basicConfig(level=task.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=task.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     channel = Channel(socket.socket(fileno=task.orders_fd))
     questions = Channel(socket.socket(fileno=task.questions_fd))
     opened: list[IoWorker] = []
-    threading.Thread(target=_answer, args=(questions, opened), name="questions", daemon=True).start()
+    threading.Thread(
+        target=_answer, args=(questions, opened), name="questions", daemon=True
+    ).start()
     try:
         directory = DataDir(
             Path(task.path),
@@ -134,7 +158,11 @@ def main() -> None:
     opened.append(IoWorker(directory))
     identity = os.stat(task.path)
     facts = Opened(
-        directory.extent_nbytes, directory.extent_count, directory.files.direct, identity.st_dev, identity.st_ino
+        directory.extent_nbytes,
+        directory.extent_count,
+        directory.files.direct,
+        identity.st_dev,
+        identity.st_ino,
     )
     with contextlib.suppress(EOFError, BrokenPipeError):
         channel.send(0, Outcome.DONE, facts.pack())
@@ -143,7 +171,9 @@ def main() -> None:
 
 
 def _answer(questions: Channel, opened: list[IoWorker]) -> None:
-    """The thread that answers questions, and that ends the process when there is nobody left to ask."""
+    """The thread that answers questions, and that ends the process when there is nobody left to
+    ask.
+    """
     try:
         with contextlib.suppress(EOFError, BrokenPipeError):
             questions.wait()

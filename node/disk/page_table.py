@@ -1,4 +1,5 @@
-"""Keep in RAM what the node knows of each page on disk: 56 to 63 bytes and its hash, in arrays instead of objects.
+"""Keep in RAM what the node knows of each page on disk: 56 to 63 bytes and its hash, in arrays
+instead of objects.
 
     record r:  mark u32 | namespace u16 | offset u32 (x 4 KiB) | checksum 16
                older u32, newer u32 (LRU of its pool and slot size) | pool u16 | last use u32 s | expiry u32 s
@@ -6,10 +7,11 @@
     table:     record numbers by mark (`RecordTable`), at most 3/4 full
     slots:     the owner of each, u32
 
-A page is found by its namespace and its whole prefix hash. The mark, 32 bits of Python's own hash of
-it with the namespace's number, is the place in the table and spares most comparisons; it is keyed anew in each
-process, so hashes that are alike (counters, say) do not crowd one place of the table. Record 0 is no record.
-Pure: no I/O, no clock; not thread-safe, the disk tier's lock guards it.
+A page is found by its namespace and its whole prefix hash. The mark, 32 bits of Python's own hash
+of it with the namespace's number, is the place in the table and spares most comparisons; it is
+keyed anew in each process, so hashes that are alike (counters, say) do not crowd one place of the
+table. Record 0 is no record. Pure: no I/O, no clock; not thread-safe, the disk tier's lock guards
+it.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ _WIDTH_STEP = 8
 
 
 class Segment:
-    """`places`: record numbers, 0 is none. `depth`: how many bits its records' marks have in common."""
+    """`places`: record numbers, 0 is none.
+
+    `depth`: how many bits its records' marks have in common.
+    """
 
     __slots__ = ("count", "depth", "places")
 
@@ -55,8 +60,8 @@ class Segment:
 
 
 class RecordTable:
-    """Record numbers by a 32-bit mark: open addressing in segments of 1,024 places, of which one is split when it is
-    full, and no other is touched (extendible hashing, Fagin et al. 1979).
+    """Record numbers by a 32-bit mark: open addressing in segments of 1,024 places, of which one is
+    split when it is full, and no other is touched (extendible hashing, Fagin et al. 1979).
 
         mark:  | place in the segment, 10 bits | ... | segment, as many bits as there are segments |
 
@@ -129,7 +134,9 @@ class RecordTable:
             hole = (hole + 1) & PLACE_MASK
         place = (hole + 1) & PLACE_MASK
         while moved := places[place]:
-            if (place - (self._mark_of(moved) >> PLACE_SHIFT)) & PLACE_MASK >= (place - hole) & PLACE_MASK:
+            if (place - (self._mark_of(moved) >> PLACE_SHIFT)) & PLACE_MASK >= (
+                place - hole
+            ) & PLACE_MASK:
                 places[hole] = moved
                 hole = place
             place = (place + 1) & PLACE_MASK
@@ -162,8 +169,9 @@ class Hashes:
         block b    BLOCK_COUNT places of `width` bytes: the hashes of records b x BLOCK_COUNT ...
         lengths    one byte a record: what of its place is hash
 
-    Engines choose the length of their hashes, and one engine has one length, so a block is as wide as
-    its longest hash and no wider. Whole, because hashes of which a part is equal are different pages.
+    Engines choose the length of their hashes, and one engine has one length, so a block is as wide
+    as its longest hash and no wider. Whole, because hashes of which a part is equal are different
+    pages.
     """
 
     def __init__(self) -> None:
@@ -198,7 +206,9 @@ class Hashes:
 
 
 def _widened(block: bytearray, width: int) -> bytearray:
-    """The same hashes in wider places, column by column: at most 64 copies, whatever the block holds."""
+    """The same hashes in wider places, column by column: at most 64 copies, whatever the block
+    holds.
+    """
     wider = bytearray(BLOCK_COUNT * width)
     was = len(block) // BLOCK_COUNT
     for column in range(was):
@@ -215,7 +225,9 @@ class DiskCounters:
     pages_read_in_part: int = 0  # for ranges of them; their bytes are in nbytes_read, too
     pages_evicted: int = 0
     pages_corrupt: int = 0
-    pages_refused: int = 0  # stayed in RAM only: the queue was full, the tier poisoned or full of pins
+    pages_refused: int = (
+        0  # stayed in RAM only: the queue was full, the tier poisoned or full of pins
+    )
     pages_scrubbed: int = 0
     rows_damaged: int = 0
     nbytes_written: int = 0
@@ -223,7 +235,10 @@ class DiskCounters:
 
 
 class PageTable:
-    """Records by key, by slot and by last use. `slots` is the region of the disk they lie in."""
+    """Records by key, by slot and by last use.
+
+    `slots` is the region of the disk they lie in.
+    """
 
     def __init__(self, region_nbytes: int, extent_nbytes: int) -> None:
         self.slots = SlotAllocator(region_nbytes, extent_nbytes, _no_records, BLOCK_SLOTS_MIN)
@@ -258,7 +273,11 @@ class PageTable:
         mark = (hash(prefix_hash) ^ namespace * _MIX) & _MARK_MASK
         places, place = table.segments[mark & table.mask].places, mark >> PLACE_SHIFT
         while record := places[place]:
-            if marks[record] == mark and self._namespace[record] == namespace and matches(record, prefix_hash):
+            if (
+                marks[record] == mark
+                and self._namespace[record] == namespace
+                and matches(record, prefix_hash)
+            ):
                 return record
             place = (place + 1) & PLACE_MASK
         return 0
@@ -269,7 +288,9 @@ class PageTable:
     # ---- a record's life -----------------------------------------------------------------
 
     def reserve(self, namespace: int, prefix_hash: bytes, slot_nbytes: int) -> int:
-        """A busy record with a slot, not yet to be found; 0 if no slot is free, or its tenant is at its quota."""
+        """A busy record with a slot, not yet to be found; 0 if no slot is free, or its tenant is at
+        its quota.
+        """
         account = self.account_of(namespace)
         if account.full_for(slot_nbytes):
             return 0
@@ -284,8 +305,9 @@ class PageTable:
         return record
 
     def restore(self, row: PageRow) -> bool:
-        """Takes in a page of an earlier run, to be found after `restored`; False if its slot is taken or
-        impossible. The keys of rows are distinct, so it is not looked for."""
+        """Takes in a page of an earlier run, to be found after `restored`; False if its slot is
+        taken or impossible. The keys of rows are distinct, so it is not looked for.
+        """
         record = self._new(row.namespace, row.prefix_hash)
         if not self.slots.claim(row.slot_nbytes, row.offset, record):
             self._free.append(record)
@@ -298,8 +320,11 @@ class PageTable:
         return True
 
     def restored(self) -> None:
-        """Orders all that was restored by its last use, and makes it found. Until here nothing of a row
-        is kept but in the arrays: a million small objects would leave the heap full of holes."""
+        """Orders all that was restored by its last use, and makes it found.
+
+        Until here nothing of a row is kept but in the arrays: a million small objects would leave
+        the heap full of holes.
+        """
         self.slots.claimed()
         self._table.expect(self.count)
         by_size: dict[int, array[int]] = {}
@@ -349,7 +374,10 @@ class PageTable:
         self._release(record)
 
     def remove(self, record: int) -> None:
-        """Forgets a published record. Its slot is free at once, or when the last use of it ends."""
+        """Forgets a published record.
+
+        Its slot is free at once, or when the last use of it ends.
+        """
         self._order.block_of(record).used_sum -= self._used_s[record]
         self._order.withdraw(record)
         self._give(record)
@@ -361,7 +389,9 @@ class PageTable:
             self._release(record)
 
     def _give(self, record: int) -> None:
-        """To its tenant: what is being read a moment longer is nobody's, for its number may be another namespace's."""
+        """To its tenant: what is being read a moment longer is nobody's, for its number may be
+        another namespace's.
+        """
         self.account_of(self._namespace[record]).give(self._order.block_of(record).kind.slot_nbytes)
 
     def _release(self, record: int) -> None:
@@ -388,7 +418,11 @@ class PageTable:
 
     def is_published(self, record: int, namespace: int) -> bool:
         """Whether a record number is a page of this namespace that can be found."""
-        return record < self.number_end and self._namespace[record] == namespace and self.can_be_found(record)
+        return (
+            record < self.number_end
+            and self._namespace[record] == namespace
+            and self.can_be_found(record)
+        )
 
     def can_be_found(self, record: int) -> bool:
         """Whether it is a page's: published and not removed."""
@@ -406,7 +440,10 @@ class PageTable:
         self._order.touch(record, now_s)
 
     def pin(self, record: int, until_s: int) -> None:
-        """A pinned record can not go; when its pin ends it is the newest. `until_s` 0 ends the pin."""
+        """A pinned record can not go; when its pin ends it is the newest.
+
+        `until_s` 0 ends the pin.
+        """
         self._order.pin(record, until_s)
 
     def check_pins(self, records: Iterable[int]) -> None:
@@ -414,20 +451,29 @@ class PageTable:
         self._order.check_pins(records)
 
     def victims(self, namespace: int, slot_nbytes: int, now_s: int) -> list[int]:
-        """Records whose removal helps to free a slot of this size for this namespace: if none is free then, ask again.
-        Empty if nothing may go."""
+        """Records whose removal helps to free a slot of this size for this namespace: if none is
+        free then, ask again. Empty if nothing may go.
+        """
         return self._order.victims(self.account_of(namespace), slot_nbytes, now_s)
 
     # ---- quotas --------------------------------------------------------------------------
 
     def strays(self, first: int, end: int) -> list[tuple[int, int]]:
-        """(last use, record) of those from `first` on whose tenant has got another pool; those used last first."""
-        found = (record for record in range(first, end) if record in self._table and self._order.is_stray(record))
+        """(last use, record) of those from `first` on whose tenant has got another pool; those used
+        last first.
+        """
+        found = (
+            record
+            for record in range(first, end)
+            if record in self._table and self._order.is_stray(record)
+        )
         return sorted(((self._used_s[record], record) for record in found), reverse=True)
 
     def regroup(self, record: int, used_s: int) -> None:
-        """A stray goes to its pool, if it is one still. From the one used last to the one used first they keep their
-        order."""
+        """A stray goes to its pool, if it is one still.
+
+        From the one used last to the one used first they keep their order.
+        """
         if record in self._table and self._order.is_stray(record):
             self._order.regroup(record, used_s)
 
@@ -454,7 +500,9 @@ class PageTable:
         return self._order.pinned_until_s(record)
 
     def records(self) -> Iterator[int]:
-        """Published records: those that can not go now, then those of every size, oldest first within a size."""
+        """Published records: those that can not go now, then those of every size, oldest first
+        within a size.
+        """
         return self._order.records()
 
     def check(self) -> list[str]:
@@ -465,16 +513,24 @@ class PageTable:
             wrong.append(f"{len(published)} records are linked, {self.count} counted")
         wrong += self._table.check(self.count)
         wrong += [
-            f"record {record} is linked but can not be found" for record in published if record not in self._table
+            f"record {record} is linked but can not be found"
+            for record in published
+            if record not in self._table
         ]
         reserved = set(self._busy) - set(published)
         owned = [record for block in self.slots.blocks() for record in block.owners if record]
         if sorted(owned) != sorted([*published, *reserved]):
-            wrong.append(f"{len(owned)} slots are owned, {len(published)} records published, {len(reserved)} reserved")
+            wrong.append(
+                f"{len(owned)} slots are owned, {len(published)} records published, {len(reserved)} reserved"
+            )
         for block in self.slots.blocks():
-            total = sum(self._used_s[record] for record in block.owners if record and record not in reserved)
+            total = sum(
+                self._used_s[record] for record in block.owners if record and record not in reserved
+            )
             if total != block.used_sum:
-                wrong.append(f"disk block {block.start}: last uses sum to {total}, recorded {block.used_sum}")
+                wrong.append(
+                    f"disk block {block.start}: last uses sum to {total}, recorded {block.used_sum}"
+                )
         found: dict[str, dict[int, int]] = {}
         for record in owned:
             if record not in self._doomed:

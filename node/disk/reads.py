@@ -3,13 +3,15 @@
     begin -> read -> (bytes, checksum)       the record is in use from `begin` on: its place on disk stays as it is
     borrow -> verify
 
-Any thread; bytes are read and hashed without a lock. What is not what was written is dropped, counted and never
-returned. Of a part the leaf is made of what was read; the other leaves are in the page's row, and all of them
-together must give the checksum, so neither a damaged part nor another page's row passes.
+Any thread; bytes are read and hashed without a lock. What is not what was written is dropped,
+counted and never returned. Of a part the leaf is made of what was read; the other leaves are in the
+page's row, and all of them together must give the checksum, so neither a damaged part nor another
+page's row passes.
 
-Nobody can end a read that hangs, and whoever began it waits for it. Others need not begin one: as long as it hangs,
-what is on disk only is not there, and is computed anew, which is sooner done. A large page is read in pieces, each
-with its own time, and what is done with them here, hashing say, is no time of the disk.
+Nobody can end a read that hangs, and whoever began it waits for it. Others need not begin one: as
+long as it hangs, what is on disk only is not there, and is computed anew, which is sooner done. A
+large page is read in pieces, each with its own time, and what is done with them here, hashing say,
+is no time of the disk.
 """
 
 import contextlib
@@ -32,9 +34,13 @@ from node.memory.promotion import PartialPage
 
 log = logging.getLogger(__name__)
 
-HANGS_S = 2.0  # a read of a piece takes milliseconds, and on a disk with much to do tenths of a second
+HANGS_S = (
+    2.0  # a read of a piece takes milliseconds, and on a disk with much to do tenths of a second
+)
 PIECE_NBYTES = 4 << 20  # at once into a slot: larger ones are hardly faster
-FOUND_AT_ONCE = 256  # keys looked up under one lock, for which others may wait who have the RAM tier's
+FOUND_AT_ONCE = (
+    256  # keys looked up under one lock, for which others may wait who have the RAM tier's
+)
 VERIFIED_NBYTES = 1 << 20  # at once beside the arena: all the memory that a verify takes
 
 
@@ -45,12 +51,27 @@ class Read:
         self._begin = begin
         self._end = end
 
-    def page(self, files: PageFiles, place: DiskLocation, slot: memoryview, page_nbytes: int) -> bytes:
-        """Fill the slot and return the leaves of the page, none if it can not be there. Raises OSError."""
+    def page(
+        self, files: PageFiles, place: DiskLocation, slot: memoryview, page_nbytes: int
+    ) -> bytes:
+        """Fill the slot and return the leaves of the page, none if it can not be there.
+
+        Raises OSError.
+        """
         return leaves(slot[:page_nbytes]) if self._pieces(files, place, 0, slot) else b""
 
-    def parts(self, files: PageFiles, place: DiskLocation, slot: memoryview, parts: PartialPage, known: bytes) -> bytes:
-        """Fill the slot with parts of a page. Return its leaves, those of other parts as they are `known`."""
+    def parts(
+        self,
+        files: PageFiles,
+        place: DiskLocation,
+        slot: memoryview,
+        parts: PartialPage,
+        known: bytes,
+    ) -> bytes:
+        """Fill the slot with parts of a page.
+
+        Return its leaves, those of other parts as they are `known`.
+        """
         at, found = 0, bytearray(known)
         for start, end in parts.runs:
             if not self._pieces(files, place, start, slot[at : at + end - start]):
@@ -66,7 +87,9 @@ class Read:
     def leaves(self, files: PageFiles, place: DiskLocation, page_nbytes: int) -> bytes:
         """Return the leaves of a page that is read only to be verified."""
         end, found = slot_nbytes(page_nbytes), Leaves(page_nbytes)
-        memory = memoryview(mmap.mmap(-1, min(end, VERIFIED_NBYTES)))  # page-aligned, as O_DIRECT needs it
+        memory = memoryview(
+            mmap.mmap(-1, min(end, VERIFIED_NBYTES))
+        )  # page-aligned, as O_DIRECT needs it
         for start in range(0, end, VERIFIED_NBYTES):
             view = memory[: end - start]
             if not self._piece(files, place, start, view):
@@ -91,15 +114,19 @@ class Read:
 
 
 class Reads:
-    """Reads that are under way, and whether one of them hangs. Thread-safe.
+    """Reads that are under way, and whether one of them hangs.
 
-    Nobody can end a read that hangs, and whoever began it waits for it. Others need not begin one: as
-    long as it hangs, what is on disk only is not there, and is computed anew, which is sooner done. A
-    large page is read in pieces, each with its own time, and what is done with them here, hashing say,
-    is no time of the disk. `ended(record)` is called behind each read.
+    Thread-safe.
+
+    Nobody can end a read that hangs, and whoever began it waits for it. Others need not begin one:
+    as long as it hangs, what is on disk only is not there, and is computed anew, which is sooner
+    done. A large page is read in pieces, each with its own time, and what is done with them here,
+    hashing say, is no time of the disk. `ended(record)` is called behind each read.
     """
 
-    def __init__(self, ended: Callable[[int], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, ended: Callable[[int], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._ended = ended
         self._clock = clock
         self._lock = threading.Lock()
@@ -135,13 +162,17 @@ class Reads:
                 return False
             first, self._told = oldest is not self._told, oldest
         if first:
-            log.error("a read from disk has taken %g s: until it ends, pages on disk are misses", HANGS_S)
+            log.error(
+                "a read from disk has taken %g s: until it ends, pages on disk are misses", HANGS_S
+            )
         return True
 
 
 class Reading:
-    """Part of the disk tier, under its `lock`. `find` gives the record of a key, with the lock held; `blame` is told
-    of errors of the disk."""
+    """Part of the disk tier, under its `lock`.
+
+    `find` gives the record of a key, with the lock held; `blame` is told of errors of the disk.
+    """
 
     def __init__(
         self,
@@ -170,7 +201,10 @@ class Reading:
         return self._reads.hang
 
     def begin(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> dict[bytes, int]:
-        """Return records of the pages that are here. Their slots stay as they are until `read` or `end`."""
+        """Return records of the pages that are here.
+
+        Their slots stay as they are until `read` or `end`.
+        """
         if self.hang:
             return {}
         found: dict[bytes, int] = {}
@@ -201,7 +235,9 @@ class Reading:
                 self._places.pop(record, None)
 
     def read(self, record: int, page: Page) -> bool:
-        """Read a record into the page's slot and end the use of the record. False: a miss.
+        """Read a record into the page's slot and end the use of the record.
+
+        False: a miss.
 
         If the bytes are not what was written, the page is gone from the disk.
         """
@@ -227,8 +263,10 @@ class Reading:
             return intact
 
     def _fill(self, read: Read, page: Page, place: DiskLocation, key: bytes) -> bytes | None:
-        """Fills the slot; the leaves of the page that is there, none if it can not be there. None: its row has gone
-        meanwhile, or can not be had now."""
+        """Fills the slot; the leaves of the page that is there, none if it can not be there.
+
+        None: its row has gone meanwhile, or can not be had now.
+        """
         space = page.namespace
         slot = self._view(page.offset, space.slot_nbytes)
         if not isinstance(space, PartialPage):
@@ -253,7 +291,9 @@ class Reading:
     def _quarantine(self, record: int, digest: bytes, prefix_hash: bytes) -> None:
         """Count, log and forget a page whose bytes are not what was written."""
         self._counters.pages_corrupt += 1
-        log.error("page %s of namespace %s is damaged on disk; dropped", short(prefix_hash), digest.hex())
+        log.error(
+            "page %s of namespace %s is damaged on disk; dropped", short(prefix_hash), digest.hex()
+        )
         if self._records.can_be_found(record):
             self._index.forget(record)
 
@@ -272,10 +312,17 @@ class Reading:
         """Return the page of a key, in use until `verify`; None if it is not on disk."""
         with self._lock:
             record = self._find(digest, prefix_hash)
-            return self._index.borrow(record, self._index.spaces.known(digest), prefix_hash) if record else None
+            return (
+                self._index.borrow(record, self._index.spaces.known(digest), prefix_hash)
+                if record
+                else None
+            )
 
     def verify(self, borrowed: Borrowed) -> bool:
-        """Read a page, and drop it if it is damaged. End the use of the record. Raises OSError."""
+        """Read a page, and drop it if it is damaged.
+
+        End the use of the record. Raises OSError.
+        """
         record, space, prefix_hash, place, expected = borrowed
         with self._reads.of(record) as read:
             try:

@@ -1,4 +1,6 @@
-"""Keep the truth about what is on disk: small rows in RocksDB. The only file that imports rocksdict.
+"""Keep the truth about what is on disk: small rows in RocksDB.
+
+The only file that imports rocksdict.
 
     "F"                                   format version, extent bytes, and of an encrypted directory
                                           the mark of its key: "5 67108864 1f0ac5d2"
@@ -21,7 +23,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from rocksdict import BottommostLevelCompaction, CompactOptions, DBCompressionType, Options, Rdict, WriteBatch
+from rocksdict import (
+    BottommostLevelCompaction,
+    CompactOptions,
+    DBCompressionType,
+    Options,
+    Rdict,
+    WriteBatch,
+)
 
 from kvstore.checksum import CHECKSUM_NBYTES, LEAF_SUM_NBYTES, row_checksum
 from kvstore.errors import ConfigError
@@ -44,8 +53,11 @@ _NO_THREAD = "can't start new thread"  # all that Python says about it
 
 
 class PageRow(NamedTuple):
-    """A page on disk. Times in seconds since the epoch; `expiry_s` 0: it has no time to live. `leaves`: of a page
-    that has several, so that a part of it can be verified (`kvstore.checksum.kept`)."""
+    """A page on disk.
+
+    Times in seconds since the epoch; `expiry_s` 0: it has no time to live. `leaves`: of a page that
+    has several, so that a part of it can be verified (`kvstore.checksum.kept`).
+    """
 
     namespace: int
     prefix_hash: bytes
@@ -64,14 +76,18 @@ class PageRow(NamedTuple):
     def is_expired(self, now_s: int) -> bool:
         """Return whether its time to live is over.
 
-        A row from the future counts as expired, because its age is unknown: the clock of the run that wrote it
-        was ahead, or this one's is behind.
+        A row from the future counts as expired, because its age is unknown: the clock of the run
+        that wrote it was ahead, or this one's is behind.
         """
-        return self.expiry_s > 0 and (self.expiry_s <= now_s or self.stored_s > now_s + CLOCK_STEP_S)
+        return self.expiry_s > 0 and (
+            self.expiry_s <= now_s or self.stored_s > now_s + CLOCK_STEP_S
+        )
 
     def value(self) -> bytes:
         assert len(self.checksum) == CHECKSUM_NBYTES
-        head = _HEAD.pack(self.offset, self.slot_nbytes, self.stored_s, self.used_s, self.expiry_s, self.checksum)
+        head = _HEAD.pack(
+            self.offset, self.slot_nbytes, self.stored_s, self.used_s, self.expiry_s, self.checksum
+        )
         body = head + self.leaves
         return body + row_checksum(self.key + body)
 
@@ -98,7 +114,9 @@ def parse_page_row(key: bytes, value: bytes) -> PageRow | None:
     body_fits = len(body) >= _HEAD.size and len(leaves) % LEAF_SUM_NBYTES == 0
     if not hash_fits or not body_fits or row_checksum(key + body) != mark:
         return None
-    return PageRow._make((int.from_bytes(key[1:3], "big"), prefix_hash, *_HEAD.unpack_from(body), leaves))
+    return PageRow._make(
+        (int.from_bytes(key[1:3], "big"), prefix_hash, *_HEAD.unpack_from(body), leaves)
+    )
 
 
 def page_at(key: bytes, pages: Iterable[tuple[bytes, bytes]]) -> PageRow | None:
@@ -108,8 +126,12 @@ def page_at(key: bytes, pages: Iterable[tuple[bytes, bytes]]) -> PageRow | None:
     return None
 
 
-def hashes_of(pages: Iterable[tuple[bytes, bytes]], number: int, key_prefix: bytes, after: bytes) -> Iterator[bytes]:
-    """Hashes of the pages of a namespace, in order, that start with `key_prefix` and are above `after`."""
+def hashes_of(
+    pages: Iterable[tuple[bytes, bytes]], number: int, key_prefix: bytes, after: bytes
+) -> Iterator[bytes]:
+    """Hashes of the pages of a namespace, in order, that start with `key_prefix` and are above
+    `after`.
+    """
     for key, value in pages:
         row = parse_page_row(key, value)
         if row is None:
@@ -125,8 +147,10 @@ def format_row(extent_nbytes: int, key_mark: str = "") -> bytes:
 
 
 def stored_extents(found: bytes, wanted_nbytes: int, keep_own: bool, key_mark: str = "") -> int:
-    """Bytes of the extents that the rows are about, by their format row; with `keep_own` other ones than are wanted
-    will do. Raises ConfigError for those that will not, for another format, and for another key's mark."""
+    """Bytes of the extents that the rows are about, by their format row; with `keep_own` other ones
+    than are wanted will do. Raises ConfigError for those that will not, for another format, and for
+    another key's mark.
+    """
     version, nbytes, mark = [*found.decode(errors="replace").split(" ", 2), "", ""][:3]
     if version != str(FORMAT_VERSION):
         raise ConfigError(
@@ -153,15 +177,20 @@ def pairs(namespaces: dict[int, bytes], pages: Iterable[PageRow]) -> list[tuple[
 
 
 class Rows:
-    """An open row database. Raises OSError where the disk fails.
+    """An open row database.
+
+    Raises OSError where the disk fails.
 
     `extent_nbytes`: of the extents that the rows are about.
     """
 
-    def __init__(self, directory: Path, extent_nbytes: int, keep_own: bool = False, key_mark: str = "") -> None:
-        """`extent_nbytes` is for new rows; with `keep_own`, older ones may be about extents of another
-        size. Raises ConfigError if they are otherwise, have a key with another mark, or were written in another
-        format."""
+    def __init__(
+        self, directory: Path, extent_nbytes: int, keep_own: bool = False, key_mark: str = ""
+    ) -> None:
+        """`extent_nbytes` is for new rows; with `keep_own`, older ones may be about extents of
+        another size. Raises ConfigError if they are otherwise, have a key with another mark, or
+        were written in another format.
+        """
         options = Options(raw_mode=True)
         options.create_if_missing(True)
         options.set_compression_type(DBCompressionType.none())
@@ -180,12 +209,17 @@ class Rows:
             self._db.close()
             raise
 
-    def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None:
+    def write(
+        self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]
+    ) -> None:
         """All or nothing: new namespaces, new pages, keys that are gone."""
         self.put(pairs(namespaces, pages), gone)
 
     def put(self, new: Iterable[tuple[bytes, bytes]], gone: Iterable[bytes]) -> None:
-        """The same, packed. First the keys that are gone: a number or a page may be there anew."""
+        """The same, packed.
+
+        First the keys that are gone: a number or a page may be there anew.
+        """
         batch = WriteBatch(raw_mode=True)
         for key in gone:
             batch.delete(key)
@@ -201,8 +235,11 @@ class Rows:
             self._db.flush_wal(True)
 
     def purge(self, needles: Sequence[bytes]) -> int:
-        """Rewrites everything without what was deleted, and without logs of before. In how many files one of the
-        needles is found all the same: those that RocksDB is about to delete get a moment."""
+        """Rewrites everything without what was deleted, and without logs of before.
+
+        In how many files one of the needles is found all the same: those that RocksDB is about to
+        delete get a moment.
+        """
         everything = CompactOptions()
         everything.set_bottommost_level_compaction(BottommostLevelCompaction.force())
         with _DiskErrors():
@@ -255,14 +292,19 @@ def _locked(mark: str, key_mark: str) -> str:
             "was made without encryption; start without encrypt_key_file and encrypt_key_command, name another "
             "directory, or delete it (what is in it can be computed again)"
         )
-    return (
-        f"is encrypted with key {mark}, the key given is {key_mark}; give that of this directory, or name another one"
-    )
+    return f"is encrypted with key {mark}, the key given is {key_mark}; give that of this directory, or name another one"
 
 
 def numbered(rows: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """(number, value) of rows of namespaces. A key of another length nobody wrote."""
-    return ((int.from_bytes(key[1:], "big"), value) for key, value in rows if len(key) == len(namespace_key(0)))
+    """(number, value) of rows of namespaces.
+
+    A key of another length nobody wrote.
+    """
+    return (
+        (int.from_bytes(key[1:], "big"), value)
+        for key, value in rows
+        if len(key) == len(namespace_key(0))
+    )
 
 
 def files_with(directory: Path, needles: Sequence[bytes]) -> int:
@@ -288,26 +330,43 @@ class _DiskErrors:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if kind is not None and kind.__module__ in ("builtins", "rocksdict") and type(error) is Exception:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if (
+            kind is not None
+            and kind.__module__ in ("builtins", "rocksdict")
+            and type(error) is Exception
+        ):
             code = code_in(str(error))
-            raise (OSError(code, f"rows: {error}") if code else OSError(f"rows: {error}")) from error
+            raise (
+                OSError(code, f"rows: {error}") if code else OSError(f"rows: {error}")
+            ) from error
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Of descriptors, memory or threads. The disk is not to blame, and a moment later there may be enough."""
+    """Of descriptors, memory or threads.
+
+    The disk is not to blame, and a moment later there may be enough.
+    """
     if isinstance(error, OSError):
         return error.errno in CODES
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_THREAD in str(error))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and _NO_THREAD in str(error)
+    )
 
 
 def code_in(text: str) -> int | None:
-    """The code of the shortage that a text is about: RocksDB tells of an error of the system in words."""
+    """The code of the shortage that a text is about: RocksDB tells of an error of the system in
+    words.
+    """
     return next((code for code in CODES if os.strerror(code) in text), None)
 
 
 class Shortages:
-    """What the node itself has run out of, as opposed to a failing disk: a line in the log now and then."""
+    """What the node itself has run out of, as opposed to a failing disk: a line in the log now and
+    then.
+    """
 
     def __init__(self) -> None:
         self._tell_again = 0.0
@@ -315,4 +374,8 @@ class Shortages:
     def tell(self, doing: str, error: BaseException) -> None:
         if time.monotonic() >= self._tell_again:
             self._tell_again = time.monotonic() + LOG_S
-            log.warning("disk tier, %s: the node is short of memory, descriptors or threads: %r", doing, error)
+            log.warning(
+                "disk tier, %s: the node is short of memory, descriptors or threads: %r",
+                doing,
+                error,
+            )

@@ -22,10 +22,14 @@ class ScrubResult(NamedTuple):
     next_cursor: bytes
 
 
-def scrub(disk: DiskTier, cursor: bytes, nbytes_max: int, enough: Callable[[], bool] = lambda: False) -> ScrubResult:
+def scrub(
+    disk: DiskTier, cursor: bytes, nbytes_max: int, enough: Callable[[], bool] = lambda: False
+) -> ScrubResult:
     """Reads and verifies pages on disk from the row key `cursor` on, in the order of their keys,
-    until `nbytes_max` bytes are read or it is `enough`. Damaged pages are dropped. Raises OSError if the tier is
-    poisoned, or now is: what was not read is not said to be intact; Exhausted if the disk hangs."""
+    until `nbytes_max` bytes are read or it is `enough`. Damaged pages are dropped. Raises OSError
+    if the tier is poisoned, or now is: what was not read is not said to be intact; Exhausted if the
+    disk hangs.
+    """
     intact = damaged = nbytes = 0
     for key, value in disk.rows.pages(cursor or b"P"):
         if nbytes >= nbytes_max or enough():
@@ -73,7 +77,11 @@ class Scrubber:
             except Exhausted:  # the disk hangs, which is no fault of its pages
                 result = None
             cursor = result.next_cursor if result else b""
-            pause_s = max(STEP_S, result.nbytes / self._nbytes_per_s) if cursor and result else ROUND_PAUSE_S
+            pause_s = (
+                max(STEP_S, result.nbytes / self._nbytes_per_s)
+                if cursor and result
+                else ROUND_PAUSE_S
+            )
 
     def stop(self) -> None:
         self._stop.set()

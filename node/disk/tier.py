@@ -3,9 +3,9 @@
     find                                                        any thread; a short lock, no rows
     store                                                       the writer thread: slot, bytes, row
 
-A page is found only after its row is written; a row is deleted no later than its slot is given to another page, in
-the same batch or before. An error of the disk poisons the tier: nothing is found or written any more, RAM serves on,
-and the node says why, until `recover` or a restart.
+A page is found only after its row is written; a row is deleted no later than its slot is given to
+another page, in the same batch or before. An error of the disk poisons the tier: nothing is found
+or written any more, RAM serves on, and the node says why, until `recover` or a restart.
 """
 
 import heapq
@@ -49,8 +49,11 @@ class Dropped(NamedTuple):
 
 
 class DiskTier(LocalTier):
-    """Thread-safe. `view(offset, nbytes)` is the arena's memory; `clock_s` gives whole seconds since the epoch;
-    `vault` has the keys. The `place` of a source is a record that is in use."""
+    """Thread-safe.
+
+    `view(offset, nbytes)` is the arena's memory; `clock_s` gives whole seconds since the epoch;
+    `vault` has the keys. The `place` of a source is a record that is in use.
+    """
 
     reads_parts = True
 
@@ -65,7 +68,9 @@ class DiskTier(LocalTier):
         self._directory = directory
         self._view = view
         self.rows, self.files = directory.rows, directory.files
-        self.records = records = PageTable(directory.extent_count * directory.extent_nbytes, directory.extent_nbytes)
+        self.records = records = PageTable(
+            directory.extent_count * directory.extent_nbytes, directory.extent_nbytes
+        )
         self.poisoned = ""
         self.on_health: Callable[[bool], None] = lambda healthy: None
         self._restored = False
@@ -78,15 +83,27 @@ class DiskTier(LocalTier):
         self.counters = self._index.counters
         self.reading = Reading(self._lock, self._index, directory, view, self._find, self.blame)
         self.writer = DiskWriter(
-            self.counters, self.has_room, self._write, self.blame, lambda: bool(self.poisoned), queue_nbytes_max
+            self.counters,
+            self.has_room,
+            self._write,
+            self.blame,
+            lambda: bool(self.poisoned),
+            queue_nbytes_max,
         )
 
     def restore(
-        self, open_namespace: Callable[[Namespace, bytes], object], pulse: Callable[[], None] = lambda: None
+        self,
+        open_namespace: Callable[[Namespace, bytes], object],
+        pulse: Callable[[], None] = lambda: None,
     ) -> None:
-        """Takes in the rows of an earlier run; page bytes are not read. `pulse` is called now and then and
-        may raise to end it. Raises OSError."""
-        problems = [self._index.restore_namespace(number, message) for number, message in self.rows.namespaces()]
+        """Takes in the rows of an earlier run; page bytes are not read.
+
+        `pulse` is called now and then and may raise to end it. Raises OSError.
+        """
+        problems = [
+            self._index.restore_namespace(number, message)
+            for number, message in self.rows.namespaces()
+        ]
         now_s = self._clock_s()
         for count, (key, value) in enumerate(self.rows.all_pages()):
             if count % PULSE_ROWS == 0:
@@ -102,7 +119,11 @@ class DiskTier(LocalTier):
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """Return which of the pages can be had: none while a read hangs."""
-        return [False] * len(prefix_hashes) if self.reading.hang else self._on_disk(digest, prefix_hashes)
+        return (
+            [False] * len(prefix_hashes)
+            if self.reading.hang
+            else self._on_disk(digest, prefix_hashes)
+        )
 
     def _on_disk(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         with self._lock:
@@ -133,16 +154,24 @@ class DiskTier(LocalTier):
             return self._index.info(record, self._clock_s()) if record else None
 
     def list_hashes(self, digest: bytes, key_prefix: bytes, after: bytes) -> Iterator[bytes]:
-        """Prefix hashes in order, from the rows. A row whose page was forgotten meanwhile is left out."""
+        """Prefix hashes in order, from the rows.
+
+        A row whose page was forgotten meanwhile is left out.
+        """
         number = self._index.spaces.known(digest)
         if not number or self.poisoned:
             return
-        for prefix_hash in hashes_of(self._pages(page_key(number, max(key_prefix, after))), number, key_prefix, after):
+        for prefix_hash in hashes_of(
+            self._pages(page_key(number, max(key_prefix, after))), number, key_prefix, after
+        ):
             if self._on_disk(digest, [prefix_hash])[0]:
                 yield prefix_hash
 
     def _pages(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yield rows as far as they can be read. Raises Exhausted if the disk hangs."""
+        """Yield rows as far as they can be read.
+
+        Raises Exhausted if the disk hangs.
+        """
         try:
             yield from self.rows.pages(start)
         except OSError as error:
@@ -179,8 +208,8 @@ class DiskTier(LocalTier):
     ) -> None:
         """Read one page after the other, a chain's tail first, so that its head ends up newest.
 
-        The deadline is not looked at: a read that hangs is known to (`reads`), and others finish a page that others
-        may wait for.
+        The deadline is not looked at: a read that hangs is known to (`reads`), and others finish a
+        page that others may wait for.
         """
         left = list(loads)
         try:
@@ -194,17 +223,25 @@ class DiskTier(LocalTier):
     # ---- forget --------------------------------------------------------------------------
 
     def remove(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """True for each that was there. The rows go with the writer's next batch. A poisoned tier forgets
-        too, or the pages would be back when it recovers."""
+        """True for each that was there.
+
+        The rows go with the writer's next batch. A poisoned tier forgets too, or the pages would be
+        back when it recovers.
+        """
         now_s = self._clock_s()
         with self._lock:
-            records = [self._index.find(digest, prefix_hash, now_s) for prefix_hash in prefix_hashes]
+            records = [
+                self._index.find(digest, prefix_hash, now_s) for prefix_hash in prefix_hashes
+            ]
             for record in filter(None, records):
                 self._index.forget(record)
             return [record > 0 for record in records]
 
     def remove_namespace(self, digest: bytes) -> int:
-        """Forget every page of a namespace, and return how many. Others are served meanwhile."""
+        """Forget every page of a namespace, and return how many.
+
+        Others are served meanwhile.
+        """
         removed, first = 0, 1
         while first < self.records.number_end:
             with self._lock:
@@ -218,8 +255,9 @@ class DiskTier(LocalTier):
         return self._index.spaces.encrypted
 
     def drop_spaces(self, digests: Sequence[bytes]) -> Dropped:
-        """Forgets namespaces, rows and keys and all, and makes sure that nothing of them is in the rows' files. Raises
-        OSError."""
+        """Forgets namespaces, rows and keys and all, and makes sure that nothing of them is in the
+        rows' files. Raises OSError.
+        """
         with self._io:
             with self._lock:
                 numbers = set(map(self._index.spaces.known, digests))
@@ -232,11 +270,18 @@ class DiskTier(LocalTier):
     def spaces_of(self, tenant: str) -> list[bytes]:
         """Return the digests of the namespaces of a tenant."""
         with self._lock:
-            return [value.digest for value in self._index.spaces.values.values() if value.tenant == tenant]
+            return [
+                value.digest
+                for value in self._index.spaces.values.values()
+                if value.tenant == tenant
+            ]
 
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int) -> list[bool]:
-        """Keeps pages on disk for `ttl_s`; True for each that is there. 0 ends pins; True for each pinned.
-        Raises Exhausted, and pins none, if too much would be pinned."""
+        """Keeps pages on disk for `ttl_s`; True for each that is there.
+
+        0 ends pins; True for each pinned. Raises Exhausted, and pins none, if too much would be
+        pinned.
+        """
         with self._lock:
             if self.poisoned:
                 return [False] * len(prefix_hashes)
@@ -253,8 +298,11 @@ class DiskTier(LocalTier):
         return self.writer.offer(pages, urgent)
 
     def set_limits(self, limits: Callable[[str], Limits], promised_nbytes: int) -> None:
-        """`limits` of each tenant, and their bytes all together. What is more than a quota goes when room is needed;
-        pages of a tenant that gets one, or loses it, change their pool while others are served."""
+        """`limits` of each tenant, and their bytes all together.
+
+        What is more than a quota goes when room is needed; pages of a tenant that gets one, or
+        loses it, change their pool while others are served.
+        """
         with self._lock:
             changed = self.records.accounts.set_limits(limits, promised_nbytes)
         if changed:
@@ -265,7 +313,11 @@ class DiskTier(LocalTier):
         strays: list[list[tuple[int, int]]] = []
         for first in range(1, self.records.number_end, REGROUP_LOOKED_AT):
             with self._lock:
-                strays.append(self.records.strays(first, min(first + REGROUP_LOOKED_AT, self.records.number_end)))
+                strays.append(
+                    self.records.strays(
+                        first, min(first + REGROUP_LOOKED_AT, self.records.number_end)
+                    )
+                )
             time.sleep(0)  # else this thread would have the lock again
         moving = heapq.merge(*strays, reverse=True)
         while some := list(islice(moving, REGROUPED)):
@@ -277,7 +329,10 @@ class DiskTier(LocalTier):
     # ---- write: the writer thread only ---------------------------------------------------
 
     def _write(self, pages: Sequence[Page], is_barrier: bool) -> bool:
-        """Store pages, and sync if that is due. Return whether all that came before is safe. Raises OSError."""
+        """Store pages, and sync if that is due.
+
+        Return whether all that came before is safe. Raises OSError.
+        """
         if not pages:
             self.tend()
         if self.poisoned:
@@ -292,7 +347,10 @@ class DiskTier(LocalTier):
         return True
 
     def store(self, pages: Sequence[Page]) -> None:
-        """Write pages and their rows, and delete the rows of removed pages. Raises OSError."""
+        """Write pages and their rows, and delete the rows of removed pages.
+
+        Raises OSError.
+        """
         with self._io:
             self._store(pages)
 
@@ -303,7 +361,9 @@ class DiskTier(LocalTier):
             self._index.make_room_for_spaces()
         try:
             # One may have been offered twice.
-            visible = {(p.namespace.digest, p.prefix_hash): p for p in pages if p.state is State.VISIBLE}
+            visible = {
+                (p.namespace.digest, p.prefix_hash): p for p in pages if p.state is State.VISIBLE
+            }
             for page in visible.values():
                 record = AGAIN
                 while record == AGAIN:  # others have their turn meanwhile
@@ -323,14 +383,19 @@ class DiskTier(LocalTier):
             self._index.publish(reserved, gone, now_s)
 
     def _blank_ends(self, reserved: Sequence[tuple[Page, int]]) -> None:
-        """Behind a page its slot in RAM may have bytes of another one, which are not to come to the disk."""
+        """Behind a page its slot in RAM may have bytes of another one, which are not to come to the
+        disk.
+        """
         for page, _ in reserved:
             end, slot_nbytes = page.namespace.page_nbytes, page.namespace.slot_nbytes
             if end < slot_nbytes:
                 self._view(page.offset + end, slot_nbytes - end)[:] = bytes(slot_nbytes - end)
 
     def _write_rows(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> list[bytes]:
-        """Write rows in batches, of which all but the last only delete. Return keys of pages that the last deleted."""
+        """Write rows in batches, of which all but the last only delete.
+
+        Return keys of pages that the last deleted.
+        """
         while True:
             with self._lock:
                 batch = self._index.take_batch(reserved, now_s)
@@ -362,8 +427,9 @@ class DiskTier(LocalTier):
         return self._index.medium.pending
 
     def sync(self) -> None:
-        """All that `store` did before survives power loss when this returns: bytes first, then rows.
-        Raises OSError; then nobody knows what of it is on the medium."""
+        """All that `store` did before survives power loss when this returns: bytes first, then
+        rows. Raises OSError; then nobody knows what of it is on the medium.
+        """
         with self._io:
             self._sync()
 
@@ -404,13 +470,19 @@ class DiskTier(LocalTier):
             self.poison(f"internal error: {error!r}")
 
     def tend(self) -> None:
-        """Check that the disk's I/O process is still there. The writer does it when it is idle."""
+        """Check that the disk's I/O process is still there.
+
+        The writer does it when it is idle.
+        """
         trouble = self._directory.trouble()
         if trouble:
             self.poison(trouble)
 
     def recover(self) -> None:
-        """Use the disk again, after a trial. Raises OSError, and stays poisoned, if it fails."""
+        """Use the disk again, after a trial.
+
+        Raises OSError, and stays poisoned, if it fails.
+        """
         if not self._restored:  # a page might be put where one lies that is not known
             raise OSError("the rows could not be read at the start; restart the node")
         if not self._io.acquire(timeout=RECOVER_WAIT_S):
@@ -420,7 +492,10 @@ class DiskTier(LocalTier):
                 forgotten = self._recover()
         finally:
             self._io.release()
-        log.warning("disk tier works again; %d pages that may not have reached the disk were forgotten", forgotten)
+        log.warning(
+            "disk tier works again; %d pages that may not have reached the disk were forgotten",
+            forgotten,
+        )
         self.on_health(True)
 
     def _recover(self) -> int:
@@ -453,5 +528,8 @@ class DiskTier(LocalTier):
             return self.records.check()
 
     def close(self) -> None:
-        """Close the directory. Raises OSError if the rows can not be closed; all else is closed all the same."""
+        """Close the directory.
+
+        Raises OSError if the rows can not be closed; all else is closed all the same.
+        """
         self._directory.close()

@@ -1,19 +1,20 @@
-"""Write pages to disk behind the puts: a bounded queue of pages in RAM, and the one thread that takes them.
+"""Write pages to disk behind the puts: a bounded queue of pages in RAM, and the one thread that
+takes them.
 
     offer -> [ page page page | barrier | page ... ] -> store(batch) -> release -> barrier: sync, pass
        +---> later, while the disk is full ----^
 
 A page in the queue is held in RAM by the tier that offered it, so the queue's bytes are bounded;
-what does not fit stays in RAM only and is counted. Where tenants have quotas, one has no more of the queue than is
-left free: however many of them flood it, another finds room.
+what does not fit stays in RAM only and is counted. Where tenants have quotas, one has no more of
+the queue than is left free: however many of them flood it, another finds room.
 
 As long as the disk has free slots, a page is written at once. On a full disk each new page costs an
 old one its place, so it waits until RAM has turned over by LATER_SHARE of its size since it came:
 RAM and disk then hold different pages, and the node remembers more. Flush, durable puts and the
 stop of a node do not wait.
 
-Barriers are fewer than pages: whoever comes while the last thing in the queue is a barrier waits at that one,
-and one whose waiters have all given up is passed over without a sync.
+Barriers are fewer than pages: whoever comes while the last thing in the queue is a barrier waits at
+that one, and one whose waiters have all given up is passed over without a sync.
 """
 
 import logging
@@ -38,10 +39,11 @@ SIFTED = 4  # deferred pages looked at for each that comes
 
 
 class DeferredWrites:
-    """Pages that wait until RAM has turned over before they go to a full disk, in the order in which they came.
+    """Pages that wait until RAM has turned over before they go to a full disk, in the order in
+    which they came.
 
-    Each has a time when it is due. Those that RAM has evicted meanwhile are sifted out, a few with each that comes, so
-    that no call takes longer the more there are. Not thread-safe.
+    Each has a time when it is due. Those that RAM has evicted meanwhile are sifted out, a few with
+    each that comes, so that no call takes longer the more there are. Not thread-safe.
 
         sifted: oldest ... | pages: not looked at in this round ... newest
     """
@@ -54,7 +56,10 @@ class DeferredWrites:
         return len(self._sifted) + len(self._pages)
 
     def add(self, due: int, page: Page, count_max: int) -> None:
-        """Add a page, due no sooner than the one before. From `count_max` pages on, look for evicted ones."""
+        """Add a page, due no sooner than the one before.
+
+        From `count_max` pages on, look for evicted ones.
+        """
         self._pages.append((due, page))
         if len(self) > count_max:
             for _ in range(SIFTED):
@@ -69,7 +74,10 @@ class DeferredWrites:
                 self._sifted.append(entry)
 
     def first(self) -> tuple[int, Page]:
-        """Return when the first is due, and the page. Raises IndexError if there is none."""
+        """Return when the first is due, and the page.
+
+        Raises IndexError if there is none.
+        """
         return (self._sifted or self._pages)[0]
 
     def pop(self) -> Page:
@@ -78,7 +86,8 @@ class DeferredWrites:
 
 class _Barrier:
     """A place in the queue: `done` when the thread has passed it, `safe` if all before it is on the
-    medium. It carries its own result: the tier may fail, or recover, before a waiter looks."""
+    medium. It carries its own result: the tier may fail, or recover, before a waiter looks.
+    """
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -87,11 +96,13 @@ class _Barrier:
 
 
 class DiskWriter:
-    """Thread-safe. Its lock is taken under the RAM tier's, never the other way round.
+    """Thread-safe.
 
-    `has_room` says whether a page of a namespace can be stored without evicting another. `write(pages, is_barrier)`
-    stores pages, and returns whether all that came before is safe. `blame` is told of errors. `is_stopped`: the disk
-    takes nothing any more.
+    Its lock is taken under the RAM tier's, never the other way round.
+
+    `has_room` says whether a page of a namespace can be stored without evicting another.
+    `write(pages, is_barrier)` stores pages, and returns whether all that came before is safe.
+    `blame` is told of errors. `is_stopped`: the disk takes nothing any more.
     """
 
     def __init__(
@@ -118,13 +129,18 @@ class DiskWriter:
         self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
 
     def start(self, tier: RamTier) -> None:
-        """Start the thread. `tier` is the one whose pages are offered."""
+        """Start the thread.
+
+        `tier` is the one whose pages are offered.
+        """
         self._tier = tier
         self._later_nbytes = int(tier.slots.region_nbytes * LATER_SHARE)
         self._thread.start()
 
     def offer(self, pages: Sequence[Page], urgent: bool) -> int:
-        """Return how many of the pages, from the first on, were taken into the queue. Never waits.
+        """Return how many of the pages, from the first on, were taken into the queue.
+
+        Never waits.
 
         It may come back for the others later, unless they are `urgent`.
         """
@@ -135,7 +151,9 @@ class DiskWriter:
         with self._changed:
             if pages and not urgent and not self._has_room(pages[0].namespace):
                 due = self._tier.eviction.placed_nbytes + self._later_nbytes
-                for page in pages:  # in proportion to RAM, even if the disk hangs and nobody's time comes
+                for (
+                    page
+                ) in pages:  # in proportion to RAM, even if the disk hangs and nobody's time comes
                     self._later.add(due, page, 2 * self._tier.visible_count + LATER_PAGES)
                 if self._is_due():
                     self._changed.notify_all()
@@ -151,7 +169,10 @@ class DiskWriter:
         return taken
 
     def _fits(self, space: Space) -> bool:
-        """Return whether a page fits. One is always taken, or a large one would never be."""
+        """Return whether a page fits.
+
+        One is always taken, or a large one would never be.
+        """
         nbytes, theirs = space.slot_nbytes, self._queued[space.value.tenant]
         left = self._queue_nbytes_max - self.queue_nbytes - nbytes
         if self._tier.eviction.order.accounts.any_limited:
@@ -171,8 +192,10 @@ class DiskWriter:
             return self._changed.wait_for(lambda: self._fits(space), timeout_s)
 
     def flush(self, timeout_s: float, gone: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until all that was offered before is on the medium. False: it took longer, failed, or the caller is
-        `gone`."""
+        """Wait until all that was offered before is on the medium.
+
+        False: it took longer, failed, or the caller is `gone`.
+        """
         end = time.monotonic() + timeout_s
         barrier = self._join()
         try:
@@ -185,7 +208,10 @@ class DiskWriter:
                 barrier.waiters -= 1
 
     def _join(self) -> _Barrier:
-        """Return the barrier behind all that was offered. While it is in the queue, its sync has not begun."""
+        """Return the barrier behind all that was offered.
+
+        While it is in the queue, its sync has not begun.
+        """
         with self._changed:
             last = self._queue[-1] if self._queue else None
             barrier = last if isinstance(last, _Barrier) else _Barrier()
@@ -222,7 +248,9 @@ class DiskWriter:
                 self._done(pages, barrier)
 
     def _next(self) -> tuple[list[Page], _Barrier | None]:
-        """Return the next pages, up to a barrier that somebody waits at; nothing after IDLE_S without work."""
+        """Return the next pages, up to a barrier that somebody waits at; nothing after IDLE_S
+        without work.
+        """
         pages = self._due()
         if pages:
             return pages, None
@@ -239,7 +267,9 @@ class DiskWriter:
         return pages, None
 
     def _due(self) -> list[Page]:
-        """Return pages that are due, now held and counted as queued; those that are gone are left out."""
+        """Return pages that are due, now held and counted as queued; those that are gone are left
+        out.
+        """
         pages: list[Page] = []
         with self._changed:
             room_nbytes = self._queue_nbytes_max - self.queue_nbytes

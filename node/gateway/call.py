@@ -1,7 +1,7 @@
 """Track one gRPC call in a gateway: its caller, its time limits, and how it is ended early.
 
-A call costs no thread. It starts when its headers arrive and waits at most `REQUEST_S_MAX` for its request. While it
-waits it is idle, and a new call may evict it.
+A call costs no thread. It starts when its headers arrive and waits at most `REQUEST_S_MAX` for its
+request. While it waits it is idle, and a new call may evict it.
 """
 
 import asyncio
@@ -21,7 +21,9 @@ _names_end_early = functools.lru_cache(256)(names_end_early)  # a connection mak
 
 
 class Call:
-    """Hold the caller, the slot and the timers of one call. Use it from the event loop's thread only.
+    """Hold the caller, the slot and the timers of one call.
+
+    Use it from the event loop's thread only.
 
     A context manager: leaving it releases the slot and stops the timers.
     """
@@ -30,7 +32,9 @@ class Call:
         self.context = context
         self.address, self.peer = _address_and_peer(context.peer())
         self.ended_because = ""
-        self.untaken = False  # the caller does not take a reply: gRPC keeps it until the connection ends
+        self.untaken = (
+            False  # the caller does not take a reply: gRPC keeps it until the connection ends
+        )
         self._places = places
         self._stall_s = stall_s
         self._writing = False
@@ -41,8 +45,13 @@ class Call:
         self._limit: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> "Call":
-        """Take a slot. Raise Exhausted if all are busy."""
-        self._place = self._places.enter(self.peer, lambda: self._end("it made room for another call of its peer"))
+        """Take a slot.
+
+        Raise Exhausted if all are busy.
+        """
+        self._place = self._places.enter(
+            self.peer, lambda: self._end("it made room for another call of its peer")
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -51,12 +60,17 @@ class Call:
 
     @functools.cached_property
     def _headers(self) -> dict[str, Any]:
-        """Return the headers by name. Of several with one name the first counts."""
+        """Return the headers by name.
+
+        Of several with one name the first counts.
+        """
         return dict(reversed(self.context.invocation_metadata() or ()))
 
     @property
     def on_behalf(self) -> bytes:
-        """Return the caller, packed for the node: address, `authorization` header, the certificate's names."""
+        """Return the caller, packed for the node: address, `authorization` header, the
+        certificate's names.
+        """
         names = certificate_names(self.context.auth_context())
         return on_behalf_of(self.address, str(self._headers.get("authorization", "")), names)
 
@@ -96,14 +110,19 @@ class Call:
         self._watch_stalls()
 
     def untimed(self) -> None:
-        """Stop both timers. What follows has a limit of its own."""
+        """Stop both timers.
+
+        What follows has a limit of its own.
+        """
         for timer in (self._stall, self._limit):
             if timer is not None:
                 timer.cancel()
 
     def _watch_stalls(self) -> None:
-        """Start the stall timer anew: `moved` must count 256 KiB in each `stall_s`. A byte now and then is no
-        progress."""
+        """Start the stall timer anew: `moved` must count 256 KiB in each `stall_s`.
+
+        A byte now and then is no progress.
+        """
         self._moved_nbytes = 0
         if self._stall is not None:
             self._stall.cancel()
@@ -117,7 +136,10 @@ class Call:
             self._watch_stalls()
 
     async def write(self, message: Any) -> None:
-        """Write one reply. End the call if the caller does not read it within `stall_s`."""
+        """Write one reply.
+
+        End the call if the caller does not read it within `stall_s`.
+        """
         reason = f"its reply was not taken in {self._stall_s:g} s (stall_s)"
         waiting = self._loop.call_later(self._stall_s, self._give_up, reason)
         self._writing = True
@@ -132,8 +154,13 @@ class Call:
     # ---- requests ------------------------------------------------------------------------
 
     async def request(self, messages: AsyncIterator[Any]) -> Any:
-        """Return the first message. Until it has come the call is idle, and may be evicted."""
-        waiting = self._loop.call_later(REQUEST_S_MAX, self._end, f"no request came in {REQUEST_S_MAX:g} s")
+        """Return the first message.
+
+        Until it has come the call is idle, and may be evicted.
+        """
+        waiting = self._loop.call_later(
+            REQUEST_S_MAX, self._end, f"no request came in {REQUEST_S_MAX:g} s"
+        )
         self._place.idle()
         try:
             message = await anext(messages, None)
@@ -152,7 +179,9 @@ class Call:
 
 @functools.lru_cache(1024)
 def _address_and_peer(name: str) -> tuple[str, str]:
-    """Return (host:port, the key that limits count by) for gRPC's 'ipv4:10.0.0.1:5000' or 'ipv6:%5B::1%5D:5000'."""
+    """Return (host:port, the key that limits count by) for gRPC's 'ipv4:10.0.0.1:5000' or
+    'ipv6:%5B::1%5D:5000'.
+    """
     kind, _, address = urllib.parse.unquote(name).partition(":")
     if kind not in ("ipv4", "ipv6"):
         return "", name
@@ -162,8 +191,8 @@ def _address_and_peer(name: str) -> tuple[str, str]:
 def certificate_names(auth: Mapping[str, Iterable[bytes]]) -> tuple[str, ...] | None:
     """Return the names in the client certificate of a connection; None: it showed no certificate.
 
-    First the first common name, then all alternative names. Python gets each name up to its first NUL, so a certificate
-    with a NUL in a name has no names.
+    First the first common name, then all alternative names. Python gets each name up to its first
+    NUL, so a certificate with a NUL in a name has no names.
     """
     pem = next(iter(auth.get("x509_pem_cert", ())), b"")
     if not pem:

@@ -1,4 +1,6 @@
-"""Exchange state between a node and a gateway: lines of JSON over an inherited socket. Calls go another way.
+"""Exchange state between a node and a gateway: lines of JSON over an inherited socket.
+
+Calls go another way.
 
 node -> gateway   settings, pems, health, view, serve, beat, stop
 gateway -> node   ready | failed, beat
@@ -21,13 +23,18 @@ SEND_NBYTES = 4 << 20  # asked of the system for lines that wait; it gives what 
 RECEIVE_NBYTES = 64 << 10  # of a gateway at a time, and of one line at most
 BEAT = {"rss_nbytes", "call_count"}
 COUNT_MAX = 1 << 62  # in a beat
-STEP_S_MAX = 1.0  # between two looks at what is silent: more is a pause of this process, or of the machine
+STEP_S_MAX = (
+    1.0  # between two looks at what is silent: more is a pause of this process, or of the machine
+)
 EXIT_MEMORY = 86  # with this status a gateway's process ends when it has more memory than it may
 LINE_NBYTES_MAX = 16 << 20
 
 
 class Control:
-    """The node's end of the control socket. Any thread may send; one thread receives."""
+    """The node's end of the control socket.
+
+    Any thread may send; one thread receives.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_NBYTES)
@@ -39,14 +46,19 @@ class Control:
         self._rest = b""
 
     def send(self, **message: Any) -> None:
-        """Send a message without waiting; what the gateway does not take now, `flush` sends. Raise OSError if the
-        gateway is gone."""
+        """Send a message without waiting; what the gateway does not take now, `flush` sends.
+
+        Raise OSError if the gateway is gone.
+        """
         with self._lock:
             self._next |= message
             self._flush()
 
     def flush(self) -> bool:
-        """Tell what waits. Return whether the gateway takes something, or has all. Raises OSError if it is gone."""
+        """Tell what waits.
+
+        Return whether the gateway takes something, or has all. Raises OSError if it is gone.
+        """
         with self._lock:
             self._flush()
             takes = not self._unsent or self._sent_nbytes > self._seen_nbytes
@@ -65,8 +77,10 @@ class Control:
             self._unsent = self._unsent[sent:]
 
     def receive(self, timeout_s: float) -> list[dict[str, Any]] | None:
-        """Return the messages that have come, perhaps none; None: the gateway has closed its end. Raise ProtocolError
-        for what no gateway says."""
+        """Return the messages that have come, perhaps none; None: the gateway has closed its end.
+
+        Raise ProtocolError for what no gateway says.
+        """
         waiting = select.poll()
         waiting.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
         if not waiting.poll(timeout_s * 1000):
@@ -86,8 +100,11 @@ class Control:
 
 
 class Silence:
-    """For how long nothing was heard, looked at now and then. Time in which nobody looked counts little: then this
-    process did not run, and perhaps nobody did."""
+    """For how long nothing was heard, looked at now and then.
+
+    Time in which nobody looked counts little: then this process did not run, and perhaps nobody
+    did.
+    """
 
     def __init__(self) -> None:
         self._looked_s = time.monotonic()
@@ -101,7 +118,10 @@ class Silence:
 
 
 def _said(text: bytes) -> dict[str, Any]:
-    """What a gateway has said. It may be anybody's by now: what it says is believed only as far as it goes here."""
+    """What a gateway has said.
+
+    It may be anybody's by now: what it says is believed only as far as it goes here.
+    """
     try:
         message = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -110,7 +130,11 @@ def _said(text: bytes) -> dict[str, Any]:
         raise ProtocolError("no message of a gateway")
     if "beat" in message:
         beat = message["beat"]
-        if not isinstance(beat, dict) or set(beat) != BEAT or not all(map(_is_count, beat.values())):
+        if (
+            not isinstance(beat, dict)
+            or set(beat) != BEAT
+            or not all(map(_is_count, beat.values()))
+        ):
             raise ProtocolError("a beat that is none")
     return message
 
@@ -137,7 +161,10 @@ def pems_of(value: dict[str, str]) -> Pems:
 
 
 def view_value(view: pb.View | None, alone: bool) -> dict[str, Any]:
-    """Return a view as JSON values. `view` None: there is none yet; `alone`: the node is in no cluster."""
+    """Return a view as JSON values.
+
+    `view` None: there is none yet; `alone`: the node is in no cluster.
+    """
     message = None if view is None else base64.b64encode(view.SerializeToString()).decode()
     return {"message": message, "alone": alone}
 

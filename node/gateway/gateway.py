@@ -1,4 +1,7 @@
-"""Run one gateway: a gRPC server that its node controls. It runs in a process, or in a thread of the node's process."""
+"""Run one gateway: a gRPC server that its node controls.
+
+It runs in a process, or in a thread of the node's process.
+"""
 
 import asyncio
 import contextlib
@@ -25,15 +28,16 @@ log = logging.getLogger(__name__)
 _PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 
 STREAMS_OF_CONNECTION_MAX = 32  # calls at a time of one connection; more wait at the client
-# What a caller may send on a stream before anybody reads it. gRPC would find out by pings how much the way holds, and
-# who answers them late would get half a GiB.
+# What a caller may send on a stream before anybody reads it. gRPC would find out by pings how much
+# the way holds, and who answers them late would get half a GiB.
 STREAM_NBYTES_MAX = MESSAGE_NBYTES_MAX
 METADATA_NBYTES_MAX = 8 << 10
-# No compression: unpacking would spend time and memory on clients without a credential. All releases since 1.62.3
-# refuse a call with compressed messages by its headers (UNIMPLEMENTED).
+# No compression: unpacking would spend time and memory on clients without a credential. All
+# releases since 1.62.3 refuse a call with compressed messages by its headers (UNIMPLEMENTED).
 IDENTITY_ONLY = 1
-# The first release that stops unpacking at the limit of a message (found by sending it 60 MiB in 59 KiB). Older ones
-# unpack all, up to 2 GiB out of 2 MB, and then compare. 1.83.0 was released without that change.
+# The first release that stops unpacking at the limit of a message (found by sending it 60 MiB in 59
+# KiB). Older ones unpack all, up to 2 GiB out of 2 MB, and then compare. 1.83.0 was released
+# without that change.
 GRPCIO_MIN = (1, 82, 2)
 GRPCIO_WITHOUT = ((1, 83, 0),)
 LOOK_S = 0.5
@@ -42,7 +46,10 @@ TELL_S = 0.05  # in which watchers of health hear of what the node has told just
 
 
 def _tells_no_header(record: logging.LogRecord) -> bool:
-    """Return whether a log line of gRPC may pass. It would repeat headers that are not UTF-8, and with them tokens."""
+    """Return whether a log line of gRPC may pass.
+
+    It would repeat headers that are not UTF-8, and with them tokens.
+    """
     return not str(record.msg).startswith("Invalid encoding on")
 
 
@@ -50,7 +57,10 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_tells_no_header)
 
 
 class Gateway:
-    """A gRPC server and its control loop. `control` and `door` are the gateway's ends of the supervisor's sockets."""
+    """A gRPC server and its control loop.
+
+    `control` and `door` are the gateway's ends of the supervisor's sockets.
+    """
 
     def __init__(self, control: socket.socket, door: socket.socket) -> None:
         control.setblocking(False)
@@ -66,7 +76,9 @@ class Gateway:
 
     async def run(self) -> None:
         """Bind, report `ready`, and obey the node until it says `stop` or closes its end."""
-        reader, self._writer = await asyncio.open_connection(sock=self._control, limit=LINE_NBYTES_MAX)
+        reader, self._writer = await asyncio.open_connection(
+            sock=self._control, limit=LINE_NBYTES_MAX
+        )
         first = await reader.readline()
         if not first:
             return
@@ -93,7 +105,10 @@ class Gateway:
             self._writer.close()
 
     async def _bind(self, settings: dict[str, Any]) -> int:
-        """Create the gRPC server and return its port. Raise ConfigError or RuntimeError."""
+        """Create the gRPC server and return its port.
+
+        Raise ConfigError or RuntimeError.
+        """
         check_grpcio()
         self._server = grpc.aio.server(options=server_options(settings["connections_max"]))
         self._server.add_generic_rpc_handlers(self.servicer.handlers())
@@ -105,7 +120,10 @@ class Gateway:
         return int(self._server.add_secure_port(where, server_credentials(lambda: self._pems)))
 
     async def _obey(self, message: dict[str, Any]) -> bool:
-        """Apply a message of the node. Return whether it was `stop`."""
+        """Apply a message of the node.
+
+        Return whether it was `stop`.
+        """
         if "health" in message:
             self._state.set_health(message["health"])
         if "view" in message:
@@ -120,7 +138,10 @@ class Gateway:
         return "stop" in message
 
     async def _stop(self, drain_s: float) -> None:
-        """Give running calls `drain_s`, then cancel them. A call that ignores its cancellation is left behind."""
+        """Give running calls `drain_s`, then cancel them.
+
+        A call that ignores its cancellation is left behind.
+        """
         await asyncio.sleep(TELL_S)
         self.servicer.end_idle()
         stopping = stopped(self._server, drain_s, lambda: self.servicer.call_count)
@@ -129,7 +150,9 @@ class Gateway:
         log.warning("grpc: calls that were cancelled have not ended after %g s", STOP_S_MAX)
 
     async def _beat(self) -> None:
-        """Report memory and calls every `BEAT_S`; close idle connections; check whether the node is silent."""
+        """Report memory and calls every `BEAT_S`; close idle connections; check whether the node is
+        silent.
+        """
         while True:
             self._tell(beat={"rss_nbytes": rss_nbytes(), "call_count": self.servicer.call_count})
             await asyncio.sleep(BEAT_S)
@@ -152,10 +175,13 @@ def serve(gateway: Gateway) -> None:
 
 
 async def stopped(server: Any, drain_s: float, call_count: Callable[[], int]) -> None:
-    """Stop a gRPC server. Running calls have `drain_s`, then they are cancelled.
+    """Stop a gRPC server.
 
-    `call_count` counts the calls whose handlers run. gRPC may accept a call while it stops and start no handler for it,
-    then wait for it all the time: such calls are cancelled once no handler has run for `LOOK_S`.
+    Running calls have `drain_s`, then they are cancelled.
+
+    `call_count` counts the calls whose handlers run. gRPC may accept a call while it stops and
+    start no handler for it, then wait for it all the time: such calls are cancelled once no handler
+    has run for `LOOK_S`.
     """
     stopping = asyncio.ensure_future(server.stop(drain_s))
     left = True
@@ -181,7 +207,9 @@ def check_grpcio(version: str = grpc.__version__) -> None:
 
 
 def server_options(connections_max: int) -> list[tuple[str, int]]:
-    """Return options for a gRPC server that takes at most `connections_max` connections, and closes more."""
+    """Return options for a gRPC server that takes at most `connections_max` connections, and closes
+    more.
+    """
     return [
         ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
         ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
@@ -192,7 +220,8 @@ def server_options(connections_max: int) -> list[tuple[str, int]]:
         ("grpc.http2.lookahead_bytes", STREAM_NBYTES_MAX),
         ("grpc.max_metadata_size", METADATA_NBYTES_MAX),
         ("grpc.absolute_max_metadata_size", METADATA_NBYTES_MAX),
-        # A chunk comes in one frame of HTTP/2: in 64, a put takes a sixth more of the processor time.
+        # A chunk comes in one frame of HTTP/2: in 64, a put takes a sixth more of the processor
+        # time.
         ("grpc.http2.max_frame_size", MESSAGE_NBYTES_MAX),
         # A connection that says nothing, or half of HTTP/2's greeting.
         ("grpc.server_handshake_timeout_ms", int(REQUEST_S_MAX * 1000)),
@@ -204,8 +233,8 @@ def server_options(connections_max: int) -> list[tuple[str, int]]:
 def server_credentials(pems: Callable[[], Pems]) -> grpc.ServerCredentials:
     """Return credentials that ask `pems` at each handshake for what is in force.
 
-    Python's gRPC either requires a client certificate or asks for none, and has no setting for the version of TLS:
-    between our own sides it is 1.3, as `tests/node/test_tls.py` sees.
+    Python's gRPC either requires a client certificate or asks for none, and has no setting for the
+    version of TLS: between our own sides it is 1.3, as `tests/node/test_tls.py` sees.
     """
     given = pems()
 

@@ -1,7 +1,8 @@
 """Run `kvstore-gateway`: a process that serves gRPC for the node that starts and watches it.
 
-It has two sockets to the node and the node's certificate and key. It has no page memory, no disk and no identities, and
-at its start it gives up the rights that it does not need (`node.gateway.sandbox`).
+It has two sockets to the node and the node's certificate and key. It has no page memory, no disk
+and no identities, and at its start it gives up the rights that it does not need
+(`node.gateway.sandbox`).
 """
 
 import argparse
@@ -24,23 +25,32 @@ log = logging.getLogger(__name__)
 
 WATCH_S = 0.02
 NICENESS = 10  # where processors are short, engines on the node's other ports come first
-# Where memory ends for all, the kernel ends a gateway before a node, of which it counts the whole arena.
+# Where memory ends for all, the kernel ends a gateway before a node, of which it counts the whole
+# arena.
 OOM_SCORE = "1000"
 _PARENT_DEATH_SIGNAL = 1  # of prctl
 
 
 def _watch_memory(nbytes_max: int) -> None:
-    """End this process when it has more than `nbytes_max`. There is no way to make gRPC give memory back."""
+    """End this process when it has more than `nbytes_max`.
+
+    There is no way to make gRPC give memory back.
+    """
     while True:
         nbytes = rss_nbytes()
         if nbytes > nbytes_max:
-            os.write(2, f"kvstore-gateway: {nbytes} bytes of memory, at most {nbytes_max}: it ends\n".encode())
+            os.write(
+                2,
+                f"kvstore-gateway: {nbytes} bytes of memory, at most {nbytes_max}: it ends\n".encode(),
+            )
             os._exit(EXIT_MEMORY)
         time.sleep(WATCH_S)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("kvstore-gateway", description="Serves gRPC for a node, which starts it.")
+    parser = argparse.ArgumentParser(
+        "kvstore-gateway", description="Serves gRPC for a node, which starts it."
+    )
     parser.add_argument("--control-fd", type=int, required=True, help="inherited from kvstore-node")
     parser.add_argument("--door-fd", type=int, required=True, help="inherited from kvstore-node")
     parser.add_argument("--port", type=int, required=True, help="on which it listens")
@@ -65,7 +75,9 @@ def main() -> None:
             log.warning("the gateway may read the files of its user: this system has no Landlock")
     except OSError as error:
         log.warning("the gateway keeps rights of its user: %s", error)
-    threading.Thread(target=_watch_memory, args=(arguments.memory_bytes,), name="memory", daemon=True).start()
+    threading.Thread(
+        target=_watch_memory, args=(arguments.memory_bytes,), name="memory", daemon=True
+    ).start()
     sockets = [socket.socket(fileno=fd) for fd in (arguments.control_fd, arguments.door_fd)]
     serve(Gateway(*sockets))
     logging.shutdown()
@@ -73,8 +85,9 @@ def main() -> None:
 
 
 def _end_with_node() -> None:
-    """Have the kernel kill this process when the node ends, however it ends: a node that is started anew needs the
-    port at once."""
+    """Have the kernel kill this process when the node ends, however it ends: a node that is started
+    anew needs the port at once.
+    """
     if ctypes.CDLL(None, use_errno=True).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL):
         log.info("a killed node's port is free only when its gateway has noticed")
 

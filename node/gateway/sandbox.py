@@ -1,7 +1,7 @@
 """Give up the rights that a gateway does not need after its start.
 
-Whoever takes it over by a fault in gRPC gets neither the files of the node's user, nor the node's memory, nor the
-network.
+Whoever takes it over by a fault in gRPC gets neither the files of the node's user, nor the node's
+memory, nor the network.
 
     files      read below the directories of Python and of shared libraries; write nothing     Landlock
                change no modes, owners, times and attributes                                   seccomp
@@ -10,12 +10,15 @@ network.
     processes  trace and signal no other                                                       both
                change no limits, priorities and processors of others; run no programs          seccomp
 
-Left are names, sizes and times of files, memory and processor time, and new processes under the same rules.
+Left are names, sizes and times of files, memory and processor time, and new processes under the
+same rules.
 
-Landlock does not restrict what the filter of system calls (seccomp) does. A limit of processor time (`prlimit`) kills
-another process; a changed mode makes the node refuse its file of identities. Refused calls fail with EPERM.
+Landlock does not restrict what the filter of system calls (seccomp) does. A limit of processor time
+(`prlimit`) kills another process; a changed mode makes the node refuse its file of identities.
+Refused calls fail with EPERM.
 
-Both mechanisms restrict the calling thread and threads that it starts later, so call `enter` before there are others.
+Both mechanisms restrict the calling thread and threads that it starts later, so call `enter` before
+there are others.
 """
 
 import contextlib
@@ -45,9 +48,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 # Linux's numbers for a filter of system calls (linux/seccomp.h, linux/bpf_common.h).
 _SET_SECCOMP, _FILTER = 22, 2  # of prctl
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # where in seccomp_data; the low half of each argument comes first
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = (
+    0,
+    4,
+    16,
+)  # where in seccomp_data; the low half of each argument comes first
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # 1: EPERM
-_LOAD, _AND, _EQUALS, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06  # codes of BPF
+_LOAD, _AND, _EQUALS, _AT_LEAST, _ANY_BIT, _RETURN = (
+    0x20,
+    0x54,
+    0x15,
+    0x35,
+    0x45,
+    0x06,
+)  # codes of BPF
 _X32 = 0x40000000  # from here on numbers of another ABI of x86-64
 _MSG_FASTOPEN = 0x20000000
 _AF_INET, _AF_INET6, _SOCK_STREAM, _SOCK_TYPE_BITS, _IPPROTO_TCP = 2, 10, 1, 0xF, 6
@@ -116,9 +130,12 @@ _Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, o
 
 
 def enter(port: int, ipv6: bool = False) -> int:
-    """Give up all rights but those above. Return the version of Landlock; 0: the system has none. Raise OSError.
+    """Give up all rights but those above.
 
-    `ipv6`: keep the right to bind to a free port, which gRPC does to find out whether there is IPv6.
+    Return the version of Landlock; 0: the system has none. Raise OSError.
+
+    `ipv6`: keep the right to bind to a free port, which gRPC does to find out whether there is
+    IPv6.
     """
     _checked(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
     version = _enter_landlock((port, 0) if ipv6 else (port,))
@@ -127,7 +144,10 @@ def enter(port: int, ipv6: bool = False) -> int:
 
 
 def _enter_landlock(ports: Iterable[int]) -> int:
-    """Restrict files, ports and other processes as far as this version of Landlock can. Return the version."""
+    """Restrict files, ports and other processes as far as this version of Landlock can.
+
+    Return the version.
+    """
     version = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
     if version < 1:
         return 0
@@ -135,8 +155,11 @@ def _enter_landlock(ports: Iterable[int]) -> int:
     network = _BIND | _CONNECT if version >= 4 else 0
     scope = _ABSTRACT_SOCKETS | _SIGNALS if version >= 6 else 0
     attributes = struct.pack("=QQQ", files, network, scope)
-    # The kernel refuses fields that it does not know unless they are 0, so all three can always be given.
-    ruleset = _checked(_libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0))
+    # The kernel refuses fields that it does not know unless they are 0, so all three can always be
+    # given.
+    ruleset = _checked(
+        _libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
+    )
     try:
         for path in _readable(sys.path):
             with contextlib.suppress(OSError):  # it is not there
@@ -151,8 +174,14 @@ def _enter_landlock(ports: Iterable[int]) -> int:
 
 
 def _readable(paths: Iterable[str]) -> list[str]:
-    """Return the directories of Python, packages and shared libraries, and the system files that gRPC reads."""
-    return [path for path in dict.fromkeys((*paths, sys.prefix, sys.base_prefix, *_LIBRARIES, *_SYSTEM)) if path]
+    """Return the directories of Python, packages and shared libraries, and the system files that
+    gRPC reads.
+    """
+    return [
+        path
+        for path in dict.fromkeys((*paths, sys.prefix, sys.base_prefix, *_LIBRARIES, *_SYSTEM))
+        if path
+    ]
 
 
 def _allow_reading(ruleset: int, path: str) -> None:
@@ -160,13 +189,18 @@ def _allow_reading(ruleset: int, path: str) -> None:
     try:
         is_directory = os.path.isdir(path)
         rights = _READ_FILE | _EXECUTE | (_READ_DIR if is_directory else 0)
-        _checked(_libc.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", rights, fd), 0))
+        _checked(
+            _libc.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", rights, fd), 0)
+        )
     finally:
         os.close(fd)
 
 
 def _checked(result: int) -> int:
-    """Return the result of a system call. Raise OSError if it failed."""
+    """Return the result of a system call.
+
+    Raise OSError if it failed.
+    """
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -174,11 +208,16 @@ def _checked(result: int) -> int:
 
 
 def refuse_others() -> bool:
-    """Install the filter. Return False on a machine without a table of numbers. Raise OSError. Needs `no_new_privs`."""
+    """Install the filter.
+
+    Return False on a machine without a table of numbers. Raise OSError. Needs `no_new_privs`.
+    """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         return False
-    program = b"".join(struct.pack("=HBBI", *instruction) for instruction in _program(machine, os.getpid()))
+    program = b"".join(
+        struct.pack("=HBBI", *instruction) for instruction in _program(machine, os.getpid())
+    )
     code = ctypes.create_string_buffer(program, len(program))
     loaded = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
     if ctypes.CDLL(None, use_errno=True).prctl(_SET_SECCOMP, _FILTER, loaded, 0, 0) < 0:
@@ -187,7 +226,10 @@ def refuse_others() -> bool:
 
 
 def _program(machine: str, pid: int) -> list[_Instruction]:
-    """Return the filter for this kind of machine. `pid`: of this process, which may signal itself."""
+    """Return the filter for this kind of machine.
+
+    `pid`: of this process, which may signal itself.
+    """
     column = list(_ARCHITECTURES).index(machine)
     program = [_load(_ARCHITECTURE), *_unless(_EQUALS, _ARCHITECTURES[machine]), _load(_NUMBER)]
     if machine == "x86_64":
@@ -205,7 +247,12 @@ def _program(machine: str, pid: int) -> list[_Instruction]:
 
 def _only_tcp() -> list[_Instruction]:
     """Return checks of the arguments of `socket`: family, type and protocol."""
-    families = [_argument(0), (_EQUALS, 2, 0, _AF_INET), (_EQUALS, 1, 0, _AF_INET6), _return(_REFUSE)]
+    families = [
+        _argument(0),
+        (_EQUALS, 2, 0, _AF_INET),
+        (_EQUALS, 1, 0, _AF_INET6),
+        _return(_REFUSE),
+    ]
     kind = [_argument(1), (_AND, 0, 0, _SOCK_TYPE_BITS), *_unless(_EQUALS, _SOCK_STREAM)]
     protocol = [_argument(2), (_EQUALS, 2, 0, 0), (_EQUALS, 1, 0, _IPPROTO_TCP), _return(_REFUSE)]
     return [*families, *kind, *protocol]
@@ -234,5 +281,8 @@ def _unless(test: int, value: int) -> list[_Instruction]:
 
 
 def _of(number: int, checks: Sequence[_Instruction]) -> list[_Instruction]:
-    """Apply checks to one system call, and allow it if it passes. Its number was loaded last."""
+    """Apply checks to one system call, and allow it if it passes.
+
+    Its number was loaded last.
+    """
     return [(_EQUALS, 0, len(checks) + 1, number), *checks, _return(_ALLOW)]

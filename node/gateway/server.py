@@ -4,11 +4,13 @@
     put          begin -> verdicts -> chunks, as they come -> commit
     get          request -> reply, then page bytes, which the node has framed as chunks
 
-Health, reflection and views are answered here, from what the node has sent. The node decides who may ask for them:
+Health, reflection and views are answered here, from what the node has sent. The node decides who
+may ask for them:
 
     node --control--> NodeState --> Health.Check, Health.Watch, KVStore.Follow
 
-Watchers get the newest state; states in between may be skipped. A node that is silent counts as not serving.
+Watchers get the newest state; states in between may be skipped. A node that is silent counts as not
+serving.
 """
 
 import asyncio
@@ -45,17 +47,25 @@ log = logging.getLogger(__name__)
 _SCHEMA = pb.DESCRIPTOR.services_by_name["KVStore"]
 SERVICE_NAME: str = _SCHEMA.full_name
 # A request is named by its field in BulkRequest.
-_OPS = {field.message_type.full_name: field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type}
+_OPS = {
+    field.message_type.full_name: field.name
+    for field in pb.BulkRequest.DESCRIPTOR.fields
+    if field.message_type
+}
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _BEGIN, _COMMIT = pb.PutFrameReply.BEGIN_FIELD_NUMBER, pb.PutFrameReply.COMMIT_FIELD_NUMBER
 _GET_BEGIN = pb.GetFrame.BEGIN_FIELD_NUMBER
 
-ADMITTED_MAX = 64  # callers at a time whom the node is asked about: each takes a connection from other calls
+ADMITTED_MAX = (
+    64  # callers at a time whom the node is asked about: each takes a connection from other calls
+)
 
 HEALTH_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 HealthRequest = health_pb2.HealthCheckRequest
 HealthReply = health_pb2.HealthCheckResponse
-SILENT_S_MAX = 10.0  # a node tells several times a second that it lives; one that has not for so long hangs
+SILENT_S_MAX = (
+    10.0  # a node tells several times a second that it lives; one that has not for so long hangs
+)
 
 Result = TypeVar("Result")
 Messages = AsyncIterator[Any]
@@ -63,7 +73,10 @@ Behaviour = Callable[[Call, Messages], Awaitable[Any]]
 
 
 class NodeState:
-    """The last state that the node sent, and those who watch it. Use it from the event loop's thread only."""
+    """The last state that the node sent, and those who watch it.
+
+    Use it from the event loop's thread only.
+    """
 
     def __init__(self) -> None:
         self._good: dict[str, bool] = {}
@@ -87,7 +100,10 @@ class NodeState:
         self._tell()
 
     def set_view(self, view: pb.View | None, alone: bool) -> None:
-        """Store the view. None: there is none yet; None and `alone`: the node is in no cluster."""
+        """Store the view.
+
+        None: there is none yet; None and `alone`: the node is in no cluster.
+        """
         self._view, self._alone = view, alone
         self._tell()
 
@@ -96,7 +112,10 @@ class NodeState:
         return time.monotonic() - self._heard_s > SILENT_S_MAX
 
     def look(self) -> None:
-        """Wake watchers if the node has gone silent. Call it periodically."""
+        """Wake watchers if the node has gone silent.
+
+        Call it periodically.
+        """
         if self._silent:
             self._tell()
 
@@ -107,12 +126,18 @@ class NodeState:
     # ---- what callers ask ----------------------------------------------------------------
 
     def health(self, name: str) -> Any:
-        """Return the status of a service. Raise KeyError for an unknown name."""
+        """Return the status of a service.
+
+        Raise KeyError for an unknown name.
+        """
         good = self._good[name] and not self._silent
         return HealthReply(status=HealthReply.SERVING if good else HealthReply.NOT_SERVING)
 
     async def watch_health(self, name: str) -> AsyncIterator[Any]:
-        """Yield the status now and after each change. Raise KeyError for an unknown name."""
+        """Yield the status now and after each change.
+
+        Raise KeyError for an unknown name.
+        """
         told = None
         async for _ in self._changes():
             status = self.health(name)
@@ -121,8 +146,9 @@ class NodeState:
                 yield status
 
     async def watch_views(self, known: int) -> AsyncIterator[pb.View]:
-        """Yield the view now, unless its number is `known`, and every later one. Raise InvalidRequest if the node is in
-        no cluster.
+        """Yield the view now, unless its number is `known`, and every later one.
+
+        Raise InvalidRequest if the node is in no cluster.
         """
         if self._alone:
             raise InvalidRequest("this node is in no cluster: it has no view")
@@ -149,26 +175,35 @@ class NodeState:
 class Servicer:
     """The gRPC methods, their limits and their handlers.
 
-    Calls that may last are registered as streaming, so that a call without a request can be ended here; on the wire
-    there is no difference. Other calls are unary: their handler starts when the request is complete. As streams they
-    would cost a quarter more.
+    Calls that may last are registered as streaming, so that a call without a request can be ended
+    here; on the wire there is no difference. Other calls are unary: their handler starts when the
+    request is complete. As streams they would cost a quarter more.
     """
 
     def __init__(self, door: socket.socket, state: NodeState, threads: int, stall_s: float) -> None:
-        """`door`: see `Upstream`. `threads`: the setting grpc_threads; it admits four calls for each."""
+        """`door`: see `Upstream`.
+
+        `threads`: the setting grpc_threads; it admits four calls for each.
+        """
         self.upstream = Upstream(door, max(1, threads * 3 // 4))
         self._state = state
         self._stall_s = stall_s
         remedy = "make fewer at a time"
-        self._calls = ConnectionLimiter(cap("gRPC calls", 4 * threads, f"{remedy}, or raise grpc_threads"))
+        self._calls = ConnectionLimiter(
+            cap("gRPC calls", 4 * threads, f"{remedy}, or raise grpc_threads")
+        )
         self._health_calls = ConnectionLimiter(cap("health calls", HEALTH_CALLS_MAX, remedy))
         self._followers = ConnectionLimiter(
             cap("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them")
         )
-        self._reflections = ConnectionLimiter(cap("reflection streams", REFLECTION_STREAMS_MAX, remedy))
+        self._reflections = ConnectionLimiter(
+            cap("reflection streams", REFLECTION_STREAMS_MAX, remedy)
+        )
         self.places = (self._calls, self._health_calls, self._followers, self._reflections)
         self._admitting = asyncio.Semaphore(ADMITTED_MAX)
-        self._reflection = reflection.ReflectionServicer((SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME))
+        self._reflection = reflection.ReflectionServicer(
+            (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
+        )
 
     @property
     def call_count(self) -> int:
@@ -176,7 +211,9 @@ class Servicer:
         return sum(places.count for places in self.places)
 
     def end_idle(self) -> None:
-        """End idle calls, so that they do not delay a stop: those that wait for a request or for a change."""
+        """End idle calls, so that they do not delay a stop: those that wait for a request or for a
+        change.
+        """
         for places in self.places:
             places.close()
 
@@ -188,7 +225,10 @@ class Servicer:
             "Put": self._handler(self._put, self._calls),
             "Get": self._handler(self._get, self._calls),
             "Follow": self._handler(
-                self._follow, self._followers, pb.FollowRequest.FromString, pb.View.SerializeToString
+                self._follow,
+                self._followers,
+                pb.FollowRequest.FromString,
+                pb.View.SerializeToString,
             ),
         }
         ours = {m.name: self._unary(m) for m in _SCHEMA.methods if m.name not in streams} | streams
@@ -197,14 +237,20 @@ class Servicer:
             "Check": self._handler(self._check, self._health_calls, *health_forms),
             "Watch": self._handler(self._watch, self._health_calls, *health_forms),
         }
-        request, reply = reflection_pb2.ServerReflectionRequest, reflection_pb2.ServerReflectionResponse
+        request, reply = (
+            reflection_pb2.ServerReflectionRequest,
+            reflection_pb2.ServerReflectionResponse,
+        )
         info = {
             "ServerReflectionInfo": self._handler(
                 self._reflect, self._reflections, request.FromString, reply.SerializeToString
             )
         }
         services = {SERVICE_NAME: ours, HEALTH_NAME: health, reflection.SERVICE_NAME: info}
-        known = (grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items())
+        known = (
+            grpc.method_handlers_generic_handler(name, methods)
+            for name, methods in services.items()
+        )
         return (*known, _Others(self._handler(self._unknown, self._health_calls)))
 
     def _handler(
@@ -216,12 +262,19 @@ class Servicer:
         """
 
         async def run(messages: Messages, context: Any) -> None:
-            await self._served(Call(context, places, self._stall_s), lambda call: behaviour(call, messages))
+            await self._served(
+                Call(context, places, self._stall_s), lambda call: behaviour(call, messages)
+            )
 
         return grpc.stream_stream_rpc_method_handler(run, read, write)
 
-    async def _served(self, call: Call, behaviour: Callable[[Call], Awaitable[Result]]) -> Result | None:
-        """Run a call within its limits, and return its result. None: it failed, and its status says why."""
+    async def _served(
+        self, call: Call, behaviour: Callable[[Call], Awaitable[Result]]
+    ) -> Result | None:
+        """Run a call within its limits, and return its result.
+
+        None: it failed, and its status says why.
+        """
         try:
             with call:
                 return await behaviour(call)
@@ -230,20 +283,32 @@ class Servicer:
         except KVStoreError as error:
             _end(call, _CODES[status_code(error)], str(error))
         except DecodeError:
-            log.info("grpc: a call of %s is refused: its request is no message of the schema", call.peer)
-            _end(call, grpc.StatusCode.INVALID_ARGUMENT, "a request that is no message of the schema")
+            log.info(
+                "grpc: a call of %s is refused: its request is no message of the schema", call.peer
+            )
+            _end(
+                call, grpc.StatusCode.INVALID_ARGUMENT, "a request that is no message of the schema"
+            )
         except asyncio.CancelledError:
             if not call.ended_because:
                 raise
             log.info("grpc: a call of %s was ended: %s", call.peer, call.ended_because)
             if call.untaken:
                 raise  # gRPC takes no status before that reply has gone
-            _end(call, grpc.StatusCode.RESOURCE_EXHAUSTED, f"the call was ended: {call.ended_because}")
+            _end(
+                call,
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"the call was ended: {call.ended_because}",
+            )
         except grpc.aio.BaseError:
             raise  # gRPC's own: its connection is gone
         except Exception as error:
             log.exception("grpc: a call of %s failed", call.peer)
-            _end(call, grpc.StatusCode.INTERNAL, f"failed inside the gateway ({type(error).__name__})")
+            _end(
+                call,
+                grpc.StatusCode.INTERNAL,
+                f"failed inside the gateway ({type(error).__name__})",
+            )
         return None
 
     def _unary(self, method: Any) -> grpc.RpcMethodHandler:
@@ -265,7 +330,10 @@ class Servicer:
         begin = part(await call.request(messages), "begin")
         with self.upstream.lease(call.on_behalf) as connection:
             reply, _ = await connection.begin("put", begin.SerializeToString(), call.trace)
-            wanted = list(pb.PutReply.FromString(bytes(reply)).verdicts).count(pb.WRITE) * begin.page_nbytes
+            wanted = (
+                list(pb.PutReply.FromString(bytes(reply)).verdicts).count(pb.WRITE)
+                * begin.page_nbytes
+            )
             if not wanted:
                 connection.clean = True
                 await call.write(delimited(_BEGIN, reply))
@@ -290,7 +358,9 @@ class Servicer:
                 await self._send_frames(left, call, connection)
 
     async def _send_frames(self, left: int, call: Call, connection: NodeConnection) -> None:
-        """Forward page bytes, which the node has framed: receive a frame while the one before is sent."""
+        """Forward page bytes, which the node has framed: receive a frame while the one before is
+        sent.
+        """
         coming = asyncio.ensure_future(connection.payload(min(left, FRAME_NBYTES)))
         try:
             while True:
@@ -309,7 +379,10 @@ class Servicer:
     # ---- what the gateway answers itself -------------------------------------------------
 
     async def _admitted(self, call: Call, op: str) -> None:
-        """Ask the node whether the caller may do `op`. Raise the node's error if not."""
+        """Ask the node whether the caller may do `op`.
+
+        Raise the node's error if not.
+        """
         async with self._admitting:
             with self.upstream.lease(call.on_behalf) as connection:
                 await connection.exchange("admit", pb.AdmitRequest(op=op).SerializeToString())
@@ -334,7 +407,9 @@ class Servicer:
     async def _watch(self, call: Call, messages: Messages) -> None:
         name = (await call.request(messages)).service
         call.stay_idle()
-        call.limit(HEALTH_WATCH_S_MAX, f"a watch lasts at most {HEALTH_WATCH_S_MAX:g} s; watch again")
+        call.limit(
+            HEALTH_WATCH_S_MAX, f"a watch lasts at most {HEALTH_WATCH_S_MAX:g} s; watch again"
+        )
         try:
             async for status in self._state.watch_health(name):
                 await call.write(status)
@@ -347,14 +422,20 @@ class Servicer:
     async def _reflect(self, call: Call, messages: Messages) -> None:
         call.stay_idle()
         await self._admitted(call, "reflection")
-        call.limit(REFLECTION_S_MAX, f"a reflection stream lasts at most {REFLECTION_S_MAX:g} s; open another")
+        call.limit(
+            REFLECTION_S_MAX,
+            f"a reflection stream lasts at most {REFLECTION_S_MAX:g} s; open another",
+        )
         async for message in messages:
             for reply in self._reflection.ServerReflectionInfo(iter([message]), None):
                 await call.write(reply)
 
 
 def part(frame: bytes | None, kind: str) -> Any:
-    """Return the message of that kind in a PutFrame. Raise InvalidRequest if it holds another kind."""
+    """Return the message of that kind in a PutFrame.
+
+    Raise InvalidRequest if it holds another kind.
+    """
     if frame is None:
         raise InvalidRequest(f"the put ended where a {kind} frame was expected")
     try:
@@ -367,8 +448,13 @@ def part(frame: bytes | None, kind: str) -> Any:
     return getattr(message, kind)
 
 
-async def _send_chunks(nbytes: int, messages: Messages, call: Call, connection: NodeConnection) -> bytes | None:
-    """Forward page bytes to the node: send a chunk while the next one is received. Return the frame after them."""
+async def _send_chunks(
+    nbytes: int, messages: Messages, call: Call, connection: NodeConnection
+) -> bytes | None:
+    """Forward page bytes to the node: send a chunk while the next one is received.
+
+    Return the frame after them.
+    """
     sending: asyncio.Future[None] | None = None
     frame = await anext(messages, None)
     try:
@@ -413,7 +499,8 @@ class _Others(grpc.GenericRpcHandler):  # type: ignore[misc]
 def _end(call: Call, code: grpc.StatusCode, said: str) -> None:
     """Set the status with which a call ends when its handler returns.
 
-    Not `abort`: gRPC keeps the exception that it raises, with its stack frames, and they keep the request.
+    Not `abort`: gRPC keeps the exception that it raises, with its stack frames, and they keep the
+    request.
     """
     call.context.set_code(code)
     call.context.set_details(said)

@@ -1,10 +1,12 @@
-"""Supervise the gateways of a node: hold the port, start them, send them state, restart those that end.
+"""Supervise the gateways of a node: hold the port, start them, send them state, restart those that
+end.
 
 port (bound, not listening) --SO_REUSEPORT--> each gateway listens
 Gateways --> _Supervisor: a thread, which watches one process (or, embedded, one thread)
 
-The node holds the port all its life, whether or not a gateway listens just then. A gateway runs in a process of its
-own, or in a thread of the node's process: a `Runner`, which the supervisor starts, waits for, and asks why it ended.
+The node holds the port all its life, whether or not a gateway listens just then. A gateway runs in
+a process of its own, or in a thread of the node's process: a `Runner`, which the supervisor starts,
+waits for, and asks why it ended.
 """
 
 import contextlib
@@ -44,31 +46,46 @@ DISK_NAME = "kvstore.Disk"  # health of the disk tier alone; unknown on a node w
 TAKEN_S_MAX = 3.0
 BIND_PAUSE_S = 0.05
 READY_S_MAX = 120.0  # a start, also on a machine that is very busy
-SILENT_S_MAX = 15.0  # a gateway that says nothing for so long hangs, and is ended; on a busy machine it may wait
+# a gateway that says nothing for so long hangs, and is ended; on a busy machine it may wait
+SILENT_S_MAX = 15.0
 LEAVE_S = 1.0  # to end after it was told to
-PAUSE_S, PAUSE_S_MAX = 0.05, 0.5  # before one is started anew; doubled while they end within STREAK_S
+PAUSE_S, PAUSE_S_MAX = (
+    0.05,
+    0.5,
+)  # before one is started anew; doubled while they end within STREAK_S
 STREAK_S = 60.0
 CONNECTIONS_MAX = 4096
 PACKAGES = ("grpc_health", "grpc_reflection")  # of the extra `node`, which only a gateway imports
 # Why a gateway has ended, for people and as the label of a metric.
 MEMORY, HUNG, KILLED, FAILED = "memory", "hung", "killed", "failed"
-# What a gateway's process may know of the node's environment: no setting of kvstore, and nobody's secrets.
+# What a gateway's process may know of the node's environment: no setting of kvstore, and nobody's
+# secrets.
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD")
 # Of glibc, for chunks of 1 MiB that come and go. Without it each is taken from the kernel and given
 # back, page by page.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20), "MALLOC_ARENA_MAX": "4"}
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+    "MALLOC_ARENA_MAX": "4",
+}
 
 
 class Port:
-    """Two sockets that are bound and do not listen. Gateways of this user listen beside them (SO_REUSEPORT).
+    """Two sockets that are bound and do not listen.
 
-    The first is bound with SO_REUSEADDR, because of connections in TIME_WAIT, and without SO_REUSEPORT: binding fails
-    while anybody listens. That is not enough while no gateway listens: a second node could bind the same way. So the
-    second socket is bound without SO_REUSEADDR, and the kernel refuses the port to every later node.
+    Gateways of this user listen beside them (SO_REUSEPORT).
+
+    The first is bound with SO_REUSEADDR, because of connections in TIME_WAIT, and without
+    SO_REUSEPORT: binding fails while anybody listens. That is not enough while no gateway listens:
+    a second node could bind the same way. So the second socket is bound without SO_REUSEADDR, and
+    the kernel refuses the port to every later node.
     """
 
     def __init__(self, host: str, port: int, wait_s: float = TAKEN_S_MAX) -> None:
-        """Bind. Raise OSError if the port is still taken after `wait_s`. `port` 0: take a free one."""
+        """Bind.
+
+        Raise OSError if the port is still taken after `wait_s`. `port` 0: take a free one.
+        """
         self._sockets: list[socket.socket] = []
         try:
             first = self._socket(host)
@@ -80,10 +97,14 @@ class Port:
         except OSError as error:
             self.close()
             asked = "; is another node running?" if error.errno == errno.EADDRINUSE else ""
-            raise OSError(f"gRPC port {port} on {host} can not be bound{asked} ({error})") from error
+            raise OSError(
+                f"gRPC port {port} on {host} can not be bound{asked} ({error})"
+            ) from error
         second = self._socket(host)
         second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        with contextlib.suppress(OSError):  # for a minute after another program that did not share the port
+        with contextlib.suppress(
+            OSError
+        ):  # for a minute after another program that did not share the port
             second.bind((host, self.number))
 
     def _socket(self, host: str) -> socket.socket:
@@ -115,7 +136,10 @@ class Runner(Protocol):
     pid: int
 
     def wait(self, seconds: float) -> str | None:
-        """Wait for its end. Return why it ended; None: it still runs."""
+        """Wait for its end.
+
+        Return why it ended; None: it still runs.
+        """
 
     def kill(self) -> None:
         """End it at once, where that is possible."""
@@ -134,16 +158,32 @@ def import_paths() -> list[str]:
 class GatewayProcess:
     """A gateway in a process of its own, with two inherited sockets and few environment variables."""
 
-    def __init__(self, control: socket.socket, door: socket.socket, config: NodeConfig, held: Port) -> None:
+    def __init__(
+        self, control: socket.socket, door: socket.socket, config: NodeConfig, held: Port
+    ) -> None:
         fds = (control.fileno(), door.fileno())
-        environment = {name: value for name, value in os.environ.items() if name in ENVIRONMENT or name[:3] == "LC_"}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name in ENVIRONMENT or name[:3] == "LC_"
+        }
         environment["PYTHONPATH"] = os.pathsep.join(import_paths())
         environment |= {"PYTHONSAFEPATH": "1", **MALLOC}
-        command = [sys.executable, "-m", "node.gateway.main", "--control-fd", str(fds[0]), "--door-fd", str(fds[1])]
+        command = [
+            sys.executable,
+            "-m",
+            "node.gateway.main",
+            "--control-fd",
+            str(fds[0]),
+            "--door-fd",
+            str(fds[1]),
+        ]
         command += ["--port", str(held.number), "--memory-bytes", str(config.grpc_memory_nbytes)]
         command += ["--ipv6"] if ":" in held.numeric_host else []
         command += ["--log-level", config.log_level, "--log-format", config.log_format]
-        self._process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL
+        )
         self.pid = self._process.pid
 
     def wait(self, seconds: float) -> str | None:
@@ -158,14 +198,19 @@ class GatewayProcess:
 
 
 class GatewayThread:
-    """A gateway in a thread of the node's process. Only the node can end it: `kill` does nothing."""
+    """A gateway in a thread of the node's process.
+
+    Only the node can end it: `kill` does nothing.
+    """
 
     def __init__(self, control: socket.socket, door: socket.socket) -> None:
         from node.gateway.gateway import Gateway, serve
 
         self.pid = os.getpid()
         self.gateway = Gateway(control.dup(), door.dup())
-        self._thread = threading.Thread(target=serve, args=(self.gateway,), name="grpc", daemon=True)
+        self._thread = threading.Thread(
+            target=serve, args=(self.gateway,), name="grpc", daemon=True
+        )
         self._thread.start()
 
     def wait(self, seconds: float) -> str | None:
@@ -177,13 +222,21 @@ class GatewayThread:
 
 
 class Gateways:
-    """All gateways of a node. The constructor takes the port; `start` begins to serve. Thread-safe."""
+    """All gateways of a node.
+
+    The constructor takes the port; `start` begins to serve. Thread-safe.
+    """
 
     def __init__(
-        self, config: NodeConfig, service: Service, certificates: Certificates | None, embedded: bool = False
+        self,
+        config: NodeConfig,
+        service: Service,
+        certificates: Certificates | None,
+        embedded: bool = False,
     ) -> None:
-        """`embedded`: run one gateway in a thread of this process. Raise OSError if the port is taken, ConfigError if a
-        package is missing.
+        """`embedded`: run one gateway in a thread of this process.
+
+        Raise OSError if the port is taken, ConfigError if a package is missing.
         """
         for package in PACKAGES:
             if importlib.util.find_spec(package) is None:
@@ -197,7 +250,9 @@ class Gateways:
         self._held = None if self.host == "none" else Port(self.host, config.port)
         self.port = self._held.number if self._held else 0  # 0: there is no gRPC
         self.calls = GatewayCalls(service, config.grpc_threads)
-        self._lock = threading.RLock()  # around a change and its telling, so that what is told last is so
+        self._lock = (
+            threading.RLock()
+        )  # around a change and its telling, so that what is told last is so
         self._health = {"": False, SERVICE_NAME: False}
         self._view: View | None = None
         self._stopping = threading.Event()
@@ -246,7 +301,10 @@ class Gateways:
         return {**told, "serve": True} if self._serving else told
 
     def set_ready(self, gateway: "_Supervisor") -> None:
-        """Mark a gateway as ready and send it the current state. Certificates may have changed while it started."""
+        """Mark a gateway as ready and send it the current state.
+
+        Certificates may have changed while it started.
+        """
         with self._lock:
             gateway.ready.set()
             gateway.tell(**self._state)
@@ -270,13 +328,18 @@ class Gateways:
     # ---- what the node says --------------------------------------------------------------
 
     def start(self, pulse: Callable[[], None] = lambda: None) -> None:
-        """Let gateways serve. Raise ConfigError if one can not be started."""
+        """Let gateways serve.
+
+        Raise ConfigError if one can not be started.
+        """
         end = time.monotonic() + READY_S_MAX
         for gateway in self._gateways:
             while not gateway.ready.wait(0.05):
                 pulse()
                 if gateway.failed or time.monotonic() > end:
-                    raise ConfigError(f"{gateway.name} does not start: {gateway.failed or 'it says nothing'}")
+                    raise ConfigError(
+                        f"{gateway.name} does not start: {gateway.failed or 'it says nothing'}"
+                    )
         with self._lock:
             self._serving = True
             self._health |= {"": True, SERVICE_NAME: True}
@@ -287,7 +350,9 @@ class Gateways:
         self._set_health({"": serving, SERVICE_NAME: serving})
 
     def set_disk_healthy(self, healthy: bool) -> None:
-        """Set the health status of the disk tier, which has its own name: without disk the node serves from RAM."""
+        """Set the health status of the disk tier, which has its own name: without disk the node
+        serves from RAM.
+        """
         self._set_health({DISK_NAME: healthy})
 
     def _set_health(self, good: dict[str, bool]) -> None:
@@ -306,7 +371,10 @@ class Gateways:
             self._tell(view=self._view_value())
 
     def look(self) -> None:
-        """Send certificates that have changed to the gateways. Call it periodically."""
+        """Send certificates that have changed to the gateways.
+
+        Call it periodically.
+        """
         with self._lock:
             for gateway in self._gateways:
                 gateway.renew()
@@ -351,7 +419,10 @@ class _Supervisor:
         self._thread.start()
 
     def tell(self, **message: Any) -> None:
-        """Send a message to a gateway that is ready. Ignore failures: the watching thread sees the end."""
+        """Send a message to a gateway that is ready.
+
+        Ignore failures: the watching thread sees the end.
+        """
         control = self._control
         if control is not None and (self.ready.is_set() or "stop" in message):
             with contextlib.suppress(OSError):  # it has ended: the thread finds out
@@ -408,15 +479,27 @@ class _Supervisor:
         self._recent = [at for at in self._recent if now - at < STREAK_S] + [now]
         count, pause_s = len(self._recent), min(PAUSE_S_MAX, PAUSE_S * 2 ** (len(self._recent) - 1))
         log.warning(
-            "%s has ended (%s), %d times in %g s; the next is started in %g s", self.name, why, count, STREAK_S, pause_s
+            "%s has ended (%s), %d times in %g s; the next is started in %g s",
+            self.name,
+            why,
+            count,
+            STREAK_S,
+            pause_s,
         )
         self._all.pause(pause_s)
 
     def _run_once(self) -> str:
-        """Start a gateway and watch it until it ends. Return why it ended."""
+        """Start a gateway and watch it until it ends.
+
+        Return why it ended.
+        """
         with contextlib.ExitStack() as sockets:
-            ours, theirs = map(sockets.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
-            door, their_door = map(sockets.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            ours, theirs = map(
+                sockets.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            )
+            door, their_door = map(
+                sockets.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            )
             control = Control(ours)
             self._pems = self._all.pems
             control.send(settings=self._all.settings)
@@ -438,7 +521,10 @@ class _Supervisor:
                 connections.stop(0.0)
 
     def _watch(self, control: Control, runner: Runner) -> str:
-        """Exchange messages until the gateway ends, or has to. Return why."""
+        """Exchange messages until the gateway ends, or has to.
+
+        Return why.
+        """
         unheard, untaken, beat_s = Silence(), Silence(), 0.0
         while not (self._all.stopping and not self.ready.is_set()):  # one that starts has no calls
             try:
@@ -472,5 +558,7 @@ class _Supervisor:
             self._all.set_ready(self)
         if "beat" in message:
             beat = message["beat"]
-            self._beat = pb.GatewayStatus(rss_nbytes=beat["rss_nbytes"], call_count=beat["call_count"])
+            self._beat = pb.GatewayStatus(
+                rss_nbytes=beat["rss_nbytes"], call_count=beat["call_count"]
+            )
         self.failed = message.get("failed", self.failed)

@@ -1,10 +1,12 @@
-"""Pool a gateway's connections to its node: Unix sockets that carry the frames of `kvstore.transports.frames`.
+"""Pool a gateway's connections to its node: Unix sockets that carry the frames of
+`kvstore.transports.frames`.
 
     call --> lease --> [on_behalf] request frame --> reply frame --> back to the pool
-                       a call that ends in between closes the connection, and the node ends what it had begun
+                       a call that ends in between closes the connection, and the node ends what it
+                       had begun
 
-Requests and replies are not parsed more than necessary. Page bytes move in threads, without the GIL, while the event
-loop handles the chunks before or after.
+Requests and replies are not parsed more than necessary. Page bytes move in threads, without the
+GIL, while the event loop handles the chunks before or after.
 """
 
 import asyncio
@@ -27,7 +29,9 @@ from node.serving.limits import ON_BEHALF_NBYTES_MAX
 HEADER_NBYTES_MAX = MESSAGE_NBYTES_MAX + 64  # the largest message, and the frame's own fields
 RECEIVE_NBYTES = 64 << 10  # asked for where a reply begins
 INLINE_NBYTES_MAX = 256 << 10  # page bytes that are moved by the event loop: a thread costs more
-BUFFER_NBYTES = 4 << 20  # asked of the system for each direction; it gives what its own limit allows
+BUFFER_NBYTES = (
+    4 << 20
+)  # asked of the system for each direction; it gives what its own limit allows
 SEARCHED_MAX = 8  # idle connections that are searched for one that asked for the same caller last
 KEPT_MAX = 16  # idle connections that stay; the others are closed a while after they were used
 
@@ -46,7 +50,10 @@ class Refused(Exception):
 
 
 class NodeConnection:
-    """A connection that carries one call at a time. `clean` is False between a request and the end of its reply."""
+    """A connection that carries one call at a time.
+
+    `clean` is False between a request and the end of its reply.
+    """
 
     def __init__(self, sock: socket.socket, threads: ThreadPoolExecutor) -> None:
         self._sock = sock
@@ -63,8 +70,10 @@ class NodeConnection:
         self.clean = True
 
     def close(self) -> None:
-        """A thread that uses the socket ends soon, and closes it: before, its number must not be anybody else's. Nor
-        may the loop know that number still: a send that was cancelled just now has not told it yet."""
+        """A thread that uses the socket ends soon, and closes it: before, its number must not be
+        anybody else's. Nor may the loop know that number still: a send that was cancelled just now
+        has not told it yet.
+        """
         self._stop_listening()
         self._loop.remove_writer(self._sock)
         with contextlib.suppress(OSError):
@@ -90,7 +99,10 @@ class NodeConnection:
             self._listening = False
 
     def _readable(self) -> None:
-        """Receive for the coroutine that waits. If none waits, leave the bytes in the socket and stop polling it."""
+        """Receive for the coroutine that waits.
+
+        If none waits, leave the bytes in the socket and stop polling it.
+        """
         if self._waiting is None or self._waiting.done():
             return self._stop_listening()
         try:
@@ -100,16 +112,26 @@ class NodeConnection:
         except OSError:
             self._waiting.set_result(b"")
 
-    async def exchange(self, op: str, request: bytes | memoryview, trace: bytes = b"") -> memoryview:
-        """Send a request and return the reply, both serialized. Raise Refused for an error reply."""
+    async def exchange(
+        self, op: str, request: bytes | memoryview, trace: bytes = b""
+    ) -> memoryview:
+        """Send a request and return the reply, both serialized.
+
+        Raise Refused for an error reply.
+        """
         reply, payload_nbytes = await self.begin(op, request, trace)
         if payload_nbytes:
             raise Unavailable("the node's answer has page bytes that nobody asked for")
         self.clean = True
         return reply
 
-    async def begin(self, op: str, request: bytes | memoryview, trace: bytes = b"") -> tuple[memoryview, int]:
-        """Send a request of a call that goes on. Return (reply, number of page bytes that follow). Raise Refused."""
+    async def begin(
+        self, op: str, request: bytes | memoryview, trace: bytes = b""
+    ) -> tuple[memoryview, int]:
+        """Send a request of a call that goes on.
+
+        Return (reply, number of page bytes that follow). Raise Refused.
+        """
         header = delimited(_REQUEST[op], request)
         if trace and len(request) <= TRACED_NBYTES_MAX:
             header += delimited(_REQUEST["trace"], trace)
@@ -124,7 +146,10 @@ class NodeConnection:
         await self._send(pack_fixed(0, nbytes))
 
     async def send_payload(self, data: memoryview) -> None:
-        """Send page bytes. Raise the node's error if it has ended the call."""
+        """Send page bytes.
+
+        Raise the node's error if it has ended the call.
+        """
         if data.nbytes < INLINE_NBYTES_MAX:
             return await self._send(data)
         try:
@@ -151,7 +176,10 @@ class NodeConnection:
         return early + data if early else data
 
     async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a blocking function of the socket in a thread. Nothing else uses the socket meanwhile."""
+        """Call a blocking function of the socket in a thread.
+
+        Nothing else uses the socket meanwhile.
+        """
         self._stop_listening()
         self._sock.setblocking(True)
         moving = begun(self._threads, function, *arguments)
@@ -218,7 +246,10 @@ class NodeConnection:
 
 
 def _received(sock: socket.socket, nbytes: int) -> bytes:
-    """So many bytes, or fewer from who hangs up. A process that is stopped gets a part when it goes on."""
+    """So many bytes, or fewer from who hangs up.
+
+    A process that is stopped gets a part when it goes on.
+    """
     data = sock.recv(nbytes, socket.MSG_WAITALL)
     while data and len(data) < nbytes:
         more = sock.recv(nbytes - len(data), socket.MSG_WAITALL)
@@ -229,10 +260,16 @@ def _received(sock: socket.socket, nbytes: int) -> bytes:
 
 
 class Upstream:
-    """The pool of connections to the node. Use it from the event loop's thread only."""
+    """The pool of connections to the node.
+
+    Use it from the event loop's thread only.
+    """
 
     def __init__(self, door: socket.socket, transfers: int) -> None:
-        """`door`: the socket that takes one end of each new connection. `transfers`: threads that move page bytes."""
+        """`door`: the socket that takes one end of each new connection.
+
+        `transfers`: threads that move page bytes.
+        """
         self._door = door
         self._threads = ThreadPoolExecutor(transfers, "gateway-transfer")
         self._idle: list[NodeConnection] = []  # used last at the end
@@ -240,7 +277,8 @@ class Upstream:
 
     @contextlib.contextmanager
     def lease(self, on_behalf: bytes) -> Iterator[NodeConnection]:
-        """Lend a connection whose requests the node takes as those of this caller, a serialized OnBehalfRequest.
+        """Lend a connection whose requests the node takes as those of this caller, a serialized
+        OnBehalfRequest.
 
         Raise Exhausted or Unavailable, and Unauthenticated for a caller whose headers are too long.
         """
@@ -262,7 +300,9 @@ class Upstream:
                 self._close(connection)
 
     def _taken(self, on_behalf: bytes) -> NodeConnection:
-        """Return an idle connection, if possible one that served the same caller last, or else a new one."""
+        """Return an idle connection, if possible one that served the same caller last, or else a
+        new one.
+        """
         idle = self._idle
         while idle:
             searched = range(len(idle) - 1, max(-1, len(idle) - 1 - SEARCHED_MAX), -1)
@@ -279,7 +319,9 @@ class Upstream:
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:
-            raise Exhausted(f"this gateway can open no more connections to its node: {error}") from error
+            raise Exhausted(
+                f"this gateway can open no more connections to its node: {error}"
+            ) from error
         with theirs:
             try:
                 ours.setblocking(False)
@@ -288,11 +330,16 @@ class Upstream:
                 socket.send_fds(self._door, [b"c"], [theirs.fileno()])
             except OSError as error:  # it takes no more at the moment, or is gone
                 ours.close()
-                raise Unavailable(f"the node takes no more connections of its gateway: {error}") from error
+                raise Unavailable(
+                    f"the node takes no more connections of its gateway: {error}"
+                ) from error
         return ours
 
     def trim(self) -> None:
-        """Close all but `KEPT_MAX` idle connections. Call it periodically."""
+        """Close all but `KEPT_MAX` idle connections.
+
+        Call it periodically.
+        """
         while len(self._idle) > KEPT_MAX:
             self._close(self._idle.pop(0))
 
@@ -308,7 +355,10 @@ class Upstream:
 
 @functools.lru_cache(1024)
 def on_behalf_of(address: str, authorization: str, names: tuple[str, ...] | None) -> bytes:
-    """Return a serialized OnBehalfRequest. `names`: from the client certificate; None: none was shown."""
+    """Return a serialized OnBehalfRequest.
+
+    `names`: from the client certificate; None: none was shown.
+    """
     made: Any = pb.OnBehalfRequest(address=address, authorization=authorization)
     if names is not None:
         made.certificate = True

@@ -1,8 +1,9 @@
 """The RAM tier's memory: one anonymous shared-memory file, mapped once and cut up by offsets.
 
 A memfd is not bound by the size of /dev/shm (64 MB in a container by default) and has no name that
-could outlive the process; another process on this host maps it through its descriptor. Where the system gives huge
-pages to shared memory that asks for them, it is made of these (docs/decisions/0009).
+could outlive the process; another process on this host maps it through its descriptor. Where the
+system gives huge pages to shared memory that asks for them, it is made of these
+(docs/decisions/0009).
 """
 
 import contextlib
@@ -26,19 +27,25 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap names it only from Python 3.14 on
 
 
 class Arena:
-    """`nbytes` of shared memory. `view` may be used by any thread; who may touch which bytes is the
-    tier's business."""
+    """`nbytes` of shared memory.
+
+    `view` may be used by any thread; who may touch which bytes is the tier's business.
+    """
 
     def __init__(self, nbytes: int) -> None:
         available = available_nbytes()
         if nbytes > available:
-            raise ConfigError(f"ram_nbytes={nbytes} is more than the {available} bytes of memory available here")
+            raise ConfigError(
+                f"ram_nbytes={nbytes} is more than the {available} bytes of memory available here"
+            )
         self.nbytes = nbytes
         self.fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, nbytes)
-        # Clients get this descriptor. None of them may make the file shorter: touching a map behind its
-        # file's end kills the process that does.
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        # Clients get this descriptor. None of them may make the file shorter: touching a map behind
+        # its file's end kills the process that does.
+        fcntl.fcntl(
+            self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
         self._map = mmap.mmap(self.fd, nbytes)
         with contextlib.suppress(OSError):  # a kernel that has none
             self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -46,12 +53,19 @@ class Arena:
         self._memory = memoryview(self._map)
 
     def populate(self, pulse: Callable[[], None] = lambda: None) -> None:
-        """Touches all pages now, so that the first puts do not pay for it (half their speed). `pulse` is
-        called now and then, and may raise to end it."""
+        """Touches all pages now, so that the first puts do not pay for it (half their speed).
+
+        `pulse` is called now and then, and may raise to end it.
+        """
         for start in range(0, self.nbytes, _POPULATE_STEP_NBYTES):
             pulse()
             try:
-                advise(self._map, _MADV_POPULATE_WRITE, start, min(_POPULATE_STEP_NBYTES, self.nbytes - start))
+                advise(
+                    self._map,
+                    _MADV_POPULATE_WRITE,
+                    start,
+                    min(_POPULATE_STEP_NBYTES, self.nbytes - start),
+                )
             except OSError:
                 return  # an older kernel: memory is then allocated as it is used
         self.huge_nbytes = huge_nbytes(os.fstat(self.fd).st_ino)
@@ -74,7 +88,10 @@ class Arena:
             copy(piece, _ZEROS[: piece.nbytes])
 
     def close(self) -> None:
-        """Unmaps. Views handed out before must be gone; a transfer that still runs keeps the map."""
+        """Unmaps.
+
+        Views handed out before must be gone; a transfer that still runs keeps the map.
+        """
         self._memory.release()
         try:
             self._map.close()
@@ -84,8 +101,9 @@ class Arena:
 
 
 def huge_nbytes(inode: int) -> int:
-    """What this process has mapped of a file in huge pages; 0 if the kernel gives none, or does not tell. To ask about
-    memory that is not in huge pages takes 20 to 40 ms a GiB."""
+    """What this process has mapped of a file in huge pages; 0 if the kernel gives none, or does not
+    tell. To ask about memory that is not in huge pages takes 20 to 40 ms a GiB.
+    """
     is_ours, nbytes = False, 0
     with contextlib.suppress(OSError), open(_SHMEM_ENABLED, "rb") as file:
         if not _GIVING.search(file.read()):

@@ -1,5 +1,5 @@
-"""Who gives up a slot: of the tenants as `accounts.py` says, and of the pages of one, or of all who have no quota,
-exact LRU within one size, and LRU across sizes by whole blocks.
+"""Who gives up a slot: of the tenants as `accounts.py` says, and of the pages of one, or of all who
+have no quota, exact LRU within one size, and LRU across sizes by whole blocks.
 
     same size      the oldest page that nobody holds goes; exactly as many as are needed
     other sizes    if the oldest page of another slot size is older than ours, or none of ours may be
@@ -10,8 +10,9 @@ exact LRU within one size, and LRU across sizes by whole blocks.
                    where they have their share
 
 Evicting only what is needed, and a chain's tail before its head, is worth more on public traces
-than most cleverer policies (docs/decisions/0005). Pinned pages, and those of tenants whose turn it is not, that
-lie in a place that is cleared move to another slot. Not thread-safe: the tier's lock guards it.
+than most cleverer policies (docs/decisions/0005). Pinned pages, and those of tenants whose turn it
+is not, that lie in a place that is cleared move to another slot. Not thread-safe: the tier's lock
+guards it.
 """
 
 from collections import Counter
@@ -45,9 +46,12 @@ LOOKED_AT_LEAST = 64
 
 
 class Compaction:
-    """Part of eviction. `forget(page, reason, None)` takes a page out of its namespace, `hold(pages)` keeps them until
-    they are moved, `zero(offset, nbytes)` clears a slot. `make_place(size, pool)` frees a slot of this size elsewhere
-    without moving anything, at the cost of other sizes in this pool."""
+    """Part of eviction.
+
+    `forget(page, reason, None)` takes a page out of its namespace, `hold(pages)` keeps them until
+    they are moved, `zero(offset, nbytes)` clears a slot. `make_place(size, pool)` frees a slot of
+    this size elsewhere without moving anything, at the cost of other sizes in this pool.
+    """
 
     def __init__(
         self,
@@ -66,9 +70,12 @@ class Compaction:
         self._make_place = make_place
         self.watchers: list[list[Page]] = []  # of those who want to know which pages are moved
 
-    def clear(self, area: range, pool: EvictionPool, may_evict: bool = True, may_move: bool = True) -> Work[bool]:
-        """Whether the area is free now: pages in this pool may go for it, here or where others move. The caller can be
-        sure of it until he yields."""
+    def clear(
+        self, area: range, pool: EvictionPool, may_evict: bool = True, may_move: bool = True
+    ) -> Work[bool]:
+        """Whether the area is free now: pages in this pool may go for it, here or where others
+        move. The caller can be sure of it until he yields.
+        """
         blocks = self._slots.blocks_in(area)
         staying: list[Page] = []
         loose: dict[int, int] = {}  # by slot size: pages in the area that may go
@@ -76,7 +83,11 @@ class Compaction:
             if self._turn.over:
                 yield None
             self._turn.left -= 1 + len(block.owners) // 16
-            if not _look(block, pool, staying, loose) or (loose and not may_evict) or (staying and not may_move):
+            if (
+                not _look(block, pool, staying, loose)
+                or (loose and not may_evict)
+                or (staying and not may_move)
+            ):
                 return False
         if self._slots.is_free(area):  # others emptied it meanwhile
             return True
@@ -88,12 +99,15 @@ class Compaction:
         finally:
             self._slots.reopen(area)
 
-    def _empty(self, blocks: list[Block], pool: EvictionPool, staying: list[Page], loose: dict[int, int]) -> Work[bool]:
+    def _empty(
+        self, blocks: list[Block], pool: EvictionPool, staying: list[Page], loose: dict[int, int]
+    ) -> Work[bool]:
         targets: dict[Page, int] = {}
         waiting: list[Page] = []  # for the slots of pages elsewhere that are evicted for them
         wanted = Counter(page.namespace.slot_nbytes for page in staying)
         elsewhere = {
-            size: self._count_elsewhere(size, pool, count, loose.get(size, 0)) for size, count in wanted.items()
+            size: self._count_elsewhere(size, pool, count, loose.get(size, 0))
+            for size, count in wanted.items()
         }
         try:
             for page in staying:
@@ -123,14 +137,27 @@ class Compaction:
                 self._slots.free(target)
 
     def _count_elsewhere(self, size: int, pool: EvictionPool, wanted: int, loose: int) -> int:
-        """Count pages of this size outside the area that may be evicted, up to `wanted`, as far as a look shows."""
-        looked_at = islice(pool.oldest_first(size), min(loose + 2 * wanted, LOOKED_AT) + LOOKED_AT_LEAST)
-        free = (page for page in looked_at if not page.holds and not self._slots.block_of(page.offset).closed)
+        """Count pages of this size outside the area that may be evicted, up to `wanted`, as far as
+        a look shows.
+        """
+        looked_at = islice(
+            pool.oldest_first(size), min(loose + 2 * wanted, LOOKED_AT) + LOOKED_AT_LEAST
+        )
+        free = (
+            page
+            for page in looked_at
+            if not page.holds and not self._slots.block_of(page.offset).closed
+        )
         return len(list(islice(free, wanted)))
 
     def _target(self, page: Page) -> int | None:
-        """Take a slot outside the area. Until the page is there it belongs to one that nobody can find."""
-        return self._slots.allocate(page.namespace.slot_nbytes, Page(page.namespace, page.prefix_hash, 0))
+        """Take a slot outside the area.
+
+        Until the page is there it belongs to one that nobody can find.
+        """
+        return self._slots.allocate(
+            page.namespace.slot_nbytes, Page(page.namespace, page.prefix_hash, 0)
+        )
 
     def _target_of_oldest(self, page: Page, pool: EvictionPool) -> int | None:
         oldest = pool.oldest(page.namespace.slot_nbytes)
@@ -182,7 +209,9 @@ class Compaction:
 
 
 def _look(block: Block, pool: EvictionPool, staying: list[Page], loose: dict[int, int]) -> bool:
-    """Return whether nobody reads or writes in a block; note which of its pages stay, and how many do not."""
+    """Return whether nobody reads or writes in a block; note which of its pages stay, and how many
+    do not.
+    """
     if block.closed:
         return False
     for page in block.owners:
@@ -212,8 +241,10 @@ PAGES_LOOKED_AT = 16  # in search of them
 
 
 class Eviction:
-    """`forget(page, reason, successor)` takes a page out of its namespace and calls back `release`, and its
-    order's `withdraw`; `hold(pages)` keeps them where they are, `zero(offset, nbytes)` clears a slot."""
+    """`forget(page, reason, successor)` takes a page out of its namespace and calls back `release`,
+    and its order's `withdraw`; `hold(pages)` keeps them where they are, `zero(offset, nbytes)`
+    clears a slot.
+    """
 
     def __init__(
         self,
@@ -225,7 +256,9 @@ class Eviction:
         self._slots = slots
         self._forget = forget
         self._zero = zero
-        self.to_zero: set[Page] = set()  # removed pages: their slots are zeroed before other pages get them
+        self.to_zero: set[Page] = (
+            set()
+        )  # removed pages: their slots are zeroed before other pages get them
         self.zeroed_nbytes = 0
         self.turn = StepBudget()
         self.order = UseOrder(slots, self.turn)
@@ -235,21 +268,29 @@ class Eviction:
         self.copy_count = self.copy_nbytes = 0  # that have a slot
         self.copy_nbytes_max = slots.region_nbytes
         self._sizes_tried = 0
-        self.placed_nbytes = 0  # of all slots ever given out, but for those lent: the clock of how fast RAM turns over
+        # of all slots ever given out, but for those lent: the clock of how fast RAM turns over
+        self.placed_nbytes = 0
 
     @property
     def pins(self) -> Pins:
         return self.order.pins
 
     def place(self, pages: Sequence[Page], for_a_while: bool = False) -> int:
-        """Give new pages of a namespace slots, from the first on. Return how many: `make_room` may help the next one.
+        """Give new pages of a namespace slots, from the first on.
 
-        The slots are free ones, or those of the oldest pages if they are of the same size. All pages are copies, or
-        none is. `for_a_while`: they are given back when they are read, so RAM does not turn over by it.
+        Return how many: `make_room` may help the next one.
+
+        The slots are free ones, or those of the oldest pages if they are of the same size. All
+        pages are copies, or none is. `for_a_while`: they are given back when they are read, so RAM
+        does not turn over by it.
         """
         if not pages:
             return 0
-        size, account, is_copy = pages[0].namespace.slot_nbytes, pages[0].namespace.account, pages[0].is_copy
+        size, account, is_copy = (
+            pages[0].namespace.slot_nbytes,
+            pages[0].namespace.account,
+            pages[0].is_copy,
+        )
         if is_copy:
             pages = pages[: (self.copy_nbytes_max - self.copy_nbytes) // size]
         room = len(pages)
@@ -293,7 +334,9 @@ class Eviction:
         page.offset = -1
 
     def release(self, page: Page, successor: Page | None = None) -> None:
-        """Free the slot of a page that is neither visible nor held, or give it to another page of its size."""
+        """Free the slot of a page that is neither visible nor held, or give it to another page of
+        its size.
+        """
         if self.to_zero and page in self.to_zero:
             self.to_zero.discard(page)
             self.zero_slot(page)
@@ -307,7 +350,9 @@ class Eviction:
             account.give(size)
             successor.namespace.account.take(size)
         successor.offset, page.offset = page.offset, -1
-        self._slots.hand_over(successor.offset, successor).used_sum += successor.used_ms - page.used_ms
+        self._slots.hand_over(successor.offset, successor).used_sum += (
+            successor.used_ms - page.used_ms
+        )
 
     def zero_slot(self, page: Page) -> None:
         """Overwrite the slot of a page with zeros."""
@@ -330,8 +375,11 @@ class Eviction:
         return True
 
     def make_room(self, space: Space, now_ms: int, for_copy: bool = False) -> Work[bool]:
-        """Frees a slot for a page of this namespace if that can be, in turns. False: nothing may go. After True another
-        may have been quicker, so place the page or ask again."""
+        """Frees a slot for a page of this namespace if that can be, in turns.
+
+        False: nothing may go. After True another may have been quicker, so place the page or ask
+        again.
+        """
         if self.turn.over:
             yield None
         size, account = space.slot_nbytes, space.account
@@ -340,7 +388,11 @@ class Eviction:
         if account.full_for(size):
             return (yield from self._shrink(size, account, now_ms))
         for area in self._loose_areas(size):
-            if (yield from self._clearing.clear(area, self._accounts.first(account), may_evict=False)):
+            if (
+                yield from self._clearing.clear(
+                    area, self._accounts.first(account), may_evict=False
+                )
+            ):
                 return True
         for pool in self._accounts.victims(account):
             if (yield from self._evict(size, pool)):
@@ -348,13 +400,17 @@ class Eviction:
         if self.order.expire_pins(now_ms):
             return True
         for pool in dict.fromkeys((self._accounts.shared, account.pool)):
-            for area in self._slots.areas(self._slots.level(size)):  # the last resort, in turns like all the rest
+            for area in self._slots.areas(
+                self._slots.level(size)
+            ):  # the last resort, in turns like all the rest
                 if (yield from self._clearing.clear(area, pool)):
                     return True
         return False
 
     def _evict(self, size: int, pool: EvictionPool) -> Work[bool]:
-        """Evict a page of this size, or clear the place of a block where older pages of other sizes are."""
+        """Evict a page of this size, or clear the place of a block where older pages of other sizes
+        are.
+        """
         ours = yield from self._oldest(size, pool)
         for other in (yield from self._older_sizes(rank_ms(ours) if ours else None, size, pool)):
             for area in self._areas(other, size, pool):
@@ -368,11 +424,15 @@ class Eviction:
         return True
 
     def _shrink(self, size: int, account: TenantAccount[EvictionPool], now_ms: int) -> Work[bool]:
-        """Evict the oldest page, of any size, of a tenant at its quota; none for a page that never fits the quota."""
+        """Evict the oldest page, of any size, of a tenant at its quota; none for a page that never
+        fits the quota.
+        """
         if account.too_small_for(size):
             return False
         ours = yield from self._oldest(size, account.pool)
-        for other in (yield from self._older_sizes(rank_ms(ours) if ours else None, size, account.pool)):
+        for other in (
+            yield from self._older_sizes(rank_ms(ours) if ours else None, size, account.pool)
+        ):
             if (older := (yield from self._oldest(other, account.pool))) is not None:
                 ours = older
                 break
@@ -384,7 +444,10 @@ class Eviction:
         return True
 
     def _drop_copy(self, size: int, account: TenantAccount[EvictionPool]) -> Work[bool]:
-        """Evict the oldest copy, of this size or else of any. False: all are in use."""
+        """Evict the oldest copy, of this size or else of any.
+
+        False: all are in use.
+        """
         for pool in self._accounts.with_copies(account):
             copy = yield from self._oldest_copy(size, pool)
             if copy is None:
@@ -422,7 +485,9 @@ class Eviction:
         return False
 
     def _areas(self, other: int, size: int, pool: EvictionPool) -> list[range]:
-        """Return places for a block of our size where the oldest pages of another size lie, the coldest first."""
+        """Return places for a block of our size where the oldest pages of another size lie, the
+        coldest first.
+        """
         level = self._slots.level(size)
         areas: dict[int, range] = {}
         for page in pool.eldest(other, PAGES_LOOKED_AT):
@@ -433,8 +498,9 @@ class Eviction:
         return sorted(areas.values(), key=self._slots.mean_use)
 
     def _loose_areas(self, size: int) -> Iterator[range]:
-        """Places that hold nothing but a few pages that move, perhaps: these can lie closer together, which
-        costs nobody anything."""
+        """Places that hold nothing but a few pages that move, perhaps: these can lie closer
+        together, which costs nobody anything.
+        """
         if not (self.order.pins.nbytes or self._accounts.any_limited):
             return
         level = self._slots.level(size)
@@ -443,7 +509,9 @@ class Eviction:
         if self._accounts.any_limited:
             kinds = self._slots.kinds()
             start = self._sizes_tried % len(kinds) if kinds else 0
-            sizes += [kind.slot_nbytes for kind in (kinds[start:] + kinds[:start])[:SPARSE_SIZES_TRIED]]
+            sizes += [
+                kind.slot_nbytes for kind in (kinds[start:] + kinds[:start])[:SPARSE_SIZES_TRIED]
+            ]
             self._sizes_tried = start + SPARSE_SIZES_TRIED
             self.turn.left -= len(sizes)
         for other in sizes:
@@ -463,9 +531,17 @@ class Eviction:
     def check(self) -> list[str]:
         """Return violations of what must always hold; empty if all is well."""
         wrong = self._slots.check() + self.order.check()
-        copies = [page for block in self._slots.blocks() for page in block.owners if page is not None and page.is_copy]
+        copies = [
+            page
+            for block in self._slots.blocks()
+            for page in block.owners
+            if page is not None and page.is_copy
+        ]
         nbytes = sum(page.namespace.slot_nbytes for page in copies)
-        if (len(copies), nbytes) != (self.copy_count, self.copy_nbytes) or nbytes > self.copy_nbytes_max:
+        if (len(copies), nbytes) != (
+            self.copy_count,
+            self.copy_nbytes,
+        ) or nbytes > self.copy_nbytes_max:
             counted = f"{self.copy_count} with {self.copy_nbytes} bytes"
             wrong.append(
                 f"{len(copies)} copies with {nbytes} bytes, counted are {counted}, {self.copy_nbytes_max} may be"
@@ -474,7 +550,9 @@ class Eviction:
             pages = [page for page in block.owners if page is not None]
             total = sum(page.used_ms for page in pages)
             if total != block.used_sum:
-                wrong.append(f"block {block.start}: last uses sum to {total}, recorded {block.used_sum}")
+                wrong.append(
+                    f"block {block.start}: last uses sum to {total}, recorded {block.used_sum}"
+                )
             for slot, page in enumerate(block.owners):
                 if page is not None and page.offset != block.offset + slot * block.kind.slot_nbytes:
                     wrong.append(

@@ -1,4 +1,7 @@
-"""What is in which tier, told page by page and in sums. Changes nothing but pins that are over."""
+"""What is in which tier, told page by page and in sums.
+
+Changes nothing but pins that are over.
+"""
 
 import contextlib
 import heapq
@@ -46,7 +49,9 @@ class Inventory:
         tier = self._tier
 
         def some(hashes: Sequence[bytes]) -> list[PageInfo]:
-            now_ms = tier.clock_ms()  # not before: others use pages while this one waits for the lock
+            now_ms = (
+                tier.clock_ms()
+            )  # not before: others use pages while this one waits for the lock
             index = tier.namespaces.find(digest)
             tier.eviction.order.expire_pins(now_ms)
             return [self._info(index, prefix_hash, now_ms) for prefix_hash in hashes]
@@ -89,7 +94,10 @@ class Inventory:
 
     @contextlib.contextmanager
     def inspected(self, digest: bytes, prefix_hash: bytes) -> Iterator[Page | None]:
-        """The page, held, if it is visible in RAM. Neither a use nor counted, and nothing is loaded for it."""
+        """The page, held, if it is visible in RAM.
+
+        Neither a use nor counted, and nothing is loaded for it.
+        """
         with self._tier.lock:
             page = self._tier.live(self._tier.namespaces.find(digest), prefix_hash)
             if page is not None:
@@ -108,8 +116,10 @@ class Inventory:
         limit: int,
         wanted: Callable[[list[bytes]], list[bytes]] = list,
     ) -> tuple[list[PageInfo], bytes]:
-        """Up to `limit` pages whose hash starts with `key_prefix` and is above `after`, and the `after`
-        of the rest; empty if that was all. `wanted` says which of some hashes are asked for."""
+        """Up to `limit` pages whose hash starts with `key_prefix` and is above `after`, and the
+        `after` of the rest; empty if that was all. `wanted` says which of some hashes are asked
+        for.
+        """
         hashes: list[bytes] = []
 
         def collect(pages: list[Page]) -> None:
@@ -117,18 +127,23 @@ class Inventory:
             hashes.extend(h for h in found if h > after and h.startswith(key_prefix))
 
         self._tier.scan(self._tier.namespace(digest), collect)
-        hashes = list(_sifted(iter(hashes), wanted))  # outside the lock: who owns a page may take half a millisecond
-        # Sorting happens outside the lock; a page that goes meanwhile, or that is not committed yet, is
-        # left out below. It still counts here, or the reply would look like the last one.
+        hashes = list(
+            _sifted(iter(hashes), wanted)
+        )  # outside the lock: who owns a page may take half a millisecond
+        # Sorting happens outside the lock; a page that goes meanwhile, or that is not committed
+        # yet, is left out below. It still counts here, or the reply would look like the last one.
         in_ram = heapq.nsmallest(limit + 1, set(hashes))
-        on_disk = islice(_sifted(self._tier.below.list_hashes(digest, key_prefix, after), wanted), limit + 1)
+        on_disk = islice(
+            _sifted(self._tier.below.list_hashes(digest, key_prefix, after), wanted), limit + 1
+        )
         chosen = sorted({*in_ram, *on_disk})[: limit + 1]
         rest_after = chosen[limit - 1] if len(chosen) > limit else b""
         return [info for info in self.stat(digest, chosen[:limit]) if info.present], rest_after
 
     def room(self, digest: bytes, count: int) -> list[float]:
-        """Of the slots that so many new pages would take one after the other: for how many ms what is there has not
-        been used, infinity for a free one. Fewer, if no more may go."""
+        """Of the slots that so many new pages would take one after the other: for how many ms what
+        is there has not been used, infinity for a free one. Fewer, if no more may go.
+        """
         tier = self._tier
         with tier.lock:
             index = tier.namespaces.find(digest)
@@ -136,10 +151,16 @@ class Inventory:
             free_count = min(count, tier.slots.free_count(slot_nbytes))
             if account.nbytes_max:
                 free_count = min(free_count, account.room(slot_nbytes))
-            pool = account.pool if account.full_for(slot_nbytes) else tier.eviction.order.accounts.first(account)
+            pool = (
+                account.pool
+                if account.full_for(slot_nbytes)
+                else tier.eviction.order.accounts.first(account)
+            )
             loose = (page for page in pool.oldest_first(slot_nbytes) if not page.holds)
             now_ms = tier.clock_ms()
-            return [math.inf] * free_count + [now_ms - page.used_ms for page in islice(loose, count - free_count)]
+            return [math.inf] * free_count + [
+                now_ms - page.used_ms for page in islice(loose, count - free_count)
+            ]
 
     def unsaved(self) -> list[tuple[bytes, list[bytes]]]:
         """Pages in RAM that are not safe below, copies apart: (namespace digest, prefix hashes)."""
@@ -164,7 +185,10 @@ class Inventory:
         with self._tier.lock:
             self._tier.eviction.order.expire_pins(self._tier.clock_ms())
             kinds = self._tier.slots.kinds()
-            return sorted((kind.slot_nbytes, kind.block_count, kind.slot_count, kind.used_count) for kind in kinds)
+            return sorted(
+                (kind.slot_nbytes, kind.block_count, kind.slot_count, kind.used_count)
+                for kind in kinds
+            )
 
     def counters(self) -> tuple[Counters, list[tuple[NamespaceIndex, Counters, int]]]:
         """Copies: totals, and (namespace, counters, pages) of each."""
@@ -173,9 +197,12 @@ class Inventory:
             totals.add(counters)
         return totals, each
 
-    def counted(self, read: Callable[[Counters], Read]) -> tuple[Read, list[tuple[NamespaceIndex, Read, int]]]:
-        """What `read` makes of the counters of namespaces that were forgotten, all together, and (namespace, what it
-        makes of its counters, pages) of each that is there."""
+    def counted(
+        self, read: Callable[[Counters], Read]
+    ) -> tuple[Read, list[tuple[NamespaceIndex, Read, int]]]:
+        """What `read` makes of the counters of namespaces that were forgotten, all together, and
+        (namespace, what it makes of its counters, pages) of each that is there.
+        """
         with self._tier.lock:
             spaces = self._tier.namespaces.all()
             forgotten = read(self._tier.namespaces.forgotten)
@@ -187,6 +214,8 @@ class Inventory:
         return forgotten, each
 
 
-def _sifted(hashes: Iterator[bytes], wanted: Callable[[list[bytes]], list[bytes]]) -> Iterator[bytes]:
+def _sifted(
+    hashes: Iterator[bytes], wanted: Callable[[list[bytes]], list[bytes]]
+) -> Iterator[bytes]:
     while some := list(islice(hashes, HASHES)):
         yield from wanted(some)

@@ -1,4 +1,6 @@
-"""Things in the order of a number that may change: when a pin ends, how old a size's oldest page is. Pure."""
+"""Things in the order of a number that may change: when a pin ends, how old a size's oldest page
+is. Pure.
+"""
 
 import heapq
 from collections.abc import Callable, Iterator
@@ -7,17 +9,23 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 SPARE = 64  # outdated entries that are kept beside as many as there are things
-SWEPT = 4  # entries looked at with each change: an old heap is empty long before the next one is old
+SWEPT = (
+    4  # entries looked at with each change: an old heap is empty long before the next one is old
+)
 
 
 class LazyHeap(Generic[T]):
-    """`key` of each thing. A heap keeps entries of keys that were replaced; once they are the greater part,
-    the heap is swept a few entries at a time, so that no call takes longer the more things there are.
-    Not thread-safe.
+    """`key` of each thing.
+
+    A heap keeps entries of keys that were replaced; once they are the greater part, the heap is
+    swept a few entries at a time, so that no call takes longer the more things there are. Not
+    thread-safe.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[T, tuple[int, int, T]] = {}  # (key, number, thing); the number breaks ties
+        self._entries: dict[
+            T, tuple[int, int, T]
+        ] = {}  # (key, number, thing); the number breaks ties
         self._heap: list[tuple[int, int, T]] = []
         self._swept: list[tuple[int, int, T]] = []  # a heap too: what is left of the one before
         self._number = 0
@@ -50,8 +58,11 @@ class LazyHeap(Generic[T]):
         return True
 
     def first(self, entries_max: int) -> tuple[int, T] | None:
-        """(key, thing) of the smallest key. None if there is nothing, or so many outdated entries come
-        first; another call goes on behind them."""
+        """(key, thing) of the smallest key.
+
+        None if there is nothing, or so many outdated entries come first; another call goes on
+        behind them.
+        """
         for _ in range(entries_max):
             heap = self._top()
             if not heap:
@@ -63,8 +74,10 @@ class LazyHeap(Generic[T]):
         return None
 
     def take(self, key_max: int, entries_max: int) -> list[T]:
-        """Things whose key is at most this, not here any more. So many entries are looked at; another call
-        goes on."""
+        """Things whose key is at most this, not here any more.
+
+        So many entries are looked at; another call goes on.
+        """
         things: list[T] = []
         for _ in range(entries_max):
             heap = self._top()
@@ -82,7 +95,11 @@ class LazyHeap(Generic[T]):
 
     def _top(self) -> list[tuple[int, int, T]]:
         """The heap whose first entry is the smallest; empty if there is none."""
-        return self._swept if self._swept and self._swept < self._heap[:1] else self._heap or self._swept
+        return (
+            self._swept
+            if self._swept and self._swept < self._heap[:1]
+            else self._heap or self._swept
+        )
 
     def _sweep(self) -> None:
         if not self._swept and len(self._heap) > 2 * len(self._entries) + SPARE:
@@ -104,11 +121,11 @@ LOOKED_AT = 64  # sizes, in search of the one with the oldest page; what is foun
 
 
 class OldestBySize:
-    """Slot sizes by the last use of their oldest page, as far as known: a use of that page makes it later,
-    and shows when the size is looked at next. So a use costs nothing here.
+    """Slot sizes by the last use of their oldest page, as far as known: a use of that page makes it
+    later, and shows when the size is looked at next. So a use costs nothing here.
 
-    `oldest(size)` says when the oldest page that may go was used, None if there is none; `paused` that it
-    could not look on. Not thread-safe.
+    `oldest(size)` says when the oldest page that may go was used, None if there is none; `paused`
+    that it could not look on. Not thread-safe.
     """
 
     def __init__(self, oldest: Callable[[int], int | None], paused: Callable[[], bool]) -> None:
@@ -129,8 +146,10 @@ class OldestBySize:
         self._ages.discard(size)
 
     def older(self, than: int | None, but: int, count: int) -> list[int]:
-        """Other sizes whose oldest page is older (than None: any), that with the oldest first. A size whose
-        pages may not go is forgotten; whoever returns one of them adds it."""
+        """Other sizes whose oldest page is older (than None: any), that with the oldest first.
+
+        A size whose pages may not go is forgotten; whoever returns one of them adds it.
+        """
         found: list[tuple[int, int]] = []
         for _ in range(LOOKED_AT):
             first = self._ages.first(LOOKED_AT)

@@ -20,7 +20,9 @@ STEPS = 256  # each a few microseconds: a page evicted, a page looked at and pas
 
 
 class SlicedWork(NamedTuple):
-    """A page's bytes are to be copied to another slot, without the lock; the page is held meanwhile."""
+    """A page's bytes are to be copied to another slot, without the lock; the page is held
+    meanwhile.
+    """
 
     page: Page
     target: int
@@ -34,7 +36,10 @@ Work = Generator[SlicedWork | Callable[[], Any] | None, Any, T]
 
 
 class StepBudget:
-    """Steps that are left in this slice. Guarded by the tier's lock."""
+    """Steps that are left in this slice.
+
+    Guarded by the tier's lock.
+    """
 
     __slots__ = ("left",)
 
@@ -42,7 +47,10 @@ class StepBudget:
         self.left = STEPS
 
     def take(self) -> bool:
-        """Take a step. Return whether there was one left."""
+        """Take a step.
+
+        Return whether there was one left.
+        """
         self.left -= 1
         return self.left >= 0
 
@@ -51,8 +59,13 @@ class StepBudget:
         return self.left <= 0
 
 
-def run_in_slices(lock: threading.Lock, budget: StepBudget, work: Work[T], move: Callable[[SlicedWork], None]) -> T:
-    """Run `work` under the lock, and release the lock whenever it yields. `move` copies a page that it holds."""
+def run_in_slices(
+    lock: threading.Lock, budget: StepBudget, work: Work[T], move: Callable[[SlicedWork], None]
+) -> T:
+    """Run `work` under the lock, and release the lock whenever it yields.
+
+    `move` copies a page that it holds.
+    """
     answer: Any = None
     try:
         while True:
@@ -76,8 +89,13 @@ def run_in_slices(lock: threading.Lock, budget: StepBudget, work: Work[T], move:
         raise
 
 
-def split_in_slices(lock: threading.Lock, work: Callable[[Sequence[Key]], Sequence[T]], keys: Sequence[Key]) -> list[T]:
-    """Return what `work` makes of each key. It runs under the lock for as many keys at a time as a slice has steps."""
+def split_in_slices(
+    lock: threading.Lock, work: Callable[[Sequence[Key]], Sequence[T]], keys: Sequence[Key]
+) -> list[T]:
+    """Return what `work` makes of each key.
+
+    It runs under the lock for as many keys at a time as a slice has steps.
+    """
     done: list[T] = []
     for start in range(0, len(keys), STEPS):
         if start:

@@ -7,9 +7,10 @@
     read     loads -> bytes       without the lock; each page is checked and reported as it arrives
     offer    pages -> taken       write-behind: under the lock, so it never waits
 
-Tiers are asked in order, each for the keys that those before it lack. A source is whatever its tier needs to read the
-page; nobody else looks into it. An error of a tier is a miss there, never an error of the request: `find` leaves the
-key out, `read` does not report the page as intact, and the next tier is asked.
+Tiers are asked in order, each for the keys that those before it lack. A source is whatever its tier
+needs to read the page; nobody else looks into it. An error of a tier is a miss there, never an
+error of the request: `find` leaves the key out, `read` does not report the page as intact, and the
+next tier is asked.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from node.memory.page import Page
 
 
 class Query(NamedTuple):
-    """Keys that a tier is asked for. `touch`: asking is a use."""
+    """Keys that a tier is asked for.
+
+    `touch`: asking is a use.
+    """
 
     namespace: Namespace
     prefix_hashes: Sequence[bytes]  # each once
@@ -33,7 +37,10 @@ class Query(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A page that a tier has. `place` is opaque. `is_copy`: other members own the page, so it is a copy here."""
+    """A page that a tier has.
+
+    `place` is opaque. `is_copy`: other members own the page, so it is a copy here.
+    """
 
     tier: LowerTier
     place: Any
@@ -48,20 +55,27 @@ class Load(NamedTuple):
 
 
 class LowerTier(abc.ABC):
-    """Thread-safe. `name` is that of the metrics. A tier that `reads_parts` fills pages of a `PartialPage`."""
+    """Thread-safe.
+
+    `name` is that of the metrics. A tier that `reads_parts` fills pages of a `PartialPage`.
+    """
 
     name: ClassVar[str]
     reads_parts: ClassVar[bool] = False
 
     def is_asked(self, near: bool) -> bool:
-        """Return whether to ask it at all. `near`: the request wants pages of other members, too."""
+        """Return whether to ask it at all.
+
+        `near`: the request wants pages of other members, too.
+        """
         return True
 
     @abc.abstractmethod
     def find(self, query: Query) -> dict[bytes, Source]:
         """Return where the pages of these keys are, as far as they can be had until the deadline.
 
-        What a source names stays readable until it is given to `read` or `release`. No lock is held.
+        What a source names stays readable until it is given to `read` or `release`. No lock is
+        held.
         """
 
     @abc.abstractmethod
@@ -72,30 +86,41 @@ class LowerTier(abc.ABC):
         gone: Callable[[], bool],
         deadline: Deadline,
     ) -> None:
-        """Fill the pages' slots, and their `checksum`, `leaves` and `expiry_s`. No lock is held.
+        """Fill the pages' slots, and their `checksum`, `leaves` and `expiry_s`.
 
-        `arrived` is called, by any thread, for each page whose bytes are intact; the others are misses. `gone` tells
-        that nobody waits any more. When this ends, however it ends, nobody writes to a slot and all sources are
-        released.
+        No lock is held.
+
+        `arrived` is called, by any thread, for each page whose bytes are intact; the others are
+        misses. `gone` tells that nobody waits any more. When this ends, however it ends, nobody
+        writes to a slot and all sources are released.
         """
 
     def release(self, sources: Iterable[Source]) -> None:  # noqa: B027 most tiers keep nothing for them
-        """Give back sources that are not read. May be called under the RAM tier's lock."""
+        """Give back sources that are not read.
+
+        May be called under the RAM tier's lock.
+        """
 
     def is_there(self, source: Source) -> bool:
-        """Return whether the page was not removed since it was found. Called under the RAM tier's lock."""
+        """Return whether the page was not removed since it was found.
+
+        Called under the RAM tier's lock.
+        """
         return True
 
     @property
     def stalled(self) -> bool:
-        """Whether a read that runs may take for ever, so that waiting for another caller's read is of no use."""
+        """Whether a read that runs may take for ever, so that waiting for another caller's read is
+        of no use.
+        """
         return False
 
     def offer(self, pages: Sequence[Page], urgent: bool) -> int:
-        """Return how many of the pages, from the first on, it takes to write them later; none if it is not for writing.
+        """Return how many of the pages, from the first on, it takes to write them later; none if it
+        is not for writing.
 
-        They stay held until it releases them. It may come back for the rest later, unless this is urgent. Called under
-        the RAM tier's lock.
+        They stay held until it releases them. It may come back for the rest later, unless this is
+        urgent. Called under the RAM tier's lock.
         """
         return 0
 
@@ -110,7 +135,8 @@ class LowerTierInfo(NamedTuple):
 
 
 class LocalTier(LowerTier):
-    """The tier that is part of this node: it knows its pages without waiting, so it is asked under the RAM tier's lock.
+    """The tier that is part of this node: it knows its pages without waiting, so it is asked under
+    the RAM tier's lock.
 
     This class has no pages. It stands in for the disk of a node without one.
     """
@@ -146,19 +172,30 @@ class LocalTier(LowerTier):
         return None
 
     def list_hashes(self, digest: bytes, key_prefix: bytes, after: bytes) -> Iterator[bytes]:
-        """Yield prefix hashes in order. Called without any lock."""
+        """Yield prefix hashes in order.
+
+        Called without any lock.
+        """
         return iter(())
 
     def remove(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Forget pages. Return True for each that was there."""
+        """Forget pages.
+
+        Return True for each that was there.
+        """
         return [False] * len(prefix_hashes)
 
     def remove_namespace(self, digest: bytes) -> int:
-        """Forget all pages of a namespace. Return how many there were. Called without any lock."""
+        """Forget all pages of a namespace.
+
+        Return how many there were. Called without any lock.
+        """
         return 0
 
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int) -> list[bool]:
-        """Keep pages for `ttl_s`; return True for each that is there. 0 ends pins: True for each that was pinned.
+        """Keep pages for `ttl_s`; return True for each that is there.
+
+        0 ends pins: True for each that was pinned.
 
         Raises Exhausted, and pins none, if too much would be pinned.
         """

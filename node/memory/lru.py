@@ -48,7 +48,10 @@ class HeldEntries(Generic[T]):
         self._numbers[thing] = self._number
 
     def give_back(self, thing: T) -> bool:
-        """Let a page be evicted again. Return False if it was not set aside."""
+        """Let a page be evicted again.
+
+        Return False if it was not set aside.
+        """
         number = self._numbers.get(thing, 0)
         if number <= 0:
             return False
@@ -57,12 +60,17 @@ class HeldEntries(Generic[T]):
         return True
 
     def discard(self, thing: T) -> bool:
-        """Forget a page that is in the order again, or gone. Return False if it was not set aside."""
+        """Forget a page that is in the order again, or gone.
+
+        Return False if it was not set aside.
+        """
         return self._numbers.pop(thing, None) is not None
 
     def oldest(self, may_go: Callable[[T], bool], looked_at: Callable[[], bool]) -> T | None:
-        """The oldest that was returned and still may go. Asks `looked_at` before each that it drops whether
-        to go on."""
+        """The oldest that was returned and still may go.
+
+        Asks `looked_at` before each that it drops whether to go on.
+        """
         while self._returned:
             number, thing = self._returned[0]
             is_here = self._numbers.get(thing) == -number
@@ -86,7 +94,10 @@ class HeldEntries(Generic[T]):
 
 
 class LruList:
-    """Pages of one slot size that may be evicted once nobody holds them. A page is in at most one list."""
+    """Pages of one slot size that may be evicted once nobody holds them.
+
+    A page is in at most one list.
+    """
 
     __slots__ = ("_aside", "_root", "count")
 
@@ -155,11 +166,17 @@ class LruList:
         return None
 
     def give_back(self, page: Page) -> bool:
-        """End the use of a page by its last reader. Return whether it was aside, and may be the oldest now."""
+        """End the use of a page by its last reader.
+
+        Return whether it was aside, and may be the oldest now.
+        """
         return self._aside.give_back(page)
 
     def oldest_first(self) -> Iterator[Page]:
-        """Yield all pages but those aside. Meanwhile only the page being visited may be unlinked."""
+        """Yield all pages but those aside.
+
+        Meanwhile only the page being visited may be unlinked.
+        """
         page = self._root.newer
         while page is not self._root:
             assert page is not None

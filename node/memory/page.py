@@ -22,13 +22,18 @@ FREED = 2  # entries of an older generation, with each page remembered
 
 
 class MissReasons:
-    """Reasons by key, newest generation first. A hash collision only mislabels a counter."""
+    """Reasons by key, newest generation first.
+
+    A hash collision only mislabels a counter.
+    """
 
     def __init__(self, count_max: int = GENERATION_COUNT_MAX) -> None:
         self._count_max = count_max
         self._new: dict[int, str] = {}
         self._old: dict[int, str] = {}
-        self._gone: dict[int, str] = {}  # a generation on its way out: freed bit by bit, not at once
+        self._gone: dict[
+            int, str
+        ] = {}  # a generation on its way out: freed bit by bit, not at once
 
     def remember(self, digest: bytes, prefix_hash: bytes, reason: str) -> None:
         """Remember why a page left: 'evicted', 'removed', 'expired' or 'corrupt'."""
@@ -116,8 +121,8 @@ class Space(Protocol):
 
 
 class State(enum.IntEnum):
-    """reserve            commit              remove, while held
-    --------> WRITING --------> VISIBLE -------------------------> DOOMED
+    """reserve            commit              remove, while held --------> WRITING --------> VISIBLE
+    -------------------------> DOOMED
                  | abort         ^ | remove, evict                    | last release
                  v               | v                                  v
                 gone    LOADING -+ gone                              gone
@@ -131,7 +136,9 @@ class State(enum.IntEnum):
 
 
 class Page:
-    """A slot of the RAM tier and what is in it. Slots, not a dict: 200,000 of these must be small.
+    """A slot of the RAM tier and what is in it.
+
+    Slots, not a dict: 200,000 of these must be small.
 
     `holds` counts reads in progress: a held page keeps its slot whatever happens. `used_ms` and
     `stored_ms` are the tier's clock; pages of one batch share the int object.
@@ -154,7 +161,9 @@ class Page:
         "used_ms",
     )
 
-    def __init__(self, namespace: Space, prefix_hash: bytes, now_ms: int, is_copy: bool = False) -> None:
+    def __init__(
+        self, namespace: Space, prefix_hash: bytes, now_ms: int, is_copy: bool = False
+    ) -> None:
         self.namespace = namespace
         self.prefix_hash = prefix_hash
         self.offset = -1
@@ -185,13 +194,17 @@ class NamespaceIndex:
     def __init__(self, value: Namespace, account: TenantAccount[Any], peer: str = "") -> None:
         self.value = value
         self.account = account
-        self.peer = peer  # the client that opened it; empty if restored from disk or opened by another node
+        self.peer = (
+            peer  # the client that opened it; empty if restored from disk or opened by another node
+        )
         self.digest = value.digest
         self.page_nbytes = value.stored_nbytes
         self.slot_nbytes = slot_nbytes(self.page_nbytes)
         self.pages: dict[bytes, Page] = {}
         self._peak_count = 0
-        self.busy = 0  # batches at work on it, which let others have their turn: it can not be forgotten
+        self.busy = (
+            0  # batches at work on it, which let others have their turn: it can not be forgotten
+        )
         self.counters = Counters()
         self.described_nbytes: int = namespace_message(value).ByteSize()
 
@@ -201,9 +214,14 @@ class NamespaceIndex:
         self._peak_count = max(self._peak_count, len(self.pages))
 
     def drop(self, page: Page) -> None:
-        """Take a page out. A dict never shrinks by itself, so a small namespace gets a new one."""
+        """Take a page out.
+
+        A dict never shrinks by itself, so a small namespace gets a new one.
+        """
         del self.pages[page.prefix_hash]
-        if len(self.pages) * SHRUNK < self._peak_count and (not self.pages or self._peak_count > PAGES_SMALL):
+        if len(self.pages) * SHRUNK < self._peak_count and (
+            not self.pages or self._peak_count > PAGES_SMALL
+        ):
             self.pages = dict(self.pages)
             self._peak_count = len(self.pages)
 
@@ -217,8 +235,10 @@ class NamespaceIndex:
         return key_seed(self.digest, prefix_hash)
 
     def count_lookup(self, present: list[bool], absent: list[bytes], ghosts: MissReasons) -> None:
-        """Counts what a lookup found and why it missed. `absent`: keys that are not here in any
-        state; what else is not present is being written."""
+        """Counts what a lookup found and why it missed.
+
+        `absent`: keys that are not here in any state; what else is not present is being written.
+        """
         counters, count, hits = self.counters, len(present), present.count(True)
         counters.pages_asked += count
         counters.pages_hit += hits
@@ -230,7 +250,9 @@ class NamespaceIndex:
 
 
 class Namespaces:
-    """The namespaces that were opened. Bounded; an empty one makes room for a new one.
+    """The namespaces that were opened.
+
+    Bounded; an empty one makes room for a new one.
 
     Not thread-safe; the tier's lock guards it.
     """
@@ -239,8 +261,11 @@ class Namespaces:
         self._count_max = count_max
         self._page_nbytes_max = page_nbytes_max
         self._by_digest: dict[bytes, NamespaceIndex] = {}
-        self.account_of: Callable[[str], TenantAccount[Any]]  # of a tenant, in the RAM tier that these are of
-        # The owner whose share a namespace counts to, by its tenant and the peer that opened it; empty: no owner.
+        self.account_of: Callable[
+            [str], TenantAccount[Any]
+        ]  # of a tenant, in the RAM tier that these are of
+        # The owner whose share a namespace counts to, by its tenant and the peer that opened it;
+        # empty: no owner.
         self.owner_of: Callable[[str, str], str] = lambda tenant, peer: peer
         self.below_count: Callable[[bytes], int] = lambda digest: 0  # pages in the tier below
         self.forgotten = Counters()  # of namespaces that made room, so that totals never shrink
@@ -248,9 +273,12 @@ class Namespaces:
     def open(
         self, value: Namespace, digest: bytes, peer: str = "", restored: bool = False
     ) -> tuple[NamespaceIndex, bool]:
-        """(the namespace, whether it is new). `digest` is what the caller will use in its keys. Half of all is
-        for one owner (`owner_of`); for no `peer` there is no such limit. One that is `restored` has pages below and
-        needs no room made: it is there, and an earlier run had room."""
+        """(the namespace, whether it is new).
+
+        `digest` is what the caller will use in its keys. Half of all is for one owner (`owner_of`);
+        for no `peer` there is no such limit. One that is `restored` has pages below and needs no
+        room made: it is there, and an earlier run had room.
+        """
         if digest != value.digest:
             raise LayoutMismatch(
                 f"namespace digest {shown(digest)} does not belong to this description, whose digest is "
@@ -260,7 +288,9 @@ class Namespaces:
         known = self._by_digest.get(digest)
         if known is not None:
             if known.value != value:
-                raise LayoutMismatch(f"namespace {digest.hex()} is registered with another layout or identity")
+                raise LayoutMismatch(
+                    f"namespace {digest.hex()} is registered with another layout or identity"
+                )
             self._claim(known, peer)
             return known, False
         if value.stored_nbytes > self._page_nbytes_max:
@@ -279,33 +309,45 @@ class Namespaces:
     def _claim(self, known: NamespaceIndex, peer: str) -> None:
         """Count a known namespace to its owner when the owner opens it.
 
-        It had no owner after a restart, or was opened by another tenant that reads it. It is never refused,
-        because its pages exist.
+        It had no owner after a restart, or was opened by another tenant that reads it. It is never
+        refused, because its pages exist.
         """
         tenants = self.owner_of(known.value.tenant, "")
-        if peer and (self.owner_of(known.value.tenant, peer) == tenants if tenants else not known.peer):
+        if peer and (
+            self.owner_of(known.value.tenant, peer) == tenants if tenants else not known.peer
+        ):
             known.peer = peer
 
     def _make_room_of_owner(self, new: NamespaceIndex) -> None:
         """Forget empty namespaces of the new one's owner, who may have half of the limit.
 
-        Namespaces without an owner (restored, or from other nodes, on a node without tenants) are subtracted
-        from the limit first. Otherwise a peer that opens its half after each restart would soon have all.
+        Namespaces without an owner (restored, or from other nodes, on a node without tenants) are
+        subtracted from the limit first. Otherwise a peer that opens its half after each restart
+        would soon have all.
         """
         owned: dict[str, list[NamespaceIndex]] = {}
         for index in self._by_digest.values():
             owned.setdefault(self.owner_of(index.value.tenant, index.peer), []).append(index)
         unowned = [index for index in owned.get("", ()) if not self._is_empty(index)]
         count_max = max(0, self._count_max - len(unowned))
-        nbytes_max = max(0, DESCRIPTIONS_NBYTES_MAX - sum(index.described_nbytes for index in unowned))
+        nbytes_max = max(
+            0, DESCRIPTIONS_NBYTES_MAX - sum(index.described_nbytes for index in unowned)
+        )
         owner = self.owner_of(new.value.tenant, new.peer)
-        self._make_room(new, owned.get(owner, []), -(-count_max // 2), -(-nbytes_max // 2), f"of {owner}")
+        self._make_room(
+            new, owned.get(owner, []), -(-count_max // 2), -(-nbytes_max // 2), f"of {owner}"
+        )
 
     def _is_empty(self, index: NamespaceIndex) -> bool:
         return not (index.pages or index.busy or self.below_count(index.digest))
 
     def _make_room(
-        self, new: NamespaceIndex, there: list[NamespaceIndex], count_max: int, nbytes_max: int, whose: str
+        self,
+        new: NamespaceIndex,
+        there: list[NamespaceIndex],
+        count_max: int,
+        nbytes_max: int,
+        whose: str,
     ) -> None:
         """Forget empty namespaces of those, first opened first, until one more fits."""
         described = new.described_nbytes + sum(index.described_nbytes for index in there)
@@ -334,7 +376,10 @@ class Namespaces:
         return index
 
     def close(self, digest: bytes) -> bool:
-        """Forget an empty namespace. Return False if it has pages, or is busy."""
+        """Forget an empty namespace.
+
+        Return False if it has pages, or is busy.
+        """
         index = self._by_digest.get(digest)
         if index is None or not self._is_empty(index):
             return index is None
@@ -377,7 +422,9 @@ class Reservation:
         self.chain += pages
 
     def refuse(self, page: Page | None, is_below: bool) -> None:
-        """Add the verdict of the next key: stored in RAM or only below, being written, or without room."""
+        """Add the verdict of the next key: stored in RAM or only below, being written, or without
+        room.
+        """
         if page is None:
             self.verdicts.append(PutStatus.EXISTS if is_below else PutStatus.FULL)
         elif page.state is State.VISIBLE:

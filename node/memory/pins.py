@@ -1,4 +1,7 @@
-"""When pins end, and how much RAM they may keep from others. Pure: no clock of its own."""
+"""When pins end, and how much RAM they may keep from others.
+
+Pure: no clock of its own.
+"""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -14,7 +17,10 @@ PINNED_SHARE = 0.5
 
 
 class Pins:
-    """Pages with the time until which they may not be evicted. Not thread-safe."""
+    """Pages with the time until which they may not be evicted.
+
+    Not thread-safe.
+    """
 
     def __init__(self, slots: SlotAllocator) -> None:
         self._slots = slots
@@ -81,7 +87,10 @@ class Pins:
             del self._sizes[slot_nbytes]
 
     def ended(self, now_ms: int, entries_max: int) -> list[Page]:
-        """Pages whose pin is over by now, not pinned any more. So many are looked at; another call goes on."""
+        """Pages whose pin is over by now, not pinned any more.
+
+        So many are looked at; another call goes on.
+        """
         pages = self._ends.take(now_ms, entries_max)
         for page in pages:
             self._count(page, -1)

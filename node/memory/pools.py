@@ -1,7 +1,9 @@
-"""The order in which pages are evicted, in a pool for each tenant that has a quota and one for all others.
+"""The order in which pages are evicted, in a pool for each tenant that has a quota and one for all
+others.
 
-Of each slot size copies, then others, in order of use; and which size has the oldest. Not thread-safe: the tier's lock
-guards it. No call takes longer the more pages, sizes, holds or pins there are.
+Of each slot size copies, then others, in order of use; and which size has the oldest. Not
+thread-safe: the tier's lock guards it. No call takes longer the more pages, sizes, holds or pins
+there are.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +23,10 @@ PINS_ENDED = 256  # at a time
 
 
 class SizeOrder:
-    """The use order of a pool's pages of one slot size: copies go first, then the node's own. Not thread-safe."""
+    """The use order of a pool's pages of one slot size: copies go first, then the node's own.
+
+    Not thread-safe.
+    """
 
     __slots__ = ("_copies", "_own", "is_known", "pool")
 
@@ -63,19 +68,27 @@ class SizeOrder:
         return self._copies.oldest(turn) if self._copies.count else None
 
     def oldest(self, turn: StepBudget) -> Page | None:
-        """The page that was used before all others, of those that nobody holds. None: there is none, or the turn is
-        over."""
+        """The page that was used before all others, of those that nobody holds.
+
+        None: there is none, or the turn is over.
+        """
         copy = self.oldest_copy(turn)
         if copy is not None or (self._copies.count and turn.over):
             return copy
         return self._own.oldest(turn)
 
     def give_back(self, page: Page) -> bool:
-        """End the use of a page by its last reader. Return whether it was aside, and may be the oldest now."""
+        """End the use of a page by its last reader.
+
+        Return whether it was aside, and may be the oldest now.
+        """
         return self._list(page).give_back(page)
 
     def oldest_first(self) -> Iterator[Page]:
-        """Yield all pages but those aside. Nothing may change meanwhile, but the page being visited may be unlinked."""
+        """Yield all pages but those aside.
+
+        Nothing may change meanwhile, but the page being visited may be unlinked.
+        """
         yield from self._copies.oldest_first()
         yield from self._own.oldest_first()
 
@@ -91,11 +104,16 @@ class SizeOrder:
         strange = [page for page in self._copies.pages() if not page.is_copy]
         strange += [page for page in self._own.pages() if page.is_copy]
         wrong = self._copies.check() + self._own.check()
-        return wrong + [f"page {short(page.prefix_hash)} is among the wrong ones" for page in strange]
+        return wrong + [
+            f"page {short(page.prefix_hash)} is among the wrong ones" for page in strange
+        ]
 
 
 class EvictionPool:
-    """The pages of one tenant that has a quota, or of all who have none. `turn` is that of whoever has the lock."""
+    """The pages of one tenant that has a quota, or of all who have none.
+
+    `turn` is that of whoever has the lock.
+    """
 
     def __init__(self, turn: StepBudget) -> None:
         self._turn = turn
@@ -105,7 +123,10 @@ class EvictionPool:
     # ---- a page's life -------------------------------------------------------------------
 
     def admit(self, pages: Sequence[Page]) -> None:
-        """Add pages of one size, the newest last. From now on they may be evicted."""
+        """Add pages of one size, the newest last.
+
+        From now on they may be evicted.
+        """
         lru = self._list(pages)
         lru.push_newest(pages)
         for page in pages:
@@ -157,17 +178,25 @@ class EvictionPool:
     # ---- who is oldest -------------------------------------------------------------------
 
     def oldest_first(self, slot_nbytes: int) -> Iterator[Page]:
-        """Yield pages of this size, but for held ones that were in the way. Nothing may change meanwhile."""
+        """Yield pages of this size, but for held ones that were in the way.
+
+        Nothing may change meanwhile.
+        """
         lru = self._lists.get(slot_nbytes)
         return lru.oldest_first() if lru is not None else iter(())
 
     def oldest(self, slot_nbytes: int) -> Page | None:
-        """Oldest page of a slot size that nobody holds. None: there is none, or the turn is over."""
+        """Oldest page of a slot size that nobody holds.
+
+        None: there is none, or the turn is over.
+        """
         lru = self._lists.get(slot_nbytes)
         return lru.oldest(self._turn) if lru is not None else None
 
     def is_younger(self, slot_nbytes: int) -> bool:
-        """Return whether another size has a page that is older than the oldest of this one, which may be held."""
+        """Return whether another size has a page that is older than the oldest of this one, which
+        may be held.
+        """
         if not self._lists or (len(self._lists) == 1 and slot_nbytes in self._lists):
             return False
         ours = self.oldest(slot_nbytes)
@@ -183,18 +212,23 @@ class EvictionPool:
 
     def _oldest_ms(self, size: int) -> int | None:
         page = self.oldest(size)
-        if page is None and not self._turn.over:  # all are held: the first that is given back says so
+        if (
+            page is None and not self._turn.over
+        ):  # all are held: the first that is given back says so
             self._lists[size].is_known = False
         return rank_ms(page) if page is not None else None
 
     def oldest_copy(self, slot_nbytes: int) -> Page | None:
-        """Return the oldest copy of a slot size that nobody holds; None: there is none, or the slice is over."""
+        """Return the oldest copy of a slot size that nobody holds; None: there is none, or the
+        slice is over.
+        """
         lru = self._lists.get(slot_nbytes)
         return lru.oldest_copy(self._turn) if lru is not None else None
 
     def older_sizes(self, than_ms: int | None, but: int, count: int) -> list[int]:
-        """Other slot sizes that have a page that may go and is older by its rank (None: any; 0: a copy), that with the
-        oldest first. May be short if the turn is over."""
+        """Other slot sizes that have a page that may go and is older by its rank (None: any; 0: a
+        copy), that with the oldest first. May be short if the turn is over.
+        """
         if not self._lists or (len(self._lists) == 1 and but in self._lists):
             return []
         return self._ages.older(than_ms, but, count)
@@ -209,8 +243,14 @@ class EvictionPool:
             if lru.is_known != (size in self._ages) or not lru.count:
                 wrong.append(f"LRU of {size}: {lru.count} pages, known is {lru.is_known}")
             for page in lru.pages():
-                if page.state is not State.VISIBLE or page.namespace.slot_nbytes != size or page.order is not lru:
-                    wrong.append(f"LRU of {size}: page {short(page.prefix_hash)} does not belong there")
+                if (
+                    page.state is not State.VISIBLE
+                    or page.namespace.slot_nbytes != size
+                    or page.order is not lru
+                ):
+                    wrong.append(
+                        f"LRU of {size}: page {short(page.prefix_hash)} does not belong there"
+                    )
         return wrong
 
     def __contains__(self, page: Page) -> bool:
@@ -221,7 +261,8 @@ class EvictionPool:
 class UseOrder:
     """Which pages may be evicted, in the pool of which tenant, and which are pinned.
 
-    A visible page is in the pool of its tenant, a pinned one in none. `turn` is that of whoever has the lock.
+    A visible page is in the pool of its tenant, a pinned one in none. `turn` is that of whoever has
+    the lock.
     """
 
     def __init__(self, slots: SlotAllocator, turn: StepBudget) -> None:
@@ -236,7 +277,10 @@ class UseOrder:
         page.namespace.account.pool.admit([page])
 
     def admit_new(self, pages: Sequence[Page], chain: Sequence[Page], now_ms: int) -> None:
-        """Add new pages of a chain. All of the chain, of which others may be here, is used now, tail first."""
+        """Add new pages of a chain.
+
+        All of the chain, of which others may be here, is used now, tail first.
+        """
         if not pages:
             self.touch(reversed(chain), now_ms)
             return
@@ -294,7 +338,8 @@ class UseOrder:
             self.admit(page)
 
     def regroup(self, moving: Sequence[tuple[int, Page]]) -> Sequence[None]:
-        """Move pages to another pool, because their tenants have got one since they were used at that time.
+        """Move pages to another pool, because their tenants have got one since they were used at
+        that time.
 
         Each goes there as the oldest, or as the newest if it was used meanwhile.
         """
@@ -311,7 +356,11 @@ class UseOrder:
         return ()
 
     def pools(self) -> list[EvictionPool]:
-        return list(dict.fromkeys((self.accounts.shared, *(account.pool for account in self.accounts.all()))))
+        return list(
+            dict.fromkeys(
+                (self.accounts.shared, *(account.pool for account in self.accounts.all()))
+            )
+        )
 
     # ---- pins ----------------------------------------------------------------------------
 
@@ -322,14 +371,20 @@ class UseOrder:
         self.pins.add(page, expiry_ms)
 
     def unpin(self, page: Page) -> bool:
-        """End a pin: the page may be evicted, as the newest. Return False if it was not pinned."""
+        """End a pin: the page may be evicted, as the newest.
+
+        Return False if it was not pinned.
+        """
         if not self.pins.discard(page):
             return False
         self.admit(page)
         return True
 
     def expire_pins(self, now_ms: int) -> int:
-        """End some of the pins whose time is over, and return how many. The next calls end the rest."""
+        """End some of the pins whose time is over, and return how many.
+
+        The next calls end the rest.
+        """
         ended = self.pins.ended(now_ms, PINS_ENDED) if self.pins.nbytes else []
         for page in ended:
             self.admit(page)
@@ -356,7 +411,9 @@ class UseOrder:
                 order: SizeOrder | None = page.order
                 evictable = order is not None and page in order.pool
                 if evictable != (page.state is State.VISIBLE and not is_pinned):
-                    wrong.append(f"page {short(page.prefix_hash)} is {page.state.name}, but evictable is {evictable}")
+                    wrong.append(
+                        f"page {short(page.prefix_hash)} is {page.state.name}, but evictable is {evictable}"
+                    )
         for account in self.accounts.all():
             if account.pins != pinned.get(account.tenant, 0):
                 wrong.append(

@@ -5,7 +5,8 @@
     read    bytes into the slot            without the lock; a page that one tier fails at is asked of the next
     end     VISIBLE, or a miss for all     under the lock
 
-If only parts of a page are wanted, a tier that can reads these into a smaller slot, for that one caller.
+If only parts of a page are wanted, a tier that can reads these into a smaller slot, for that one
+caller.
 """
 
 import bisect
@@ -37,7 +38,9 @@ Range = tuple[int, int]
 
 
 class PartialPage:
-    """A `Space` for pages of which only those parts are wanted in which `ranges` (offset, nbytes) lie."""
+    """A `Space` for pages of which only those parts are wanted in which `ranges` (offset, nbytes)
+    lie.
+    """
 
     def __init__(self, space: Space, ranges: Sequence[Range]) -> None:
         self.value = space.value
@@ -48,10 +51,15 @@ class PartialPage:
         self.pages: dict[bytes, Page] = {}
         self.seed = space.seed
         self.numbers = sorted(parts_of(self.page_nbytes, ranges))
-        self.runs: list[tuple[int, int]] = []  # of the page, (start, end): one after the other in the slot
+        self.runs: list[
+            tuple[int, int]
+        ] = []  # of the page, (start, end): one after the other in the slot
         for number in self.numbers:
             start, end = cuts(self.page_nbytes)[number]
-            self._add(start // SLOT_ALIGN_NBYTES * SLOT_ALIGN_NBYTES, -(-end // SLOT_ALIGN_NBYTES) * SLOT_ALIGN_NBYTES)
+            self._add(
+                start // SLOT_ALIGN_NBYTES * SLOT_ALIGN_NBYTES,
+                -(-end // SLOT_ALIGN_NBYTES) * SLOT_ALIGN_NBYTES,
+            )
         ends = [*itertools.accumulate(end - start for start, end in self.runs)]
         self._starts = [start for start, _ in self.runs]
         self._places = [0, *ends[:-1]]  # of the runs in the slot
@@ -90,9 +98,9 @@ LOOK_S = 0.2
 class Acquired:
     """What a caller asked for, and the pages that it holds.
 
-    `pages`: one or None per key. `loads`: those that the caller must read before it, or anyone, may look at them.
-    `private`: those of them that no other caller can find, because only parts are read, or because the key is being
-    written here. `sources`: of keys that have no slot yet.
+    `pages`: one or None per key. `loads`: those that the caller must read before it, or anyone, may
+    look at them. `private`: those of them that no other caller can find, because only parts are
+    read, or because the key is being written here. `sources`: of keys that have no slot yet.
     """
 
     digest: bytes
@@ -108,10 +116,13 @@ class Acquired:
 
 
 class Promotion:
-    """Part of the RAM tier. `lower` returns the tiers below it, in order. Takes the RAM tier's `lock` where it says so.
+    """Part of the RAM tier.
 
-    `place` makes pages with slots, as far as there are any, and `lend` gives pages slots for a while. `settle` takes a
-    page that has arrived, or that does not arrive, out of those being written. `offer` shows pages to the lower tiers.
+    `lower` returns the tiers below it, in order. Takes the RAM tier's `lock` where it says so.
+
+    `place` makes pages with slots, as far as there are any, and `lend` gives pages slots for a
+    while. `settle` takes a page that has arrived, or that does not arrive, out of those being
+    written. `offer` shows pages to the lower tiers.
     """
 
     def __init__(
@@ -132,7 +143,9 @@ class Promotion:
         self._clock_ms = clock_ms
         self._settle = settle
         self._offer = offer
-        self._tiers: dict[Page, LowerTier] = {}  # of each page in state LOADING, where it comes from
+        self._tiers: dict[
+            Page, LowerTier
+        ] = {}  # of each page in state LOADING, where it comes from
 
     # ---- without the lock ----------------------------------------------------------------
 
@@ -163,7 +176,9 @@ class Promotion:
     def lookup(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], touch: bool, deadline: Deadline
     ) -> set[bytes]:
-        """Return which of these keys, that are neither in RAM nor in the local tier, other tiers have."""
+        """Return which of these keys, that are neither in RAM nor in the local tier, other tiers
+        have.
+        """
         left = dict.fromkeys(prefix_hashes)
         for tier in self._lower()[1:]:
             if left and tier.is_asked(near=True):
@@ -174,7 +189,10 @@ class Promotion:
         return set(prefix_hashes) - left.keys()
 
     def read(self, acquired: Acquired, gone: Callable[[], bool]) -> list[Page | None]:
-        """Read what this caller has to, wait for what others read. Return the pages whose bytes may be used."""
+        """Read what this caller has to, wait for what others read.
+
+        Return the pages whose bytes may be used.
+        """
         unread = {load.page: load for load in acquired.loads}
         missing = set(unread)
 
@@ -191,28 +209,45 @@ class Promotion:
                     del unread[load.page]
                 if loads:
                     tier.read(loads, arrived, gone, deadline)
-                if near and (failed := [load.page for load in loads if load.page in missing]) and not gone():
+                if (
+                    near
+                    and (failed := [load.page for load in loads if load.page in missing])
+                    and not gone()
+                ):
                     unread |= self._next_sources(failed, near, tier)
         finally:  # if one broke, nobody may wait for the others
             release(load.source for load in unread.values())
             for page in missing.copy():
                 self.end(page, intact=False)
         end = time.monotonic() + min(LOAD_S_MAX, _left_s(near) if near else LOAD_S_MAX)
-        return [page if page is not None and self._ready(page, end, gone) else None for page in acquired.pages]
+        return [
+            page if page is not None and self._ready(page, end, gone) else None
+            for page in acquired.pages
+        ]
 
-    def _next_sources(self, pages: Sequence[Page], near: Deadline, after: LowerTier) -> dict[Page, Load]:
+    def _next_sources(
+        self, pages: Sequence[Page], near: Deadline, after: LowerTier
+    ) -> dict[Page, Load]:
         """Return where else those pages are that one tier had, but could not read."""
-        whole = {page.prefix_hash: page for page in pages if not isinstance(page.namespace, PartialPage)}
+        whole = {
+            page.prefix_hash: page for page in pages if not isinstance(page.namespace, PartialPage)
+        }
         if not whole:
             return {}
         found = self.find(pages[0].namespace.value, whole, near, after)
-        loads = {whole[prefix_hash]: Load(whole[prefix_hash], source) for prefix_hash, source in found.items()}
+        loads = {
+            whole[prefix_hash]: Load(whole[prefix_hash], source)
+            for prefix_hash, source in found.items()
+        }
         with self._lock:
-            self._tiers |= {page: load.source.tier for page, load in loads.items() if page in self._tiers}
+            self._tiers |= {
+                page: load.source.tier for page, load in loads.items() if page in self._tiers
+            }
         return loads
 
     def _ready(self, page: Page, end: float, gone: Callable[[], bool]) -> bool:
-        """Wait for a page until `end`, but not for a caller who has left, nor for a tier that is stalled.
+        """Wait for a page until `end`, but not for a caller who has left, nor for a tier that is
+        stalled.
 
         Only a page that is being loaded, or whose load failed, has no checksum.
         """
@@ -220,7 +255,12 @@ class Promotion:
         while not page.checksum and not self._wait(page, wait_s):
             wait_s = min(LOOK_S, end - time.monotonic())
             tier = self._tiers.get(page)
-            if page.state is not State.LOADING or wait_s <= 0 or gone() or (tier is not None and tier.stalled):
+            if (
+                page.state is not State.LOADING
+                or wait_s <= 0
+                or gone()
+                or (tier is not None and tier.stalled)
+            ):
                 return bool(page.checksum) and page.state is not State.LOADING
         return True
 
@@ -249,8 +289,11 @@ class Promotion:
 
     # ---- with the lock held --------------------------------------------------------------
 
-    def begin(self, acquired: Acquired, space: Space, prefix_hash: bytes, is_private: bool) -> Page | None:
-        """Give a page that has a source a slot, and add it to what the caller has to read; None: there is no slot.
+    def begin(
+        self, acquired: Acquired, space: Space, prefix_hash: bytes, is_private: bool
+    ) -> Page | None:
+        """Give a page that has a source a slot, and add it to what the caller has to read; None:
+        there is no slot.
 
         A private page is only this caller's: its slot waits for that one reader.
         """
@@ -272,7 +315,9 @@ class Promotion:
         return page
 
     def forget(self, page: Page) -> None:
-        """Take out a page that was removed meanwhile: its bytes go only to those who wait for it already."""
+        """Take out a page that was removed meanwhile: its bytes go only to those who wait for it
+        already.
+        """
         self._tiers.pop(page, None)
         self._settle(page, False)
         self._over.notify_all()
@@ -289,9 +334,14 @@ class Promotion:
                 self.forget(load.page)
 
     def tiers_of(self, acquired: Acquired) -> set[str]:
-        """Return the names of the tiers that the caller waits for. Needs no lock."""
+        """Return the names of the tiers that the caller waits for.
+
+        Needs no lock.
+        """
         tiers = {load.source.tier for load in acquired.loads}
-        tiers.update(tier for page in acquired.pages if page is not None and (tier := self._tiers.get(page)))
+        tiers.update(
+            tier for page in acquired.pages if page is not None and (tier := self._tiers.get(page))
+        )
         return {tier.name for tier in tiers}
 
 

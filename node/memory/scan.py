@@ -1,4 +1,6 @@
-"""Going through all slots of the arena, some at a time, and checking that the RAM tier's books agree. Pure."""
+"""Going through all slots of the arena, some at a time, and checking that the RAM tier's books
+agree. Pure.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +14,10 @@ UNITS = 4096  # places without such slots, passed over under one lock
 
 
 class SlotScan:
-    """Goes through slots: all of them, or those of the size of a namespace's pages. The tier's lock guards `next`."""
+    """Goes through slots: all of them, or those of the size of a namespace's pages.
+
+    The tier's lock guards `next`.
+    """
 
     def __init__(self, slots: SlotAllocator, space: Space | None) -> None:
         self._slots = slots
@@ -29,7 +34,9 @@ class SlotScan:
         while not self.is_over() and slots_left > 0 and units_left > 0:
             block = self._slots.block_at(self._unit)
             units_left -= 1
-            if block is not None and (self._space is None or block.kind.slot_nbytes == self._space.slot_nbytes):
+            if block is not None and (
+                self._space is None or block.kind.slot_nbytes == self._space.slot_nbytes
+            ):
                 some = block.owners[self._slot : self._slot + slots_left]
                 owners += [page for page in some if page is not None]
                 slots_left -= len(some)
@@ -43,11 +50,13 @@ class SlotScan:
 class PageScan:
     """Goes through the pages that can be found by their keys: of a namespace, or of all.
 
-    Each page that is there from the first `next` to the last is seen; one that moves to where the scan has been is in
-    a list of `watchers` meanwhile. The tier's lock guards `next` and `close`.
+    Each page that is there from the first `next` to the last is seen; one that moves to where the
+    scan has been is in a list of `watchers` meanwhile. The tier's lock guards `next` and `close`.
     """
 
-    def __init__(self, slots: SlotAllocator, watchers: list[list[Page]], index: NamespaceIndex | None) -> None:
+    def __init__(
+        self, slots: SlotAllocator, watchers: list[list[Page]], index: NamespaceIndex | None
+    ) -> None:
         self._slots = SlotScan(slots, index)
         self._watchers = watchers
         self._index = index
@@ -77,7 +86,10 @@ class PageScan:
         return found
 
     def close(self) -> None:
-        """Hear of no more moves. Not by `remove`: the list of another scan may be equal to this one's."""
+        """Hear of no more moves.
+
+        Not by `remove`: the list of another scan may be equal to this one's.
+        """
         self._watchers[:] = [others for others in self._watchers if others is not self._moved]
 
     def _findable(self, owners: Sequence[Page]) -> list[Page]:
@@ -99,8 +111,13 @@ class Counted(NamedTuple):
     held: int
 
 
-def violations(namespaces: Sequence[NamespaceIndex], slots: SlotAllocator, counted: Counted) -> list[str]:
-    """Return where counters, namespaces and slots disagree; empty if all is well. The caller has the tier's lock."""
+def violations(
+    namespaces: Sequence[NamespaceIndex], slots: SlotAllocator, counted: Counted
+) -> list[str]:
+    """Return where counters, namespaces and slots disagree; empty if all is well.
+
+    The caller has the tier's lock.
+    """
     pages = [page for index in namespaces for page in index.pages.values()]
     owned = [page for block in slots.blocks() for page in block.owners if page is not None]
     doomed = [page for page in owned if page.state is State.DOOMED]
@@ -115,7 +132,9 @@ def violations(namespaces: Sequence[NamespaceIndex], slots: SlotAllocator, count
         if said != is_
     ]
     wrong += [
-        f"page {short(page.prefix_hash)} is forgotten, unread, but keeps its slot" for page in doomed if not page.holds
+        f"page {short(page.prefix_hash)} is forgotten, unread, but keeps its slot"
+        for page in doomed
+        if not page.holds
     ]
     if len({id(page) for page in owned}) != len(owned):
         wrong.append("a page owns two slots")

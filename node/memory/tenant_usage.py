@@ -4,9 +4,9 @@
     without a quota     then, all of them together as one: they have what the others leave
     within its quota    last, and only if the quotas together are more than there is: whoever has most of its own
 
-A tenant at its quota gives up its own oldest page for each new one. So nobody who is within its quota loses anything
-to another. Bytes are those of the blocks that a tenant's pages need when they lie together: a page of each of many
-sizes counts as what it keeps from others.
+A tenant at its quota gives up its own oldest page for each new one. So nobody who is within its
+quota loses anything to another. Bytes are those of the blocks that a tenant's pages need when they
+lie together: a page of each of many sizes counts as what it keeps from others.
 """
 
 import weakref
@@ -62,7 +62,10 @@ NOTHING = Use()
 
 
 class TenantAccount(Generic[Pool]):
-    """Of one tenant. `pool` is where its pages that may go are; all tenants without a quota share one."""
+    """Of one tenant.
+
+    `pool` is where its pages that may go are; all tenants without a quota share one.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -156,7 +159,9 @@ class TenantAccount(Generic[Pool]):
             )
 
     def refusal(self, slot_nbytes: int, what: str) -> str:
-        """Why there is no slot of this size, if that is because of its quota, which is counted; else empty."""
+        """Why there is no slot of this size, if that is because of its quota, which is counted;
+        else empty.
+        """
         if not self.full_for(slot_nbytes):
             return ""
         self.refused_puts += 1
@@ -173,15 +178,20 @@ class TenantAccount(Generic[Pool]):
 
 
 class TenantUsage(Generic[Pool]):
-    """Of all tenants that have namespaces here. Not thread-safe: the tier's lock guards it. No call takes longer the
-    more pages there are; only who goes next after those without a quota takes longer the more tenants have one."""
+    """Of all tenants that have namespaces here.
+
+    Not thread-safe: the tier's lock guards it. No call takes longer the more pages there are; only
+    who goes next after those without a quota takes longer the more tenants have one.
+    """
 
     def __init__(self, slots: SlotAllocator, make_pool: Callable[[], Pool]) -> None:
         self._slots = slots
         self._make_pool = make_pool
         self.shared: Pool = make_pool()
         self._limits: Callable[[str], Limits] = lambda tenant: Limits()
-        self._by_tenant: weakref.WeakValueDictionary[str, TenantAccount[Pool]] = weakref.WeakValueDictionary()
+        self._by_tenant: weakref.WeakValueDictionary[str, TenantAccount[Pool]] = (
+            weakref.WeakValueDictionary()
+        )
         self._grades: list[dict[TenantAccount[Pool], None]] = [{} for _ in range(OVER + 1)]
         self._graded = 0  # bit g: there is one of grade g
         self.promised_nbytes = 0  # all quotas together
@@ -208,9 +218,13 @@ class TenantUsage(Generic[Pool]):
 
     # ---- quotas --------------------------------------------------------------------------
 
-    def set_limits(self, limits: Callable[[str], Limits], promised_nbytes: int) -> list[TenantAccount[Pool]]:
-        """`limits` of each tenant; their bytes are promised, all together. Accounts that have got another pool: their
-        pages are to follow."""
+    def set_limits(
+        self, limits: Callable[[str], Limits], promised_nbytes: int
+    ) -> list[TenantAccount[Pool]]:
+        """`limits` of each tenant; their bytes are promised, all together.
+
+        Accounts that have got another pool: their pages are to follow.
+        """
         self._limits = limits
         self.promised_nbytes = promised_nbytes
         return [account for account in self.all() if self._limit(account)]
@@ -228,7 +242,11 @@ class TenantUsage(Generic[Pool]):
         """Its bytes or its quota have changed."""
         grade = -1
         if account.nbytes_max and account.nbytes:
-            grade = OVER if account.nbytes > account.nbytes_max else account.nbytes * GRADES // account.nbytes_max
+            grade = (
+                OVER
+                if account.nbytes > account.nbytes_max
+                else account.nbytes * GRADES // account.nbytes_max
+            )
         if grade == account.grade:
             return
         if account.grade >= 0:
@@ -274,23 +292,38 @@ class TenantUsage(Generic[Pool]):
     # ---- check ---------------------------------------------------------------------------
 
     def check(self, found: dict[str, dict[int, int]]) -> list[str]:
-        """Violations of what must always hold, if these are the slots by tenant and size; empty if all is well."""
+        """Violations of what must always hold, if these are the slots by tenant and size; empty if
+        all is well.
+        """
         wrong = []
         for account in self.all():
             counts = found.pop(account.tenant, {})
             if account.counts() != counts:
-                wrong.append(f"tenant {account.tenant} has slots {counts}, counted {account.counts()}")
-            nbytes = sum(self.size(slot_nbytes).need(count) for slot_nbytes, count in counts.items())
+                wrong.append(
+                    f"tenant {account.tenant} has slots {counts}, counted {account.counts()}"
+                )
+            nbytes = sum(
+                self.size(slot_nbytes).need(count) for slot_nbytes, count in counts.items()
+            )
             if nbytes != account.nbytes:
-                wrong.append(f"tenant {account.tenant} has {nbytes} bytes, counted {account.nbytes}")
+                wrong.append(
+                    f"tenant {account.tenant} has {nbytes} bytes, counted {account.nbytes}"
+                )
             is_graded = account.grade >= 0
             if is_graded != (account.nbytes_max > 0 and nbytes > 0) or (
                 is_graded and account not in self._grades[account.grade]
             ):
-                wrong.append(f"tenant {account.tenant} has grade {account.grade} and is listed elsewhere")
+                wrong.append(
+                    f"tenant {account.tenant} has grade {account.grade} and is listed elsewhere"
+                )
             if (account.pool is self.shared) != (not account.nbytes_max):
-                wrong.append(f"tenant {account.tenant} with quota {account.nbytes_max} is in the wrong pool")
-        wrong += [f"tenant {tenant} has slots {counts}, and no account" for tenant, counts in found.items()]
+                wrong.append(
+                    f"tenant {account.tenant} with quota {account.nbytes_max} is in the wrong pool"
+                )
+        wrong += [
+            f"tenant {tenant} has slots {counts}, and no account"
+            for tenant, counts in found.items()
+        ]
         if self._graded != sum(1 << grade for grade, there in enumerate(self._grades) if there):
             wrong.append("grades are listed that are empty, or empty that are not")
         return wrong

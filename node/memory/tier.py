@@ -1,11 +1,12 @@
-"""The RAM tier: which page is in which slot of the arena, which pages may not be evicted, which goes next.
+"""The RAM tier: which page is in which slot of the arena, which pages may not be evicted, which
+goes next.
 
-It deals in offsets, never in bytes (`copy` moves a slot for it, `zero` clears one) and takes its clock
-as an argument, so the same code runs in a simulation. One lock, held for the length of a batch's bookkeeping and
-never for a transfer: between `reserve` and `commit` the writer alone may touch a slot, between
-`acquire` and `release` the slot can not change or go, whatever is removed or evicted meanwhile.
-What may take long (making room, going through all pages) is done in slices (`lock_slices`): docs/decisions/0015
-says what each takes at most.
+It deals in offsets, never in bytes (`copy` moves a slot for it, `zero` clears one) and takes its
+clock as an argument, so the same code runs in a simulation. One lock, held for the length of a
+batch's bookkeeping and never for a transfer: between `reserve` and `commit` the writer alone may
+touch a slot, between `acquire` and `release` the slot can not change or go, whatever is removed or
+evicted meanwhile. What may take long (making room, going through all pages) is done in slices
+(`lock_slices`): docs/decisions/0015 says what each takes at most.
 
     put    reserve (slots, WRITING) -> bytes -> commit (VISIBLE) or abort
     get    acquire (held) -> `promotion.read`, of what came from a lower tier -> bytes -> release
@@ -24,18 +25,31 @@ from node.clock import unix_s
 from node.memory.eviction import Eviction
 from node.memory.lock_slices import STEPS, SlicedWork, Work, run_in_slices, split_in_slices
 from node.memory.lower_tier import LocalTier, LowerTier
-from node.memory.page import MissReasons, NamespaceIndex, Namespaces, Page, PutStatus, Reservation, State
+from node.memory.page import (
+    MissReasons,
+    NamespaceIndex,
+    Namespaces,
+    Page,
+    PutStatus,
+    Reservation,
+    State,
+)
 from node.memory.promotion import Acquired, PartialPage, Promotion, release
 from node.memory.scan import Counted, PageScan, SlotScan, violations
 from node.memory.tenant_usage import Limits
 from node.slab import SlotAllocator
 
-KEYS_A_SLICE = STEPS // 4  # each may take others: a page that goes for it, a place that is looked for
+KEYS_A_SLICE = (
+    STEPS // 4
+)  # each may take others: a page that goes for it, a place that is looked for
 
 
 class RamTier:
-    """Thread-safe. `clock_ms` gives whole milliseconds that never go back, `clock_s` whole seconds
-    since the epoch that do not jump, for times to live that outlast the process."""
+    """Thread-safe.
+
+    `clock_ms` gives whole milliseconds that never go back, `clock_s` whole seconds since the epoch
+    that do not jump, for times to live that outlast the process.
+    """
 
     def __init__(
         self,
@@ -48,7 +62,9 @@ class RamTier:
     ) -> None:
         self.slots = slots
         self.below = LocalTier()
-        self.remote: tuple[LowerTier, ...] = ()  # asked in this order for what is neither in RAM nor below
+        self.remote: tuple[
+            LowerTier, ...
+        ] = ()  # asked in this order for what is neither in RAM nor below
         self.clock_s = clock_s
         self.namespaces = namespaces
         self.namespace = namespaces.find  # by its digest: one look into a dict, which needs no lock
@@ -58,7 +74,9 @@ class RamTier:
         self.ghosts = MissReasons()
         self.eviction = Eviction(slots, self._forget, self.hold_all, zero)
         lend = partial(self.eviction.place, for_a_while=True)
-        self.promotion = Promotion(self.lock, self._lower, self._place, lend, self._settle, self._offer, clock_ms)
+        self.promotion = Promotion(
+            self.lock, self._lower, self._place, lend, self._settle, self._offer, clock_ms
+        )
         self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
         namespaces.account_of = self._order.accounts.of
         self._unwanted: set[Page] = set()  # being written, and removed meanwhile
@@ -77,7 +95,9 @@ class RamTier:
         self._copy(move.page.offset, move.target, move.page.namespace.page_nbytes)
         self.release([move.page])
 
-    def open_namespace(self, value: Namespace, digest: bytes, peer: str = "") -> tuple[NamespaceIndex, bool]:
+    def open_namespace(
+        self, value: Namespace, digest: bytes, peer: str = ""
+    ) -> tuple[NamespaceIndex, bool]:
         """Return the namespace, and whether it is new."""
         with self.lock:
             return self.namespaces.open(value, digest, peer)
@@ -85,15 +105,23 @@ class RamTier:
     def set_limits(self, limits: Callable[[str], Limits], promised_nbytes: int) -> None:
         """Set the `limits` of each tenant, and their bytes all together.
 
-        What is more than a quota goes when room is needed. Pages whose tenant gets or loses a quota change their pool.
+        What is more than a quota goes when room is needed. Pages whose tenant gets or loses a quota
+        change their pool.
         """
         with self.lock:
             changed = self._order.accounts.set_limits(limits, promised_nbytes)
         if not changed:
             return
         moving: list[tuple[int, Page]] = []
-        self.scan(None, lambda pages: moving.extend((p.used_ms, p) for p in pages if p.namespace.account in changed))
-        moving.sort(key=lambda entry: entry[0], reverse=True)  # each goes before those that were used later
+        self.scan(
+            None,
+            lambda pages: moving.extend(
+                (p.used_ms, p) for p in pages if p.namespace.account in changed
+            ),
+        )
+        moving.sort(
+            key=lambda entry: entry[0], reverse=True
+        )  # each goes before those that were used later
         split_in_slices(self.lock, self._order.regroup, moving)
 
     # ---- lookup --------------------------------------------------------------------------
@@ -105,7 +133,9 @@ class RamTier:
         """
         if touch:  # the tail first, and others in between
             tail = split_in_slices(
-                self.lock, lambda some: self._lookup(digest, some[::-1], touch)[::-1], prefix_hashes[::-1]
+                self.lock,
+                lambda some: self._lookup(digest, some[::-1], touch)[::-1],
+                prefix_hashes[::-1],
             )
             return tail[::-1]
         with self.lock:
@@ -114,7 +144,9 @@ class RamTier:
     def _lookup(self, digest: bytes, prefix_hashes: Sequence[bytes], touch: bool) -> list[bool]:
         index, visible = self.namespaces.find(digest), State.VISIBLE
         pages = list(map(index.pages.get, prefix_hashes))
-        present = [page is not None and page.state is visible and not page.expiry_s for page in pages]
+        present = [
+            page is not None and page.state is visible and not page.expiry_s for page in pages
+        ]
         if False in present:
             self._look_closer(index, prefix_hashes, pages, present)
         if touch:
@@ -127,9 +159,15 @@ class RamTier:
         return present
 
     def _look_closer(
-        self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], pages: list[Page | None], present: list[bool]
+        self,
+        index: NamespaceIndex,
+        prefix_hashes: Sequence[bytes],
+        pages: list[Page | None],
+        present: list[bool],
     ) -> None:
-        """Correct `present` for pages that are not simply visible: with a time to live, or in the tier below."""
+        """Correct `present` for pages that are not simply visible: with a time to live, or in the
+        tier below.
+        """
         missing = [i for i, here in enumerate(present) if not here]
         below = self.below.present(index.digest, [prefix_hashes[i] for i in missing])
         for i, is_below in zip(missing, below, strict=True):
@@ -143,12 +181,17 @@ class RamTier:
         """Return `live` of each."""
         visible, live = State.VISIBLE, self.live
         return [
-            page if page is None or (page.state is visible and not page.expiry_s) else live(index, page.prefix_hash)
+            page
+            if page is None or (page.state is visible and not page.expiry_s)
+            else live(index, page.prefix_hash)
             for page in map(index.pages.get, prefix_hashes)
         ]
 
     def live(self, index: NamespaceIndex, prefix_hash: bytes) -> Page | None:
-        """Return the page if it is visible and its time to live is not over. The caller has the lock."""
+        """Return the page if it is visible and its time to live is not over.
+
+        The caller has the lock.
+        """
         page = index.pages.get(prefix_hash)
         if page is None or page.state is not State.VISIBLE:
             return None
@@ -160,22 +203,35 @@ class RamTier:
     # ---- write ---------------------------------------------------------------------------
 
     def reserve(
-        self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int, copies: Container[bytes] = ()
+        self,
+        digest: bytes,
+        prefix_hashes: Sequence[bytes],
+        page_nbytes: int,
+        copies: Container[bytes] = (),
     ) -> Reservation:
-        """Reserve slots for the pages that are not here. Raises Exhausted if there is space for none.
+        """Reserve slots for the pages that are not here.
 
-        `copies`: keys that other members own. A page that is a copy here and none any more becomes the node's own.
+        Raises Exhausted if there is space for none.
+
+        `copies`: keys that other members own. A page that is a copy here and none any more becomes
+        the node's own.
         """
         work = self._reserve(digest, prefix_hashes, page_nbytes, copies)
         return run_in_slices(self.lock, self.eviction.turn, work, self._move)
 
     def _reserve(
-        self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int, copies: Container[bytes] = ()
+        self,
+        digest: bytes,
+        prefix_hashes: Sequence[bytes],
+        page_nbytes: int,
+        copies: Container[bytes] = (),
     ) -> Work[Reservation]:
         now_ms = self.clock_ms()
         index = self.namespaces.find(digest)
         if page_nbytes != index.page_nbytes:
-            raise LayoutMismatch(f"pages of {page_nbytes} bytes; namespace {digest.hex()} has {index.page_nbytes}")
+            raise LayoutMismatch(
+                f"pages of {page_nbytes} bytes; namespace {digest.hex()} has {index.page_nbytes}"
+            )
         self._order.expire_pins(now_ms)
         here = self.live_all(index, prefix_hashes)
         known = [page for page in here if page is not None]
@@ -213,9 +269,16 @@ class RamTier:
             self.let_go(known)
 
     def _place_free(self, result: Reservation, asked: Sequence[tuple[bytes, bool]]) -> list[Page]:
-        """Place as many of the missing pages as there are slots for at once. `asked`: key, and is it below."""
+        """Place as many of the missing pages as there are slots for at once.
+
+        `asked`: key, and is it below.
+        """
         index = result.namespace
-        lacking = [] if result.is_full else [h for h, is_below in asked if not is_below and h not in index.pages]
+        lacking = (
+            []
+            if result.is_full
+            else [h for h, is_below in asked if not is_below and h not in index.pages]
+        )
         first = len(result.pages)
         for is_copy, some in groupby(lacking, result.copies.__contains__):
             hashes = list(some)
@@ -232,23 +295,30 @@ class RamTier:
         index, first = result.namespace, len(result.pages) - len(placed)
         new = {page.prefix_hash: page for page in placed}
         for prefix_hash, is_below in asked:
-            page, is_copy = new.get(prefix_hash) or index.pages.get(prefix_hash), prefix_hash in result.copies
+            page, is_copy = (
+                new.get(prefix_hash) or index.pages.get(prefix_hash),
+                prefix_hash in result.copies,
+            )
             while page is None and not (is_below or result.is_full):
                 if one := self._place(index, [prefix_hash], result.now_ms, is_copy):
                     result.pages += one
                     page = new[prefix_hash] = one[0]
                 else:
-                    result.is_full = not (yield from self.eviction.make_room(index, result.now_ms, is_copy))
+                    result.is_full = not (
+                        yield from self.eviction.make_room(index, result.now_ms, is_copy)
+                    )
                     page = index.pages.get(prefix_hash)  # others had their turn
             if page is not None and prefix_hash in new:
                 result.write([page])
             else:
                 result.refuse(page, is_below)
-        # In the order of the verdicts, by which the writer finds them: a page that was here may have gone for those
-        # that came at once, and has been given a new place behind them.
+        # In the order of the verdicts, by which the writer finds them: a page that was here may
+        # have gone for those that came at once, and has been given a new place behind them.
         result.pages[first:] = [new[prefix_hash] for prefix_hash, _ in asked if prefix_hash in new]
 
-    def _place(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], now_ms: int, is_copy: bool) -> list[Page]:
+    def _place(
+        self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], now_ms: int, is_copy: bool
+    ) -> list[Page]:
         """Make pages of the keys, from the first on, as far as there are slots for them."""
         pages = [Page(index, prefix_hash, now_ms, is_copy) for prefix_hash in prefix_hashes]
         placed = pages[: self.eviction.place(pages)]
@@ -257,7 +327,9 @@ class RamTier:
         return placed
 
     def _settle(self, page: Page, visible: bool) -> None:
-        """Make a page whose load is over visible, or forget it: then its slot waits for its readers."""
+        """Make a page whose load is over visible, or forget it: then its slot waits for its
+        readers.
+        """
         self.writing_count -= 1
         if visible:
             page.state = State.VISIBLE
@@ -268,7 +340,10 @@ class RamTier:
             page.namespace.drop(page)
 
     def commit(self, reservation: Reservation, checksums: Sequence[bytes], ttl_s: int = 0) -> int:
-        """Make the reserved pages visible, for `ttl_s` seconds, 0: no limit. The chain is the newest, head last."""
+        """Make the reserved pages visible, for `ttl_s` seconds, 0: no limit.
+
+        The chain is the newest, head last.
+        """
         expiry_s = self.clock_s() + ttl_s if ttl_s else 0
         writing, visible, pages = State.WRITING, State.VISIBLE, reservation.pages
         with self.lock:
@@ -306,11 +381,18 @@ class RamTier:
         self.writing_count -= len(reservation.pages)
 
     def offer(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:
-        """Offer those of the pages that are in RAM only to the tier below. Return those that it did not take."""
+        """Offer those of the pages that are in RAM only to the tier below.
+
+        Return those that it did not take.
+        """
         with self.lock:
             index = self.namespaces.find(digest)
             below = self.below.present(digest, prefix_hashes)
-            live = [self.live(index, h) for h, is_below in zip(prefix_hashes, below, strict=True) if not is_below]
+            live = [
+                self.live(index, h)
+                for h, is_below in zip(prefix_hashes, below, strict=True)
+                if not is_below
+            ]
             pages = [page for page in live if page is not None and not page.is_copy]
             taken = self.below.offer(pages, urgent=True) if pages else 0
             self.hold_all(pages[:taken])
@@ -340,13 +422,18 @@ class RamTier:
         parts: PartialPage | None = None,
         near: Deadline | None = None,
     ) -> Acquired:
-        """Hold a page or None per key, until `release`. Counts as a use.
+        """Hold a page or None per key, until `release`.
 
-        What lower tiers have gets a slot, and the caller reads it (`promotion.read`). `wanted_nbytes`: bytes of each
-        page that the caller is going to read, for the counters. `parts`: all that it wants of what is not in RAM.
-        `near`: its time, if it wants pages of other members, too.
+        Counts as a use.
+
+        What lower tiers have gets a slot, and the caller reads it (`promotion.read`).
+        `wanted_nbytes`: bytes of each page that the caller is going to read, for the counters.
+        `parts`: all that it wants of what is not in RAM. `near`: its time, if it wants pages of
+        other members, too.
         """
-        work = self._acquire(Acquired(digest, prefix_hashes, prefix_only, parts, near), wanted_nbytes)
+        work = self._acquire(
+            Acquired(digest, prefix_hashes, prefix_only, parts, near), wanted_nbytes
+        )
         return run_in_slices(self.lock, self.eviction.turn, work, self._move)
 
     def _acquire(self, acquired: Acquired, wanted_nbytes: int) -> Work[Acquired]:
@@ -385,7 +472,9 @@ class RamTier:
         index, pages = acquired.index, acquired.pages
         index.busy += 1
         try:
-            acquired.sources = yield partial(self.promotion.find, index.value, lacking, acquired.near)
+            acquired.sources = yield partial(
+                self.promotion.find, index.value, lacking, acquired.near
+            )
             for position, prefix_hash in enumerate(acquired.prefix_hashes):
                 if pages[position] is None:
                     page = yield from self._promote(acquired, prefix_hash)
@@ -403,10 +492,16 @@ class RamTier:
             release(acquired.sources.values())
 
     def _promote(self, acquired: Acquired, prefix_hash: bytes) -> Work[Page | None]:
-        """Return the page as it has come meanwhile, or with a slot that this caller has to fill; None: a miss."""
+        """Return the page as it has come meanwhile, or with a slot that this caller has to fill;
+        None: a miss.
+        """
         index, parts = acquired.index, acquired.parts
         while True:
-            page = acquired.private.get(prefix_hash) or self.live(index, prefix_hash) or index.loading(prefix_hash)
+            page = (
+                acquired.private.get(prefix_hash)
+                or self.live(index, prefix_hash)
+                or index.loading(prefix_hash)
+            )
             source = acquired.sources.get(prefix_hash)
             if page is not None or source is None or not source.tier.is_there(source):
                 return page
@@ -421,12 +516,17 @@ class RamTier:
                 return None
 
     def count_lost(self, digest: bytes, count: int, wanted_nbytes: int) -> None:
-        """Count `count` acquired pages, which could not be read from lower tiers after all, as misses."""
+        """Count `count` acquired pages, which could not be read from lower tiers after all, as
+        misses.
+        """
         with self.lock:
             self.namespaces.find(digest).counters.count_get(-count, count, wanted_nbytes)
 
     def hold_all(self, pages: Sequence[Page]) -> None:
-        """Hold pages. The caller has the lock."""
+        """Hold pages.
+
+        The caller has the lock.
+        """
         for page in pages:
             page.holds += 1
             self.held_count += page.holds == 1
@@ -437,7 +537,10 @@ class RamTier:
             self.let_go(pages)
 
     def let_go(self, pages: Sequence[Page]) -> None:
-        """End a hold of each page. The caller has the lock."""
+        """End a hold of each page.
+
+        The caller has the lock.
+        """
         for page in pages:
             assert page.holds > 0
             page.holds -= 1
@@ -451,7 +554,8 @@ class RamTier:
     # ---- pin -----------------------------------------------------------------------------
 
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_ms: int) -> list[bool]:
-        """Keep visible pages, here and below, from eviction for `ttl_ms`; a new pin replaces the old one.
+        """Keep visible pages, here and below, from eviction for `ttl_ms`; a new pin replaces the
+        old one.
 
         Raises Exhausted, and pins none, if too much would be pinned.
         """
@@ -461,15 +565,22 @@ class RamTier:
             self._order.expire_pins(now_ms)
             pages = [self.live(index, prefix_hash) for prefix_hash in prefix_hashes]
             self._order.pins.check_room([page for page in pages if page is not None])
-            index.account.check_pins(sum(page is not None and page not in self._order.pins for page in pages))
-            below = self.below.pin(digest, prefix_hashes, -(-ttl_ms // 1000))  # may be exhausted too
+            index.account.check_pins(
+                sum(page is not None and page not in self._order.pins for page in pages)
+            )
+            below = self.below.pin(
+                digest, prefix_hashes, -(-ttl_ms // 1000)
+            )  # may be exhausted too
             for page in pages:
                 if page is not None:
                     self._order.pin(page, now_ms + ttl_ms)
             return [page is not None or there for page, there in zip(pages, below, strict=True)]
 
     def unpin(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """End pins. Return True for each page that was pinned."""
+        """End pins.
+
+        Return True for each page that was pinned.
+        """
         with self.lock:
             index = self.namespaces.find(digest)
             pages = [index.pages.get(prefix_hash) for prefix_hash in prefix_hashes]
@@ -480,8 +591,13 @@ class RamTier:
     # ---- forget --------------------------------------------------------------------------
 
     def remove(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Forget pages, here and below, pinned ones too. Return True for each that was visible."""
-        return split_in_slices(self.lock, lambda some: self._remove(self.namespaces.find(digest), some), prefix_hashes)
+        """Forget pages, here and below, pinned ones too.
+
+        Return True for each that was visible.
+        """
+        return split_in_slices(
+            self.lock, lambda some: self._remove(self.namespaces.find(digest), some), prefix_hashes
+        )
 
     def _remove(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes]) -> list[bool]:
         removed = []
@@ -498,13 +614,18 @@ class RamTier:
         return [here or there for here, there in zip(removed, below, strict=True)]
 
     def remove_namespace(self, digest: bytes, zero: bool = False) -> int:
-        """Forget all pages of a namespace, here and below. Return how many there were, each counted once.
+        """Forget all pages of a namespace, here and below.
 
-        Pages that are put meanwhile may stay. `zero`: their slots in RAM are zeroed when they become free.
+        Return how many there were, each counted once.
+
+        Pages that are put meanwhile may stay. `zero`: their slots in RAM are zeroed when they
+        become free.
         """
         index = self.namespace(digest)
         removed = self._remove_all(index, zero) + self.below.remove_namespace(digest)
-        self._remove_all(index, zero)  # what was loaded from below meanwhile, which is counted already
+        self._remove_all(
+            index, zero
+        )  # what was loaded from below meanwhile, which is counted already
         return removed
 
     def _remove_all(self, index: NamespaceIndex, zero: bool) -> int:
@@ -523,13 +644,19 @@ class RamTier:
         return sum(counts)
 
     def drop_corrupt(self, page: Page) -> None:
-        """Forget a page whose bytes do not match its checksum. The caller holds it."""
+        """Forget a page whose bytes do not match its checksum.
+
+        The caller holds it.
+        """
         with self.lock:
             if page.state is State.VISIBLE:
                 self._forget(page, "corrupt")
 
     def _forget(self, page: Page, reason: str, successor: Page | None = None) -> None:
-        """Take a visible page out. Its slot follows, or goes to its successor, at once or with its last reader."""
+        """Take a visible page out.
+
+        Its slot follows, or goes to its successor, at once or with its last reader.
+        """
         index = page.namespace
         index.drop(page)
         if reason != "evicted" or not page.is_copy:  # which its owners have
@@ -542,16 +669,22 @@ class RamTier:
             self.eviction.release(page, successor)
 
     def zero_leftovers(self, digests: Container[bytes]) -> None:
-        """Let slots of pages of these namespaces that left before be zeroed when their readers release them."""
+        """Let slots of pages of these namespaces that left before be zeroed when their readers
+        release them.
+        """
         scan = SlotScan(self.slots, None)
         while not scan.is_over():
             with self.lock:
                 gone = (page for page in scan.next() if page.state is State.DOOMED)
-                self.eviction.to_zero.update(page for page in gone if page.namespace.digest in digests)
+                self.eviction.to_zero.update(
+                    page for page in gone if page.namespace.digest in digests
+                )
             time.sleep(0)  # else this thread would have the lock again
 
     def _zero_removed(self, pages: list[Page]) -> None:
-        """Zero and release removed pages that the caller holds, and empty the list. Called without the lock.
+        """Zero and release removed pages that the caller holds, and empty the list.
+
+        Called without the lock.
 
         Nobody finds a removed page, so a page that only the caller holds stays so, and its slot is
         zeroed without the lock. The slot of another one is zeroed when its last reader releases it.
@@ -567,19 +700,25 @@ class RamTier:
         pages.clear()
 
     def to_zero_count(self, digests: Container[bytes]) -> int:
-        """Return how many removed pages of these namespaces are still read or written, so not zeroed yet."""
+        """Return how many removed pages of these namespaces are still read or written, so not
+        zeroed yet.
+        """
         with self.lock:
             return sum(page.namespace.digest in digests for page in self.eviction.to_zero)
 
     # ---- all pages -----------------------------------------------------------------------
 
     def scan(
-        self, index: NamespaceIndex | None, visit: Callable[[list[Page]], None], then: Callable[[], None] = lambda: None
+        self,
+        index: NamespaceIndex | None,
+        visit: Callable[[list[Page]], None],
+        then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `visit`, under the lock, with the pages that can be found: of this namespace, or of all.
+        """Call `visit`, under the lock, with the pages that can be found: of this namespace, or of
+        all.
 
-        Each page that is there from the first call to the last is visited, one that comes or goes meanwhile perhaps.
-        `then` is called after each visit, without the lock.
+        Each page that is there from the first call to the last is visited, one that comes or goes
+        meanwhile perhaps. `then` is called after each visit, without the lock.
         """
         scan = PageScan(self.slots, self.eviction.watchers, index)
         try:

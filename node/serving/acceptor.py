@@ -15,23 +15,38 @@ from typing import Any
 from kvstore.errors import Exhausted, KVStoreError, ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import pack_fixed
-from node.serving.connection import OUT_OF_DESCRIPTORS, Connection, SpareDescriptor, few_left, message_of
+from node.serving.connection import (
+    OUT_OF_DESCRIPTORS,
+    Connection,
+    SpareDescriptor,
+    few_left,
+    message_of,
+)
 from node.serving.limits import NO_QUOTAS, ConnectionLimiter, Limit, Quoted
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 128
 DESCRIPTORS_LEFT_MIN = 32  # are left to others: gRPC's connections, scrapes, files
-LEAVE_S = 1.0  # at a stop, for threads whose sockets were shut down; one that waits for a disk is left behind
+# at a stop, for threads whose sockets were shut down; one that waits for a disk is left behind
+LEAVE_S = 1.0
 LEAVING_MAX = 16  # connections that had to leave and whose threads have not ended yet
 
 
 class ConnectionServer(abc.ABC):
-    """Accepts on a listening socket from `start` on, a thread per connection. Full means that the connection
-    leaves that has been idle for longest, of the peer that comes if that has its share."""
+    """Accepts on a listening socket from `start` on, a thread per connection.
+
+    Full means that the connection leaves that has been idle for longest, of the peer that comes if
+    that has its share.
+    """
 
     def __init__(
-        self, name: str, listener: socket.socket, stall_s: float, cap: Limit, quoted: Quoted = NO_QUOTAS
+        self,
+        name: str,
+        listener: socket.socket,
+        stall_s: float,
+        cap: Limit,
+        quoted: Quoted = NO_QUOTAS,
     ) -> None:
         self._name = name
         self._listener = listener
@@ -58,7 +73,9 @@ class ConnectionServer(abc.ABC):
     # ---- accept --------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        waiting = select.poll()  # `accept` alone would not wait when descriptors are short, but fail in a loop
+        waiting = (
+            select.poll()
+        )  # `accept` alone would not wait when descriptors are short, but fail in a loop
         waiting.register(self._listener, select.POLLIN)
         while not self._stopping:
             waiting.poll()
@@ -103,29 +120,44 @@ class ConnectionServer(abc.ABC):
 
     def _admit(self, sock: socket.socket, address: Any) -> None:
         if few_left(sock.fileno(), DESCRIPTORS_LEFT_MIN) and not self._places.drop_idle():
-            raise Exhausted(f"this node has fewer than {DESCRIPTORS_LEFT_MIN} descriptors left; raise ulimit -n")
+            raise Exhausted(
+                f"this node has fewer than {DESCRIPTORS_LEFT_MIN} descriptors left; raise ulimit -n"
+            )
         connection = self.connection(sock, address)
         connection.place = place = self._places.enter(connection.peer, connection.socket.shutdown)
         place.idle()  # it has said nothing yet
         self._begin(connection)
 
     def _begin(self, connection: Connection) -> None:
-        """Gives it a thread. Raises Exhausted."""
+        """Gives it a thread.
+
+        Raises Exhausted.
+        """
         with self._changed:
             # One leaves as fast as one comes, or their threads would add up.
-            self._changed.wait_for(lambda: len(self._connections) < self._places.cap.total + LEAVING_MAX, 1.0)
+            self._changed.wait_for(
+                lambda: len(self._connections) < self._places.cap.total + LEAVING_MAX, 1.0
+            )
             self._connections.add(connection)
         thread = threading.Thread(
-            target=self._serve, args=(connection,), name=f"{self._name}-{connection.name}", daemon=True
+            target=self._serve,
+            args=(connection,),
+            name=f"{self._name}-{connection.name}",
+            daemon=True,
         )
         try:
             thread.start()
         except RuntimeError as error:
             self._forget(connection)
-            raise Exhausted("this node can start no more threads; raise its limit of processes") from error
+            raise Exhausted(
+                "this node can start no more threads; raise its limit of processes"
+            ) from error
 
     def change_share(self, connection: Connection) -> None:
-        """It is known now, and counts to another share from here on. Raises Exhausted."""
+        """It is known now, and counts to another share from here on.
+
+        Raises Exhausted.
+        """
         if connection.place is not None:
             connection.place.change(connection.peer)
 
@@ -150,15 +182,23 @@ class ConnectionServer(abc.ABC):
             self._forget(connection)
 
     def begin(self, connection: Connection) -> bool:
-        """A request was received. False: the server stops, or this connection had to leave, and the request
-        belongs to nothing that was begun before."""
+        """A request was received.
+
+        False: the server stops, or this connection had to leave, and the request belongs to nothing
+        that was begun before.
+        """
         if connection.busy:
             return True
-        connection.busy = True  # without the lock: whoever stops says so first, then looks who is busy
+        connection.busy = (
+            True  # without the lock: whoever stops says so first, then looks who is busy
+        )
         return not self._stopping and (connection.place is None or connection.place.busy())
 
     def done(self, connection: Connection) -> bool:
-        """What was begun is finished. False: the server stops, wait for nothing more."""
+        """What was begun is finished.
+
+        False: the server stops, wait for nothing more.
+        """
         connection.busy = False
         stopping = self._stopping
         if stopping:

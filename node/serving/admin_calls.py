@@ -1,4 +1,6 @@
-"""What a node is asked about its disk: to write all that is in RAM, to verify, to believe in it again."""
+"""What a node is asked about its disk: to write all that is in RAM, to verify, to believe in it
+again.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +24,10 @@ _HEALTH = {True: pb.PAGE_INTACT, False: pb.PAGE_DROPPED, None: pb.PAGE_ABSENT}
 
 
 class Verifying:
-    """Verifies pages in place: reading a copy on disk evicts nothing from RAM. Thread-safe."""
+    """Verifies pages in place: reading a copy on disk evicts nothing from RAM.
+
+    Thread-safe.
+    """
 
     def __init__(self, tier: RamTier, content: Content, durability: Durability) -> None:
         self._tier = tier
@@ -31,9 +36,15 @@ class Verifying:
         self._durability = durability
 
     def verify(
-        self, digest: bytes, prefix_hashes: Sequence[bytes], charge: Charge, check: Callable[[], None]
+        self,
+        digest: bytes,
+        prefix_hashes: Sequence[bytes],
+        charge: Charge,
+        check: Callable[[], None],
     ) -> pb.VerifyReply:
-        """Return the state of each page. A page that can not be read is an error, not absent.
+        """Return the state of each page.
+
+        A page that can not be read is an error, not absent.
 
         `check` is called before each page and may raise.
         """
@@ -42,16 +53,23 @@ class Verifying:
             check()
             good.append(self._verified(digest, prefix_hash, charge))
         pages = [_HEALTH[some] for some in good]
-        return pb.VerifyReply(intact=good.count(True), dropped=good.count(False), absent=good.count(None), pages=pages)
+        return pb.VerifyReply(
+            intact=good.count(True), dropped=good.count(False), absent=good.count(None), pages=pages
+        )
 
     def _verified(self, digest: bytes, prefix_hash: bytes, charge: Charge) -> bool | None:
-        """Return whether all copies of a page are intact, None if there is none. Drop bad ones."""
+        """Return whether all copies of a page are intact, None if there is none.
+
+        Drop bad ones.
+        """
         page_nbytes, in_ram = self._tier.namespace(digest).page_nbytes, None
         with self._inventory.inspected(digest, prefix_hash) as page:
             if page is not None:
                 charge.add_processed(page_nbytes)
                 in_ram = self._content.intact(page)
-        on_disk = self._durability.verify(digest, prefix_hash, lambda: charge.add_processed(page_nbytes))
+        on_disk = self._durability.verify(
+            digest, prefix_hash, lambda: charge.add_processed(page_nbytes)
+        )
         return on_disk if in_ram is None else in_ram and on_disk is not False
 
 
@@ -59,7 +77,10 @@ class Verifying:
 
 
 class ClusterCalls:
-    """Thread-safe. Each raises InvalidRequest at a node that is alone."""
+    """Thread-safe.
+
+    Each raises InvalidRequest at a node that is alone.
+    """
 
     def __init__(self, peers: Peers) -> None:
         self._membership = peers.membership
@@ -69,7 +90,9 @@ class ClusterCalls:
     def drain(self, request: pb.DrainRequest, caller: object) -> pb.DrainReply:
         self._check("drained")
         progress = self._draining.end() if request.end else self._draining.begin()
-        return pb.DrainReply(over=progress.over, pages_left=progress.left, pages_handed=progress.handed)
+        return pb.DrainReply(
+            over=progress.over, pages_left=progress.left, pages_handed=progress.handed
+        )
 
     def sweep(self, request: pb.SweepRequest, caller: object) -> pb.SweepReply:
         self._check("filled by others")
@@ -77,7 +100,9 @@ class ClusterCalls:
             self._sweeper.sweep_in(0.0)
             return pb.SweepReply()
         report = self._sweeper.dry()
-        return pb.SweepReply(pages_missing=report.missing, nbytes_missing=report.missing_nbytes, away=report.away)
+        return pb.SweepReply(
+            pages_missing=report.missing, nbytes_missing=report.missing_nbytes, away=report.away
+        )
 
     def owned(self, request: pb.ListRequest) -> Callable[[list[bytes]], list[bytes]]:
         """Which of some hashes a list asks for: all, or those that a member owns."""
@@ -85,17 +110,25 @@ class ClusterCalls:
             return list
         view = self._membership.view
         if view is None or request.owner not in view.by_id:
-            raise InvalidRequest(f"{request.owner!r} is no member that this node knows of; see `kvstore cluster`")
+            raise InvalidRequest(
+                f"{request.owner!r} is no member that this node knows of; see `kvstore cluster`"
+            )
 
         def owned(hashes: list[bytes]) -> list[bytes]:
             owners = view.owners.owners(request.namespace, hashes)
-            return [prefix_hash for prefix_hash, some in zip(hashes, owners, strict=True) if request.owner in some]
+            return [
+                prefix_hash
+                for prefix_hash, some in zip(hashes, owners, strict=True)
+                if request.owner in some
+            ]
 
         return owned
 
     def _check(self, what: str) -> None:
         if self._membership.view is None:
-            raise InvalidRequest(f"a node that is in no cluster can not be {what}; start it with --cluster")
+            raise InvalidRequest(
+                f"a node that is in no cluster can not be {what}; start it with --cluster"
+            )
 
 
 # Which pages there are: of a namespace, and of keys that somebody has.
@@ -115,7 +148,11 @@ class Listing:
     def list_pages(self, request: pb.ListRequest, caller: object) -> pb.ListReply:
         limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
         infos, rest_after = self._inventory.list_pages(
-            request.namespace, request.key_prefix, request.page_token, limit, self._cluster.owned(request)
+            request.namespace,
+            request.key_prefix,
+            request.page_token,
+            limit,
+            self._cluster.owned(request),
         )
         return pb.ListReply(pages=[_message(info) for info in infos], next_page_token=rest_after)
 
@@ -137,7 +174,10 @@ class Waiting(Protocol):
 
 
 class DiskCalls:
-    """Thread-safe. Each raises InvalidRequest at a node without a disk."""
+    """Thread-safe.
+
+    Each raises InvalidRequest at a node without a disk.
+    """
 
     def __init__(self, durability: Durability, stops: Callable[[], bool]) -> None:
         """`stops`: whether the node does."""

@@ -25,9 +25,10 @@ from node.tls import Certificates, Shown, shown_by
 
 
 class Pace:
-    """Two limits: every CHUNK_NBYTES within `stall_s`, so that who is gone is noticed, and all of it within its
-    bytes at a lowest rate and `stall_s`, so that nobody keeps slots by trickling. The second one does not
-    renew."""
+    """Two limits: every CHUNK_NBYTES within `stall_s`, so that who is gone is noticed, and all of
+    it within its bytes at a lowest rate and `stall_s`, so that nobody keeps slots by trickling. The
+    second one does not renew.
+    """
 
     def __init__(self, nbytes: int, stall_s: float) -> None:
         self._stall_s = stall_s
@@ -35,7 +36,10 @@ class Pace:
         self._end = time.monotonic() + self.limit_s
 
     def next_s(self) -> float:
-        """Return how many seconds the next CHUNK_NBYTES, or what is left, has. Raises TimeoutError."""
+        """Return how many seconds the next CHUNK_NBYTES, or what is left, has.
+
+        Raises TimeoutError.
+        """
         left_s = self._end - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(f"the transfer was not over after {self.limit_s:.1f} s")
@@ -57,15 +61,23 @@ class BulkServer(ConnectionServer):
         """Listen on a port; without `certificates`, without TLS."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        what = cap("bulk connections", connections_max, "use fewer per client, or raise sessions_max")
-        super().__init__("bulk", listener, stall_s, what, service.tenants.quoted("connections", "connections"))
+        what = cap(
+            "bulk connections", connections_max, "use fewer per client, or raise sessions_max"
+        )
+        super().__init__(
+            "bulk", listener, stall_s, what, service.tenants.quoted("connections", "connections")
+        )
         self.port: int = listener.getsockname()[1]
         self._service = service
         self._certificates = certificates
 
     def connection(self, sock: socket.socket, address: Any) -> Connection:
         name, caller = f"{address[0]}:{address[1]}", caller_at(sock, peer_of(address[0]), "bulk")
-        frames = FrameSocket(sock) if self._certificates is None else TlsFrameSocket(sock, self._certificates.context)
+        frames = (
+            FrameSocket(sock)
+            if self._certificates is None
+            else TlsFrameSocket(sock, self._certificates.context)
+        )
         return BulkConnection(frames, name, caller, self._service, self._stall_s)
 
     def refusal(self, error: KVStoreError) -> bytes:
@@ -111,7 +123,9 @@ class BulkConnection(Connection):
         try:
             return self._receive(slots)
         except TimeoutError as error:
-            self.say_last(Exhausted(f"a put of {len(slots)} pages took too long and is aborted: {error}"))
+            self.say_last(
+                Exhausted(f"a put of {len(slots)} pages took too long and is aborted: {error}")
+            )
             raise
         except (KVStoreError, OSError) as error:
             raise self.told(error) from error
@@ -122,7 +136,9 @@ class BulkConnection(Connection):
         pace = Pace(wanted, self.stall_s)
         header, payload_nbytes = self._recv(pace)
         if header or payload_nbytes != wanted:
-            raise ProtocolError(f"expected {wanted} page bytes, got a frame of {len(header)}+{payload_nbytes}")
+            raise ProtocolError(
+                f"expected {wanted} page bytes, got a frame of {len(header)}+{payload_nbytes}"
+            )
         self.socket.recv_all(slots, pace.next_s)
         op, commit = self.parse(*self._recv(pace))
         if op != "commit":
@@ -133,7 +149,9 @@ class BulkConnection(Connection):
         self.socket.arm(pace.next_s())
         return self.socket.recv_frame(self.header_nbytes_max)
 
-    def payload(self, nbytes: int, pieces: Iterator[memoryview]) -> tuple[int, Iterator[memoryview]]:
+    def payload(
+        self, nbytes: int, pieces: Iterator[memoryview]
+    ) -> tuple[int, Iterator[memoryview]]:
         """Return how many bytes of a get cross, and which."""
         return nbytes, pieces
 

@@ -1,6 +1,7 @@
 """One connection of a client that sends frames, node side, and the thread that serves it.
 
-    first frame --> who it is --> session --> [ request --> reply ]... --> the client hangs up, stalls, breaks the rules
+    first frame --> who it is --> session --> [ request --> reply ]... --> the client hangs up,
+    stalls, breaks the rules
                                                                            or must leave
 
 `node.serving.bulk` and `node.serving.shm` say what a connection does with the requests that move
@@ -32,7 +33,13 @@ from kvstore.tracing import Trace, unpacked
 from kvstore.transports.frames import FrameSocket
 from kvstore.transports.status import status_code
 from node.auth.access import Caller
-from node.serving.limits import LONG_CALLS, REQUEST_NBYTES_FREE, REQUEST_S_MAX, ConnectionSlot, inside
+from node.serving.limits import (
+    LONG_CALLS,
+    REQUEST_NBYTES_FREE,
+    REQUEST_S_MAX,
+    ConnectionSlot,
+    inside,
+)
 from node.serving.request_metrics import TIMED
 from node.serving.service import Service
 from node.serving.session import Session
@@ -51,9 +58,11 @@ _highest = 0  # of the descriptors that `few_left` was asked about
 
 
 def few_left(fd: int, count: int) -> bool:
-    """Whether fewer than `count` descriptors are left; `fd` was opened just now. It is the lowest that was free, so as
-    long as none came near the limit there are enough. Once one did, they are counted: a low one may have filled the
-    only gap."""
+    """Whether fewer than `count` descriptors are left; `fd` was opened just now.
+
+    It is the lowest that was free, so as long as none came near the limit there are enough. Once
+    one did, they are counted: a low one may have filled the only gap.
+    """
     global _highest
     _highest = max(_highest, fd)
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -66,7 +75,10 @@ def few_left(fd: int, count: int) -> bool:
 
 
 class SpareDescriptor:
-    """Thread-safe. While it is lent, there is none in reserve."""
+    """Thread-safe.
+
+    While it is lent, there is none in reserve.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,7 +86,9 @@ class SpareDescriptor:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, one descriptor more can be opened, if nobody else is quicker; it must be closed inside."""
+        """Inside, one descriptor more can be opened, if nobody else is quicker; it must be closed
+        inside.
+        """
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -84,8 +98,9 @@ class SpareDescriptor:
                 self._fd = _open()
 
     def shed(self, listener: socket.socket) -> None:
-        """Takes a waiting connection off a listener that does not block, and closes it: left alone, it would
-        make `accept` fail again at once."""
+        """Takes a waiting connection off a listener that does not block, and closes it: left alone,
+        it would make `accept` fail again at once.
+        """
         with self.lent(), contextlib.suppress(OSError):
             listener.accept()[0].close()
 
@@ -112,7 +127,10 @@ def allow_descriptors(count: int) -> None:
     allowed = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < soft + count:
-        log.warning("%d descriptors may be too few for all connections; idle ones leave then (ulimit -Hn)", allowed)
+        log.warning(
+            "%d descriptors may be too few for all connections; idle ones leave then (ulimit -Hn)",
+            allowed,
+        )
 
 
 SAY_LAST_S = 0.1
@@ -126,28 +144,39 @@ class Door(Protocol):
     """The server that accepted a connection, which is told when it is busy."""
 
     def begin(self, connection: "Connection") -> bool:
-        """Note that a request was received. False: the server stops, or this connection had to leave, and the request
-        belongs to nothing that was begun before."""
+        """Note that a request was received.
+
+        False: the server stops, or this connection had to leave, and the request belongs to nothing
+        that was begun before.
+        """
 
     def done(self, connection: "Connection") -> bool:
-        """Note that what was begun is finished. False: the server stops, wait for nothing more."""
+        """Note that what was begun is finished.
+
+        False: the server stops, wait for nothing more.
+        """
 
     def change_share(self, connection: "Connection") -> None:
-        """It is known now, and counts to another share from here on. Raises Exhausted."""
+        """It is known now, and counts to another share from here on.
+
+        Raises Exhausted.
+        """
 
 
 class Connection(abc.ABC):
     """One client connection; all methods but `socket.shutdown` run in its own thread.
 
-    A connection is a session from its first valid frame on: when it ends, in whatever way, `end` gives back
-    what the session has. `peer` is whose share it counts to.
+    A connection is a session from its first valid frame on: when it ends, in whatever way, `end`
+    gives back what the session has. `peer` is whose share it counts to.
     """
 
     maps_arena: ClassVar[bool] = False
     of_gateway: ClassVar[bool] = False
     header_nbytes_max: ClassVar[int] = MESSAGE_NBYTES_MAX
 
-    def __init__(self, sock: FrameSocket, name: str, caller: Caller, service: Service, stall_s: float) -> None:
+    def __init__(
+        self, sock: FrameSocket, name: str, caller: Caller, service: Service, stall_s: float
+    ) -> None:
         self.socket = sock
         self.name = name
         self.peer = caller.peer
@@ -159,14 +188,18 @@ class Connection(abc.ABC):
         self._edge = service.traffic.edge(caller.wire)
         self._trace: Trace | None = None  # of the request that was received last
         self._request_nbytes = 0  # taken from the budget for large requests
-        self._request_peer = ""  # from whose share; who asks may be another by the time it is given back
+        self._request_peer = (
+            ""  # from whose share; who asks may be another by the time it is given back
+        )
         sock.admit = self._admit
 
     # ---- what differs --------------------------------------------------------------------
 
     @abc.abstractmethod
     def transfer(self, op: str) -> Transfer | None:
-        """Return what serves requests of this operation, because they move pages; None if it moves none."""
+        """Return what serves requests of this operation, because they move pages; None if it moves
+        none.
+        """
 
     def greet(self) -> tuple[bytes, int]:
         """Receive the first frame, in the time that was armed."""
@@ -187,11 +220,16 @@ class Connection(abc.ABC):
         return ""
 
     def _identify(self, server: Door, op: str, request: Any) -> None:
-        """Authenticate the client by the token of its hello, or its certificate. Raises Unauthenticated."""
+        """Authenticate the client by the token of its hello, or its certificate.
+
+        Raises Unauthenticated.
+        """
         gate = self.service.gate
         if gate.access.open:
             return
-        who = gate.access.known_by(request.token if op == "hello" else "", self.shown.names if self.shown else ())
+        who = gate.access.known_by(
+            request.token if op == "hello" else "", self.shown.names if self.shown else ()
+        )
         principal = gate.known(op, self.peer, who)
         if why := self.refusal(principal):
             raise gate.turned_away(op, self.peer, principal, why)
@@ -206,7 +244,9 @@ class Connection(abc.ABC):
                 )
             return now
 
-        share = "" if self.maps_arena else gate.access.share(principal)  # a process has a share of its own
+        share = (
+            "" if self.maps_arena else gate.access.share(principal)
+        )  # a process has a share of its own
         self.caller = replace(self.caller, peer=share or self.peer, who=still, at=self.peer)
         if share:
             self.peer = share
@@ -217,7 +257,10 @@ class Connection(abc.ABC):
         return False
 
     def abandoned(self) -> bool:
-        """Return whether to close the connection. Called now and then while the client sends nothing."""
+        """Return whether to close the connection.
+
+        Called now and then while the client sends nothing.
+        """
         return False
 
     def end(self, session: Session) -> None:
@@ -230,7 +273,9 @@ class Connection(abc.ABC):
     # ---- the loop ------------------------------------------------------------------------
 
     def serve(self, server: Door) -> None:
-        """Serve until the client closes (ConnectionError), stalls (TimeoutError) or breaks the protocol."""
+        """Serve until the client closes (ConnectionError), stalls (TimeoutError) or breaks the
+        protocol.
+        """
         with self.refusing():
             self.socket.arm(REQUEST_S_MAX)
             first = self.parse(*self.greet())
@@ -256,12 +301,15 @@ class Connection(abc.ABC):
         finally:
             server.done(self)
             if self.place is not None:
-                self.place.busy()  # what is left to be given back takes this place as long as it lasts
+                # what is left to be given back takes this place as long as it lasts
+                self.place.busy()
             self.end(session)
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Report to the client what ends the connection while frames are received, such as a broken rule."""
+        """Report to the client what ends the connection while frames are received, such as a broken
+        rule.
+        """
         try:
             yield
         except (KVStoreError, OSError) as error:
@@ -273,11 +321,15 @@ class Connection(abc.ABC):
             self.send_error(error, last=True)
             return ConnectionAbortedError(str(error))
         if error.errno in OUT_OF_DESCRIPTORS:
-            self.say_last(Exhausted("this node has no descriptor left; raise its limit (ulimit -n)"))
+            self.say_last(
+                Exhausted("this node has no descriptor left; raise its limit (ulimit -n)")
+            )
         return error
 
     def _wait_request(self) -> Request | None:
-        self.socket.arm(self.stall_s)  # a slow reply before may have left less, and waiting would spin
+        self.socket.arm(
+            self.stall_s
+        )  # a slow reply before may have left less, and waiting would spin
         try:  # as in `refusing`, which costs a microsecond
             frame = self.socket.wait_frame(self.header_nbytes_max, self.stall_s)
             return None if frame is None else self.parse(*frame)
@@ -313,8 +365,9 @@ class Connection(abc.ABC):
             self._give_back()
 
     def _serve_follow(self, server: Door, session: Session, request: pb.FollowRequest) -> bool:
-        """While it waits for a view this connection is idle: it may have to leave, and a stop does not wait for it.
-        False: that is so."""
+        """While it waits for a view this connection is idle: it may have to leave, and a stop does
+        not wait for it. False: that is so.
+        """
         try:
             self.service.gate.admit("follow", request, self.caller)
             followers = self.service.followers
@@ -323,7 +376,9 @@ class Connection(abc.ABC):
                 if not server.done(self):
                     return False
                 try:
-                    view = followers.wait(self.peer, request.number, request.wait_ms / 1000, self.socket)
+                    view = followers.wait(
+                        self.peer, request.number, request.wait_ms / 1000, self.socket
+                    )
                 finally:
                     stays = server.begin(self)
                 if not stays:
@@ -335,7 +390,9 @@ class Connection(abc.ABC):
         return True
 
     def _answer(self, op: str, request: Any) -> Any:
-        if op in LONG_CALLS or (op == "lookup" and request.near):  # few, and they may wait, for the disk or for nodes
+        if op in LONG_CALLS or (
+            op == "lookup" and request.near
+        ):  # few, and they may wait, for the disk or for nodes
             return self.service.call(op, request, self.caller)
         turns, peer = self.service.turns, self.peer
         turns.begin(peer)
@@ -385,28 +442,42 @@ class Connection(abc.ABC):
         self.socket.send_frame(pb.BulkReply(**{op: reply}).SerializeToString())
 
     def send_error(self, error: KVStoreError, last: bool = False) -> None:
-        """Send an error. `last`: the connection ends with it."""
+        """Send an error.
+
+        `last`: the connection ends with it.
+        """
         self.send("error", message_of(error, last))
 
     def say_last(self, error: KVStoreError) -> None:
         """Send why this ends to a client that may not be listening any more."""
         with contextlib.suppress(OSError):
             self.socket.arm(SAY_LAST_S)
-            self.socket.send_frame(pb.BulkReply(error=message_of(error, last=True)).SerializeToString())
+            self.socket.send_frame(
+                pb.BulkReply(error=message_of(error, last=True)).SerializeToString()
+            )
 
 
 def ready(fd: int | socket.socket, events: int) -> bool:
-    """Return whether one of these events of `poll` is there now. (`select` takes no descriptor above 1,023.)"""
+    """Return whether one of these events of `poll` is there now.
+
+    (`select` takes no descriptor above 1,023.)
+    """
     asked = select.poll()
     asked.register(fd, events)
     return bool(asked.poll(0))
 
 
 def caller_at(sock: socket.socket, peer: str, wire: str) -> Caller:
-    """Return the caller at a socket. It is gone when it has hung up, also behind bytes not received yet."""
+    """Return the caller at a socket.
+
+    It is gone when it has hung up, also behind bytes not received yet.
+    """
     return Caller(peer, lambda: ready(sock, select.POLLRDHUP), wire=wire)
 
 
 def message_of(error: KVStoreError, last: bool = False) -> pb.Error:
-    """Return the message of an error. `last`: the connection ends with it."""
+    """Return the message of an error.
+
+    `last`: the connection ends with it.
+    """
     return pb.Error(code=status_code(error), message=str(error), last=last)

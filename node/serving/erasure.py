@@ -9,8 +9,8 @@
 
 Page bytes on the disk are not overwritten: on an SSD that proves nothing. On an encrypted disk they
 are noise without their key. On a plain disk they may stay on the medium until other pages are
-written there, and the reply says so.
-A put of the tenant that is under way ends without a page. One that begins later is a new page and stays.
+written there, and the reply says so. A put of the tenant that is under way ends without a page. One
+that begins later is a new page and stays.
 """
 
 import hashlib
@@ -37,7 +37,10 @@ LOOK_S = 0.05  # between two looks at them
 
 
 class Erasure:
-    """Thread-safe. `stops` says whether the node does."""
+    """Thread-safe.
+
+    `stops` says whether the node does.
+    """
 
     def __init__(
         self,
@@ -55,9 +58,13 @@ class Erasure:
         self.cluster: Registry | None = None  # of a node that is registered
 
     def forget(self, request: pb.ForgetRequest, caller: Caller) -> pb.ForgetReply:
-        """Raises Exhausted if the disk fails, or there is no time for all of it: what is removed stays so."""
+        """Raises Exhausted if the disk fails, or there is no time for all of it: what is removed
+        stays so.
+        """
         if not request.tenant:
-            raise InvalidRequest("no tenant is named; the namespaces of no tenant are removed one by one")
+            raise InvalidRequest(
+                "no tenant is named; the namespaces of no tenant are removed one by one"
+            )
         check_removal(request.removal)
         end = time.monotonic() + (request.wait_ms / 1000 or FORGET_S)
         if self.cluster is not None:
@@ -66,7 +73,9 @@ class Erasure:
         pages = sum(map(self._removed, digests))
         if self.cluster is not None:
             for digest in digests:
-                self.cluster.record_removal(digest, removal_of(request.removal, digest), request.removal)
+                self.cluster.record_removal(
+                    digest, removal_of(request.removal, digest), request.removal
+                )
         reply = pb.ForgetReply(namespaces=len(digests), pages=pages)
         self._couriers.drop_gone()
         if not request.remove_only:
@@ -75,11 +84,16 @@ class Erasure:
         return reply
 
     def catch_up(self, digests: list[bytes]) -> None:
-        """Of namespaces that were erased elsewhere, and are removed here. Raises KVStoreError."""
+        """Of namespaces that were erased elsewhere, and are removed here.
+
+        Raises KVStoreError.
+        """
         self._couriers.drop_gone()
         self._erase(digests, pb.ForgetReply(namespaces=len(digests)), math.inf, lambda: False)
 
-    def _erase(self, digests: Sequence[bytes], reply: pb.ForgetReply, end: float, gone: Callable[[], bool]) -> None:
+    def _erase(
+        self, digests: Sequence[bytes], reply: pb.ForgetReply, end: float, gone: Callable[[], bool]
+    ) -> None:
         """Finishes what removal began, and counts what is left."""
         try:
             self._durability.settle()  # pages that waited to be written are let go of
@@ -99,7 +113,11 @@ class Erasure:
     def _digests(self, tenant: str) -> list[bytes]:
         """Of its namespaces that are open, and of those that are only on disk."""
         with self._tier.lock:
-            found = {index.digest: None for index in self._tier.namespaces.all() if index.value.tenant == tenant}
+            found = {
+                index.digest: None
+                for index in self._tier.namespaces.all()
+                if index.value.tenant == tenant
+            }
         if self._disk is not None:
             found.update(dict.fromkeys(self._disk.spaces_of(tenant)))
         return list(found)
@@ -130,7 +148,9 @@ class Erasure:
             dropped = disk.drop_spaces(digests)
         except OSError as error:
             disk.blame("erasing", error)
-            raise Exhausted(f"removed, and zeroed in RAM, but the disk fails: {error}; mend it, ask again") from error
+            raise Exhausted(
+                f"removed, and zeroed in RAM, but the disk fails: {error}; mend it, ask again"
+            ) from error
         if dropped.left:
             reply.left += dropped.left
             reply.why.append(f"{dropped.left} files of rows still have rows of the tenant")
@@ -138,7 +158,10 @@ class Erasure:
             reply.keys_destroyed = dropped.spaces
 
     def _close_namespaces(self, digests: Sequence[bytes]) -> int:
-        """Forgets empty namespaces, and why pages of any tenant left. Returns how many have pages."""
+        """Forgets empty namespaces, and why pages of any tenant left.
+
+        Returns how many have pages.
+        """
         with self._tier.lock:
             self._tier.ghosts.forget()
             return len([digest for digest in digests if not self._tier.namespaces.close(digest)])

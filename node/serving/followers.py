@@ -20,13 +20,20 @@ from node.serving.limits import FOLLOW_S_MAX, FOLLOWERS_MAX, Budget, cap
 
 
 class Followers:
-    """The waiters, and their limit. Thread-safe."""
+    """The waiters, and their limit.
+
+    Thread-safe.
+    """
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        self._budget = Budget(cap("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them"))
+        self._budget = Budget(
+            cap("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them")
+        )
         self._lock = threading.Lock()  # of the signal
-        self._signal: _Signal | None = None  # that somebody may wait for; None: nobody has since the last view
+        self._signal: _Signal | None = (
+            None  # that somebody may wait for; None: nobody has since the last view
+        )
         membership.on_view(self._heard)
 
     @property
@@ -41,8 +48,9 @@ class Followers:
             signal.set()
 
     def view(self, known: int) -> pb.View | None:
-        """Return the view; None: there is none yet, or its number is `known`. Raise InvalidRequest if the node is in no
-        cluster.
+        """Return the view; None: there is none yet, or its number is `known`.
+
+        Raise InvalidRequest if the node is in no cluster.
         """
         view = self._membership.view
         if view is None and not self._membership.joining:
@@ -52,8 +60,8 @@ class Followers:
     def wait(self, peer: str, known: int, seconds: float, sock: FrameSocket) -> pb.View | None:
         """Wait for a view whose number is not `known`, and return it.
 
-        None: none came within `seconds`, at most FOLLOW_S_MAX, or the client sent something or hung up. Raise Exhausted
-        if too many wait already.
+        None: none came within `seconds`, at most FOLLOW_S_MAX, or the client sent something or hung
+        up. Raise Exhausted if too many wait already.
         """
         end = time.monotonic() + min(seconds, FOLLOW_S_MAX)
         with self._budget.lent(peer):
@@ -76,7 +84,10 @@ class Followers:
 
 
 class _Signal:
-    """An event that is set once, for all that wait for it. The last reference closes its descriptor."""
+    """An event that is set once, for all that wait for it.
+
+    The last reference closes its descriptor.
+    """
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -85,7 +96,10 @@ class _Signal:
         os.eventfd_write(self._fd, 1)
 
     def wait(self, sock: FrameSocket, seconds: float) -> bool:
-        """Wait. Return True when it is set; False when something happens at the socket, or time is over."""
+        """Wait.
+
+        Return True when it is set; False when something happens at the socket, or time is over.
+        """
         if not sock.quiet:
             return False
         news = select.poll()

@@ -3,8 +3,9 @@
     on_behalf   the caller of the requests that follow: address, token, names of its certificate; not answered
     request     of that caller, as on the bulk wire; page bytes travel behind it
 
-Each request is admitted by the caller's credential, and counts to that caller's limits. A token proves itself; address
-and certificate names are the gateway's word, which the node believes (docs/SECURITY.md, "Gateways").
+Each request is admitted by the caller's credential, and counts to that caller's limits. A token
+proves itself; address and certificate names are the gateway's word, which the node believes
+(docs/SECURITY.md, "Gateways").
 """
 
 import contextlib
@@ -36,13 +37,19 @@ WIRE = "grpc"
 ON_BEHALF = pb.BulkRequest.ON_BEHALF_FIELD_NUMBER
 ADMITTED = ("follow", "reflection")  # calls that a gateway answers by itself
 CONNECTIONS_MAX = 1 << 12  # of one gateway, however many calls it may have
-CONNECTIONS_MORE = 256  # beside those of calls: who asks to follow or to reflect, and those that just end
-STALL_MORE_S = 2.0  # a gateway ends calls that stall; the node does so a little later, should the gateway hang
+CONNECTIONS_MORE = (
+    256  # beside those of calls: who asks to follow or to reflect, and those that just end
+)
+STALL_MORE_S = (
+    2.0  # a gateway ends calls that stall; the node does so a little later, should the gateway hang
+)
 
 
 def connections_max(threads: int) -> int:
-    """Of one gateway, which has a connection for each call that it forwards at a time, and as many that just end.
-    `threads`: of four, as many calls (grpc_threads). Each costs the node a thread and a descriptor."""
+    """Of one gateway, which has a connection for each call that it forwards at a time, and as many
+    that just end. `threads`: of four, as many calls (grpc_threads). Each costs the node a thread
+    and a descriptor.
+    """
     return min(CONNECTIONS_MAX, 8 * threads + CONNECTIONS_MORE)
 
 
@@ -50,25 +57,38 @@ class GatewayCalls:
     """Limits on calls over gRPC, shared by all gateways of the node."""
 
     def __init__(self, service: Service, threads: int) -> None:
-        """`threads`: the setting grpc_threads. It admits 3/4 as many transfers, and four times as many calls."""
+        """`threads`: the setting grpc_threads.
+
+        It admits 3/4 as many transfers, and four times as many calls.
+        """
         self.connections_max = connections_max(threads)  # of each gateway
         remedy = "make fewer at a time"
         more = f"{remedy}, or raise grpc_threads"
         transfers = max(1, threads * 3 // 4)
-        self.calls = Budget(cap("gRPC calls", 4 * threads, more), service.tenants.quoted("connections", "connections"))
+        self.calls = Budget(
+            cap("gRPC calls", 4 * threads, more),
+            service.tenants.quoted("connections", "connections"),
+        )
         self.transfers = Budget(cap("gRPC transfers", transfers, more))
-        # Of them, those that may wait for the disk or for other members: however long these hang, the others are left
-        # for pages in RAM.
+        # Of them, those that may wait for the disk or for other members: however long these hang,
+        # the others are left for pages in RAM.
         self.durable = Budget(cap("gRPC durable puts", max(1, transfers // 2), more))
         self.loads = Budget(cap("gRPC gets from disk", max(1, transfers * 3 // 4), remedy))
 
 
 class GatewayDoor(ConnectionServer):
-    """Accepts the connections of one gateway, which arrive as descriptors over a socket that only it has."""
+    """Accepts the connections of one gateway, which arrive as descriptors over a socket that only
+    it has.
+    """
 
-    def __init__(self, name: str, door: socket.socket, service: Service, calls: GatewayCalls, stall_s: float) -> None:
+    def __init__(
+        self, name: str, door: socket.socket, service: Service, calls: GatewayCalls, stall_s: float
+    ) -> None:
         super().__init__(
-            name, door, stall_s, cap("connections of a gateway", calls.connections_max, "make fewer calls")
+            name,
+            door,
+            stall_s,
+            cap("connections of a gateway", calls.connections_max, "make fewer calls"),
         )
         self._service = service
         self._calls = calls
@@ -90,7 +110,9 @@ class GatewayDoor(ConnectionServer):
                 return
             if not data:
                 return
-            for fd in fds:  # none: there was no descriptor left for it, and the gateway finds it closed
+            for (
+                fd
+            ) in fds:  # none: there was no descriptor left for it, and the gateway finds it closed
                 self._take(fd)
 
     def _take(self, fd: int) -> None:
@@ -103,24 +125,33 @@ class GatewayDoor(ConnectionServer):
             if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
                 raise Exhausted("a gateway's connections are Unix sockets")
             if few_left(sock.fileno(), DESCRIPTORS_LEFT_MIN):
-                raise Exhausted(f"this node has fewer than {DESCRIPTORS_LEFT_MIN} descriptors left; raise ulimit -n")
+                raise Exhausted(
+                    f"this node has fewer than {DESCRIPTORS_LEFT_MIN} descriptors left; raise ulimit -n"
+                )
             if self.count >= self._calls.connections_max:
                 raise Exhausted(f"this gateway has {self.count} connections, and may have no more")
             self._begin(self.connection(sock, ""))
         except Exhausted as error:
             self._refuse(sock, error)
-        except Exception:  # a gateway that is faulty must not end the thread that takes its connections
+        except (
+            Exception
+        ):  # a gateway that is faulty must not end the thread that takes its connections
             log.exception("%s: a connection could not be served", self._name)
             sock.close()
 
 
 class GatewayConnection(BulkConnection):
-    """A connection of a gateway. `caller` is the one that its last `on_behalf` frame named."""
+    """A connection of a gateway.
+
+    `caller` is the one that its last `on_behalf` frame named.
+    """
 
     of_gateway = True
     header_nbytes_max = MESSAGE_NBYTES_MAX + 64  # the largest message, and the frame's own fields
 
-    def __init__(self, sock: socket.socket, service: Service, calls: GatewayCalls, stall_s: float) -> None:
+    def __init__(
+        self, sock: socket.socket, service: Service, calls: GatewayCalls, stall_s: float
+    ) -> None:
         unknown = caller_at(sock, "gateway", WIRE)
         super().__init__(FrameSocket(sock), "gateway", unknown, service, stall_s + STALL_MORE_S)
         self._calls = calls
@@ -130,7 +161,10 @@ class GatewayConnection(BulkConnection):
         self._told: pb.OnBehalfRequest | None = None
 
     def serve(self, server: Any) -> None:
-        """Serve requests until the gateway closes. Each transfer has a session of its own."""
+        """Serve requests until the gateway closes.
+
+        Each transfer has a session of its own.
+        """
         try:
             while request := self._next():
                 if not server.begin(self):
@@ -182,8 +216,11 @@ class GatewayConnection(BulkConnection):
         super()._admit(header_nbytes)
 
     def parse(self, header: bytes, payload_nbytes: int) -> Request:
-        """What callers send is inside: it may be anything, and costs nobody else the connection. What the gateway says
-        of them ends it if it is not understood: the request behind it would be taken for another caller's."""
+        """What callers send is inside: it may be anything, and costs nobody else the connection.
+
+        What the gateway says of them ends it if it is not understood: the request behind it would
+        be taken for another caller's.
+        """
         try:
             return super().parse(header, payload_nbytes)
         except KVStoreError as error:
@@ -193,7 +230,9 @@ class GatewayConnection(BulkConnection):
                 raise
             if payload_nbytes:
                 raise
-            log.info("grpc: a call of %s is refused: its request is no message of the schema", self.peer)
+            log.info(
+                "grpc: a call of %s is refused: its request is no message of the schema", self.peer
+            )
             raise InvalidRequest("a request that is no message of the schema") from error
 
     def transfer(self, op: str) -> Transfer:
@@ -221,15 +260,24 @@ class GatewayConnection(BulkConnection):
 
     def _serve_put(self, request: pb.PutRequest) -> None:
         waits = self._calls.durable.lent(self.peer, int(request.durable or request.ack_all))
-        with waits, self._calls.transfers.lent(self.peer), self.service.sessions.open(self.caller) as session:
+        with (
+            waits,
+            self._calls.transfers.lent(self.peer),
+            self.service.sessions.open(self.caller) as session,
+        ):
             self._put(session, request)
 
     def _serve_get(self, request: pb.GetRequest) -> None:
-        with self._calls.transfers.lent(self.peer), self.service.sessions.open(self.caller) as session:
+        with (
+            self._calls.transfers.lent(self.peer),
+            self.service.sessions.open(self.caller) as session,
+        ):
             session.loading = lambda: self._calls.loads.lent(self.peer)
             self._get(session, request)
 
-    def payload(self, nbytes: int, pieces: Iterator[memoryview]) -> tuple[int, Iterator[memoryview]]:
+    def payload(
+        self, nbytes: int, pieces: Iterator[memoryview]
+    ) -> tuple[int, Iterator[memoryview]]:
         """Frame page bytes as gRPC messages, so that the gateway copies nothing."""
         whole, rest = divmod(nbytes, GRPC_CHUNK_NBYTES)
         framed = whole * FRAME_NBYTES + (len(chunk_head(rest)) + rest if rest else 0)
@@ -239,7 +287,8 @@ class GatewayConnection(BulkConnection):
 def _peer_at(address: str) -> str:
     """Return the key that limits count a caller at host:port by.
 
-    Only addresses count: another string could be the key of a tenant, whose limits would be used up.
+    Only addresses count: another string could be the key of a tenant, whose limits would be used
+    up.
     """
     host = address.rpartition(":")[0].strip("[]")
     try:

@@ -1,9 +1,10 @@
 """Which prefixes are found most: a sketch of bounded size over a few of the lookups.
 
-About one lookup in `every` is looked at, at intervals that are made up as it goes, so that no pattern of requests hides
-from it. Of these the first page of what was found is counted: the head of its chain. When the table is full a new head
-takes the place of the least counted one and that one's count (space-saving): a count is too high by `error` at most,
-and what is found more often than one in `size` of the lookups is always there. Counts are halved now and then.
+About one lookup in `every` is looked at, at intervals that are made up as it goes, so that no
+pattern of requests hides from it. Of these the first page of what was found is counted: the head of
+its chain. When the table is full a new head takes the place of the least counted one and that one's
+count (space-saving): a count is too high by `error` at most, and what is found more often than one
+in `size` of the lookups is always there. Counts are halved now and then.
 """
 
 import math
@@ -16,11 +17,15 @@ from typing import NamedTuple
 EVERY = 64
 SIZE = 256
 HALVED_S = 600.0
-HEAD_NBYTES = 8  # of a prefix hash that are kept: enough to tell heads apart, too few to ask for a page
+HEAD_NBYTES = (
+    8  # of a prefix hash that are kept: enough to tell heads apart, too few to ask for a page
+)
 
 
 class HotPrefix(NamedTuple):
-    """`lookups`: about so many, of which `error` may be those of others; `pages`: found by one of them, on average."""
+    """`lookups`: about so many, of which `error` may be those of others; `pages`: found by one of
+    them, on average.
+    """
 
     namespace: bytes
     head: bytes
@@ -42,7 +47,11 @@ class HotPrefixes:
     """Thread-safe; what is not looked at takes no lock."""
 
     def __init__(
-        self, every: int = EVERY, size: int = SIZE, clock: Callable[[], float] = time.monotonic, seed: int | None = None
+        self,
+        every: int = EVERY,
+        size: int = SIZE,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
     ) -> None:
         self._every = every
         self._size = size
@@ -53,7 +62,9 @@ class HotPrefixes:
         self._entries: dict[tuple[bytes, bytes], _Entry] = {}
         self._halved_s = clock()
 
-    def asked(self, namespace: bytes, prefix_hashes: Sequence[bytes], present: Sequence[bool]) -> None:
+    def asked(
+        self, namespace: bytes, prefix_hashes: Sequence[bytes], present: Sequence[bool]
+    ) -> None:
         """By each lookup."""
         self._left -= 1
         if self._left <= 0:

@@ -89,7 +89,10 @@ _STATUS: tuple[tuple[type[KVStoreError], int], ...] = (
 
 
 class Asker(NamedTuple):
-    """The client of a request. `names` are those of its TLS certificate."""
+    """The client of a request.
+
+    `names` are those of its TLS certificate.
+    """
 
     peer: str
     names: tuple[str, ...]
@@ -109,12 +112,16 @@ class Disconnected(Exception):
 
 
 class Connection:
-    """One accepted connection, used by its own thread. Other threads may only call `hang_up`.
+    """One accepted connection, used by its own thread.
+
+    Other threads may only call `hang_up`.
 
     `end` is the time by which the current request or reply must be over, whatever the client does.
     """
 
-    def __init__(self, sock: socket.socket, peer: str, seconds: float, hurried: bool = False) -> None:
+    def __init__(
+        self, sock: socket.socket, peer: str, seconds: float, hurried: bool = False
+    ) -> None:
         """`hurried`: the accepting thread serves it, so that nothing here may take long."""
         self.sock = sock
         self.peer = peer
@@ -147,7 +154,9 @@ class Connection:
         if isinstance(self.sock, ssl.SSLSocket):
             return False
         with contextlib.suppress(OSError):
-            return b"\r\n\r\n" in self.sock.recv(HEAD_NBYTES_MAX, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return b"\r\n\r\n" in self.sock.recv(
+                HEAD_NBYTES_MAX, socket.MSG_PEEK | socket.MSG_DONTWAIT
+            )
         return False
 
     def handshake(self) -> Asker:
@@ -206,7 +215,8 @@ class Connection:
     def drain(self) -> None:
         """Take what a refused client still sends.
 
-        A close with unread bytes would reset the connection, and the client would not see the reply.
+        A close with unread bytes would reset the connection, and the client would not see the
+        reply.
         """
         with _disconnects():
             socket.socket.shutdown(self.sock, socket.SHUT_WR)
@@ -239,7 +249,10 @@ Respond = Callable[[Request], Response | None]
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request and its reply. The whole head is there before any of it is parsed."""
+    """One request and its reply.
+
+    The whole head is there before any of it is parsed.
+    """
 
     protocol_version = "HTTP/1.1"
     request: Connection
@@ -319,11 +332,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.refusal = text(why, status)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Called by the parser. Its messages repeat what the client sent, so they are left out."""
+        """Called by the parser.
+
+        Its messages repeat what the client sent, so they are left out.
+        """
         self._refuse(int(code), http.HTTPStatus(code).phrase)
 
     def handle_expect_100(self) -> bool:
-        """Send no reply before the reply. A body is so small that clients rarely ask."""
+        """Send no reply before the reply.
+
+        A body is so small that clients rarely ask.
+        """
         return True
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -331,7 +350,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class HttpServer:
-    """Binds in the constructor and serves from then on. `stop` ends all of it."""
+    """Binds in the constructor and serves from then on.
+
+    `stop` ends all of it.
+    """
 
     def __init__(
         self,
@@ -341,7 +363,10 @@ class HttpServer:
         certificates: Certificates | None = None,
         trusts_host: Callable[[str], bool] = lambda host: True,
     ) -> None:
-        """`certificates`: None is HTTP, and no HTTPS. `trusts_host` says whether to answer a Host."""
+        """`certificates`: None is HTTP, and no HTTPS.
+
+        `trusts_host` says whether to answer a Host.
+        """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._listener.setblocking(False)
@@ -390,7 +415,9 @@ class HttpServer:
             raise
         except Exception as error:
             log.exception("HTTP: a request failed")
-            return text(f"it failed inside the node ({type(error).__name__}); its log says more", 500)
+            return text(
+                f"it failed inside the node ({type(error).__name__}); its log says more", 500
+            )
 
     def _run(self) -> None:
         while not self._stopping:
@@ -421,7 +448,9 @@ class HttpServer:
         """
         with self._spare.lent(), contextlib.suppress(OSError):
             sock, address = self._listener.accept()
-            self._serve(Connection(self._in_tls(sock), peer_of(address[0]), HURRIED_S, hurried=True))
+            self._serve(
+                Connection(self._in_tls(sock), peer_of(address[0]), HURRIED_S, hurried=True)
+            )
 
     def _in_tls(self, sock: socket.socket) -> socket.socket:
         if self._certificates is None:
@@ -438,7 +467,9 @@ class HttpServer:
         # Idle connections make room, the oldest first. One whose head is here is answered first.
         if not connection.has_head():
             connection.place.idle()
-        thread = threading.Thread(target=self._serve, args=(connection,), name="http-request", daemon=True)
+        thread = threading.Thread(
+            target=self._serve, args=(connection,), name="http-request", daemon=True
+        )
         with self._lock:
             self._threads[connection] = thread
         try:
@@ -481,7 +512,8 @@ def http_status(error: KVStoreError) -> int:
 
 
 def is_trusted_host(host: str, own: Collection[str]) -> bool:
-    """Return whether `host` can not be another site's name that was pointed at this node (DNS rebinding).
+    """Return whether `host` can not be another site's name that was pointed at this node (DNS
+    rebinding).
 
     Trusted are addresses, names without a dot, and the node's own names.
     """

@@ -1,6 +1,8 @@
-"""What nobody may have too much of: connections, calls, bytes on their way. Each has a cap in all and a
-share for one peer, half of it, so that no peer takes the last of anything (docs/operations.md, "Limits"). A tenant is
-one peer, wherever its callers are, and its quota may be less than that share.
+"""What nobody may have too much of: connections, calls, bytes on their way.
+
+Each has a cap in all and a share for one peer, half of it, so that no peer takes the last of
+anything (docs/operations.md, "Limits"). A tenant is one peer, wherever its callers are, and its
+quota may be less than that share.
 
     Budget   amounts: taken at once or refused at once, by name
     Places   a connection or a call each: full means that whoever has been idle for longest leaves
@@ -34,9 +36,10 @@ def _nothing(nbytes: int) -> None:
 class Charge:
     """Charges one request the larger of two sums: page bytes transferred, and page bytes processed.
 
-    Processed means read from disk, fetched from another member, or hashed. A plain get reads a page once and
-    sends it once, so it costs the page's bytes. Processing is charged before it is done, so a request that
-    then fails, or has very short ranges, is no cheaper. `take` debits the tenant's rate, also below zero.
+    Processed means read from disk, fetched from another member, or hashed. A plain get reads a page
+    once and sends it once, so it costs the page's bytes. Processing is charged before it is done,
+    so a request that then fails, or has very short ranges, is no cheaper. `take` debits the
+    tenant's rate, also below zero.
     """
 
     __slots__ = ("_charged", "_processed", "_take", "_transferred")
@@ -69,16 +72,18 @@ TRANSFER_NBYTES_PER_S_MIN = 1 << 20
 # A connection, or a call over gRPC, that has not sent all of its first request by then is ended.
 REQUEST_S_MAX = 10.0
 
-# Requests on their way and decoded, of more than REQUEST_NBYTES_FREE; keys and ranges as Python objects
-# take up to eight times what they have on the wire: 16 of the largest messages (2 MiB) at a time.
+# Requests on their way and decoded, of more than REQUEST_NBYTES_FREE; keys and ranges as Python
+# objects take up to eight times what they have on the wire: 16 of the largest messages (2 MiB) at a
+# time.
 REQUEST_NBYTES_FREE = 64 << 10
-# Of what a gateway tells of a caller: its token, which gRPC limits, or the names in its certificate.
+# Of what a gateway tells of a caller: its token, which gRPC limits, or the names in its
+# certificate.
 ON_BEHALF_NBYTES_MAX = 48 << 10
 REQUEST_NBYTES_FACTOR = 8
 REQUESTS_NBYTES_MAX = 256 << 20
 
-# Calls that work on many pages or namespaces, or wait for the disk: how many at a time, each at most the half for
-# one peer. What is left out needs microseconds, or is bounded by its connection.
+# Calls that work on many pages or namespaces, or wait for the disk: how many at a time, each at
+# most the half for one peer. What is left out needs microseconds, or is bounded by its connection.
 LONG_CALLS = {
     "list": 8,
     "verify": 4,
@@ -96,8 +101,8 @@ LONG_CALLS = {
 SCRUB_NBYTES_MAX = 256 << 20  # of one call, which also ends after
 SCRUB_S_MAX = 5.0
 
-# Of one namespace; of all together node.memory.page says. Some 100 bytes for each plane of each group of
-# layers, so 128 layers that all differ fit.
+# Of one namespace; of all together node.memory.page says. Some 100 bytes for each plane of each
+# group of layers, so 128 layers that all differ fit.
 DESCRIPTION_NBYTES_MAX = 32 << 10
 
 REFLECTION_STREAMS_MAX = 8
@@ -106,8 +111,9 @@ HEALTH_CALLS_MAX = 64
 HEALTH_WATCH_S_MAX = 3600.0
 FOLLOWERS_MAX = 1024
 FOLLOW_S_MAX = 60.0
-# Of scrapes, probes and browsers. Only the console's calls, reads and watchers (below) can be busy for
-# long. All of them are fewer than the half that one peer may have, so a scrape always finds a place.
+# Of scrapes, probes and browsers. Only the console's calls, reads and watchers (below) can be busy
+# for long. All of them are fewer than the half that one peer may have, so a scrape always finds a
+# place.
 HTTP_CONNECTIONS_MAX = 64
 HTTP_REQUEST_S_MAX = 5.0
 HTTP_REPLY_S_MAX = 30.0
@@ -116,7 +122,9 @@ WATCHERS_MAX = 8
 
 
 def peer_of(host: str) -> str:
-    """Who counts as one peer: an IPv4 address, or the /64 network that one IPv6 host has for itself."""
+    """Who counts as one peer: an IPv4 address, or the /64 network that one IPv6 host has for
+    itself.
+    """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -138,7 +146,10 @@ class Limit:
     remedy: str
 
     def refusal(self, peer: str, used: int, used_by_peer: int, most: int = 0) -> Exhausted:
-        """`most`: for this peer. A tenant is told of itself only."""
+        """`most`: for this peer.
+
+        A tenant is told of itself only.
+        """
         if tenant_of(peer):
             whose = "for one tenant" if most == self.per_peer else "by its quota"
             return Exhausted(
@@ -157,7 +168,9 @@ def cap(what: str, total: int, remedy: str, per_peer: int = 0) -> Limit:
 
 
 class Quoted(NamedTuple):
-    """What quotas say of a budget or of places: at most so many for a tenant, 0: no limit; and who counts refusals."""
+    """What quotas say of a budget or of places: at most so many for a tenant, 0: no limit; and who
+    counts refusals.
+    """
 
     most: Callable[[str], int] = lambda tenant: 0
     refused: Callable[[str], None] = lambda tenant: None
@@ -172,8 +185,11 @@ NO_QUOTAS = Quoted()
 
 
 class PerPeerQueue:
-    """One call of each peer is at it; its others wait. So a peer with a hundred connections has no more of the
-    interpreter than one with a single one. Thread-safe; remembers only peers that are at it."""
+    """One call of each peer is at it; its others wait.
+
+    So a peer with a hundred connections has no more of the interpreter than one with a single one.
+    Thread-safe; remembers only peers that are at it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -214,7 +230,10 @@ class PerPeerQueue:
 
 
 class Budget:
-    """So much of something. Thread-safe; remembers only peers that have some."""
+    """So much of something.
+
+    Thread-safe; remembers only peers that have some.
+    """
 
     def __init__(self, cap: Limit, quoted: Quoted = NO_QUOTAS) -> None:
         self.cap = cap
@@ -224,7 +243,10 @@ class Budget:
         self.used = 0
 
     def take(self, peer: str, amount: int = 1) -> None:
-        """Raises Exhausted, and takes nothing, if that would be too much. Nothing can always be had."""
+        """Raises Exhausted, and takes nothing, if that would be too much.
+
+        Nothing can always be had.
+        """
         if not amount:
             return
         with self._lock:
@@ -258,8 +280,10 @@ class Budget:
 
 
 class ConnectionSlot:
-    """Of one connection or call. An idle one may be taken away: `leave` is called then, once, and what
-    had the place must end."""
+    """Of one connection or call.
+
+    An idle one may be taken away: `leave` is called then, once, and what had the place must end.
+    """
 
     def __init__(self, places: "ConnectionLimiter", peer: str, leave: Callable[[], None]) -> None:
         self._places = places
@@ -269,17 +293,23 @@ class ConnectionSlot:
         self.known = False  # whether it has asked for anything yet
 
     def idle(self) -> None:
-        """From now on this one may be asked to leave: first who has never asked for anything, then who has
-        been idle for longer."""
+        """From now on this one may be asked to leave: first who has never asked for anything, then
+        who has been idle for longer.
+        """
         self._places.set_idle(self)
 
     def busy(self) -> bool:
-        """From now on it stays. False: it had to leave meanwhile."""
+        """From now on it stays.
+
+        False: it had to leave meanwhile.
+        """
         return self._places.set_busy(self)
 
     def change(self, peer: str) -> None:
-        """It counts to another peer from here on. Raises Exhausted, and stays where it is, if that has its share of
-        busy ones."""
+        """It counts to another peer from here on.
+
+        Raises Exhausted, and stays where it is, if that has its share of busy ones.
+        """
         self._places.change(self, peer)
 
     def close(self) -> None:
@@ -287,7 +317,10 @@ class ConnectionSlot:
 
 
 class ConnectionLimiter:
-    """At most so many in all and of one peer. Thread-safe; everything but a full house is O(1)."""
+    """At most so many in all and of one peer.
+
+    Thread-safe; everything but a full house is O(1).
+    """
 
     def __init__(self, cap: Limit, quoted: Quoted = NO_QUOTAS) -> None:
         self.cap = cap
@@ -296,7 +329,9 @@ class ConnectionLimiter:
         self._count = 0
         self._counts: dict[str, int] = {}
         # Of each peer, longest idle first: those that never asked for anything, and the others.
-        self._idle: dict[str, tuple[OrderedDict[ConnectionSlot, None], OrderedDict[ConnectionSlot, None]]] = {}
+        self._idle: dict[
+            str, tuple[OrderedDict[ConnectionSlot, None], OrderedDict[ConnectionSlot, None]]
+        ] = {}
         self._closed = False
 
     @property
@@ -304,7 +339,10 @@ class ConnectionLimiter:
         return self._count
 
     def enter(self, peer: str, leave: Callable[[], None]) -> ConnectionSlot:
-        """A busy place. Raises Exhausted if it is full of busy ones."""
+        """A busy place.
+
+        Raises Exhausted if it is full of busy ones.
+        """
         with self._lock:
             goes = None
             most = self._quoted.of(peer, self.cap)
@@ -427,28 +465,39 @@ _OPS = {number: op for op, (number, _) in _TYPES.items()}
 
 
 class Requests:
-    """`op` is the field's name in BulkRequest; `data` the request in its wire form. Thread-safe."""
+    """`op` is the field's name in BulkRequest; `data` the request in its wire form.
+
+    Thread-safe.
+    """
 
     def __init__(self, config: NodeConfig, budget: Budget, turns: PerPeerQueue) -> None:
         self._budget = budget
         self._turns = turns
         self._parsing = threading.Lock()  # of large ones
         keys = config.batch_keys_max * (PREFIX_HASH_NBYTES_MAX + 2) + 1024
-        leaves = config.batch_keys_max * (LEAF_SUM_NBYTES + 3) + config.batch_nbytes_max // LEAF_NBYTES * 8
+        leaves = (
+            config.batch_keys_max * (LEAF_SUM_NBYTES + 3)
+            + config.batch_nbytes_max // LEAF_NBYTES * 8
+        )
         most = dict.fromkeys(("lookup", "put", "verify", "remove", "pin", "unpin", "stat"), keys)
         most |= {"get": keys + GET_RANGES_MAX * _RANGE_WIRE_NBYTES, "commit": leaves}
         most["open_namespace"] = 4 * DESCRIPTION_NBYTES_MAX
         self._nbytes_max = {op: max(most.get(op, 0), REQUEST_NBYTES_FREE) for op in _TYPES}
 
     def take(self, peer: str, nbytes: int) -> int:
-        """What it takes from the budget for one of `nbytes`; the caller gives it back. Raises Exhausted."""
+        """What it takes from the budget for one of `nbytes`; the caller gives it back.
+
+        Raises Exhausted.
+        """
         taken = nbytes * REQUEST_NBYTES_FACTOR if nbytes > REQUEST_NBYTES_FREE else 0
         self._budget.take(peer, taken)
         return taken
 
     def parsed(self, op: str, data: bytes | memoryview, peer: str) -> Any:
-        """The message, of a large one in its peer's turn. Raises InvalidRequest, or what protobuf raises if it is no
-        such message."""
+        """The message, of a large one in its peer's turn.
+
+        Raises InvalidRequest, or what protobuf raises if it is no such message.
+        """
         if len(data) > self._nbytes_max[op]:
             raise InvalidRequest(
                 f"a {op} of {len(data)} bytes; the largest that this node serves has {self._nbytes_max[op]}, "
@@ -459,12 +508,17 @@ class Requests:
         with self._turns.turn(peer), self._parsing:
             message = _TYPES[op][1].FromString(data)
             if op == "get" and len(message.ranges) > GET_RANGES_MAX:
-                raise InvalidRequest(f"a get of {len(message.ranges)} ranges, at most {GET_RANGES_MAX}; split them")
+                raise InvalidRequest(
+                    f"a get of {len(message.ranges)} ranges, at most {GET_RANGES_MAX}; split them"
+                )
             return message
 
 
 def inside(header: bytes) -> tuple[str, memoryview]:
-    """(op, its request) of a BulkRequest, which is one field and nothing else. Raises InvalidRequest."""
+    """(op, its request) of a BulkRequest, which is one field and nothing else.
+
+    Raises InvalidRequest.
+    """
     number, request = field_of(memoryview(header))
     if number not in _OPS:
         raise InvalidRequest("a large request is one operation and nothing else")

@@ -5,7 +5,12 @@ from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import choose_encoder
 
 from kvstore.cluster.view import REGISTRIES
@@ -97,8 +102,12 @@ class NodeCollector:
         self._caller = caller
 
     def collect(self) -> Iterator[Metric]:
-        status: pb.NodeStatusReply = self._service.call("node_status", pb.NodeStatusRequest(), self._caller)
-        yield GaugeMetricFamily("kvstore_serving", "1 while the node takes new pages", status.state != "DRAINING")
+        status: pb.NodeStatusReply = self._service.call(
+            "node_status", pb.NodeStatusRequest(), self._caller
+        )
+        yield GaugeMetricFamily(
+            "kvstore_serving", "1 while the node takes new pages", status.state != "DRAINING"
+        )
         if status.HasField("ram"):  # who asks is told of the node itself
             yield from self._of_node(status)
         yield from self._of_tenants(status)
@@ -107,51 +116,77 @@ class NodeCollector:
     def _of_gateways(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
         ready = sum(gateway.ready for gateway in status.gateways)
         yield GaugeMetricFamily("kvstore_gateways_ready", "Gateways that serve gRPC", ready)
-        memory = GaugeMetricFamily("kvstore_gateway_resident_bytes", "Memory of a gateway process", labels=["gateway"])
+        memory = GaugeMetricFamily(
+            "kvstore_gateway_resident_bytes", "Memory of a gateway process", labels=["gateway"]
+        )
         for gateway in status.gateways:
             memory.add_metric([gateway.name], gateway.rss_nbytes)
         yield memory
-        ends = CounterMetricFamily("kvstore_gateway_ends", "Gateways that ended, and were started anew", labels=["why"])
+        ends = CounterMetricFamily(
+            "kvstore_gateway_ends", "Gateways that ended, and were started anew", labels=["why"]
+        )
         for end in status.gateway_ends:
             ends.add_metric([end.why], end.count)
         yield ends
 
     def _of_node(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
-        yield GaugeMetricFamily("kvstore_sessions", "Bulk connections and gRPC transfers", status.session_count)
-        yield GaugeMetricFamily("kvstore_private_bytes", "Resident bytes outside the arena", status.rss_nbytes)
         yield GaugeMetricFamily(
-            "kvstore_insecure", "1: strangers may read or do what they should not", bool(status.insecure)
+            "kvstore_sessions", "Bulk connections and gRPC transfers", status.session_count
+        )
+        yield GaugeMetricFamily(
+            "kvstore_private_bytes", "Resident bytes outside the arena", status.rss_nbytes
+        )
+        yield GaugeMetricFamily(
+            "kvstore_insecure",
+            "1: strangers may read or do what they should not",
+            bool(status.insecure),
         )
         text = "Calls of who is not known, or has not the role or tenant"
         yield CounterMetricFamily("kvstore_refused_calls", text, status.refused_calls)
         for name in _RAM:
-            yield GaugeMetricFamily(f"kvstore_ram_{_label(name)}", f"RAM tier: {name}", getattr(status.ram, name))
+            yield GaugeMetricFamily(
+                f"kvstore_ram_{_label(name)}", f"RAM tier: {name}", getattr(status.ram, name)
+            )
         yield from self._of_gateways(status)
         if status.HasField("disk"):
             yield from self._of_disk(status.disk)
         if status.HasField("peers"):
             yield from self._of_peers(status.peers)
         if status.HasField("shm"):
-            yield GaugeMetricFamily("kvstore_shm_clients", "Shared-memory connections", status.shm.client_count)
+            yield GaugeMetricFamily(
+                "kvstore_shm_clients", "Shared-memory connections", status.shm.client_count
+            )
             text = "Pages kept because the process that left them may still write"
             yield GaugeMetricFamily("kvstore_shm_orphan_pages", text, status.shm.orphan_page_count)
         yield from self._of_tls(status)
         yield from self._of_requests()
 
     def _of_disk(self, disk: pb.DiskStatus) -> Iterator[Metric]:
-        yield GaugeMetricFamily("kvstore_disk_serving", "0 while the disk tier is stopped", disk.state == "SERVING")
+        yield GaugeMetricFamily(
+            "kvstore_disk_serving", "0 while the disk tier is stopped", disk.state == "SERVING"
+        )
         for name in _DISK_GAUGES:
-            yield GaugeMetricFamily(f"kvstore_disk_{_label(name)}", f"Disk tier: {name}", getattr(disk, name))
+            yield GaugeMetricFamily(
+                f"kvstore_disk_{_label(name)}", f"Disk tier: {name}", getattr(disk, name)
+            )
         for name in _DISK_COUNTERS:
-            yield CounterMetricFamily(f"kvstore_disk_{_label(name)}", f"Disk tier: {name}", getattr(disk, name))
+            yield CounterMetricFamily(
+                f"kvstore_disk_{_label(name)}", f"Disk tier: {name}", getattr(disk, name)
+            )
 
     def _of_peers(self, peers: pb.PeersStatus) -> Iterator[Metric]:
         well = peers.registry in REGISTRIES
-        yield GaugeMetricFamily("kvstore_peers_registry_serving", "0 while etcd can not be asked", well)
+        yield GaugeMetricFamily(
+            "kvstore_peers_registry_serving", "0 while etcd can not be asked", well
+        )
         for name in _PEERS_GAUGES:
-            yield GaugeMetricFamily(f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name))
+            yield GaugeMetricFamily(
+                f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name)
+            )
         for name in _PEERS_COUNTERS:
-            yield CounterMetricFamily(f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name))
+            yield CounterMetricFamily(
+                f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name)
+            )
 
         text = "1: calls to this member fail, and are tried now and then only"
         failing = GaugeMetricFamily("kvstore_peers_failing", text, labels=["member"])
@@ -162,9 +197,13 @@ class NodeCollector:
     def _of_requests(self) -> Iterator[Metric]:
         """What requests took, on which wires, and what waits."""
         traffic = self._service.traffic
-        text = "Time from the whole request to the end of its answer, of requests that were answered"
+        text = (
+            "Time from the whole request to the end of its answer, of requests that were answered"
+        )
         yield _histogram("kvstore_request_seconds", text, ["op", "wire"], traffic.requests())
-        text = "Time until the pages of a get are in RAM, by the farthest place where one of them was"
+        text = (
+            "Time until the pages of a get are in RAM, by the farthest place where one of them was"
+        )
         gets = {(tier,): histogram for tier, histogram in traffic.gets().items()}
         yield _histogram("kvstore_get_seconds", text, ["tier"], gets)
         text = "Requests that were not answered, by the code that the client was told; cancelled: it left or stalled"
@@ -187,7 +226,9 @@ class NodeCollector:
         yield GaugeMetricFamily("kvstore_calls_waiting", text, self._service.turns.waiting_count)
 
     def _of_tls(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
-        yield GaugeMetricFamily("kvstore_tls", "1 if the node's TCP ports speak TLS", status.HasField("tls"))
+        yield GaugeMetricFamily(
+            "kvstore_tls", "1 if the node's TCP ports speak TLS", status.HasField("tls")
+        )
         text = "Unix time at which a certificate's time is up, by the setting that names its file"
         expiry = GaugeMetricFamily("kvstore_certificate_expiry_seconds", text, labels=["setting"])
         for certificate in status.tls.certificates:
@@ -200,7 +241,9 @@ class NodeCollector:
             for use in status.tenants:
                 gauge.add_metric([use.tenant], getattr(use, name))
             yield gauge
-        refused = CounterMetricFamily("kvstore_tenant_refused", "Refused for a quota", labels=["tenant", "what"])
+        refused = CounterMetricFamily(
+            "kvstore_tenant_refused", "Refused for a quota", labels=["tenant", "what"]
+        )
         for use in status.tenants:
             for what in _TENANT_REFUSED:
                 refused.add_metric([use.tenant, what], getattr(use, f"refused_{what}"))
@@ -216,7 +259,13 @@ class NodeCollector:
         for name, (field, text) in _PLAIN.items():
             yield _counter(f"kvstore_{name}", text, infos, {(): field})
         misses = {(reason,): f"miss_{reason}" for reason in _MISSES}
-        yield _counter("kvstore_lookup_misses", "Pages that lookups missed, by reason", infos, misses, ["reason"])
+        yield _counter(
+            "kvstore_lookup_misses",
+            "Pages that lookups missed, by reason",
+            infos,
+            misses,
+            ["reason"],
+        )
         puts = {(outcome,): field for outcome, field in _PUTS.items()}
         yield _counter("kvstore_put_pages", "Pages of puts, by outcome", infos, puts, ["outcome"])
 
@@ -243,7 +292,9 @@ def _counter(
     return family
 
 
-def _histogram(name: str, text: str, labels: list[str], histograms: Mapping[Any, Histogram]) -> HistogramMetricFamily:
+def _histogram(
+    name: str, text: str, labels: list[str], histograms: Mapping[Any, Histogram]
+) -> HistogramMetricFamily:
     family = HistogramMetricFamily(name, text, labels=labels)
     bounds = [*map(str, BOUNDS_S), "+Inf"]
     for values, histogram in histograms.items():
@@ -257,14 +308,19 @@ def metrics_text(service: Service) -> Choose:
 
     def choose(headers: Mapping[str, str], asker: Asker) -> Answer:
         gate, authorization = service.gate, headers.get("authorization", "")
-        who = gate.known("metrics", asker.peer, lambda: gate.access.of_headers(authorization, asker.names))
+        who = gate.known(
+            "metrics", asker.peer, lambda: gate.access.of_headers(authorization, asker.names)
+        )
         caller = Caller(asker.peer, who=lambda: who)
         gate.admit("metrics", None, caller)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(NodeCollector(service, caller))
         accept = headers.get("accept", "")
-        # One of two: a version or an escaping that a scraper names would come back in the content type.
-        encode, content_type = choose_encoder(OPENMETRICS if OPENMETRICS.split(";")[0] in accept.lower() else "")
+        # One of two: a version or an escaping that a scraper names would come back in the content
+        # type.
+        encode, content_type = choose_encoder(
+            OPENMETRICS if OPENMETRICS.split(";")[0] in accept.lower() else ""
+        )
         return Answer(content_type, who.scope, lambda: encode(registry))
 
     return choose

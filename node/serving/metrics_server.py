@@ -21,7 +21,10 @@ CONSOLE_PATH = "/console"
 
 
 class Answer(NamedTuple):
-    """A text of metrics. All clients of one `scope` get the same."""
+    """A text of metrics.
+
+    All clients of one `scope` get the same.
+    """
 
     content_type: str
     scope: Hashable
@@ -45,7 +48,10 @@ class MetricsServer(HttpServer):
         console: Respond | None = None,
         trusts_host: Callable[[str], bool] = lambda host: True,
     ) -> None:
-        """`serving`: what /health tells. `console`: None is a node without one."""
+        """`serving`: what /health tells.
+
+        `console`: None is a node without one.
+        """
         self._choose = choose
         self._serving = serving
         self._console = console

@@ -1,10 +1,12 @@
-"""What a node is asked, as a trace, while an administrator listens: which pages belong together, not what they are.
+"""What a node is asked, as a trace, while an administrator listens: which pages belong together,
+not what they are.
 
 lookup, put --- note ---> waiting --- record ---> ids that mean nothing without this recording's key
 
-A page's id is a MAC of its key, of 8 bytes, under a secret that is made when the recording begins and forgotten when it
-ends: equal pages have equal ids, and nobody can tell from one which prompt it is, nor find it in another recording. Ids
-are made when they are asked for: a lookup costs an append more, and one look at an attribute while nobody records.
+A page's id is a MAC of its key, of 8 bytes, under a secret that is made when the recording begins
+and forgotten when it ends: equal pages have equal ids, and nobody can tell from one which prompt it
+is, nor find it in another recording. Ids are made when they are asked for: a lookup costs an append
+more, and one look at an attribute while nobody records.
 """
 
 import hashlib
@@ -20,7 +22,9 @@ from kvstore.pb import kvstore_pb2 as pb
 from node.memory.page import NamespaceIndex
 
 RECORD_MS_MAX = 24 * 3600 * 1000
-WAITING_PAGES_MAX = 1 << 19  # some 50 MiB of keys; what comes beyond is dropped: 5 s of 100,000 pages a second
+WAITING_PAGES_MAX = (
+    1 << 19
+)  # some 50 MiB of keys; what comes beyond is dropped: 5 s of 100,000 pages a second
 REPLY_PAGES_MAX = 1 << 17  # 1 MiB of ids, made in 0.2 s
 USE_PAGES = 4  # what a use takes besides, in pages
 ABANDONED_S = 60.0  # nobody has asked for so long: it ends
@@ -49,9 +53,14 @@ class _Recording:
 
 
 class Recorder:
-    """Thread-safe. `on`: look at it first. `find`: a namespace by its digest; raises UnknownNamespace."""
+    """Thread-safe.
 
-    def __init__(self, find: Callable[[bytes], NamespaceIndex], clock_s: Callable[[], float] = time.monotonic) -> None:
+    `on`: look at it first. `find`: a namespace by its digest; raises UnknownNamespace.
+    """
+
+    def __init__(
+        self, find: Callable[[bytes], NamespaceIndex], clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
         self.on = False
         self._find = find
         self._clock_s = clock_s
@@ -59,7 +68,9 @@ class Recorder:
         self._recording: _Recording | None = None
 
     def note(self, namespace: bytes, prefix_hashes: Sequence[bytes], stored: bool) -> None:
-        """Somebody asked for these pages of a chain; `stored`: or used or stored them without asking."""
+        """Somebody asked for these pages of a chain; `stored`: or used or stored them without
+        asking.
+        """
         with self._lock:
             recording, now = self._recording, self._clock_s()
             if recording is None or recording.is_abandoned(now):
@@ -73,25 +84,36 @@ class Recorder:
                 recording.pages += len(prefix_hashes) + USE_PAGES
 
     def record(self, request: pb.RecordRequest, caller: object) -> pb.RecordReply:
-        """Begins a recording, or tells what was noted since the last time. Raises Exhausted while somebody records."""
+        """Begins a recording, or tells what was noted since the last time.
+
+        Raises Exhausted while somebody records.
+        """
         if not request.recording:
             return self._begin(request.ms)
         with self._lock:
             recording, now = self._recording, self._clock_s()
-            if recording is not None and recording.is_abandoned(now):  # what came meanwhile may not have been noted
+            if recording is not None and recording.is_abandoned(
+                now
+            ):  # what came meanwhile may not have been noted
                 recording = self._recording = None
                 self.on = False
             if recording is None or recording.name != request.recording:
-                raise InvalidRequest("this recording is over: it was ended, or nobody asked for it for a minute")
+                raise InvalidRequest(
+                    "this recording is over: it was ended, or nobody asked for it for a minute"
+                )
             if request.end:
-                recording.end_s = min(recording.end_s, now)  # else it may come faster than it is fetched
+                recording.end_s = min(
+                    recording.end_s, now
+                )  # else it may come faster than it is fetched
             uses = self._take(recording)
             over = not recording.waiting and (request.end or now > recording.end_s)
             if over:
                 self._recording, self.on = None, False
         return pb.RecordReply(
             recording=recording.name,
-            uses=[message for use in uses if (message := self._message(recording, use)) is not None],
+            uses=[
+                message for use in uses if (message := self._message(recording, use)) is not None
+            ],
             more=bool(recording.waiting),
             dropped=recording.dropped,
             over=over,
@@ -110,7 +132,9 @@ class Recorder:
             return pb.RecordReply(recording=self._recording.name)
 
     def _take(self, recording: _Recording) -> list[_Use]:
-        """Under the lock; no more than a reply has room for, which is more than a request of the most keys."""
+        """Under the lock; no more than a reply has room for, which is more than a request of the
+        most keys.
+        """
         uses: list[_Use] = []
         pages, waiting = 0, recording.waiting
         while waiting and pages + len(waiting[0].prefix_hashes) + USE_PAGES <= REPLY_PAGES_MAX:
@@ -133,7 +157,9 @@ class Recorder:
             page_nbytes=space.page_nbytes,
             # A rank's page has a share of its tokens' KV: so the pages of all ranks have them once.
             page_tokens=value.layout.page_tokens / (value.tp_size * value.pp_size * value.cp_size),
-            pages=[_id(recording.key, use.namespace + prefix_hash) for prefix_hash in use.prefix_hashes],
+            pages=[
+                _id(recording.key, use.namespace + prefix_hash) for prefix_hash in use.prefix_hashes
+            ],
         )
 
 

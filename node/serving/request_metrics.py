@@ -1,4 +1,5 @@
-"""What requests took, where gets found their pages, and how many bytes moved: in numbers, by operation, wire and tier.
+"""What requests took, where gets found their pages, and how many bytes moved: in numbers, by
+operation, wire and tier.
 
     the edge of a wire --> answered: how long; not answered: why      (connections.py, calls.py)
     begin_get          --> how long until all of its pages are in RAM, and where they were
@@ -26,7 +27,9 @@ SLOW_NS = 100_000_000
 KEPT = 32
 STEPS_MAX = 8  # of one thread that are remembered
 # They are meant to take long.
-LONG = frozenset(("flush", "scrub", "recover", "drain", "sweep", "forget", "remove_namespace", "record"))
+LONG = frozenset(
+    ("flush", "scrub", "recover", "drain", "sweep", "forget", "remove_namespace", "record")
+)
 
 
 class Span(NamedTuple):
@@ -46,7 +49,10 @@ class SlowCall(NamedTuple):
 
 
 class SlowCalls:
-    """Thread-safe. Steps belong to the call that their own thread is at."""
+    """Thread-safe.
+
+    Steps belong to the call that their own thread is at.
+    """
 
     def __init__(self) -> None:
         self._calls: deque[SlowCall] = deque(maxlen=KEPT)
@@ -63,7 +69,9 @@ class SlowCalls:
         if op in LONG:
             return
         steps = [step for step in getattr(self._of_thread, "steps", ()) if step[1] >= began_ns]
-        spans = [Span(name, (began - began_ns) / 1e6, (end - began) / 1e6) for name, began, end in steps]
+        spans = [
+            Span(name, (began - began_ns) / 1e6, (end - began) / 1e6) for name, began, end in steps
+        ]
         if spans:
             end_ms = max(span.at_ms + span.took_ms for span in spans)
             spans.append(Span("to the end of its answer", end_ms, ns / 1e6 - end_ms))
@@ -74,11 +82,32 @@ class SlowCalls:
 
 
 # Upper bounds of the buckets in seconds; what takes longer is in a last one of its own.
-BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+BOUNDS_S = (
+    5e-5,
+    1e-4,
+    2.5e-4,
+    5e-4,
+    1e-3,
+    2.5e-3,
+    5e-3,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
 _BOUNDS_NS = tuple(round(1e9 * bound) for bound in BOUNDS_S)
 
-# Requests of the schema. Views are followed as long as somebody listens; gateways ask the others on their own account.
-TIMED = frozenset(field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type) - {
+# Requests of the schema. Views are followed as long as somebody listens; gateways ask the others on
+# their own account.
+TIMED = frozenset(
+    field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type
+) - {
     "follow",
     "admit",
     "on_behalf",
@@ -89,8 +118,9 @@ _FROM = {DISK: "the disk", PEER: "another member"}
 
 
 class Histogram:
-    """Added to without a lock, which would cost more than all the rest: CPython changes threads at calls and at jumps
-    back only, and none stands between the reading and the writing of a count."""
+    """Added to without a lock, which would cost more than all the rest: CPython changes threads at
+    calls and at jumps back only, and none stands between the reading and the writing of a count.
+    """
 
     __slots__ = ("counts", "sum_ns")
 
@@ -105,8 +135,11 @@ class Histogram:
 
 
 class WireMetrics:
-    """Where requests of one wire come in. A request costs one call here, and that no more than it must: a node sleeps
-    between requests, its code is in no cache then, and takes several times as long as in a loop."""
+    """Where requests of one wire come in.
+
+    A request costs one call here, and that no more than it must: a node sleeps between requests,
+    its code is in no cache then, and takes several times as long as in a loop.
+    """
 
     __slots__ = ("_errors", "_lock", "_slow", "_times", "wire")
 
@@ -158,8 +191,10 @@ class RequestMetrics:
         return self._edges.setdefault(wire, WireMetrics(wire, self.slow))
 
     def got(self, tier: str, wire: str, nbytes: int, began_ns: int) -> None:
-        """A get that began then has its pages in RAM, and so many bytes of them are for the client. `tier`: the
-        farthest in which one of them was."""
+        """A get that began then has its pages in RAM, and so many bytes of them are for the client.
+
+        `tier`: the farthest in which one of them was.
+        """
         self._given[wire] += nbytes
         self._gets[tier].add(monotonic_ns() - began_ns)
 
@@ -185,7 +220,9 @@ class RequestMetrics:
     def requests(self) -> dict[tuple[str, str], Histogram]:
         """By operation and wire: those that were answered."""
         edges = self._edges.copy()
-        return {(op, wire): times for wire, edge in edges.items() for op, times in edge.times().items()}
+        return {
+            (op, wire): times for wire, edge in edges.items() for op, times in edge.times().items()
+        }
 
     def gets(self) -> dict[str, Histogram]:
         return self._gets
@@ -193,7 +230,11 @@ class RequestMetrics:
     def errors(self) -> dict[tuple[str, str, str], int]:
         """By operation, wire and code: those that were not answered."""
         edges = self._edges.copy()
-        return {(op, wire, code): count for wire, edge in edges.items() for (op, code), count in edge.errors().items()}
+        return {
+            (op, wire, code): count
+            for wire, edge in edges.items()
+            for (op, code), count in edge.errors().items()
+        }
 
     def moved(self) -> dict[tuple[str, str], int]:
         """Page bytes by wire and direction."""
@@ -206,9 +247,14 @@ class RequestMetrics:
 
 
 def _code(error: BaseException) -> str:
-    """What the client is told, a code of gRPC in lower case; `cancelled` if it left or stalled, `unknown` for what was
-    no message of the schema."""
+    """What the client is told, a code of gRPC in lower case; `cancelled` if it left or stalled,
+    `unknown` for what was no message of the schema.
+    """
     if isinstance(error, KVStoreError):
         name: str = status_code(error).name
         return name.lower()
-    return "unknown" if isinstance(error, Exception) and not isinstance(error, OSError) else "cancelled"
+    return (
+        "unknown"
+        if isinstance(error, Exception) and not isinstance(error, OSError)
+        else "cancelled"
+    )

@@ -1,5 +1,7 @@
-"""What each request means, the same for all wires. Takes and returns the schema's messages;
-raises the errors of `kvstore.errors`."""
+"""What each request means, the same for all wires.
+
+Takes and returns the schema's messages; raises the errors of `kvstore.errors`.
+"""
 
 import logging
 import os
@@ -52,8 +54,11 @@ NEAR_S_MAX = 10.0  # for a near node's get or lookup that names no time of its o
 
 
 class Service:
-    """Thread-safe. Unary requests go through `call`; put and get need a session, because slots stay
-    reserved or held while bytes travel. A session that maps the arena is told offsets and needs no views."""
+    """Thread-safe.
+
+    Unary requests go through `call`; put and get need a session, because slots stay reserved or
+    held while bytes travel. A session that maps the arena is told offsets and needs no views.
+    """
 
     def __init__(
         self,
@@ -85,20 +90,27 @@ class Service:
         listing = Listing(self._inventory, self.cluster, config.batch_keys_max)
         self.recorder = Recorder(tier.namespace)
         self.heat = HotPrefixes()
-        self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None  # of a namespace, and its name
+        self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: (
+            None
+        )  # of a namespace, and its name
         self.durability = Durability(tier, disk, config.flush_s)
         self._verifying = Verifying(tier, self.content, self.durability)
         disk_calls = DiskCalls(self.durability, lambda: self.draining)
         self.erasure = Erasure(tier, disk, self.durability, peers.couriers, lambda: self.draining)
         self.promises = WriteAcks(self.durability, sessions, peers)
         self.requests = Budget(
-            cap("bytes of large requests", REQUESTS_NBYTES_MAX, "send smaller batches, or fewer at a time")
+            cap(
+                "bytes of large requests",
+                REQUESTS_NBYTES_MAX,
+                "send smaller batches, or fewer at a time",
+            )
         )
         self.followers = Followers(peers.membership)
         self.turns = PerPeerQueue()
         self.forms = Requests(config, self.requests, self.turns)
         self._long_calls = {
-            op: Budget(cap(f"{op} calls", count, "wait for those that run")) for op, count in LONG_CALLS.items()
+            op: Budget(cap(f"{op} calls", count, "wait for those that run"))
+            for op, count in LONG_CALLS.items()
         }
         self._status = Status(config, arena, tier, disk)
         self.limits = _limits(config)
@@ -125,7 +137,10 @@ class Service:
         }
 
     def call(self, op: str, request: Any, caller: Caller) -> Any:
-        """Return the reply to a unary request. `op` is its field's name in BulkRequest."""
+        """Return the reply to a unary request.
+
+        `op` is its field's name in BulkRequest.
+        """
         with _Edge(op):
             principal = self.gate.admit(op, request, caller)
             if op != "hello":
@@ -142,20 +157,32 @@ class Service:
 
     # ---- transfers -----------------------------------------------------------------------
 
-    def begin_put(self, session: Session, request: pb.PutRequest) -> tuple[pb.PutReply, list[memoryview]]:
-        """Reserve slots. Return verdicts and, for each WRITE, the memory that takes the page."""
+    def begin_put(
+        self, session: Session, request: pb.PutRequest
+    ) -> tuple[pb.PutReply, list[memoryview]]:
+        """Reserve slots.
+
+        Return verdicts and, for each WRITE, the memory that takes the page.
+        """
         with _Edge("put", session.abort):
             principal = self.gate.admit("put", request, session.caller)
             self.tenants.begin(principal, request)
             if self.draining:
                 raise Unavailable("this node is draining and takes no new pages")
-            hashes, page_nbytes = request.prefix_hashes[:], request.page_nbytes  # a list is faster to go through
+            hashes, page_nbytes = (
+                request.prefix_hashes[:],
+                request.page_nbytes,
+            )  # a list is faster to go through
             check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
             self._check_nbytes(len(hashes) * page_nbytes)
             self.promises.check(request)
             session.put_charge = self.tenants.charge(principal)
             # What a member hands on is this node's own.
-            copies = () if request.forwarded_by else self.peers.remote_pages.copies(request.namespace, hashes)
+            copies = (
+                ()
+                if request.forwarded_by
+                else self.peers.remote_pages.copies(request.namespace, hashes)
+            )
             result = session.reserve(request.namespace, hashes, page_nbytes, copies)
             self.promises.begin(session, request, result)
             if self.recorder.on and not request.forwarded_by:
@@ -168,7 +195,10 @@ class Service:
             return pb.PutReply(verdicts=verdicts), self._arena.views(offsets, page_nbytes)
 
     def commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
-        """Make pages visible whose bytes are in place. An invalid commit aborts the put."""
+        """Make pages visible whose bytes are in place.
+
+        An invalid commit aborts the put.
+        """
         with _Edge("commit", session.abort):
             pages, put, leaves = session.reserved, session.put_request, request.leaves[:]
             wanted = len(pages)
@@ -183,8 +213,13 @@ class Service:
             self.promises.keep(session, pages)
             return pb.CommitReply(stored=stored)
 
-    def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
-        """Hold the pages until `session.release`. Return how many bytes to send, the reply, and the memory."""
+    def begin_get(
+        self, session: Session, request: pb.GetRequest
+    ) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
+        """Hold the pages until `session.release`.
+
+        Return how many bytes to send, the reply, and the memory.
+        """
         with _Edge("get", session.release):
             began_ns = monotonic_ns()
             principal = self.gate.admit("get", request, session.caller)
@@ -196,7 +231,9 @@ class Service:
             asked = request.ranges
             if len(hashes) * len(asked) > GET_PIECES_MAX:
                 what = f"{len(asked)} ranges of {len(hashes)} keys"
-                raise InvalidRequest(f"{what} are more than {GET_PIECES_MAX} pieces; split the batch")
+                raise InvalidRequest(
+                    f"{what} are more than {GET_PIECES_MAX} pieces; split the batch"
+                )
             ranges = [(part.offset, part.nbytes) for part in asked] if asked else []
             wanted_nbytes = page_nbytes
             if ranges:
@@ -208,16 +245,24 @@ class Service:
             parts = parts_wanted(space, ranges)
             near = _near_deadline(request) if request.near else None
             session.tenant, session.charge = principal.tenant, self.tenants.charge(principal)
-            pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes, parts, near)
+            pages = session.acquire(
+                request.namespace, hashes, request.prefix_only, wanted_nbytes, parts, near
+            )
             found = [page for page in pages if page is not None]
             if ranges:
-                sums = self.content.checksums(found, ranges, session.charge, partial(self._check_there, session))
+                sums = self.content.checksums(
+                    found, ranges, session.charge, partial(self._check_there, session)
+                )
                 pages = [page if page in sums else None for page in pages]
                 found = [page for page in found if page in sums]
             checksums = [sums[page] if ranges else page.checksum for page in found]
-            reply = get_reply([page is not None for page in pages], checksums, ttls_ms(found, self._tier.clock_s))
+            reply = get_reply(
+                [page is not None for page in pages], checksums, ttls_ms(found, self._tier.clock_s)
+            )
             session.charge.add_transferred(len(found) * wanted_nbytes)
-            self.traffic.got(session.tier, session.caller.wire, len(found) * wanted_nbytes, began_ns)
+            self.traffic.got(
+                session.tier, session.caller.wire, len(found) * wanted_nbytes, began_ns
+            )
             if session.maps_arena:
                 reply.offsets.extend(offsets_of(found, ranges))
                 return 0, reply, iter(())
@@ -250,21 +295,29 @@ class Service:
             hello.shm_refused = self.gate.access.why_no_arena(principal)
             if not hello.shm_refused:
                 hello.shm_socket, hello.arena_nbytes = self.shm_status().socket, self._arena.nbytes
-        if request.protocol_version or not self.membership.joining:  # who only asks may be this node itself
+        if (
+            request.protocol_version or not self.membership.joining
+        ):  # who only asks may be this node itself
             self.membership.tell(hello)
         return hello
 
-    def _open_namespace(self, request: pb.OpenNamespaceRequest, caller: Caller) -> pb.OpenNamespaceReply:
+    def _open_namespace(
+        self, request: pb.OpenNamespaceRequest, caller: Caller
+    ) -> pb.OpenNamespaceReply:
         nbytes = request.namespace.ByteSize()
         if nbytes > DESCRIPTION_NBYTES_MAX:  # before anything is computed from it
             raise InvalidRequest(
                 f"the description of this namespace has {nbytes} bytes, allowed are {DESCRIPTION_NBYTES_MAX}; "
                 "shorten its names, or put layers of one shape into one group"
             )
-        index, created = self._tier.open_namespace(namespace_value(request.namespace), request.digest, caller.peer)
+        index, created = self._tier.open_namespace(
+            namespace_value(request.namespace), request.digest, caller.peer
+        )
         return pb.OpenNamespaceReply(page_nbytes=index.page_nbytes, created=created)
 
-    def _list_namespaces(self, request: pb.ListNamespacesRequest, caller: Caller) -> pb.ListNamespacesReply:
+    def _list_namespaces(
+        self, request: pb.ListNamespacesRequest, caller: Caller
+    ) -> pb.ListNamespacesReply:
         principal, infos = self.gate.who(caller), self._status.namespaces()[1]
         return pb.ListNamespacesReply(namespaces=self.gate.of_his(principal, infos))
 
@@ -280,11 +333,17 @@ class Service:
             self.heat.asked(request.namespace, prefix_hashes, present)
         return lookup_reply(present)
 
-    def _look_further(self, request: pb.LookupRequest, prefix_hashes: Sequence[bytes], present: list[bool]) -> None:
+    def _look_further(
+        self, request: pb.LookupRequest, prefix_hashes: Sequence[bytes], present: list[bool]
+    ) -> None:
         """Add what other members have to what this node has."""
-        missing = list(dict.fromkeys(h for h, there in zip(prefix_hashes, present, strict=True) if not there))
+        missing = list(
+            dict.fromkeys(h for h, there in zip(prefix_hashes, present, strict=True) if not there)
+        )
         namespace = self._tier.namespace(request.namespace).value
-        found = self._tier.promotion.lookup(namespace, missing, request.touch, _near_deadline(request))
+        found = self._tier.promotion.lookup(
+            namespace, missing, request.touch, _near_deadline(request)
+        )
         for place, prefix_hash in enumerate(prefix_hashes):
             present[place] = present[place] or prefix_hash in found
 
@@ -293,10 +352,14 @@ class Service:
         check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
         self._check_nbytes(len(hashes) * self._tier.namespace(request.namespace).page_nbytes)
         charge = self.tenants.charge(self.gate.who(caller))
-        return self._verifying.verify(request.namespace, hashes, charge, partial(self._check_waiting, caller))
+        return self._verifying.verify(
+            request.namespace, hashes, charge, partial(self._check_waiting, caller)
+        )
 
     def _check_waiting(self, caller: Caller) -> None:
-        """Between the steps of a long call: nobody works for a caller who has left, or while the node stops."""
+        """Between the steps of a long call: nobody works for a caller who has left, or while the
+        node stops.
+        """
         self._check_there(caller)
         if self.draining:
             raise Unavailable("this node is draining")
@@ -314,8 +377,12 @@ class Service:
     def _pin(self, request: pb.PinRequest, caller: Caller) -> pb.PinReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
         if not 1 <= request.ttl_ms <= self._config.pin_ttl_ms_max:
-            raise InvalidRequest(f"ttl_ms {request.ttl_ms} is not in 1..{self._config.pin_ttl_ms_max} (pin_ttl_ms_max)")
-        return pb.PinReply(pinned=self._tier.pin(request.namespace, request.prefix_hashes, request.ttl_ms))
+            raise InvalidRequest(
+                f"ttl_ms {request.ttl_ms} is not in 1..{self._config.pin_ttl_ms_max} (pin_ttl_ms_max)"
+            )
+        return pb.PinReply(
+            pinned=self._tier.pin(request.namespace, request.prefix_hashes, request.ttl_ms)
+        )
 
     def _unpin(self, request: pb.UnpinRequest, caller: Caller) -> pb.UnpinReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
@@ -335,7 +402,10 @@ class Service:
             tls=self.tls_status() if self.tls_status else None,
             tenants=self.tenants.uses(),
             gateways=self.gateway_status(),
-            gateway_ends=[pb.GatewayEnd(why=why, count=count) for why, count in self.gateway_ends.copy().items()],
+            gateway_ends=[
+                pb.GatewayEnd(why=why, count=count)
+                for why, count in self.gateway_ends.copy().items()
+            ],
         )
         principal = self.gate.who(caller)
         return (
@@ -344,11 +414,15 @@ class Service:
             else scoped(status, self.gate.of_his(principal, status.namespaces), principal.tenant)
         )
 
-    def _remove_namespace(self, request: pb.RemoveNamespaceRequest, caller: Caller) -> pb.RemoveNamespaceReply:
+    def _remove_namespace(
+        self, request: pb.RemoveNamespaceRequest, caller: Caller
+    ) -> pb.RemoveNamespaceReply:
         check_removal(request.removal)
         removed = self._tier.remove_namespace(request.namespace)
         with self._tier.lock:
-            self._tier.namespaces.close(request.namespace)  # unless somebody puts pages into it: who asks opens it anew
+            self._tier.namespaces.close(
+                request.namespace
+            )  # unless somebody puts pages into it: who asks opens it anew
         self.on_removed(request.namespace, request.removal)
         return pb.RemoveNamespaceReply(removed=removed)
 
@@ -369,9 +443,12 @@ def _near_deadline(request: pb.GetRequest | pb.LookupRequest) -> Deadline:
 
 
 class _Edge:
-    """The edge of every request, on every wire. It ends a request that fails, not the connection.
+    """The edge of every request, on every wire.
 
-    What nobody expected is logged here and answered INTERNAL. `undo` gives back what the session has of it.
+    It ends a request that fails, not the connection.
+
+    What nobody expected is logged here and answered INTERNAL. `undo` gives back what the session
+    has of it.
     """
 
     __slots__ = ("_op", "_undo")
@@ -383,7 +460,9 @@ class _Edge:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         if not isinstance(error, Exception):
             return
         if self._undo is not None:
@@ -392,7 +471,9 @@ class _Edge:
             raise self._unexpected(error) from error
 
     def _unexpected(self, error: Exception) -> KVStoreError:
-        trace = current() or named(os.urandom(8).hex())  # so that the log and who asked name the same
+        trace = current() or named(
+            os.urandom(8).hex()
+        )  # so that the log and who asked name the same
         with within(trace):
             log.error("%s failed", self._op, exc_info=error)
         what = f"{self._op} failed inside the node ({type(error).__name__})"

@@ -5,7 +5,15 @@ import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from kvstore.checksum import checksum, hashed_nbytes, joined_checksum, kept, parts_match, root, roots
+from kvstore.checksum import (
+    checksum,
+    hashed_nbytes,
+    joined_checksum,
+    kept,
+    parts_match,
+    root,
+    roots,
+)
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted
 from kvstore.layout import SLOT_ALIGN_NBYTES
@@ -40,7 +48,9 @@ class Content:
     def views(self, pages: Sequence[Page], ranges: Sequence[Range]) -> Iterator[memoryview]:
         """Return the memory of these ranges of each page; without any, of all of it."""
         if pages and not ranges:
-            return iter(self._arena.views([page.offset for page in pages], pages[0].namespace.page_nbytes))
+            return iter(
+                self._arena.views([page.offset for page in pages], pages[0].namespace.page_nbytes)
+            )
         return (
             self._arena.view(place, nbytes)
             for page in pages
@@ -48,17 +58,29 @@ class Content:
         )
 
     def checksum(self, page: Page, ranges: Sequence[Range]) -> bytes:
-        """For the way of these ranges, none if the page is not intact; nothing is copied for it. Their reader has not
-        all that a leaf covers, so that is checked here; of a page of which only parts are here it was just now."""
+        """For the way of these ranges, none if the page is not intact; nothing is copied for it.
+
+        Their reader has not all that a leaf covers, so that is checked here; of a page of which
+        only parts are here it was just now.
+        """
         if not isinstance(page.namespace, PartialPage) and not self.intact(page, ranges):
             return b""
         nbytes = sum(nbytes for _, nbytes in ranges)
-        return joined_checksum(self.views([page], ranges), nbytes, page.namespace.seed(page.prefix_hash))
+        return joined_checksum(
+            self.views([page], ranges), nbytes, page.namespace.seed(page.prefix_hash)
+        )
 
     def checksums(
-        self, pages: Sequence[Page], ranges: Sequence[Range], charge: Charge, check: Callable[[], None]
+        self,
+        pages: Sequence[Page],
+        ranges: Sequence[Range],
+        charge: Charge,
+        check: Callable[[], None],
     ) -> dict[Page, bytes]:
-        """Return a checksum of the ranges of each intact page. `check` may raise in between."""
+        """Return a checksum of the ranges of each intact page.
+
+        `check` may raise in between.
+        """
         sums, wanted_nbytes = {}, sum(nbytes for _, nbytes in ranges)
         for page in dict.fromkeys(pages):
             check()
@@ -72,7 +94,9 @@ class Content:
         view = self._arena.view(page.offset, page.namespace.page_nbytes)
         seed = page.namespace.seed(page.prefix_hash)
         if ranges and page.leaves:
-            intact = root(page.leaves, seed) == page.checksum and parts_match(view, page.leaves, ranges)
+            intact = root(page.leaves, seed) == page.checksum and parts_match(
+                view, page.leaves, ranges
+            )
         else:
             intact = checksum(view, seed) == page.checksum
         if not intact:
@@ -81,7 +105,9 @@ class Content:
 
 
 def _checked_nbytes(page: Page, ranges: Sequence[Range]) -> int:
-    """Return how many bytes are hashed to verify these ranges: whole leaves, or the page if it has only one."""
+    """Return how many bytes are hashed to verify these ranges: whole leaves, or the page if it has
+    only one.
+    """
     if isinstance(page.namespace, PartialPage):
         return 0  # they were verified when they were read from disk
     page_nbytes = page.namespace.page_nbytes
@@ -97,8 +123,14 @@ def places(page: Page, ranges: Sequence[Range]) -> list[int]:
 
 
 def offsets_of(pages: Sequence[Page], ranges: Sequence[Range]) -> list[int]:
-    """Return where in the arena each of the ranges of each page begins; without any ranges, each page."""
-    return [place for page in pages for place in places(page, ranges)] if ranges else [page.offset for page in pages]
+    """Return where in the arena each of the ranges of each page begins; without any ranges, each
+    page.
+    """
+    return (
+        [place for page in pages for place in places(page, ranges)]
+        if ranges
+        else [page.offset for page in pages]
+    )
 
 
 def ttls_ms(pages: Sequence[Page], clock_s: Callable[[], int]) -> list[int]:
@@ -111,13 +143,17 @@ def ttls_ms(pages: Sequence[Page], clock_s: Callable[[], int]) -> list[int]:
 
 
 class Session:
-    """One put and one get at a time, as a connection has one. Used by one thread.
+    """One put and one get at a time, as a connection has one.
+
+    Used by one thread.
 
     A reservation belongs to the session until commit or abort, held pages until release; `close`
     gives back all of it. `maps_arena`: the client finds the bytes by itself, so it is told where.
     """
 
-    def __init__(self, tier: RamTier, sessions: "Sessions", caller: Caller, maps_arena: bool) -> None:
+    def __init__(
+        self, tier: RamTier, sessions: "Sessions", caller: Caller, maps_arena: bool
+    ) -> None:
         self.caller = caller
         self.peer = caller.peer
         self.gone = caller.gone
@@ -133,15 +169,26 @@ class Session:
         self.put_charge = NO_CHARGE  # of the current put
         self.tier = RAM  # the farthest in which one of them was
         self.put_request = pb.PutRequest()  # of the reservation
-        self.promised: list[bytes] = []  # of its pages, those that must be durable when it is committed
+        self.promised: list[
+            bytes
+        ] = []  # of its pages, those that must be durable when it is committed
         self.wait = Wait(0.0, caller.gone)  # for that
-        self.loading: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around what waits for disk
+        self.loading: Callable[[], AbstractContextManager[None]] = (
+            contextlib.nullcontext
+        )  # around what waits for disk
 
     def reserve(
-        self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int, copies: Container[bytes] = ()
+        self,
+        digest: bytes,
+        prefix_hashes: Sequence[bytes],
+        page_nbytes: int,
+        copies: Container[bytes] = (),
     ) -> Reservation:
-        """See `RamTier.reserve`. Raises Exhausted if this peer, or all of them, have reserved too much that is not
-        committed yet."""
+        """See `RamTier.reserve`.
+
+        Raises Exhausted if this peer, or all of them, have reserved too much that is not committed
+        yet.
+        """
         assert self._reservation is None, "a session writes one batch at a time"
         slot = self._tier.namespace(digest).slot_nbytes
         self._reserved_nbytes = self._take_reserved(digest, prefix_hashes, slot)
@@ -156,8 +203,12 @@ class Session:
             self._reservation = reservation
         return reservation
 
-    def _take_reserved(self, digest: bytes, prefix_hashes: Sequence[bytes], slot_nbytes: int) -> int:
-        """Before the tier evicts anybody for it: for all keys, or if that is too much, for the new ones."""
+    def _take_reserved(
+        self, digest: bytes, prefix_hashes: Sequence[bytes], slot_nbytes: int
+    ) -> int:
+        """Before the tier evicts anybody for it: for all keys, or if that is too much, for the new
+        ones.
+        """
         nbytes = len(prefix_hashes) * slot_nbytes
         try:
             self._sessions.reserved.take(self.peer, nbytes)
@@ -178,15 +229,21 @@ class Session:
         return self._held
 
     def commit(self, leaves: Sequence[bytes], ttl_s: int) -> int:
-        """Make the reserved pages visible. Each page's `leaves` stay if it has several, for reads of its parts."""
+        """Make the reserved pages visible.
+
+        Each page's `leaves` stay if it has several, for reads of its parts.
+        """
         assert self._reservation is not None
         pages = self._reservation.pages
-        checksums = roots(leaves, self._reservation.namespace.digest, [page.prefix_hash for page in pages])
+        checksums = roots(
+            leaves, self._reservation.namespace.digest, [page.prefix_hash for page in pages]
+        )
         if kept(leaves[0]):  # all are as long
             for page, some in zip(pages, leaves, strict=True):
                 page.leaves = some
         stored = self._tier.commit(self._reservation, checksums, min(ttl_s, TTL_S_MAX))
-        self._take_reservation()  # only now: if that broke, `abort` still knows what there is to give back
+        # only now: if that broke, `abort` still knows what there is to give back
+        self._take_reservation()
         return stored
 
     def abort(self) -> None:
@@ -209,13 +266,18 @@ class Session:
         parts: PartialPage | None = None,
         near: Deadline | None = None,
     ) -> list[Page | None]:
-        """See `RamTier.acquire`; what lower tiers have is read. Raises Exhausted if this process holds too much: where
-        clients map the arena, a hold has no limit of time."""
+        """See `RamTier.acquire`; what lower tiers have is read.
+
+        Raises Exhausted if this process holds too much: where clients map the arena, a hold has no
+        limit of time.
+        """
         if self.maps_arena:
             nbytes = len(prefix_hashes) * self._tier.namespace(digest).slot_nbytes
             self._sessions.hold(self, nbytes)
             self._held_nbytes = nbytes
-        acquired = self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes, parts, near)
+        acquired = self._tier.acquire(
+            digest, prefix_hashes, prefix_only, wanted_nbytes, parts, near
+        )
         assert not self._held, "a session reads one batch at a time"
         self._held = [page for page in acquired.pages if page is not None]
         if all(page.checksum for page in self._held):
@@ -234,7 +296,9 @@ class Session:
             try:
                 self.tier = PEER if PEER in promotion.tiers_of(acquired) else DISK
                 spaces = [load.page.namespace for load in acquired.loads]
-                self.charge.add_processed(sum(min(space.page_nbytes, space.slot_nbytes) for space in spaces))
+                self.charge.add_processed(
+                    sum(min(space.page_nbytes, space.slot_nbytes) for space in spaces)
+                )
                 stack.enter_context(self.loading())
                 stack.enter_context(self._sessions.traffic.waiting(self.tier))
                 stack.enter_context(span("kvstore.load", tier=self.tier))
@@ -242,7 +306,9 @@ class Session:
                 promotion.cancel(acquired)
                 raise
             pages = promotion.read(acquired, self.gone)
-        if self.tier == PEER and acquired.loads:  # they came in any order: the chain's end must go before its head
+        if (
+            self.tier == PEER and acquired.loads
+        ):  # they came in any order: the chain's end must go before its head
             self._tier.lookup(acquired.digest, acquired.prefix_hashes, touch=True)
         return pages
 
@@ -266,17 +332,22 @@ class Session:
 
 
 class Sessions:
-    """The live sessions, and what all of them together may have. Their number is bounded by that of the
-    connections and transfers. Thread-safe."""
+    """The live sessions, and what all of them together may have.
 
-    def __init__(self, tier: RamTier, batch_keys_max: int, batch_nbytes_max: int, tenants: Tenants) -> None:
+    Their number is bounded by that of the connections and transfers. Thread-safe.
+    """
+
+    def __init__(
+        self, tier: RamTier, batch_keys_max: int, batch_nbytes_max: int, tenants: Tenants
+    ) -> None:
         self._tier = tier
         self.tenants = tenants
         self.traffic = RequestMetrics()
         self._lock = threading.Lock()
         self._live: set[Session] = set()
         ram_nbytes = tier.slots.region_nbytes
-        # The largest batch can always be had, also by one peer alone: its pages, rounded up to slots.
+        # The largest batch can always be had, also by one peer alone: its pages, rounded up to
+        # slots.
         batch = min(ram_nbytes, batch_nbytes_max + batch_keys_max * SLOT_ALIGN_NBYTES)
         self.reserved = Budget(
             cap(
@@ -306,7 +377,10 @@ class Sessions:
         return session
 
     def hold(self, session: Session, nbytes: int) -> None:
-        """Count bytes that a session holds to its process and its tenant. Raises Exhausted."""
+        """Count bytes that a session holds to its process and its tenant.
+
+        Raises Exhausted.
+        """
         self.held.take(session.peer, nbytes)
         try:
             self.tenants.hold(session.tenant, nbytes)

@@ -1,13 +1,14 @@
-"""The shared-memory wire, node side: requests over a Unix socket; page bytes do not travel, the client
-maps the arena.
+"""The shared-memory wire, node side: requests over a Unix socket; page bytes do not travel, the
+client maps the arena.
 
     put      request -> verdicts, offsets        the client writes in place
     commit   checksums -> reply
     get      request -> hits, checksums, offsets the client reads in place, for as long as it likes
     release  not answered: aborts what was not committed, lets go what was read
 
-A client that goes without a release may still be writing: other threads, a GPU's copy engine. Its slots
-stay as they are until its process is gone, which the descriptor says that it sent with its hello.
+A client that goes without a release may still be writing: other threads, a GPU's copy engine. Its
+slots stay as they are until its process is gone, which the descriptor says that it sent with its
+hello.
 """
 
 import contextlib
@@ -37,8 +38,9 @@ from node.serving.status import in_range
 
 
 def default_path(port: int) -> str:
-    """A path in a directory that is this user's alone, made if need be. Raises OSError, or ConfigError
-    if the path is too long.
+    """A path in a directory that is this user's alone, made if need be.
+
+    Raises OSError, or ConfigError if the path is too long.
 
     In /tmp anybody may have made a directory of that name, to put a socket of his own there.
     """
@@ -50,13 +52,17 @@ def default_path(port: int) -> str:
     except FileExistsError:
         found = os.lstat(directory)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise PermissionError(f"{directory} is not a directory that only uid {os.geteuid()} may write to") from None
+            raise PermissionError(
+                f"{directory} is not a directory that only uid {os.geteuid()} may write to"
+            ) from None
     return path
 
 
 def listen_on(path: str, backlog: int) -> socket.socket:
-    """A listening socket that only its owner, and root, can connect to. Raises OSError, also if a
-    process listens there already."""
+    """A listening socket that only its owner, and root, can connect to.
+
+    Raises OSError, also if a process listens there already.
+    """
     os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -92,8 +98,14 @@ def _remove_stale(path: str) -> None:
 class ShmServer(ConnectionServer):
     """Listens from the constructor on; `start` begins to serve."""
 
-    def __init__(self, path: str, arena: Arena, service: Service, stall_s: float, connections_max: int) -> None:
-        what = cap("shared-memory connections", connections_max, "use fewer per process, or raise sessions_max")
+    def __init__(
+        self, path: str, arena: Arena, service: Service, stall_s: float, connections_max: int
+    ) -> None:
+        what = cap(
+            "shared-memory connections",
+            connections_max,
+            "use fewer per process, or raise sessions_max",
+        )
         super().__init__("shm", listen_on(path, BACKLOG), stall_s, what)
         self.path = path
         self.arena_fd = arena.fd
@@ -149,7 +161,12 @@ class ShmConnection(Connection):
     socket: DescriptorSocket
 
     def __init__(
-        self, sock: DescriptorSocket, caller: Caller, service: Service, stall_s: float, server: ShmServer
+        self,
+        sock: DescriptorSocket,
+        caller: Caller,
+        service: Service,
+        stall_s: float,
+        server: ShmServer,
     ) -> None:
         super().__init__(sock, caller.peer, caller, service, stall_s)
         self._server = server
@@ -157,10 +174,14 @@ class ShmConnection(Connection):
 
     def greet(self) -> tuple[bytes, int]:
         """Receive the first request, which brings a pidfd along."""
-        header, payload_nbytes, self._process_fd = self.socket.recv_frame_with(self.first_nbytes_max)
+        header, payload_nbytes, self._process_fd = self.socket.recv_frame_with(
+            self.first_nbytes_max
+        )
         peer = self.socket.peer
         if peer.uid not in (os.geteuid(), 0):
-            raise Unavailable(f"the memory of this node is for uid {os.geteuid()} and root, not for uid {peer.uid}")
+            raise Unavailable(
+                f"the memory of this node is for uid {os.geteuid()} and root, not for uid {peer.uid}"
+            )
         if self._process_fd is None or _process_of(self._process_fd) != peer.pid:
             raise ProtocolError("the first frame must bring a pidfd of the process that connects")
         return header, payload_nbytes
@@ -219,13 +240,17 @@ class ShmConnection(Connection):
         return bool(session.reserved or session.held)
 
     def abandoned(self) -> bool:
-        """Return whether the process is gone though its socket is open, because a forked child has it, too."""
+        """Return whether the process is gone though its socket is open, because a forked child has
+        it, too.
+        """
         assert self._process_fd is not None
         return ready(self._process_fd, select.POLLIN)
 
     def end(self, session: Session) -> None:
-        """Frees what is left when nobody can touch it any more; if the node stops before, never. The client learns
-        at once that this connection has ended."""
+        """Frees what is left when nobody can touch it any more; if the node stops before, never.
+
+        The client learns at once that this connection has ended.
+        """
         self.socket.shutdown()
         pages = len(session.reserved) + len(session.held)
         assert self._process_fd is not None

@@ -20,19 +20,37 @@ from node.memory.tier import RamTier
 # What a tenant is told of a node: what he needs to use it, and of pages his own only.
 
 # Of the node itself: as it is told to everybody.
-_SAID = ("version", "instance_id", "state", "uptime_ms", "limits", "bulk_port", "metrics_port", "now_unix_ms")
+_SAID = (
+    "version",
+    "instance_id",
+    "state",
+    "uptime_ms",
+    "limits",
+    "bulk_port",
+    "metrics_port",
+    "now_unix_ms",
+)
 
 
-def scoped(status: pb.NodeStatusReply, namespaces: Sequence[pb.NamespaceInfo], tenant: str) -> pb.NodeStatusReply:
-    """Without tiers, connections and other members, which tell of what others do. `namespaces`: his."""
-    own = pb.NodeStatusReply(namespaces=namespaces, tenants=[use for use in status.tenants if use.tenant == tenant])
+def scoped(
+    status: pb.NodeStatusReply, namespaces: Sequence[pb.NamespaceInfo], tenant: str
+) -> pb.NodeStatusReply:
+    """Without tiers, connections and other members, which tell of what others do.
+
+    `namespaces`: his.
+    """
+    own = pb.NodeStatusReply(
+        namespaces=namespaces, tenants=[use for use in status.tenants if use.tenant == tenant]
+    )
     for name in _SAID:
         if status.DESCRIPTOR.fields_by_name[name].message_type:
             getattr(own, name).CopyFrom(getattr(status, name))
         else:
             setattr(own, name, getattr(status, name))
     for field in pb.Counters.DESCRIPTOR.fields:
-        setattr(own.totals, field.name, sum(getattr(info.counters, field.name) for info in namespaces))
+        setattr(
+            own.totals, field.name, sum(getattr(info.counters, field.name) for info in namespaces)
+        )
     return own
 
 
@@ -54,10 +72,16 @@ def in_range(kind: type[Message], **fields: Any) -> Message:
 
 
 def _unsigned(kind: Any) -> dict[str, int]:
-    """The largest value of each unsigned field that is not repeated. (A descriptor's `label` is gone in protobuf 7, and
-    its constants came with 4.25: `make test-protobuf`.)"""
+    """The largest value of each unsigned field that is not repeated.
+
+    (A descriptor's `label` is gone in protobuf 7, and its constants came with 4.25: `make
+    test-protobuf`.)
+    """
     empty = kind()
-    largest = {FieldDescriptor.CPPTYPE_UINT32: (1 << 32) - 1, FieldDescriptor.CPPTYPE_UINT64: (1 << 64) - 1}
+    largest = {
+        FieldDescriptor.CPPTYPE_UINT32: (1 << 32) - 1,
+        FieldDescriptor.CPPTYPE_UINT64: (1 << 64) - 1,
+    }
     return {
         field.name: largest[field.cpp_type]
         for field in kind.DESCRIPTOR.fields
@@ -68,7 +92,9 @@ def _unsigned(kind: Any) -> dict[str, int]:
 class Status:
     """Reads counters; changes nothing."""
 
-    def __init__(self, config: NodeConfig, arena: Arena, tier: RamTier, disk: DiskTier | None) -> None:
+    def __init__(
+        self, config: NodeConfig, arena: Arena, tier: RamTier, disk: DiskTier | None
+    ) -> None:
         self._config = config
         self._arena = arena
         self._tier = tier
@@ -117,7 +143,13 @@ class Status:
     def _ram(self) -> pb.RamStatus:
         tier, slots = self._tier, self._tier.slots
         classes = [
-            in_range(pb.SizeClass, slot_nbytes=size, block_count=blocks, slot_count=count, used_count=used)
+            in_range(
+                pb.SizeClass,
+                slot_nbytes=size,
+                block_count=blocks,
+                slot_count=count,
+                used_count=used,
+            )
             for size, blocks, count, used in self._inventory.size_classes()
         ]
         return in_range(
@@ -155,8 +187,10 @@ class Status:
 
 
 class PrivateMemory:
-    """Resident bytes of this process outside shared memory, that is outside the arena. Reads a file that
-    stays open: the status must be told even when no descriptor is left."""
+    """Resident bytes of this process outside shared memory, that is outside the arena.
+
+    Reads a file that stays open: the status must be told even when no descriptor is left.
+    """
 
     def __init__(self) -> None:
         self._fd = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)

@@ -31,10 +31,16 @@ KEYS = 256  # a request of so many takes about as long as another of one
 
 
 class Rates:
-    """Thread-safe. Remembers only tenants whose quota has a rate. `refused(tenant, what)` counts."""
+    """Thread-safe.
+
+    Remembers only tenants whose quota has a rate. `refused(tenant, what)` counts.
+    """
 
     def __init__(
-        self, quotas: Quotas, refused: Callable[[str, str], None], clock_s: Callable[[], float] = time.monotonic
+        self,
+        quotas: Quotas,
+        refused: Callable[[str, str], None],
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._quotas = quotas
         self._refused = refused
@@ -46,10 +52,15 @@ class Rates:
     def _forget(self) -> None:
         """Those whose quota has no such rate any more."""
         with self._lock:
-            self._buckets = {key: bucket for key, bucket in self._buckets.items() if _rate(self._quotas, key)}
+            self._buckets = {
+                key: bucket for key, bucket in self._buckets.items() if _rate(self._quotas, key)
+            }
 
     def take(self, tenant: str, keys: int = 0) -> None:
-        """For a request of so many keys, before it is worked on. Raises Exhausted."""
+        """For a request of so many keys, before it is worked on.
+
+        Raises Exhausted.
+        """
         quota = self._quotas.of(tenant)
         if not (quota.requests_per_s or quota.nbytes_per_s):
             return
@@ -62,7 +73,9 @@ class Rates:
             if quota.requests_per_s:
                 bucket = self._bucket(tenant, "requests", quota.requests_per_s, now_s)
                 if bucket.left < 1:
-                    raise self._refusal(tenant, "requests", quota, (1 - bucket.left) / quota.requests_per_s)
+                    raise self._refusal(
+                        tenant, "requests", quota, (1 - bucket.left) / quota.requests_per_s
+                    )
                 bucket.left -= 1 + keys // KEYS
 
     def charge(self, tenant: str, nbytes: int) -> None:
@@ -90,7 +103,9 @@ class Rates:
 
 def _rate(quotas: Quotas, key: tuple[str, str]) -> int:
     tenant, what = key
-    return quotas.of(tenant).requests_per_s if what == "requests" else quotas.of(tenant).nbytes_per_s
+    return (
+        quotas.of(tenant).requests_per_s if what == "requests" else quotas.of(tenant).nbytes_per_s
+    )
 
 
 TOLD_MAX = 256  # tenants in a status: those with a quota first, then those with most in RAM
@@ -112,7 +127,9 @@ class Tenants:
     def _forget(self) -> None:
         """Counts of tenants that have no quota any more."""
         with self._lock:
-            self._refused = {tenant: counts for tenant, counts in self._refused.items() if tenant in self.quotas}
+            self._refused = {
+                tenant: counts for tenant, counts in self._refused.items() if tenant in self.quotas
+            }
 
     def refused(self, tenant: str, what: str) -> None:
         """Something was, because of its quota or its share; only those with a quota are remembered."""
@@ -122,18 +139,28 @@ class Tenants:
 
     def quoted(self, what: str, field: str) -> Quoted:
         """What quotas say of connections, or of what is held: `field` of `Quota`."""
-        return Quoted(lambda tenant: int(getattr(self.quotas.of(tenant), field)), partial(self.refused, what=what))
+        return Quoted(
+            lambda tenant: int(getattr(self.quotas.of(tenant), field)),
+            partial(self.refused, what=what),
+        )
 
     # ---- rates ---------------------------------------------------------------------------
 
     def begin(self, principal: Principal, request: Any) -> None:
-        """A request of his is to be worked on. Raises Exhausted."""
+        """A request of his is to be worked on.
+
+        Raises Exhausted.
+        """
         if principal.tenant != ALL:
             self.rates.take(principal.tenant, len(getattr(request, "prefix_hashes", ())))
 
     def charge(self, principal: Principal) -> Charge:
         """Return the charge for one request of this identity."""
-        return NO_CHARGE if principal.tenant == ALL else Charge(partial(self.rates.charge, principal.tenant))
+        return (
+            NO_CHARGE
+            if principal.tenant == ALL
+            else Charge(partial(self.rates.charge, principal.tenant))
+        )
 
     # ---- what is held in shared memory ---------------------------------------------------
 
@@ -167,7 +194,10 @@ class Tenants:
         disk = self.disk.uses() if self.disk is not None else {}
         known = sorted({*ram, *disk} - {""}, key=lambda tenant: -ram.get(tenant, NOTHING).nbytes)
         chosen = [*dict.fromkeys([*sorted(self.quotas.tenants()), *known])][:TOLD_MAX]
-        return [self._use(tenant, ram.get(tenant, NOTHING), disk.get(tenant, NOTHING)) for tenant in chosen]
+        return [
+            self._use(tenant, ram.get(tenant, NOTHING), disk.get(tenant, NOTHING))
+            for tenant in chosen
+        ]
 
     def _use(self, tenant: str, ram: Use, disk: Use) -> pb.TenantUse:
         quota = self.quotas.of(tenant)

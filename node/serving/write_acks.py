@@ -1,8 +1,10 @@
-"""What a put promises beyond pages in this node's RAM: that they are on disk, and where else they are going to be.
+"""What a put promises beyond pages in this node's RAM: that they are on disk, and where else they
+are going to be.
 
 put --> commit --> handed on to all owners of each page but this node, unless a member forwarded it
               |                               +--> ack_all: the answer waits until they have it
-              +--> durable: on disk here; where this node is no owner, at the first one: the answer waits for that
+              +--> durable: on disk here; where this node is no owner, at the first one: the answer
+              waits for that
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,8 +24,10 @@ Owners = Mapping[bytes, tuple[str, ...]]  # of each page
 
 
 class _Ways(NamedTuple):
-    """Of each page to other members: whose answer is waited for, who gets it at once, and who after that answer: before
-    it the client may have to put the page there itself, and is not to find it being written."""
+    """Of each page to other members: whose answer is waited for, who gets it at once, and who after
+    that answer: before it the client may have to put the page there itself, and is not to find it
+    being written.
+    """
 
     awaited: list[set[str]]
     at_once: list[set[str]]
@@ -41,29 +45,45 @@ class WriteAcks:
 
     def check(self, request: pb.PutRequest) -> None:
         """Raises InvalidRequest for what can not be promised, or comes from a stranger."""
-        if request.durable and any(self._membership.member in some for some in self._owners(request).values()):
+        if request.durable and any(
+            self._membership.member in some for some in self._owners(request).values()
+        ):
             self._durability.disk  # noqa: B018 raises if there is none
         view, sender = self._membership.view, request.forwarded_by
         if sender and (view is None or sender not in view.by_id):
-            where = f"view {view.number} of the cluster {view.cluster}" if view else "any cluster that this node is of"
+            where = (
+                f"view {view.number} of the cluster {view.cluster}"
+                if view
+                else "any cluster that this node is of"
+            )
             raise InvalidRequest(
                 f"a put forwarded by {sender!r}, who is no member of {where}; only members forward: "
                 "start it with this cluster's name, or put without forwarded_by"
             )
 
     def begin(self, session: Session, request: pb.PutRequest, result: Reservation) -> None:
-        """Of a put that was checked. What is stored already may be all of it: then it is kept now."""
+        """Of a put that was checked.
+
+        What is stored already may be all of it: then it is kept now.
+        """
         session.put_request = request
         session.promised = []
-        if request.durable or request.ack_all:  # what is or will be stored; not another's, or what has no room
+        if (
+            request.durable or request.ack_all
+        ):  # what is or will be stored; not another's, or what has no room
             session.wait = self._durability.begin_wait(request.wait_ms, session.gone)
             verdicts = zip(request.prefix_hashes, result.verdicts, strict=True)
-            session.promised = [h for h, verdict in verdicts if verdict in (PutStatus.WRITE, PutStatus.EXISTS)]
+            session.promised = [
+                h for h, verdict in verdicts if verdict in (PutStatus.WRITE, PutStatus.EXISTS)
+            ]
             if not result.pages:
                 self.keep(session, [])
 
     def keep(self, session: Session, pages: Sequence[Page]) -> None:
-        """`pages`: of the put, those that were committed. Raises Exhausted if they are visible, but not as promised."""
+        """`pages`: of the put, those that were committed.
+
+        Raises Exhausted if they are visible, but not as promised.
+        """
         put, wait = session.put_request, session.wait
         if self._membership.view is None or put.forwarded_by:
             if put.durable:
@@ -73,13 +93,21 @@ class WriteAcks:
         ways = self._ways(put, [page.prefix_hash for page in pages], owners)
         self._couriers.offer(pages, ways.at_once)
         tickets = self._awaited(session, pages, ways, owners)
-        own = [prefix_hash for prefix_hash in session.promised if self._membership.member in owners[prefix_hash]]
+        own = [
+            prefix_hash
+            for prefix_hash in session.promised
+            if self._membership.member in owners[prefix_hash]
+        ]
         try:
             if put.durable and own:
                 self._durability.keep(put.namespace, own, wait)
-            promised = all(self._couriers.wait(some, wait.end, wait.gone, patient=put.ack_all) for some in tickets)
+            promised = all(
+                self._couriers.wait(some, wait.end, wait.gone, patient=put.ack_all)
+                for some in tickets
+            )
         finally:
-            # A caller who puts them elsewhere himself then is told that they exist, and nobody would hand them on.
+            # A caller who puts them elsewhere himself then is told that they exist, and nobody
+            # would hand them on.
             if not any(some.failed for some in tickets):
                 self._couriers.offer(pages, ways.after)
         if not promised:
@@ -88,7 +116,9 @@ class WriteAcks:
                 "them is away, full or slow, the queue to it is full, or the time of the call is over"
             )
 
-    def _awaited(self, session: Session, pages: Sequence[Page], ways: _Ways, owners: Owners) -> list[AckWaiter]:
+    def _awaited(
+        self, session: Session, pages: Sequence[Page], ways: _Ways, owners: Owners
+    ) -> list[AckWaiter]:
         put, keys = session.put_request, [page.prefix_hash for page in pages]
         if not session.promised:
             return []
@@ -96,7 +126,13 @@ class WriteAcks:
         if stored := set(session.promised).difference(keys):
             known = [prefix_hash for prefix_hash in session.promised if prefix_hash in stored]
             tickets.append(
-                self.hand(put.namespace, known, self._ways(put, known, owners).awaited, put.durable, session.put_charge)
+                self.hand(
+                    put.namespace,
+                    known,
+                    self._ways(put, known, owners).awaited,
+                    put.durable,
+                    session.put_charge,
+                )
             )
         return tickets
 
@@ -108,14 +144,21 @@ class WriteAcks:
         durable: bool = False,
         charge: Charge = NO_CHARGE,
     ) -> AckWaiter:
-        """Hands pages that are here to the members that are named for each; what is on disk only comes to RAM for it,
-        so ask for few at a time. What is not here any more counts as lost."""
+        """Hands pages that are here to the members that are named for each; what is on disk only
+        comes to RAM for it, so ask for few at a time. What is not here any more counts as lost.
+        """
         wanted = [place for place, some in enumerate(targets) if some]
         with self._sessions.open(THE_NODE) as session:
             session.charge = charge
             found = session.acquire(digest, [prefix_hashes[place] for place in wanted], False, 0)
-            there = [(page, targets[place]) for place, page in zip(wanted, found, strict=True) if page is not None]
-            ticket = self._couriers.offer([page for page, _ in there], [some for _, some in there], durable, True)
+            there = [
+                (page, targets[place])
+                for place, page in zip(wanted, found, strict=True)
+                if page is not None
+            ]
+            ticket = self._couriers.offer(
+                [page for page, _ in there], [some for _, some in there], durable, True
+            )
         ticket.lost_count += len(wanted) - len(there)
         return ticket
 
@@ -123,15 +166,22 @@ class WriteAcks:
         ways, own = _Ways([], [], []), self._membership.member
         for some in (owners[prefix_hash] for prefix_hash in prefix_hashes):
             others = set(some) - {own}
-            awaited = others if put.ack_all else {some[0]} if put.durable and own not in some else set()
+            awaited = (
+                others if put.ack_all else {some[0]} if put.durable and own not in some else set()
+            )
             ways.awaited.append(awaited)
             ways.at_once.append(set() if awaited else others)
             ways.after.append(others - awaited if awaited else set())
         return ways
 
     def _owners(self, put: pb.PutRequest) -> Owners:
-        """This node, if it is alone, if a member forwarded it, or if all members are drained and nobody owns it."""
+        """This node, if it is alone, if a member forwarded it, or if all members are drained and
+        nobody owns it.
+        """
         view, keys, own = self._membership.view, put.prefix_hashes, (self._membership.member,)
         if view is None or put.forwarded_by:
             return dict.fromkeys(keys, own)
-        return {key: some or own for key, some in zip(keys, view.owners.owners(put.namespace, keys), strict=True)}
+        return {
+            key: some or own
+            for key, some in zip(keys, view.owners.owners(put.namespace, keys), strict=True)
+        }

@@ -11,7 +11,15 @@ import pytest
 from people import PAGE_NBYTES, People, client, namespace, taken_up
 from waiting import wait_until
 
-from kvstore import Client, ClientConfig, ConfigError, Forbidden, PutOutcome, Unauthenticated, Unavailable
+from kvstore import (
+    Client,
+    ClientConfig,
+    ConfigError,
+    Forbidden,
+    PutOutcome,
+    Unauthenticated,
+    Unavailable,
+)
 from kvstore.deadline import Deadline
 from kvstore.identities import Role, new_token, token_hash, token_line
 from kvstore.pb import kvstore_pb2 as pb
@@ -74,7 +82,10 @@ def test_a_file_that_is_being_written_keeps_nobody_out(access: Access, tmp_path:
     """As editors and `scp` write it, in its place."""
     path = tmp_path / "identities"
     whole = path.read_text()
-    line = token_line("narrow", new_token("team-a"), tenant="team-a", role="read", models="qwen-*") + "\n"
+    line = (
+        token_line("narrow", new_token("team-a"), tenant="team-a", role="read", models="qwen-*")
+        + "\n"
+    )
     for text in ("", whole[:40], whole + line[: -len(" models=qwen-*\n")]):
         path.write_text(text)
         access.look()
@@ -86,7 +97,9 @@ def test_a_file_that_is_being_written_keeps_nobody_out(access: Access, tmp_path:
     path.write_text(line.rstrip())
     access.look()
     access.look()
-    assert [who.name for who in access.identities.tokens.values()] == ["narrow"], "it is as long as it will be"
+    assert [who.name for who in access.identities.tokens.values()] == ["narrow"], (
+        "it is as long as it will be"
+    )
 
 
 def soon_changed(path: Path, before: os.stat_result) -> None:
@@ -119,7 +132,9 @@ def test_what_is_no_file_holds_nobody_up(
     assert access.of_token(TOKEN).name == "ci"
 
 
-def test_a_tenant_is_a_peer_where_there_are_several_or_it_has_a_quota(access: Access, tmp_path: Path) -> None:
+def test_a_tenant_is_a_peer_where_there_are_several_or_it_has_a_quota(
+    access: Access, tmp_path: Path
+) -> None:
     """One that has the node alone is not held to half of it."""
     path = tmp_path / "identities"
     alone = path.read_text()
@@ -127,7 +142,10 @@ def test_a_tenant_is_a_peer_where_there_are_several_or_it_has_a_quota(access: Ac
     for more, share in (
         (operator, ""),
         ("tenant team-a pins=1\n", "tenant team-a"),
-        (token_line("b", new_token("team-b"), tenant="team-b", role="read") + "\n", "tenant team-a"),
+        (
+            token_line("b", new_token("team-b"), tenant="team-b", role="read") + "\n",
+            "tenant team-a",
+        ),
     ):
         path.write_text(alone + more)
         access.look()
@@ -135,7 +153,9 @@ def test_a_tenant_is_a_peer_where_there_are_several_or_it_has_a_quota(access: Ac
 
 
 @pytest.mark.parametrize(("mode", "said"), [(0o666, "chmod o-w"), (None, "can not be read")])
-def test_a_node_does_not_start_with_such_a_file(tmp_path: Path, mode: int | None, said: str) -> None:
+def test_a_node_does_not_start_with_such_a_file(
+    tmp_path: Path, mode: int | None, said: str
+) -> None:
     path = tmp_path / "identities"
     if mode is not None:
         path.touch()
@@ -146,7 +166,9 @@ def test_a_node_does_not_start_with_such_a_file(tmp_path: Path, mode: int | None
 
 def test_a_token_ends_with_its_time(tmp_path: Path) -> None:
     path = tmp_path / "identities"
-    path.write_text(token_line("ci", TOKEN, tenant="team-a", role="read", expires="2031-01-01T00:00:00Z") + "\n")
+    path.write_text(
+        token_line("ci", TOKEN, tenant="team-a", role="read", expires="2031-01-01T00:00:00Z") + "\n"
+    )
     access = Access(str(path))
     known = access.known_by(TOKEN, ())
     assert known().name == "ci"
@@ -160,7 +182,9 @@ def test_a_token_ends_with_its_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
-def test_a_token_that_is_revoked_ends_what_was_opened_with_it(node: Node, people: People, wire: str) -> None:
+def test_a_token_that_is_revoked_ends_what_was_opened_with_it(
+    node: Node, people: People, wire: str
+) -> None:
     token = people.join(f"leaver-{wire}", "team-a", "write")
     taken_up(node, lambda: token_hash(token) in node.access.identities.tokens)
     with client(node, token, wire=wire) as leaver:
@@ -205,13 +229,17 @@ def test_who_may_not_map_the_memory_any_more_goes_on_over_tcp(node: Node, people
 
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
-def test_a_token_is_changed_under_load_and_no_call_fails(node: Node, people: People, tmp_path: Path, wire: str) -> None:
+def test_a_token_is_changed_under_load_and_no_call_fails(
+    node: Node, people: People, tmp_path: Path, wire: str
+) -> None:
     """The new one is added, clients are given it, the old one goes."""
     file = tmp_path / "token"
     file.write_text(people.join(f"old-{wire}", "team-a", "write"))
     file.chmod(0o600)
     taken_up(node, lambda: token_hash(file.read_text()) in node.access.identities.tokens)
-    config = ClientConfig(f"127.0.0.1:{node.grpc.port}", wire=wire, token_file=str(file), timeout_s=20.0)
+    config = ClientConfig(
+        f"127.0.0.1:{node.grpc.port}", wire=wire, token_file=str(file), timeout_s=20.0
+    )
     with Client(config) as moving:
         space = namespace(salt=f"rotated {wire}")
         moving.put(space, [KEY], [PAGE])
@@ -233,17 +261,23 @@ def test_who_is_refused_at_the_door_does_not_knock_with_each_call(node: Node) ->
             stranger.lookup(namespace(), [KEY])
         said = []
         for _ in range(20):
-            with pytest.raises((Unauthenticated, Unavailable), match="does not know this token") as caught:
+            with pytest.raises(
+                (Unauthenticated, Unavailable), match="does not know this token"
+            ) as caught:
                 stranger.lookup(namespace(), [KEY])
             said.append(caught.type)
         assert Unavailable in said, "it pauses"
 
 
-def test_another_tenants_namespace_is_not_opened_and_the_remedy_is_told(node: Node, people: People) -> None:
+def test_another_tenants_namespace_is_not_opened_and_the_remedy_is_told(
+    node: Node, people: People
+) -> None:
     with client(node, people.tokens["other"]) as other:
         with pytest.raises(Forbidden, match="set KVSTORE_TENANT=team-b"):
             other.lookup(namespace("team-a"), [KEY])
-        assert other.lookup(namespace("team-b"), [KEY]).prefix_pages == 0, "its own are there all the same"
+        assert other.lookup(namespace("team-b"), [KEY]).prefix_pages == 0, (
+            "its own are there all the same"
+        )
 
 
 def test_the_file_has_no_token_and_the_log_neither(
@@ -276,14 +310,24 @@ def test_a_node_for_its_own_host_need_not(host: str) -> None:
 
 
 def test_an_interface_of_grpc_alone_that_others_reach_counts_as_well() -> None:
-    """A node on loopback with --grpc-host 0.0.0.0 and without identities let everybody do everything, unasked."""
+    """A node on loopback with --grpc-host 0.0.0.0 and without identities let everybody do
+    everything, unasked.
+    """
     with pytest.raises(ConfigError, match=r"grpc_host=0\.0\.0\.0, lets others reach this node"):
         NodeConfig(grpc_host="0.0.0.0")
     with pytest.raises(ConfigError, match="say --insecure by name"):
         NodeConfig(grpc_host="10.0.0.5", identities="x")
-    assert "who reaches 10.0.0.5 may read" in NodeConfig(grpc_host="10.0.0.5", insecure=True).insecurity
-    assert "reaches ::2 and 10.0.0.5" in NodeConfig(host="::2", grpc_host="10.0.0.5", insecure=True).insecurity
-    assert not NodeConfig(grpc_host="10.0.0.5", identities="x", tls_cert="c", tls_key="k").insecurity
+    assert (
+        "who reaches 10.0.0.5 may read"
+        in NodeConfig(grpc_host="10.0.0.5", insecure=True).insecurity
+    )
+    assert (
+        "reaches ::2 and 10.0.0.5"
+        in NodeConfig(host="::2", grpc_host="10.0.0.5", insecure=True).insecurity
+    )
+    assert not NodeConfig(
+        grpc_host="10.0.0.5", identities="x", tls_cert="c", tls_key="k"
+    ).insecurity
     assert not NodeConfig(grpc_host="none").insecurity
     assert not NodeConfig(grpc_host="127.0.0.2").insecurity
 

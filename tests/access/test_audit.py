@@ -29,7 +29,9 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_refusal_and_an_act_are_lines(start_node: StartNode, people: People, tmp_path: Path) -> None:
+def test_a_refusal_and_an_act_are_lines(
+    start_node: StartNode, people: People, tmp_path: Path
+) -> None:
     path = tmp_path / "audit"
     node = start_node(identities=str(people.path), audit_log=str(path), shm_socket="none")
     space = namespace(salt="audited")
@@ -43,7 +45,9 @@ def test_a_refusal_and_an_act_are_lines(start_node: StartNode, people: People, t
         "what": "act", "op": "remove_namespace", "who": "admin", "namespace": space.digest.hex()[:8],
     }  # fmt: skip
     assert (refused["what"], refused["op"], refused["who"]) == ("refused", "put", "read")
-    assert refused["peer"] == act["peer"] == "127.0.0.1", "an address, also where a peer is a tenant"
+    assert refused["peer"] == act["peer"] == "127.0.0.1", (
+        "an address, also where a peer is a tenant"
+    )
     assert "role read" in refused["why"]
     assert node.service.call("node_status", pb.NodeStatusRequest(), THE_NODE).refused_calls == 1
 
@@ -55,7 +59,9 @@ def test_who_is_kept_from_the_memory_or_asks_for_what_others_have_is_written_dow
     node = start_node(identities=str(people.path), audit_log=str(path))
     with client(node, people.tokens["write"], wire="bulk") as writer:
         writer.put(namespace(), [KEY], [PAGE])
-    wire = ShmWire(node.shm.path, node.service.instance_id, ClientConfig(token=people.tokens["write"]))
+    wire = ShmWire(
+        node.shm.path, node.service.instance_id, ClientConfig(token=people.tokens["write"])
+    )
     with pytest.raises(Forbidden, match="shm-trust"):
         wire.connect(Deadline(20.0))
     wire.close()
@@ -67,7 +73,11 @@ def test_who_is_kept_from_the_memory_or_asks_for_what_others_have_is_written_dow
     kept_out, asked = lines_of(path)
     assert (kept_out["op"], kept_out["who"]) == ("hello", "write")
     assert "shm-trust" in kept_out["why"]
-    assert (asked["op"], asked["who"], asked["namespace"]) == ("list", "other", namespace().digest.hex()[:8])
+    assert (asked["op"], asked["who"], asked["namespace"]) == (
+        "list",
+        "other",
+        namespace().digest.hex()[:8],
+    )
 
 
 def test_a_flood_is_counted_and_hides_no_act(tmp_path: Path) -> None:
@@ -95,7 +105,9 @@ def test_a_file_that_is_moved_away_is_begun_anew(tmp_path: Path) -> None:
     assert [line["why"] for line in lines_of(path)] == ["2"]
 
 
-def test_one_whose_directory_goes_costs_lines_and_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_whose_directory_goes_costs_lines_and_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
     audit = Audit(str(folder / "audit"))
@@ -110,7 +122,9 @@ def test_one_whose_directory_goes_costs_lines_and_no_request(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("reader", [False, True])
-def test_a_pipe_in_its_place_that_nobody_reads_holds_nobody_up(tmp_path: Path, reader: bool) -> None:
+def test_a_pipe_in_its_place_that_nobody_reads_holds_nobody_up(
+    tmp_path: Path, reader: bool
+) -> None:
     path = tmp_path / "audit"
     audit = Audit(str(path), lambda: 0.0)
     path.unlink()
@@ -147,7 +161,9 @@ def test_a_pipe_that_nobody_reads_ends_the_start(tmp_path: Path) -> None:
     assert [error.partition("=")[0] for error in said] == ["audit_log"]
 
 
-def test_a_full_disk_costs_lines_and_neither_a_request_nor_a_stop(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_costs_lines_and_neither_a_request_nor_a_stop(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     audit = Audit("/dev/full")
     for _ in range(3):
         audit.refused("get", "a", "", "lost")
@@ -156,7 +172,9 @@ def test_a_full_disk_costs_lines_and_neither_a_request_nor_a_stop(caplog: pytest
 
 
 def test_in_the_nodes_log_a_flood_hides_no_act_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log's own rate knows a statement by its place, and all lines of the audit log come from one."""
+    """The log's own rate knows a statement by its place, and all lines of the audit log come from
+    one.
+    """
     handler, said = logging.StreamHandler(), io.StringIO()
     handler.setStream(said)
     handler.addFilter(LogRate())

@@ -24,7 +24,9 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> People:
     people = People(tmp_path_factory.mktemp("certificates") / "identities")
     people.join("operator", ALL, "admin")
     people.join("engine", "team-a", "write")
-    people.say("certificate team-a tenant=team-a role=write")  # the name in the certificate of `authorities`
+    people.say(
+        "certificate team-a tenant=team-a role=write"
+    )  # the name in the certificate of `authorities`
     people.say("certificate fd00::1 tenant=team-a role=read")
     return people
 
@@ -36,7 +38,13 @@ def node(start_node: StartNode, crew: People, ours: Authority) -> Node:
 
 def client(node: Node, wire: str, **settings: Any) -> Client:
     return Client(
-        ClientConfig(f"127.0.0.1:{node.grpc.port}", wire=wire, timeout_s=20.0, connect_timeout_s=10.0, **settings)
+        ClientConfig(
+            f"127.0.0.1:{node.grpc.port}",
+            wire=wire,
+            timeout_s=20.0,
+            connect_timeout_s=10.0,
+            **settings,
+        )
     )
 
 
@@ -51,28 +59,42 @@ def test_a_certificate_is_an_identity(node: Node, ours: Authority, wire: str) ->
 
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk"])
-def test_a_certificate_that_the_file_does_not_name_is_nobodys(node: Node, ours: Authority, wire: str) -> None:
+def test_a_certificate_that_the_file_does_not_name_is_nobodys(
+    node: Node, ours: Authority, wire: str
+) -> None:
     settings = {**pair(ours, "node"), "tls_ca": str(ours.path)}
-    with client(node, wire, **settings) as other, pytest.raises((Unauthenticated, Unavailable), match="certificate"):
+    with (
+        client(node, wire, **settings) as other,
+        pytest.raises((Unauthenticated, Unavailable), match="certificate"),
+    ):
         other.lookup(namespace(), [KEY])
 
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk"])
 @pytest.mark.parametrize("where", ["common name", "alternative name"])
-def test_a_name_does_not_end_where_it_has_a_nul(node: Node, ours: Authority, wire: str, where: str) -> None:
-    """Python's gRPC says `team-a` of it, and an authority may give its users all names that end in `.example`."""
+def test_a_name_does_not_end_where_it_has_a_nul(
+    node: Node, ours: Authority, wire: str, where: str
+) -> None:
+    """Python's gRPC says `team-a` of it, and an authority may give its users all names that end in
+    `.example`.
+    """
     name, file = "team-a\0.example", f"cut-{where[:6]}-{wire}"
     if where == "common name":
         ours.client(file, name, 10)
     else:
         ours.node(file, ["elsewhere", name], 10)
     settings = {**pair(ours, file), "tls_ca": str(ours.path)}
-    with client(node, wire, **settings) as other, pytest.raises((Unauthenticated, Unavailable), match="certificate"):
+    with (
+        client(node, wire, **settings) as other,
+        pytest.raises((Unauthenticated, Unavailable), match="certificate"),
+    ):
         other.lookup(namespace(), [KEY])
 
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk"])
-def test_an_address_is_one_name_however_it_is_written(node: Node, ours: Authority, wire: str) -> None:
+def test_an_address_is_one_name_however_it_is_written(
+    node: Node, ours: Authority, wire: str
+) -> None:
     ours.node(f"address-{wire}", ["elsewhere", "fd00::1"], 10)
     with client(node, wire, **pair(ours, f"address-{wire}"), tls_ca=str(ours.path)) as engine:
         assert engine.lookup(namespace(), [KEY]).prefix_pages == 0
@@ -83,11 +105,16 @@ def test_a_token_comes_before_a_certificate(node: Node, ours: Authority, crew: P
         assert operator.node_status().HasField("ram")
 
 
-def test_shared_memory_asks_for_a_token_and_who_has_none_gets_tcp(node: Node, ours: Authority, crew: People) -> None:
+def test_shared_memory_asks_for_a_token_and_who_has_none_gets_tcp(
+    node: Node, ours: Authority, crew: People
+) -> None:
     with client(node, "auto", **of_client(ours)) as engine:
         engine.lookup(namespace(), [KEY])
         assert engine.wire_name == "bulk"
-    with client(node, "shm", **of_client(ours)) as engine, pytest.raises(Unavailable, match="to this client"):
+    with (
+        client(node, "shm", **of_client(ours)) as engine,
+        pytest.raises(Unavailable, match="to this client"),
+    ):
         engine.lookup(namespace(), [KEY])
     with client(node, "auto", token=crew.tokens["engine"], **of_client(ours)) as engine:
         engine.lookup(namespace(), [KEY])
@@ -113,5 +140,8 @@ def test_strangers_do_not_come_as_far_as_the_gate(
     node: Node, strangers: Authority, ours: Authority, tmp_path: Path
 ) -> None:
     settings = {**pair(strangers, "client"), "tls_ca": str(ours.path)}
-    with client(node, "bulk", **settings) as stranger, pytest.raises(Unavailable, match="tls_cert="):
+    with (
+        client(node, "bulk", **settings) as stranger,
+        pytest.raises(Unavailable, match="tls_cert="),
+    ):
         stranger.lookup(namespace(), [KEY])

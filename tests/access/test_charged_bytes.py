@@ -1,4 +1,6 @@
-"""A tenant's rate of bytes bounds what the node reads and hashes for it, not only what crosses the wire."""
+"""A tenant's rate of bytes bounds what the node reads and hashes for it, not only what crosses the
+wire.
+"""
 
 import contextlib
 import random
@@ -34,7 +36,11 @@ class Counted:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.hashed = self.read = 0
-        leaf, update, piece = kvstore.checksum.leaf, kvstore.checksum.Leaves.update, node.disk.reads.Read._piece
+        leaf, update, piece = (
+            kvstore.checksum.leaf,
+            kvstore.checksum.Leaves.update,
+            node.disk.reads.Read._piece,
+        )
 
         def count_leaf(part: Any) -> bytes:
             self.hashed += len(part)
@@ -83,7 +89,9 @@ class Bench:
 
     def get(self, space: Namespace, ranges: list[tuple[int, int]], *numbers: int) -> int:
         request = pb.GetRequest(namespace=space.digest, prefix_hashes=self.keys(space, *numbers))
-        request.ranges.extend([pb.ByteRange(offset=offset, nbytes=nbytes) for offset, nbytes in ranges])
+        request.ranges.extend(
+            [pb.ByteRange(offset=offset, nbytes=nbytes) for offset, nbytes in ranges]
+        )
         with self.node.sessions.open(WHO) as session:
             nbytes, reply, _ = self.service.begin_get(session, request)
         self.moved += nbytes
@@ -158,7 +166,9 @@ REQUESTS: dict[str, Callable[[Bench], object]] = {
 
 @pytest.mark.parametrize("where", ["RAM", "disk", "both"])
 @pytest.mark.parametrize("name", REQUESTS)
-def test_what_is_read_and_hashed_for_a_request_is_charged(bench: Bench, name: str, where: str) -> None:
+def test_what_is_read_and_hashed_for_a_request_is_charged(
+    bench: Bench, name: str, where: str
+) -> None:
     ask, counted = REQUESTS[name], bench.counted
     bench.to_disk_only()
     if where == "both":
@@ -178,7 +188,9 @@ def test_what_is_read_and_hashed_for_a_request_is_charged(bench: Bench, name: st
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_tenant_at_its_rate_has_no_more_read_or_hashed_than_that(bench: Bench, name: str) -> None:
-    """It asks without a pause for half a minute of the clock: what is over is one batch, and a second of the rate."""
+    """It asks without a pause for half a minute of the clock: what is over is one batch, and a
+    second of the rate.
+    """
     bench.limit()
     refused, seconds = 0, 30
     for _ in range(int(seconds / STEP_S)):
@@ -199,14 +211,18 @@ def test_a_plain_get_costs_its_bytes_and_a_miss_costs_nothing(bench: Bench) -> N
     assert bench.charged(lambda: bench.get(SPACE, [], 99)) == 0
     assert bench.charged(lambda: bench.put(SPACE)) == 0, "it is there"
     bench.to_disk_only()
-    assert bench.charged(lambda: bench.get(SPACE, [])) == PAGES * PAGE_NBYTES, "read once, moved once"
+    assert bench.charged(lambda: bench.get(SPACE, [])) == PAGES * PAGE_NBYTES, (
+        "read once, moved once"
+    )
 
 
 def test_a_request_that_finds_damage_or_fails_is_charged_all_the_same(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.put(SPACE, 7)
-    with bench.node.service._verifying._inventory.inspected(SPACE.digest, bench.keys(SPACE, 7)[0]) as page:
+    with bench.node.service._verifying._inventory.inspected(
+        SPACE.digest, bench.keys(SPACE, 7)[0]
+    ) as page:
         assert page is not None
         bench.node.arena.view(page.offset, 1)[0] ^= 1
     assert bench.charged(lambda: bench.get(SPACE, [(0, 1)], 7)) >= MB

@@ -1,4 +1,6 @@
-"""The console at a node that asks who you are: each is told of his own, and may what he may elsewhere."""
+"""The console at a node that asks who you are: each is told of his own, and may what he may
+elsewhere.
+"""
 
 from itertools import islice
 from typing import Any
@@ -31,7 +33,11 @@ def stored(node: Node, people: People) -> Node:
 
 
 def history_of(node: Node) -> History:
-    (history,) = [one for look in node._watch._looks if isinstance(one := getattr(look, "__self__", None), History)]
+    (history,) = [
+        one
+        for look in node._watch._looks
+        if isinstance(one := getattr(look, "__self__", None), History)
+    ]
     return history
 
 
@@ -44,7 +50,9 @@ def test_the_page_is_for_everybody_and_says_nothing(stored: Node) -> None:
 
 @pytest.mark.parametrize("path", ["events", "look-up", "bytes", "act"])
 @pytest.mark.parametrize("who", ["nobody", "wrong", "expired", "revoked"])
-def test_who_is_not_known_is_told_nothing(stored: Node, people: People, path: str, who: str) -> None:
+def test_who_is_not_known_is_told_nothing(
+    stored: Node, people: People, path: str, who: str
+) -> None:
     refused = stored.audit.refused_count
     status, values = told(stored, f"/console/{path}", {}, people.tokens[who])
     assert (status, list(values)) == (401, ["error"])
@@ -67,7 +75,13 @@ def test_the_operator_is_told_of_the_node_and_of_all_tenants(stored: Node, peopl
     assert len(values["history"]["times"]) == 2
     assert {"get_p99_ms", "lookup_p50_ms"} <= set(values["history"])
     assert isinstance(values["slow"], list)
-    assert values["who"] == {"name": "operator", "tenant": "*", "role": "admin", "models": [], "asked": True}
+    assert values["who"] == {
+        "name": "operator",
+        "tenant": "*",
+        "role": "admin",
+        "models": [],
+        "asked": True,
+    }
 
 
 def test_a_tenant_is_told_of_its_own(stored: Node, people: People) -> None:
@@ -77,7 +91,16 @@ def test_a_tenant_is_told_of_its_own(stored: Node, people: People) -> None:
     assert {hot["namespace"] for hot in values["hot"]} == {OURS.digest.hex()}
     assert values["totals"]["pages_put"] == 1
     assert values["cluster"] is None
-    assert not {"ram", "disk", "peers", "shm", "tls", "session_count", "rss_nbytes", "refused_calls"} & set(values)
+    assert not {
+        "ram",
+        "disk",
+        "peers",
+        "shm",
+        "tls",
+        "session_count",
+        "rss_nbytes",
+        "refused_calls",
+    } & set(values)
     assert "slow" not in values
     assert not {name for name in values["history"] if name.endswith("_ms")}
     assert values["history"]["ram_nbytes"] == [PAGE_NBYTES, PAGE_NBYTES]
@@ -91,7 +114,10 @@ def test_the_bytes_of_all_its_namespaces_are_told_also_of_those_that_are_not(
     """Those that are listed were added up: a tenant of many was told that it had less."""
     monkeypatch.setattr("node.console.snapshot.NAMESPACES_MAX", 3)
     people.join("many", "team-many", "write")
-    taken_up(stored, lambda: "team-many" in {who.tenant for who in stored.access.identities.tokens.values()})
+    taken_up(
+        stored,
+        lambda: "team-many" in {who.tenant for who in stored.access.identities.tokens.values()},
+    )
     with client(stored, people.tokens["many"]) as there:
         for number in range(5):
             there.put(namespace("team-many", f"model-{number}"), [KEY], [b"c" * PAGE_NBYTES])
@@ -103,7 +129,12 @@ def test_the_bytes_of_all_its_namespaces_are_told_also_of_those_that_are_not(
 def test_an_identity_of_some_models_is_not_told_of_others(stored: Node, people: People) -> None:
     for who in ("narrow", "modeller"):
         values = first(stored, people.tokens[who])
-        assert (values["namespaces"], values["hot"], values["history"], values["samples"]) == ([], [], None, None), who
+        assert (values["namespaces"], values["hot"], values["history"], values["samples"]) == (
+            [],
+            [],
+            None,
+            None,
+        ), who
         assert "ram" not in values
 
 
@@ -111,7 +142,10 @@ def test_pages_of_others_are_not_there(stored: Node, people: People) -> None:
     for path, more in (("look-up", {}), ("bytes", {"offset": 0, "nbytes": 4})):
         for space, status in ((OURS, 200), (THEIRS, 404)):
             asked = {"namespace": space.digest.hex(), "key": KEY.hex(), **more}
-            assert visit(stored, f"/console/{path}", asked, people.tokens["read"])[0] == status, (path, space.tenant)
+            assert visit(stored, f"/console/{path}", asked, people.tokens["read"])[0] == status, (
+                path,
+                space.tenant,
+            )
     there = {"namespace": THEIRS.digest.hex(), "key": KEY.hex(), "offset": 0, "nbytes": 4}
     assert visit(stored, "/console/bytes", there, people.tokens["operator"])[2] == b"bbbb"
 
@@ -122,7 +156,9 @@ def test_only_an_administrator_acts(stored: Node, people: People, act: str) -> N
     for who in ("read", "write"):
         status, values = told(stored, "/console/act", asked, people.tokens[who])
         assert (status, "asks for admin" in values["error"]) == (403, True), who
-    assert told(stored, "/console/act", asked, people.tokens["admin"])[0] == (200 if act == "remove" else 403)
+    assert told(stored, "/console/act", asked, people.tokens["admin"])[0] == (
+        200 if act == "remove" else 403
+    )
     others = {**asked, "namespace": THEIRS.digest.hex()}
     if act == "remove":
         assert told(stored, "/console/act", others, people.tokens["admin"])[0] == 404
@@ -132,11 +168,16 @@ def test_only_an_administrator_acts(stored: Node, people: People, act: str) -> N
 
 def test_a_stream_ends_when_its_token_does(stored: Node, people: People) -> None:
     token = people.join("leaver", "team-a", "read")
-    taken_up(stored, lambda: any(p.name == "leaver" for p in stored.access.identities.tokens.values()))
+    taken_up(
+        stored, lambda: any(p.name == "leaver" for p in stored.access.identities.tokens.values())
+    )
     with watching(stored, token) as events:
         assert next(events)[0] == "now"
         people.leave("leaver")
-        taken_up(stored, lambda: all(p.name != "leaver" for p in stored.access.identities.tokens.values()))
+        taken_up(
+            stored,
+            lambda: all(p.name != "leaver" for p in stored.access.identities.tokens.values()),
+        )
         *_, (name, values) = islice(events, 60)
     assert (name, list(values)) == ("end", ["error"])
     assert stored.console is not None
@@ -164,7 +205,9 @@ def test_a_stream_ends_when_its_token_is_of_another_tenant_or_role(
     people.leave("mover")
 
 
-def test_a_name_with_a_domain_is_as_good_as_any_where_a_token_is_asked_for(stored: Node, people: People) -> None:
+def test_a_name_with_a_domain_is_as_good_as_any_where_a_token_is_asked_for(
+    stored: Node, people: People
+) -> None:
     token = people.tokens["read"]
     assert visit(stored, "/console/", Host="node7.example.com")[0] == 200
     asked = {"namespace": OURS.digest.hex(), "key": KEY.hex()}

@@ -1,4 +1,6 @@
-"""Tokens at addresses of frames: who is let in, what is said to who is not, and where a token does not go."""
+"""Tokens at addresses of frames: who is let in, what is said to who is not, and where a token does
+not go.
+"""
 
 import socket
 from typing import Any
@@ -30,13 +32,18 @@ def by_socket(node: Node) -> str:
 
 
 def client(address: str, token: str, **settings: Any) -> Client:
-    return Client(ClientConfig(address, timeout_s=20.0, connect_timeout_s=10.0, token=token, **settings))
+    return Client(
+        ClientConfig(address, timeout_s=20.0, connect_timeout_s=10.0, token=token, **settings)
+    )
 
 
 @pytest.mark.parametrize(
-    ("at", "wire", "taken"), [(by_frames, "bulk", "bulk"), (by_frames, "auto", "shm"), (by_socket, "auto", "shm")]
+    ("at", "wire", "taken"),
+    [(by_frames, "bulk", "bulk"), (by_frames, "auto", "shm"), (by_socket, "auto", "shm")],
 )
-def test_a_token_is_known_at_addresses_of_frames(node: Node, people: People, at: Any, wire: str, taken: str) -> None:
+def test_a_token_is_known_at_addresses_of_frames(
+    node: Node, people: People, at: Any, wire: str, taken: str
+) -> None:
     space = namespace(revision=f"{taken} {wire} {at.__name__}")
     with client(at(node), people.tokens["write"], wire=wire) as writer:
         assert writer.put(space, [KEY], [PAGE]) == [PutOutcome.STORED]
@@ -55,7 +62,10 @@ def test_who_is_not_known_is_not_let_in(node: Node, people: People, at: Any, nam
 def test_who_may_not_map_memory_is_told_which_address_to_take(node: Node, people: People) -> None:
     with (
         client(by_socket(node), people.tokens["other"]) as other,
-        pytest.raises(Forbidden, match=r"--shm-trust\); name the node.s address of TCP instead, bulk://HOST:7441"),
+        pytest.raises(
+            Forbidden,
+            match=r"--shm-trust\); name the node.s address of TCP instead, bulk://HOST:7441",
+        ),
     ):
         other.node_status()
     with client(by_frames(node), people.tokens["other"]) as other:
@@ -65,18 +75,25 @@ def test_who_may_not_map_memory_is_told_which_address_to_take(node: Node, people
 
 @pytest.mark.parametrize("address", ["192.0.2.7:7440", "bulk://192.0.2.7:7441"])
 def test_a_token_does_not_leave_this_host_unencrypted(address: str) -> None:
-    with client(address, "team-a.secret") as abroad, pytest.raises(ConfigError, match="cross the network unencrypted"):
+    with (
+        client(address, "team-a.secret") as abroad,
+        pytest.raises(ConfigError, match="cross the network unencrypted"),
+    ):
         abroad.node_status()
 
 
-def test_a_token_goes_to_a_socket_of_this_host(start_node: StartNode, people: People, ours: Authority) -> None:
+def test_a_token_goes_to_a_socket_of_this_host(
+    start_node: StartNode, people: People, ours: Authority
+) -> None:
     """Whatever the node's TCP ports speak."""
     node = start_node(identities=str(people.path), shm_trust="team-a", **pair(ours, "node"))
     with client(by_socket(node), people.tokens["write"]) as writer:
         assert writer.put(namespace(revision="by socket"), [KEY], [PAGE]) == [PutOutcome.STORED]
 
 
-def test_a_token_over_tls_at_an_address_of_frames(start_node: StartNode, people: People, ours: Authority) -> None:
+def test_a_token_over_tls_at_an_address_of_frames(
+    start_node: StartNode, people: People, ours: Authority
+) -> None:
     node = start_node(identities=str(people.path), **of_node(ours))
     settings = {"tls_ca": str(ours.path), **pair(ours, "client"), "wire": "bulk"}
     with client(by_frames(node), people.tokens["write"], **settings) as writer:
@@ -84,17 +101,27 @@ def test_a_token_over_tls_at_an_address_of_frames(start_node: StartNode, people:
 
 
 def test_nobody_follows_views_without_a_role(node: Node, people: People) -> None:
-    """The frame passes the gate as every request does; this node is in no cluster, which only who is known hears."""
+    """The frame passes the gate as every request does; this node is in no cluster, which only who
+    is known hears.
+    """
     with socket.create_connection(("127.0.0.1", node.bulk.port)) as sock:
         stranger = FrameSocket(sock)
         stranger.arm(20.0)
-        stranger.send_frame(pb.BulkRequest(follow=pb.FollowRequest(wait_ms=1000)).SerializeToString())
-        assert pb.BulkReply.FromString(stranger.recv_frame(1 << 16)[0]).error.code == Code.UNAUTHENTICATED
+        stranger.send_frame(
+            pb.BulkRequest(follow=pb.FollowRequest(wait_ms=1000)).SerializeToString()
+        )
+        assert (
+            pb.BulkReply.FromString(stranger.recv_frame(1 << 16)[0]).error.code
+            == Code.UNAUTHENTICATED
+        )
     with socket.create_connection(("127.0.0.1", node.bulk.port)) as sock:
         reader = FrameSocket(sock)
         reader.arm(20.0)
         hello = pb.HelloRequest(token=people.tokens["read"])
-        for request in (pb.BulkRequest(hello=hello), pb.BulkRequest(follow=pb.FollowRequest(wait_ms=1000))):
+        for request in (
+            pb.BulkRequest(hello=hello),
+            pb.BulkRequest(follow=pb.FollowRequest(wait_ms=1000)),
+        ):
             reader.send_frame(request.SerializeToString())
             reply = pb.BulkReply.FromString(reader.recv_frame(1 << 16)[0])
         assert reply.error.code == Code.INVALID_ARGUMENT

@@ -34,7 +34,11 @@ def only(text: str) -> Identities:
 
 def test_a_token_is_known_by_its_hash() -> None:
     token = new_token("team-a")
-    found = only("# engines\n\n" + token_line("ci", token, tenant="team-a", role="write") + "  # of the cluster")
+    found = only(
+        "# engines\n\n"
+        + token_line("ci", token, tenant="team-a", role="write")
+        + "  # of the cluster"
+    )
     principal = found.tokens[token_hash(token)]
     assert (principal.name, principal.tenant, principal.role) == ("ci", "team-a", Role.WRITE)
     assert principal.expires_s == math.inf
@@ -53,13 +57,21 @@ def test_an_expiry_is_written_as_it_is_read() -> None:
 
 
 def test_a_certificate_is_known_by_its_name() -> None:
-    found = only("certificate spiffe://prod/gpu-7 tenant=* role=node expires=2027-01-01T00:00:00+01:00")
+    found = only(
+        "certificate spiffe://prod/gpu-7 tenant=* role=node expires=2027-01-01T00:00:00+01:00"
+    )
     principal = found.certificates["spiffe://prod/gpu-7"]
-    assert (principal.role, principal.of_all, principal.expires_s) == (Role.NODE, True, 1798758000.0)
+    assert (principal.role, principal.of_all, principal.expires_s) == (
+        Role.NODE,
+        True,
+        1798758000.0,
+    )
 
 
 def test_models_narrow_what_is_reached() -> None:
-    principal = only(f"token ci tenant=team-a role=read models=llama-*,qwen hash={HASH}").tokens[bytes.fromhex(HASH)]
+    principal = only(f"token ci tenant=team-a role=read models=llama-*,qwen hash={HASH}").tokens[
+        bytes.fromhex(HASH)
+    ]
     assert [principal.owns("team-a", model) for model in ("llama-3", "qwen", "qwen-2", "")] == [
         True,
         True,
@@ -71,14 +83,18 @@ def test_models_narrow_what_is_reached() -> None:
 
 
 def test_a_share_lets_others_read() -> None:
-    found = only(f"share team-a models=prompts-* with=team-b\ntoken b tenant=team-b role=read hash={HASH}")
+    found = only(
+        f"share team-a models=prompts-* with=team-b\ntoken b tenant=team-b role=read hash={HASH}"
+    )
     [share], [reader] = found.shares, found.tokens.values()
     assert share.lets(reader, "team-a", "prompts-1")
     assert not share.lets(reader, "team-a", "llama")
     assert not share.lets(reader, "team-c", "prompts-1")
     narrow = replace(reader, models=("prompts-2",))
     assert share.lets(narrow, "team-a", "prompts-2")
-    assert not share.lets(narrow, "team-a", "prompts-1"), "its own models narrow also what it is let"
+    assert not share.lets(narrow, "team-a", "prompts-1"), (
+        "its own models narrow also what it is let"
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,15 +104,24 @@ def test_a_share_lets_others_read() -> None:
         ("token", "begin it with token"),
         ("token ci tenant=team-a role=write", "hash must be the 64 digits"),
         ("token ci tenant=team-a role=write hash=SECRET", "hash must be the 64 digits"),
-        (f"token ci tenant=team-a role=king hash={HASH}", "role must be one of read, write, node, admin"),
+        (
+            f"token ci tenant=team-a role=king hash={HASH}",
+            "role must be one of read, write, node, admin",
+        ),
         (f"token ci role=read hash={HASH}", "a tenant's name is"),
         (f"token ci tenant=-x role=read hash={HASH}", "a tenant's name is"),
         (f"token ci tenant=team-a role=node hash={HASH}", "a node is of all tenants"),
         (f"token ci tenant=team-a role=read rol=x hash={HASH}", "1 of its fields are unknown"),
         (f"token ci tenant=team-a tenant=team-b role=read hash={HASH}", "a field twice"),
         (f"token ci tenant=team-a role=read stray hash={HASH}", "field=value"),
-        (f"token ci tenant=team-a role=read expires=tomorrow hash={HASH}", "expires must be a time"),
-        (f"token ci tenant=team-a role=read expires=9999-12-31T23:00-05:00 hash={HASH}", "expires must be a time"),
+        (
+            f"token ci tenant=team-a role=read expires=tomorrow hash={HASH}",
+            "expires must be a time",
+        ),
+        (
+            f"token ci tenant=team-a role=read expires=9999-12-31T23:00-05:00 hash={HASH}",
+            "expires must be a time",
+        ),
         (f"token gé tenant=team-a role=read hash={HASH}", "printable"),
         ("share team-a models=x", "a share has models= and with="),
         ("share team-a models=x with=,", "a share has models= and with="),
@@ -109,13 +134,17 @@ def test_a_wrong_line_is_told_by_number_and_not_by_content(line: str, said: str)
     [problem] = found.problems
     assert problem.startswith("line 3: ")
     assert said in problem
-    assert not [word for word in ("SECRET", "king", "tomorrow", "gé", "a/b", HASH) if word in problem]
+    assert not [
+        word for word in ("SECRET", "king", "tomorrow", "gé", "a/b", HASH) if word in problem
+    ]
     assert [principal.name for principal in found.tokens.values()] == ["good"]
 
 
 def test_names_and_hashes_stand_once() -> None:
     line = f"token a tenant=team-a role=read hash={HASH}"
-    found = parse(f"{line}\ntoken a tenant=team-a role=admin hash={'cd' * 32}\ntoken b tenant=x role=admin hash={HASH}")
+    found = parse(
+        f"{line}\ntoken a tenant=team-a role=admin hash={'cd' * 32}\ntoken b tenant=x role=admin hash={HASH}"
+    )
     assert found.problems == [
         "line 2: its name stands in line 1 already",
         "line 3: its hash stands in another line already",
@@ -190,7 +219,9 @@ def test_lines_beyond_the_last_that_counts_are_told() -> None:
     line = certificate_line("a", tenant="x", role="read")
     assert parse(f"{line}\n" + "\n" * (LINES_MAX - 1)).problems == []
     problems = parse("\n" * LINES_MAX + line).problems
-    assert problems == [f"line {LINES_MAX + 1} and those behind it: a file has {LINES_MAX} lines at most"]
+    assert problems == [
+        f"line {LINES_MAX + 1} and those behind it: a file has {LINES_MAX} lines at most"
+    ]
 
 
 def test_a_file_that_can_not_be_had_is_named(tmp_path: Path) -> None:

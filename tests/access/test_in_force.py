@@ -30,7 +30,9 @@ def open_node() -> Iterator[Node]:
     node.stop()
 
 
-def test_a_node_takes_up_who_joined_and_who_left_by_itself(start_node: StartNode, people: People) -> None:
+def test_a_node_takes_up_who_joined_and_who_left_by_itself(
+    start_node: StartNode, people: People
+) -> None:
     node = start_node(identities=str(people.path), shm_socket="none")
     token = people.join("by-itself", "team-a", "read")
     wait_until(lambda: "by-itself" in {who.name for who in node.access.identities.tokens.values()})
@@ -64,7 +66,9 @@ def test_a_file_that_breaks_its_reader_keeps_no_other_from_being_read(
     assert "a file could not be looked at" in caplog.text
 
 
-def test_a_node_that_is_open_to_all_says_so(open_node: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_that_is_open_to_all_says_so(
+    open_node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         open_node.start()
     said = "everybody who reaches 0.0.0.0 may read, change and remove all"
@@ -76,10 +80,15 @@ def test_a_node_that_is_open_to_all_says_so(open_node: Node, caplog: pytest.LogC
 
 def test_a_node_for_its_own_host_is_not_insecure(start_node: StartNode) -> None:
     node = start_node()
-    assert "INSECURE" not in CliRunner().invoke(app, ["status", "-a", f"127.0.0.1:{node.grpc.port}"]).stdout
+    assert (
+        "INSECURE"
+        not in CliRunner().invoke(app, ["status", "-a", f"127.0.0.1:{node.grpc.port}"]).stdout
+    )
     assert "kvstore_insecure 0.0" in metrics(node)
 
 
 def metrics(node: Node) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{node.metrics.port}/metrics", timeout=20.0) as reply:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{node.metrics.port}/metrics", timeout=20.0
+    ) as reply:
         return str(reply.read().decode())

@@ -30,8 +30,15 @@ from node.auth.authorizer import RULES
 from node.server import Node
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]
-REQUESTS = {field.message_type.name: field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type}
-GATEWAYS_OPS = ("admit", "on_behalf")  # nobody but a gateway of the node may send them, on a socket of its own
+REQUESTS = {
+    field.message_type.name: field.name
+    for field in pb.BulkRequest.DESCRIPTOR.fields
+    if field.message_type
+}
+GATEWAYS_OPS = (
+    "admit",
+    "on_behalf",
+)  # nobody but a gateway of the node may send them, on a socket of its own
 OPS = [op for op in REQUESTS.values() if op not in GATEWAYS_OPS]
 PARTS = ("commit", "release")  # of a put and a get that were let in
 KEY = b"k" * 32
@@ -64,14 +71,25 @@ NEEDS = {
     Role.WRITE: "put commit remove pin unpin",
     Role.ADMIN: "remove_namespace reflection",
 }
-OF_NODE = ["flush", "scrub", "recover", "drain", "sweep", "record", "forget"]  # for administrators of all tenants
-ROLE_OF = {op: role for role, ops in NEEDS.items() for op in ops.split()} | dict.fromkeys(OF_NODE, Role.ADMIN)
+OF_NODE = [
+    "flush",
+    "scrub",
+    "recover",
+    "drain",
+    "sweep",
+    "record",
+    "forget",
+]  # for administrators of all tenants
+ROLE_OF = {op: role for role, ops in NEEDS.items() for op in ops.split()} | dict.fromkeys(
+    OF_NODE, Role.ADMIN
+)
 REFUSALS = (Unauthenticated, Forbidden, UnknownNamespace)
 
 
 def op_of(method: Any) -> str:
     return (
-        REQUESTS.get(method.input_type.name) or {"PutFrame": "put", "FollowRequest": "follow"}[method.input_type.name]
+        REQUESTS.get(method.input_type.name)
+        or {"PutFrame": "put", "FollowRequest": "follow"}[method.input_type.name]
     )
 
 
@@ -118,8 +136,8 @@ def refusal(call: Callable[[], Any]) -> type[KVStoreError] | None:
     return None
 
 
-# Of each identity, requests that go over each wire. Each request is refused to one of them, so that none goes round the
-# gate on a wire; behind the bar are those that are served.
+# Of each identity, requests that go over each wire. Each request is refused to one of them, so that
+# none goes round the gate on a wire; behind the bar are those that are served.
 SAMPLE = {
     "nobody": "node_status |",
     "wrong": "follow |",
@@ -151,7 +169,10 @@ def grpc_wires(node: Node, people: People) -> Iterator[dict[str, GrpcWire]]:
 
 @pytest.fixture
 def refusals(node: Node, people: People) -> Callable[..., Refusals]:
-    """What each case is answered. Each finds the namespace, whoever has removed it before."""
+    """What each case is answered.
+
+    Each finds the namespace, whoever has removed it before.
+    """
     writer = caller_of(node, people, "write")
 
     def answered(cases: list[tuple[str, str]], ask: Callable[[str, str], object]) -> Refusals:
@@ -166,11 +187,16 @@ def refusals(node: Node, people: People) -> Callable[..., Refusals]:
 
 def caller_of(node: Node, people: People, who: str) -> Caller:
     """One as a connection makes it of a token."""
-    return Caller(f"the address of {who}", who=node.access.known_by(people.tokens[who], ()), wire="bulk")
+    return Caller(
+        f"the address of {who}", who=node.access.known_by(people.tokens[who], ()), wire="bulk"
+    )
 
 
 def direct(node: Node, caller: Caller, op: str) -> None:
-    """A request as connections give it to the service. What they answer by themselves is admitted only."""
+    """A request as connections give it to the service.
+
+    What they answer by themselves is admitted only.
+    """
     if op in ("follow", "reflection", "metrics"):
         node.service.gate.admit(op, request(op) if op == "follow" else None, caller)
     elif op in ("put", "get"):
@@ -187,12 +213,16 @@ def test_each_identity_is_let_in_or_refused_as_the_rules_say(
 ) -> None:
     callers = {who: caller_of(node, people, who) for who in WHO}
     cases = [(op, who) for who in WHO]
-    assert refusals(cases, lambda op, who: direct(node, callers[who], op)) == {case: expected(*case) for case in cases}
+    assert refusals(cases, lambda op, who: direct(node, callers[who], op)) == {
+        case: expected(*case) for case in cases
+    }
 
 
 def test_sample_refuses_each_request_and_has_each_kind_of_rule() -> None:
     refused = {(op, who) for op, who in SAMPLED if expected(op, who)}
-    assert refused == {(op, who) for who, ops in SAMPLE.items() for op in ops.partition("|")[0].split()}
+    assert refused == {
+        (op, who) for who, ops in SAMPLE.items() for op in ops.partition("|")[0].split()
+    }
     assert {op for op, _ in refused} == set(OPS) - set(PARTS)
     assert {who for _, who in SAMPLED} == set(WHO)
     assert {expected(op, who) for op, who in refused if ROLE_OF[op] is Role.READ} == set(REFUSALS)
@@ -232,15 +262,21 @@ def test_each_method_has_a_rule() -> None:
     assert {op for op, rule in RULES.items() if rule.is_act} == {*OF_NODE, "remove_namespace"}
 
 
-def test_sample_over_grpc(grpc_wires: dict[str, GrpcWire], refusals: Callable[..., Refusals]) -> None:
-    assert refusals(SAMPLED, lambda op, who: asked(grpc_wires[who], op)) == {case: expected(*case) for case in SAMPLED}
+def test_sample_over_grpc(
+    grpc_wires: dict[str, GrpcWire], refusals: Callable[..., Refusals]
+) -> None:
+    assert refusals(SAMPLED, lambda op, who: asked(grpc_wires[who], op)) == {
+        case: expected(*case) for case in SAMPLED
+    }
 
 
 @pytest.mark.parametrize("who", ["nobody", "write", "member", "admin"])
 def test_the_schema_is_told_to_administrators(node: Node, people: People, who: str) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         ask = channel.stream_stream(
-            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", lambda data: data, lambda data: data
+            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+            lambda data: data,
+            lambda data: data,
         )
         token = people.tokens[who]
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -261,24 +297,10 @@ def test_the_schema_is_told_to_administrators(node: Node, people: People, who: s
 @pytest.fixture(scope="module")
 def bulk_wires(node: Node, people: People) -> Iterator[dict[str, BulkWire]]:
     wires = {
-        who: BulkWire("127.0.0.1", node.bulk.port, ClientConfig(token=people.tokens[who], connect_timeout_s=5.0))
-        for who in WHO
-    }
-    yield wires
-    for wire in wires.values():
-        wire.close()
-
-
-def test_sample_over_bulk(bulk_wires: dict[str, BulkWire], refusals: Callable[..., Refusals]) -> None:
-    assert refusals(SAMPLED, lambda op, who: asked(bulk_wires[who], op)) == {case: expected(*case) for case in SAMPLED}
-
-
-@pytest.fixture(scope="module")
-def shm_wires(node: Node, people: People) -> Iterator[dict[str, ShmWire]]:
-    assert node.shm is not None
-    wires = {
-        who: ShmWire(
-            node.shm.path, node.service.instance_id, ClientConfig(token=people.tokens[who], connect_timeout_s=5.0)
+        who: BulkWire(
+            "127.0.0.1",
+            node.bulk.port,
+            ClientConfig(token=people.tokens[who], connect_timeout_s=5.0),
         )
         for who in WHO
     }
@@ -287,11 +309,44 @@ def shm_wires(node: Node, people: People) -> Iterator[dict[str, ShmWire]]:
         wire.close()
 
 
-def test_sample_over_shared_memory(shm_wires: dict[str, ShmWire], refusals: Callable[..., Refusals]) -> None:
-    """Who maps the memory may all in it: writers of the tenant that is trusted, and who writes in all tenants."""
+def test_sample_over_bulk(
+    bulk_wires: dict[str, BulkWire], refusals: Callable[..., Refusals]
+) -> None:
+    assert refusals(SAMPLED, lambda op, who: asked(bulk_wires[who], op)) == {
+        case: expected(*case) for case in SAMPLED
+    }
+
+
+@pytest.fixture(scope="module")
+def shm_wires(node: Node, people: People) -> Iterator[dict[str, ShmWire]]:
+    assert node.shm is not None
+    wires = {
+        who: ShmWire(
+            node.shm.path,
+            node.service.instance_id,
+            ClientConfig(token=people.tokens[who], connect_timeout_s=5.0),
+        )
+        for who in WHO
+    }
+    yield wires
+    for wire in wires.values():
+        wire.close()
+
+
+def test_sample_over_shared_memory(
+    shm_wires: dict[str, ShmWire], refusals: Callable[..., Refusals]
+) -> None:
+    """Who maps the memory may all in it: writers of the tenant that is trusted, and who writes in
+    all tenants.
+    """
     wanted = {case: expected(*case) for case in SAMPLED}
     for op, who in SAMPLED:
-        if wanted[op, who] is not Unauthenticated and who not in ("write", "admin", "member", "operator"):
+        if wanted[op, who] is not Unauthenticated and who not in (
+            "write",
+            "admin",
+            "member",
+            "operator",
+        ):
             wanted[op, who] = Forbidden
     assert refusals(SAMPLED, lambda op, who: asked(shm_wires[who], op)) == wanted
 
@@ -303,7 +358,9 @@ def test_no_request_comes_before_a_hello(node: Node, op: str) -> None:
         frames.arm(10.0)
         frames.send_frame(pb.BulkRequest(**{op: request(op)}).SerializeToString())
         header, _ = frames.recv_frame(1 << 20)
-        assert pb.BulkReply.FromString(header).error.code == grpc.StatusCode.UNAUTHENTICATED.value[0]
+        assert (
+            pb.BulkReply.FromString(header).error.code == grpc.StatusCode.UNAUTHENTICATED.value[0]
+        )
         with pytest.raises(ConnectionError):  # it is over
             frames.recv_frame(1 << 20)
 
@@ -344,8 +401,12 @@ def test_what_a_connection_reserves_counts_to_its_tenant(node: Node, people: Peo
 
 
 def test_a_hello_over_grpc_says_whose_it_is(grpc_wires: dict[str, GrpcWire]) -> None:
-    hello = grpc_wires["write"].call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(20.0))
+    hello = grpc_wires["write"].call(
+        "hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(20.0)
+    )
     assert (hello.tenant, hello.role, hello.shm_refused) == ("team-a", "write", "")
-    hello = grpc_wires["other"].call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(20.0))
+    hello = grpc_wires["other"].call(
+        "hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(20.0)
+    )
     assert (hello.tenant, hello.role, hello.shm_socket) == ("team-b", "admin", "")
     assert "shm-trust" in hello.shm_refused

@@ -13,7 +13,15 @@ from fleets import fleet as fleet
 from people import PAGE_NBYTES, People, namespace, taken_up
 from waiting import wait_until
 
-from kvstore import Client, ClientConfig, ConfigError, Keep, PutOutcome, Unauthenticated, Unavailable
+from kvstore import (
+    Client,
+    ClientConfig,
+    ConfigError,
+    Keep,
+    PutOutcome,
+    Unauthenticated,
+    Unavailable,
+)
 from kvstore.cli.commands import app
 from kvstore.identities import ALL, read
 from kvstore.results import ACK_ALL
@@ -35,11 +43,15 @@ def crew(tmp_path: Path) -> People:
 
 
 def started(fleet: Start, crew: People, name: str, **settings: Any) -> Node:
-    return fleet(name, identities=str(crew.path), token=crew.tokens["member"], replicas=2, **settings)
+    return fleet(
+        name, identities=str(crew.path), token=crew.tokens["member"], replicas=2, **settings
+    )
 
 
 def client(node: Node, token: str) -> Client:
-    config = ClientConfig(f"127.0.0.1:{node.grpc.port}", token=token, timeout_s=20.0, connect_timeout_s=10.0)
+    config = ClientConfig(
+        f"127.0.0.1:{node.grpc.port}", token=token, timeout_s=20.0, connect_timeout_s=10.0
+    )
     return Client(config)
 
 
@@ -65,7 +77,9 @@ def test_pages_cross_from_member_to_member(fleet: Start, crew: People, etcd: Fak
     wait_until(lambda: not any(node.tier.visible_count for node in (one, two)))
 
 
-def test_a_members_token_may_lie_in_a_file_and_be_changed(fleet: Start, crew: People, tmp_path: Path) -> None:
+def test_a_members_token_may_lie_in_a_file_and_be_changed(
+    fleet: Start, crew: People, tmp_path: Path
+) -> None:
     file = tmp_path / "member.token"
     file.write_text(crew.tokens["member"] + "\n")
     file.chmod(0o600)
@@ -73,7 +87,9 @@ def test_a_members_token_may_lie_in_a_file_and_be_changed(fleet: Start, crew: Pe
     one, two = fleet("n1", **settings), fleet("n2", **settings)
     wait_until(lambda: all(node.membership.view.settled for node in (one, two)))  # type: ignore[union-attr]
     with client(one, crew.tokens["engine"]) as engine:
-        assert engine.put(namespace(), KEYS, PAGES, Keep(ack=ACK_ALL)) == [PutOutcome.STORED] * len(KEYS)
+        assert engine.put(namespace(), KEYS, PAGES, Keep(ack=ACK_ALL)) == [PutOutcome.STORED] * len(
+            KEYS
+        )
         file.write_text(crew.join("renewed", ALL, "node"))
         crew.leave("member")
         for node in (one, two):
@@ -132,16 +148,25 @@ def test_a_tenant_is_shown_nothing_that_it_was_not_told(
 
     for command in (("status",), ("cluster",), ("top", "--once", "-i", "0.05")):
         shown = kvstore(*command)
-        assert (" pages wait" in shown, "from etcd" in shown, "of 32.0 MiB" in shown) == (all_of_it,) * 3
+        assert (" pages wait" in shown, "from etcd" in shown, "of 32.0 MiB" in shown) == (
+            all_of_it,
+        ) * 3
         assert ("told to who is of all tenants" in shown) is not all_of_it
     for command in (("status",), ("cluster",)):
         shown = kvstore(*command)
         assert ("sweeps" in shown, "copies of others' pages" in shown) == (all_of_it, all_of_it)
         told = [member["status"] for member in json.loads(kvstore(*command, "--json"))["members"]]
-        assert all((status["ram"] is None, status["pid"] is None) == (not all_of_it,) * 2 for status in told)
+        assert all(
+            (status["ram"] is None, status["pid"] is None) == (not all_of_it,) * 2
+            for status in told
+        )
         assert all(status["totals"]["pages_put"] == len(KEYS) for status in told)
     sample = json.loads(kvstore("top", "--once", "-i", "0.05", "--json"))
-    assert all((member["peers"] is None) is not all_of_it for member in sample["members"] if member["answers"])
+    assert all(
+        (member["peers"] is None) is not all_of_it
+        for member in sample["members"]
+        if member["answers"]
+    )
     monkeypatch.setenv("KVSTORE_DIRECT", "1")
     alone = kvstore("top", "--once", "-i", "0.05")
     assert ("sessions" in alone, "RAM" in alone) == (all_of_it, all_of_it)
@@ -151,5 +176,8 @@ def test_a_tenant_is_shown_nothing_that_it_was_not_told(
 
 def test_strangers_are_told_of_no_member(fleet: Start, crew: People) -> None:
     one = started(fleet, crew, "n1")
-    with client(one, "") as stranger, pytest.raises((Unauthenticated, Unavailable), match="asks who you are"):
+    with (
+        client(one, "") as stranger,
+        pytest.raises((Unauthenticated, Unavailable), match="asks who you are"),
+    ):
         stranger.view()

@@ -57,7 +57,12 @@ class House:
         who = self.client(name)
         for number in range(most):
             try:
-                put = who.put(namespace(tenant, f"{run}-{number}"), [KEY], [bytes(PAGE_NBYTES)], Keep(durable=True))
+                put = who.put(
+                    namespace(tenant, f"{run}-{number}"),
+                    [KEY],
+                    [bytes(PAGE_NBYTES)],
+                    Keep(durable=True),
+                )
             except Exhausted:
                 return number
             assert put[0] in (PutOutcome.STORED, PutOutcome.EXISTS)
@@ -66,7 +71,11 @@ class House:
     def counts(self) -> Counter[str]:
         """Namespaces that have pages, by tenant."""
         who = self.node.service
-        return Counter(index.value.tenant for index in self._spaces() if who.durability.disk.page_count(index.digest))
+        return Counter(
+            index.value.tenant
+            for index in self._spaces()
+            if who.durability.disk.page_count(index.digest)
+        )
 
     def _spaces(self) -> list[NamespaceIndex]:
         return self.node.tier.namespaces.all()
@@ -119,7 +128,9 @@ def test_a_shared_namespace_counts_to_its_reader_until_its_owner_opens_it(house:
 
 
 def test_a_peer_of_an_open_node_after_restarts_leaves_namespaces_to_others(house: House) -> None:
-    """Nobody knows whose the restored ones are: they count to who opens them, and what is left is shared as before."""
+    """Nobody knows whose the restored ones are: they count to who opens them, and what is left is
+    shared as before.
+    """
     house.restart(identities="")
     assert house.fill("anybody", "default", "first") == HALF
     house.restart(identities="")

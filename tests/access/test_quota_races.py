@@ -1,5 +1,7 @@
-"""Quotas while many connections of a tenant ask at once: each limit holds at every moment, and what was counted is
-given back. Also while tokens are revoked and new ones are given. `SEEDS=100` for a longer run."""
+"""Quotas while many connections of a tenant ask at once: each limit holds at every moment, and what
+was counted is given back. Also while tokens are revoked and new ones are given. `SEEDS=100` for a
+longer run.
+"""
 
 import contextlib
 import hashlib
@@ -92,7 +94,10 @@ class Storm:
 
     def watch(self) -> None:
         """Limits are looked at as long as the others ask."""
-        account, tenants = self.node.tier.eviction.order.accounts.of("loud"), self.node.sessions.tenants
+        account, tenants = (
+            self.node.tier.eviction.order.accounts.of("loud"),
+            self.node.sessions.tenants,
+        )
         while not self.stop.is_set():
             with self.node.tier.lock:
                 found = account.nbytes, account.pins
@@ -103,7 +108,9 @@ class Storm:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_quotas_over_many_connections_hold_at_every_moment(start_node: StartNode, tmp_path: Path, seed: int) -> None:
+def test_quotas_over_many_connections_hold_at_every_moment(
+    start_node: StartNode, tmp_path: Path, seed: int
+) -> None:
     people = People(tmp_path / "identities")
     for tenant in ("loud", "quiet"):
         people.join(tenant, tenant, "write")
@@ -131,7 +138,11 @@ def test_quotas_over_many_connections_hold_at_every_moment(start_node: StartNode
         assert quiet.get(QUIET, kept, buffers) == [True] * len(kept)
         assert buffers == contents(QUIET, kept)
     tenants = node.sessions.tenants
-    assert (tenants._held["loud"], node.sessions.reserved.used, node.sessions.held.used) == (0, 0, 0)
+    assert (tenants._held["loud"], node.sessions.reserved.used, node.sessions.held.used) == (
+        0,
+        0,
+        0,
+    )
     assert node.check() == []
 
 

@@ -1,4 +1,6 @@
-"""Two tenants at one node, over its wires: one floods, pins, holds and asks without end, the other notices nothing."""
+"""Two tenants at one node, over its wires: one floods, pins, holds and asks without end, the other
+notices nothing.
+"""
 
 import contextlib
 import dataclasses
@@ -15,7 +17,15 @@ from local_nodes import StartNode
 from people import People, client, soon_touched, taken_up
 from waiting import wait_until
 
-from kvstore import Client, ClientConfig, Exhausted, KVStoreError, Namespace, PutOutcome, opaque_layout
+from kvstore import (
+    Client,
+    ClientConfig,
+    Exhausted,
+    KVStoreError,
+    Namespace,
+    PutOutcome,
+    opaque_layout,
+)
 from kvstore.deadline import Deadline
 from kvstore.layout import ByteRange
 from kvstore.pb import kvstore_pb2 as pb
@@ -59,7 +69,9 @@ class Town:
             self.people.join(tenant, tenant, "write")
         self.people.join("operator", "*", "admin")
         self.people.say("tenant quiet ram=7MiB")
-        self.people.say("tenant loud ram=7MiB " + " ".join(f"{name}={text}" for name, text in loud.items()))
+        self.people.say(
+            "tenant loud ram=7MiB " + " ".join(f"{name}={text}" for name, text in loud.items())
+        )
         self.node = start_node(identities=str(self.people.path), shm_trust="loud,quiet")
         self.clients: list[Client] = []
 
@@ -112,7 +124,10 @@ def sizes(town: Town) -> None:
 def holds(town: Town) -> None:
     with contextlib.ExitStack() as held:
         for start in range(0, 640, 64):
-            loud, some = town.client("loud", "shm"), keys(*range(start, start + 64))  # each has a few connections
+            loud, some = (
+                town.client("loud", "shm"),
+                keys(*range(start, start + 64)),
+            )  # each has a few connections
             with contextlib.suppress(Exhausted):
                 put(loud, LOUD, some)
                 held.enter_context(loud.open_get(LOUD, some))
@@ -133,7 +148,9 @@ def silence(town: Town) -> None:
     with contextlib.ExitStack() as open_sockets:
         for _ in range(300):
             with contextlib.suppress(OSError):
-                open_sockets.enter_context(socket.create_connection(("127.0.0.1", town.node.bulk.port), 5.0))
+                open_sockets.enter_context(
+                    socket.create_connection(("127.0.0.1", town.node.bulk.port), 5.0)
+                )
         assert get(town.client("quiet"), QUIET, keys(1)) == [True]
 
 
@@ -190,12 +207,19 @@ def test_what_is_over_a_quota_is_refused_and_counted(town: Callable[..., Town]) 
     where = town(pins="10", held="64KiB", requests="40/s")
     loud = where.client("loud", "shm")
     put(loud, LOUD, keys(*range(20)))
-    with pytest.raises(Exhausted, match="tenant loud has 0 pages pinned and wants 11 more, its quota are 10"):
+    with pytest.raises(
+        Exhausted, match="tenant loud has 0 pages pinned and wants 11 more, its quota are 10"
+    ):
         loud.pin(LOUD, keys(*range(11)), 60.0)
     assert loud.pin(LOUD, keys(*range(10)), 60.0) == [True] * 10
-    with loud.open_get(LOUD, keys(0, 1, 2, 3)), pytest.raises(Exhausted, match="tenant loud holds 65536 bytes"):
+    with (
+        loud.open_get(LOUD, keys(0, 1, 2, 3)),
+        pytest.raises(Exhausted, match="tenant loud holds 65536 bytes"),
+    ):
         where.client("loud", "shm").open_get(LOUD, keys(4)).__enter__()
-    with pytest.raises(Exhausted, match="tenant loud has had the 40 requests a second of its quota"):
+    with pytest.raises(
+        Exhausted, match="tenant loud has had the 40 requests a second of its quota"
+    ):
         ask_often(loud)
     assert put(where.client("quiet"), QUIET, keys(1)) == [PutOutcome.STORED]
     use = where.use("loud")
@@ -207,8 +231,12 @@ def test_what_is_over_a_quota_is_refused_and_counted(town: Callable[..., Town]) 
 @pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
 @pytest.mark.parametrize("op", ["put", "get"])
 @pytest.mark.parametrize("quota", ["requests", "bytes"])
-def test_puts_and_gets_are_requests_and_move_bytes(town: Callable[..., Town], wire: str, op: str, quota: str) -> None:
-    """So many that they are several requests: another than the first is refused, unless they come seconds apart."""
+def test_puts_and_gets_are_requests_and_move_bytes(
+    town: Callable[..., Town], wire: str, op: str, quota: str
+) -> None:
+    """So many that they are several requests: another than the first is refused, unless they come
+    seconds apart.
+    """
     where, many = town(**{quota: "1/s"}), keys(*range(2048))
     put(where.client("operator"), LOUD, many[:2])
     loud, pages = where.client("loud", wire=wire), [bytearray(PAGE_NBYTES)] * len(many)
@@ -227,24 +255,34 @@ def test_a_put_or_get_alone_is_refused_too(town: Callable[..., Town], op: str, q
     """Before which a client asks what is there: a stranger's need not."""
     where = town(**{quota: "1/s"})
     put(where.client("operator"), LOUD, keys(0))
-    wire = BulkWire("127.0.0.1", where.node.bulk.port, ClientConfig(token=where.people.tokens["loud"]))
+    wire = BulkWire(
+        "127.0.0.1", where.node.bulk.port, ClientConfig(token=where.people.tokens["loud"])
+    )
     page = memoryview(bytearray(PAGE_NBYTES))
 
     def ask_often() -> None:
         for number in range(1, 200):
-            about: Any = {"namespace": LOUD.digest, "prefix_hashes": keys(number if op == "put" else 0)}
+            about: Any = {
+                "namespace": LOUD.digest,
+                "prefix_hashes": keys(number if op == "put" else 0),
+            }
             if op == "put":
                 wire.put(pb.PutRequest(**about, page_nbytes=PAGE_NBYTES), [(page,)], Deadline(20.0))
             else:
                 wire.get(pb.GetRequest(**about), [(page,)], [0], Deadline(20.0))
 
-    with contextlib.closing(wire), pytest.raises(Exhausted, match=f"1 {quota} a second of its quota"):
+    with (
+        contextlib.closing(wire),
+        pytest.raises(Exhausted, match=f"1 {quota} a second of its quota"),
+    ):
         ask_often()
 
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
 @pytest.mark.parametrize("op", ["verify", "range"])
-def test_what_a_node_only_hashes_counts_to_the_rate_of_bytes(town: Callable[..., Town], wire: str, op: str) -> None:
+def test_what_a_node_only_hashes_counts_to_the_rate_of_bytes(
+    town: Callable[..., Town], wire: str, op: str
+) -> None:
     """A tenant with 1 MiB/s had 461 MiB/s verified, and 2,870 MiB/s read for ranges of one byte."""
     where, many = town(bytes="64KiB/s"), keys(*range(64))
     put(where.client("operator"), LOUD, many)
@@ -252,7 +290,9 @@ def test_what_a_node_only_hashes_counts_to_the_rate_of_bytes(town: Callable[...,
 
     def ask_often() -> None:
         for _ in range(20):  # 20 MiB, in less than five minutes
-            loud.verify(LOUD, many) if op == "verify" else loud.get_ranges(LOUD, many, [ByteRange(3, 1)], buffers)
+            loud.verify(LOUD, many) if op == "verify" else loud.get_ranges(
+                LOUD, many, [ByteRange(3, 1)], buffers
+            )
 
     with pytest.raises(Exhausted, match="65536 bytes a second of its quota"):
         ask_often()
@@ -280,7 +320,9 @@ def test_quotas_change_while_the_node_serves_and_metrics_tell(town: Callable[...
     put(loud, LOUD, keys(9999))
     assert where.use("loud").ram_nbytes == MB
     address = f"http://127.0.0.1:{where.node.metrics.port}/metrics"
-    request = urllib.request.Request(address, headers={"Authorization": f"Bearer {where.people.tokens['quiet']}"})
+    request = urllib.request.Request(
+        address, headers={"Authorization": f"Bearer {where.people.tokens['quiet']}"}
+    )
     with urllib.request.urlopen(request, timeout=20.0) as reply:
         told = reply.read().decode()
     assert 'kvstore_tenant_ram_quota_bytes{tenant="quiet"} 7.340032e+06' in told

@@ -1,4 +1,6 @@
-"""Certificates, identities and tokens in a volume as a kubelet makes it of secrets: all links are replaced at once."""
+"""Certificates, identities and tokens in a volume as a kubelet makes it of secrets: all links are
+replaced at once.
+"""
 
 import os
 import shutil
@@ -28,7 +30,9 @@ NAME = "fleet.example"  # of all members, whatever their addresses
 
 
 class SecretVolume:
-    """`folder/tls.crt` -> `..data/tls.crt`, `..data` -> `..N`; a change makes `..N+1` and turns `..data` over."""
+    """`folder/tls.crt` -> `..data/tls.crt`, `..data` -> `..N`; a change makes `..N+1` and turns
+    `..data` over.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -81,7 +85,12 @@ class Deployment:
 
     @property
     def settings(self) -> dict[str, Any]:
-        files = {"tls_cert": "tls.crt", "tls_key": "tls.key", "tls_ca": "ca.crt", "identities": "identities"}
+        files = {
+            "tls_cert": "tls.crt",
+            "tls_key": "tls.key",
+            "tls_ca": "ca.crt",
+            "identities": "identities",
+        }
         named = {setting: self.volume[name] for setting, name in files.items()}
         return {**named, "token_file": self.volume["token"], "tls_name": NAME, "replicas": 2}
 
@@ -91,7 +100,9 @@ class Deployment:
             "tls_name": NAME,
             "token": self.people.tokens["engine"],
         }
-        config = ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0, **known)
+        config = ClientConfig(
+            f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0, **known
+        )
         return Client(config)
 
     def serial(self, port: int) -> str:
@@ -106,13 +117,19 @@ def deployment(tmp_path: Path) -> Deployment:
     return Deployment(tmp_path)
 
 
-def test_all_is_taken_up_that_a_kubelet_turns_over_at_once(fleet: Start, deployment: Deployment) -> None:
-    """Also tokens of members, who then go on handing pages to each other; their addresses are in no certificate."""
+def test_all_is_taken_up_that_a_kubelet_turns_over_at_once(
+    fleet: Start, deployment: Deployment
+) -> None:
+    """Also tokens of members, who then go on handing pages to each other; their addresses are in no
+    certificate.
+    """
     one, two = fleet("n1", **deployment.settings), fleet("n2", **deployment.settings)
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
     wait_until(lambda: all(node.membership.view.settled for node in (one, two)))  # type: ignore[union-attr]
     with deployment.client(one) as engine:
-        assert engine.put(namespace(), KEYS, PAGES, Keep(ack=ACK_ALL)) == [PutOutcome.STORED] * len(KEYS)
+        assert engine.put(namespace(), KEYS, PAGES, Keep(ack=ACK_ALL)) == [PutOutcome.STORED] * len(
+            KEYS
+        )
     assert two.tier.lookup(namespace().digest, KEYS, touch=False) == [True] * len(KEYS)
 
     before = deployment.serial(one.metrics.port)
@@ -120,10 +137,16 @@ def test_all_is_taken_up_that_a_kubelet_turns_over_at_once(fleet: Start, deploym
         deployment.people.leave(name)
         deployment.people.join(name, tenant, role)
     deployment.publish()
-    ports = [port for node in (one, two) for port in (node.metrics.port, node.bulk.port, node.grpc.port)]
+    ports = [
+        port for node in (one, two) for port in (node.metrics.port, node.bulk.port, node.grpc.port)
+    ]
     wait_until(lambda: all(deployment.serial(port) != before for port in ports))
     known = deployment.people.tokens
-    wait_until(lambda: all(lets_in(node, known["engine"]) and lets_in(node, known["member"]) for node in (one, two)))
+    wait_until(
+        lambda: all(
+            lets_in(node, known["engine"]) and lets_in(node, known["member"]) for node in (one, two)
+        )
+    )
     with deployment.client(two) as engine:
         space = namespace(salt="after")
         assert engine.put(space, KEYS, PAGES, Keep(ack=ACK_ALL)) == [PutOutcome.STORED] * len(KEYS)
@@ -138,12 +161,16 @@ def lets_in(node: Node, token: str) -> bool:
     return True
 
 
-def test_a_member_without_the_name_of_all_certificates_does_not_join(fleet: Start, deployment: Deployment) -> None:
+def test_a_member_without_the_name_of_all_certificates_does_not_join(
+    fleet: Start, deployment: Deployment
+) -> None:
     with pytest.raises(ConfigError, match=r"does not name 127\.0\.0\.1"):
         fleet("n1", **{**deployment.settings, "tls_name": ""})
 
 
 def test_a_name_of_certificates_needs_certificates() -> None:
-    with pytest.raises(ConfigError, match="tls_name, of the other members' certificates, needs tls_cert"):
+    with pytest.raises(
+        ConfigError, match="tls_name, of the other members' certificates, needs tls_cert"
+    ):
         Node(NodeConfig(**{**SMALL, "tls_name": NAME}))
     assert load(NodeConfig, "KVSTORE_NODE", {}, {"KVSTORE_NODE_TLS_NAME": NAME}).tls_name == NAME

@@ -24,7 +24,10 @@ OURS, THEIRS = namespace(salt="tenants"), namespace("team-b", "their-model", sal
 @pytest.fixture(scope="module")
 def both(node: Node, people: People) -> Iterator[dict[str, Client]]:
     """Clients of all identities, after each tenant has put a page."""
-    clients = {name: client(node, people.tokens[name], wire="bulk") for name in ("read", "write", "other", "operator")}
+    clients = {
+        name: client(node, people.tokens[name], wire="bulk")
+        for name in ("read", "write", "other", "operator")
+    }
     clients["write"].put(OURS, [KEY], [PAGE])
     clients["other"].put(THEIRS, [KEY], [PAGE])
     yield clients
@@ -62,24 +65,37 @@ def metrics(node: Node, authorization: str = "") -> str:
         return str(reply.read().decode())
 
 
-def test_metrics_are_told_to_who_is_known_and_of_his_own(node: Node, both: dict[str, Client], people: People) -> None:
-    their, all_of_it = (metrics(node, f"Bearer {people.tokens[name]}") for name in ("other", "operator"))
+def test_metrics_are_told_to_who_is_known_and_of_his_own(
+    node: Node, both: dict[str, Client], people: People
+) -> None:
+    their, all_of_it = (
+        metrics(node, f"Bearer {people.tokens[name]}") for name in ("other", "operator")
+    )
     assert 'model="their-model"' in their
     assert 'model="llama"' not in their
     assert "kvstore_ram_pages" not in their
     assert 'model="llama"' in all_of_it
     assert "kvstore_ram_pages" in all_of_it
-    for authorization, code in (("", 401), ("Bearer x", 401), ("Basic eA==", 401), (f"Bearer {'x' * 5000}", 401)):
+    for authorization, code in (
+        ("", 401),
+        ("Bearer x", 401),
+        ("Basic eA==", 401),
+        (f"Bearer {'x' * 5000}", 401),
+    ):
         with pytest.raises(urllib.error.HTTPError) as caught:
             metrics(node, authorization)
         assert caught.value.code == code
         caught.value.close()
 
 
-def test_what_one_was_told_is_not_told_to_another(node: Node, both: dict[str, Client], people: People) -> None:
+def test_what_one_was_told_is_not_told_to_another(
+    node: Node, both: dict[str, Client], people: People
+) -> None:
     """Scrapes are answered from one text for a while."""
     for name in ("operator", "other", "operator"):
-        assert ("kvstore_ram_pages" in metrics(node, f"Bearer {people.tokens[name]}")) is (name == "operator")
+        assert ("kvstore_ram_pages" in metrics(node, f"Bearer {people.tokens[name]}")) is (
+            name == "operator"
+        )
 
 
 def test_equal_names_of_two_tenants_are_two_namespaces(both: dict[str, Client]) -> None:
@@ -89,7 +105,9 @@ def test_equal_names_of_two_tenants_are_two_namespaces(both: dict[str, Client]) 
     assert both["other"].lookup(theirs, [KEY]).prefix_pages == 0
 
 
-def test_what_is_shared_can_be_read_and_not_changed(node: Node, both: dict[str, Client], people: People) -> None:
+def test_what_is_shared_can_be_read_and_not_changed(
+    node: Node, both: dict[str, Client], people: People
+) -> None:
     prompts = namespace("team-a", "prompts-1")
     both["write"].put(prompts, [KEY], [PAGE])
     with pytest.raises(Forbidden):
@@ -131,5 +149,7 @@ def test_only_members_hand_on_what_others_gave(node: Node, people: People) -> No
 
 def test_health_is_told_to_everybody(node: Node) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
-        reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20.0)
+        reply = health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=20.0
+        )
     assert reply.status == health_pb2.HealthCheckResponse.SERVING

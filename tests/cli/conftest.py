@@ -39,7 +39,10 @@ def space() -> Namespace:
 
 @pytest.fixture
 def hashes(client: Client, space: Namespace) -> list[bytes]:
-    """Keys of three stored pages of `space`: of the tokens 100 to 111. Page i is full of byte i."""
+    """Keys of three stored pages of `space`: of the tokens 100 to 111.
+
+    Page i is full of byte i.
+    """
     made = prefix_hashes(range(100, 112), PAGE_TOKENS)
     client.put(space, made, [bytes([i]) * PAGE_NBYTES for i in range(3)])
     return made

@@ -12,7 +12,9 @@ from kvstore.tools.node_process import NodeProcess
 
 @pytest.fixture(scope="module")
 def addresses(shared_node: NodeProcess) -> dict[str, str]:
-    with Client(ClientConfig(shared_node.address, timeout_s=30.0, connect_timeout_s=20.0)) as client:
+    with Client(
+        ClientConfig(shared_node.address, timeout_s=30.0, connect_timeout_s=20.0)
+    ) as client:
         socket = client.node_status().shm.socket
     return {
         "grpc": shared_node.address,
@@ -25,12 +27,16 @@ def addresses(shared_node: NodeProcess) -> dict[str, str]:
 def test_status_and_measurements(kvstore: Kvstore, addresses: dict[str, str], form: str) -> None:
     told = kvstore("status", "--address", addresses[form], "--json")
     assert (told.code, told.json["address"]) == (0, addresses[form])
-    measured = kvstore("bench", "--address", addresses[form], "--seconds", "0.2", "--page-nbytes", "4KiB", "--json")
+    measured = kvstore(
+        "bench", "--address", addresses[form], "--seconds", "0.2", "--page-nbytes", "4KiB", "--json"
+    )
     assert measured.code == 0, measured.stderr
 
 
 @pytest.mark.parametrize("form", ["bulk", "unix"])
-def test_the_doctor_cleans_up_behind_itself(kvstore: Kvstore, addresses: dict[str, str], form: str) -> None:
+def test_the_doctor_cleans_up_behind_itself(
+    kvstore: Kvstore, addresses: dict[str, str], form: str
+) -> None:
     found = kvstore("doctor", "--address", addresses[form], "--json")
     findings = json.loads(found.stdout)
     assert found.code == 0, findings
@@ -50,9 +56,15 @@ def test_the_environment_names_one(
 
 @pytest.mark.parametrize(
     ("address", "said"),
-    [("bulk://host", "names no port"), ("unix:sock", "no absolute path"), ("http://host", "is a URL, not host:port")],
+    [
+        ("bulk://host", "names no port"),
+        ("unix:sock", "no absolute path"),
+        ("http://host", "is a URL, not host:port"),
+    ],
 )
-def test_a_bad_address_is_told_with_what_to_write(kvstore: Kvstore, address: str, said: str) -> None:
+def test_a_bad_address_is_told_with_what_to_write(
+    kvstore: Kvstore, address: str, said: str
+) -> None:
     refused = kvstore("status", "--address", address)
     assert refused.code == 2
     assert said in refused.stderr

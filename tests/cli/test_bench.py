@@ -14,7 +14,11 @@ QUICK = BenchOptions(page_nbytes=4096, batch=4, threads=2, seconds=0.2)
 
 
 def pages_of_bench(client: Client) -> int:
-    return sum(info.page_count for namespace, info in client.namespaces() if namespace.model == "kvstore-bench")
+    return sum(
+        info.page_count
+        for namespace, info in client.namespaces()
+        if namespace.model == "kvstore-bench"
+    )
 
 
 def test_everything_read_is_verified_and_nothing_stays_on_the_node(client: Client) -> None:
@@ -31,7 +35,9 @@ def test_everything_read_is_verified_and_nothing_stays_on_the_node(client: Clien
 class LyingClient(Client):
     """Says that it read pages, and did not."""
 
-    def get(self, namespace: Namespace, prefix_hashes: Sequence[bytes], *_: Any, **__: Any) -> list[bool]:
+    def get(
+        self, namespace: Namespace, prefix_hashes: Sequence[bytes], *_: Any, **__: Any
+    ) -> list[bool]:
         return [True] * len(prefix_hashes)
 
 
@@ -47,9 +53,15 @@ class TiringClient(Client):
 
     reads = 0
 
-    def get(self, namespace: Namespace, prefix_hashes: Sequence[bytes], *rest: Any, **options: Any) -> list[bool]:
+    def get(
+        self, namespace: Namespace, prefix_hashes: Sequence[bytes], *rest: Any, **options: Any
+    ) -> list[bool]:
         self.reads += 1
-        return super().get(namespace, prefix_hashes, *rest, **options) if self.reads == 1 else [True] * QUICK.batch
+        return (
+            super().get(namespace, prefix_hashes, *rest, **options)
+            if self.reads == 1
+            else [True] * QUICK.batch
+        )
 
 
 def test_bytes_left_over_from_the_round_before_do_not_pass_for_a_read(client: Client) -> None:
@@ -71,7 +83,8 @@ def test_an_error_ends_the_bench_and_its_pages_are_removed(client: Client) -> No
 
 
 @pytest.mark.parametrize(
-    "values", [{"page_nbytes": 0}, {"batch": 0}, {"threads": 0}, {"seconds": 0}, {"page_nbytes": 1 << 40}]
+    "values",
+    [{"page_nbytes": 0}, {"batch": 0}, {"threads": 0}, {"seconds": 0}, {"page_nbytes": 1 << 40}],
 )
 def test_options_out_of_range_are_named(values: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(values)).removesuffix("_nbytes")):
@@ -79,6 +92,10 @@ def test_options_out_of_range_are_named(values: dict[str, Any]) -> None:
 
 
 def test_percentiles_are_those_of_the_nearest_rank() -> None:
-    assert latency_ms([n / 1000 for n in range(100, 0, -1)]) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+    assert latency_ms([n / 1000 for n in range(100, 0, -1)]) == {
+        "p50": 50.0,
+        "p90": 90.0,
+        "p99": 99.0,
+    }
     assert latency_ms([0.002]) == {"p50": 2.0, "p90": 2.0, "p99": 2.0}
     assert latency_ms([]) == {}

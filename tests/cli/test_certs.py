@@ -31,15 +31,29 @@ def test_a_node_and_a_command_use_what_was_made(
     kvstore: Kvstore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = ("--dir", str(folder))
-    made = kvstore("certs", "node", "localhost", "127.0.0.1", "::1", "--file", "node", *at, "--json")
+    made = kvstore(
+        "certs", "node", "localhost", "127.0.0.1", "::1", "--file", "node", *at, "--json"
+    )
     assert made.json["certificate"] == str(folder / "node.pem")
     assert abs(made.json["ends_unix_s"] - time.time() - 365 * DAY_S) < DAY_S
-    assert kvstore("certs", "client", "team-a", *at, "--days", "2").stdout.startswith(f"{folder}/team-a.pem and ")
-    flags = ("--tls-cert", folder / "node.pem", "--tls-key", folder / "node.key", "--tls-client-ca", folder / "ca.pem")
+    assert kvstore("certs", "client", "team-a", *at, "--days", "2").stdout.startswith(
+        f"{folder}/team-a.pem and "
+    )
+    flags = (
+        "--tls-cert",
+        folder / "node.pem",
+        "--tls-key",
+        folder / "node.key",
+        "--tls-client-ca",
+        folder / "ca.pem",
+    )
     with NodeProcess("--ram-bytes", "16MiB", *map(str, flags)) as node:
         refused = kvstore("status", "-a", node.address)
         assert refused.code == 3
-        assert "the node speaks TLS; name the authority of its certificate with tls_ca" in refused.stderr
+        assert (
+            "the node speaks TLS; name the authority of its certificate with tls_ca"
+            in refused.stderr
+        )
         for name, file in (("CA", "ca.pem"), ("CERT", "team-a.pem"), ("KEY", "team-a.key")):
             monkeypatch.setenv(f"KVSTORE_TLS_{name}", str(folder / file))
         told = kvstore("status", "-a", node.address)
@@ -54,11 +68,18 @@ def test_a_node_and_a_command_use_what_was_made(
 
 
 def test_a_node_without_tls_is_told_of(kvstore: Kvstore) -> None:
-    assert "TLS off: whoever is on the way reads and changes all that is sent" in kvstore("status").stdout
+    assert (
+        "TLS off: whoever is on the way reads and changes all that is sent"
+        in kvstore("status").stdout
+    )
 
 
-def test_keys_are_their_owners_alone_and_certificates_say_what_was_asked_for(kvstore: Kvstore, folder: Path) -> None:
-    assert kvstore("certs", "node", "node1", "10.0.0.5", "--dir", str(folder), "--days", "3").code == 0
+def test_keys_are_their_owners_alone_and_certificates_say_what_was_asked_for(
+    kvstore: Kvstore, folder: Path
+) -> None:
+    assert (
+        kvstore("certs", "node", "node1", "10.0.0.5", "--dir", str(folder), "--days", "3").code == 0
+    )
     assert kvstore("certs", "client", "team-a", "--dir", str(folder)).code == 0
     assert {mode(path) for path in folder.glob("*.key")} == {0o600}
     assert not list(folder.glob(".*"))
@@ -74,7 +95,9 @@ def test_keys_are_their_owners_alone_and_certificates_say_what_was_asked_for(kvs
 
 
 @pytest.mark.parametrize("words", [("ca",), ("node", "team-a"), ("client", "team-a")])
-def test_nothing_is_overwritten_unless_asked_for(kvstore: Kvstore, folder: Path, words: tuple[str, ...]) -> None:
+def test_nothing_is_overwritten_unless_asked_for(
+    kvstore: Kvstore, folder: Path, words: tuple[str, ...]
+) -> None:
     at = ("--dir", str(folder))
     assert kvstore("certs", "client", "team-a", *at).code == 0
     before = {path: path.read_bytes() for path in folder.iterdir()}
@@ -90,10 +113,16 @@ def test_nothing_is_overwritten_unless_asked_for(kvstore: Kvstore, folder: Path,
     [
         (("node", "no host"), "'no host' is no name of a file"),
         (("node", "nöde", "--file", "node"), "neither a host's name in ASCII nor an address"),
-        (("client", "x" * 65, "--file", "x"), "has 65 characters; a certificate's name has 1 to 64"),
+        (
+            ("client", "x" * 65, "--file", "x"),
+            "has 65 characters; a certificate's name has 1 to 64",
+        ),
         (("client", "a/../b"), "'a/../b' is no name of a file"),
         (("client", "late", "--days", "0"), "--days"),
-        (("client", "kvstore development CA", "--file", "x"), "is the name of the authority itself; choose another"),
+        (
+            ("client", "kvstore development CA", "--file", "x"),
+            "is the name of the authority itself; choose another",
+        ),
     ],
 )
 def test_what_can_be_no_certificate_is_refused(
@@ -105,13 +134,18 @@ def test_what_can_be_no_certificate_is_refused(
     assert sorted(path.name for path in folder.iterdir()) == ["ca.key", "ca.pem"]
 
 
-def test_without_an_authority_there_is_nothing_to_sign_with(kvstore: Kvstore, tmp_path: Path, folder: Path) -> None:
+def test_without_an_authority_there_is_nothing_to_sign_with(
+    kvstore: Kvstore, tmp_path: Path, folder: Path
+) -> None:
     ran = kvstore("certs", "node", "localhost", "--dir", str(tmp_path / "nowhere"))
     assert ran.code == 2
     assert "make an authority first: kvstore certs ca" in ran.stderr
     kvstore("certs", "ca", "--dir", str(tmp_path / "other"))
     (folder / "ca.key").write_bytes((tmp_path / "other" / "ca.key").read_bytes())
-    assert "ca.key is not the key of ca.pem" in kvstore("certs", "client", "x", "--dir", str(folder)).stderr
+    assert (
+        "ca.key is not the key of ca.pem"
+        in kvstore("certs", "client", "x", "--dir", str(folder)).stderr
+    )
 
 
 def test_without_cryptography_it_says_what_is_missing(

@@ -17,7 +17,8 @@ Kvstore = Callable[..., Any]
 IDS = ",".join(str(token) for token in range(100, 112))  # the prompt of the `hashes` fixture
 
 TRACE = [
-    {"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": ids} for ids in ([0, 1], [0, 1, 2], [0, 9])
+    {"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": ids}
+    for ids in ([0, 1], [0, 1, 2], [0, 9])
 ]
 
 
@@ -54,12 +55,16 @@ def test_every_command_prints_one_json_value_with_json(
     }
     on_disk = {"flush", "scrub", "recover"}  # these need a node with a data directory: test_disk.py
     with_others = {"record"}  # needs somebody who asks meanwhile: test_record.py
-    assert set(arguments) | on_disk | with_others == {command.name for command in app.registered_commands}
+    assert set(arguments) | on_disk | with_others == {
+        command.name for command in app.registered_commands
+    }
     for name, given in arguments.items():
         ran = kvstore(name, *given, "--json")
         assert (ran.code, ran.stderr) == (0, ""), name
         assert isinstance(ran.json, dict | list), name
-        assert kvstore("--json", name, *given).code in (0, 1), name  # 1: already removed, not pinned any more
+        assert kvstore("--json", name, *given).code in (0, 1), (
+            name
+        )  # 1: already removed, not pinned any more
 
 
 def test_every_command_has_help_with_an_example(kvstore: Kvstore) -> None:
@@ -112,22 +117,35 @@ def test_r15_status_shows_misses_by_reason_and_hints_at_the_differing_field(
     reader = dataclasses.replace(space, revision="other")
     client.lookup(reader, hashes)
     ran = kvstore("status", "--json")
-    counters = {entry["digest"]: entry["counters"] for entry in ran.json["namespaces"]}[reader.digest.hex()]
+    counters = {entry["digest"]: entry["counters"] for entry in ran.json["namespaces"]}[
+        reader.digest.hex()
+    ]
     assert (counters["pages_asked"], counters["prefix_hits"], counters["miss_absent"]) == (3, 0, 3)
-    assert any(space.model in hint and "revision (other, there empty)" in hint for hint in ran.json["hints"])
+    assert any(
+        space.model in hint and "revision (other, there empty)" in hint
+        for hint in ran.json["hints"]
+    )
     ran = kvstore("status")
     assert "revision (other, there empty)" in ran.stderr
     assert "ABSENT" in ran.stdout
 
 
-def test_ls_lists_namespaces_with_layout(kvstore: Kvstore, space: Namespace, hashes: list[bytes]) -> None:
+def test_ls_lists_namespaces_with_layout(
+    kvstore: Kvstore, space: Namespace, hashes: list[bytes]
+) -> None:
     (entry,) = [entry for entry in kvstore("ls", "--json").json if entry["model"] == space.model]
     assert entry["digest"] == space.digest.hex()
     assert entry["layout_fingerprint"] == space.layout.fingerprint.hex()
-    assert (entry["page_tokens"], entry["page_nbytes"], entry["page_count"]) == (4, space.layout.page_nbytes, 3)
+    assert (entry["page_tokens"], entry["page_nbytes"], entry["page_count"]) == (
+        4,
+        space.layout.page_nbytes,
+        3,
+    )
 
 
-def test_ls_lists_pages_in_the_order_of_their_keys(kvstore: Kvstore, space: Namespace, hashes: list[bytes]) -> None:
+def test_ls_lists_pages_in_the_order_of_their_keys(
+    kvstore: Kvstore, space: Namespace, hashes: list[bytes]
+) -> None:
     pages = kvstore("ls", "-n", space.digest.hex(), "--json").json
     assert [page["prefix_hash"] for page in pages] == sorted(h.hex() for h in hashes)
 
@@ -138,10 +156,14 @@ def test_ls_by_prefix_takes_an_odd_number_of_digits(
 ) -> None:
     start = hashes[1].hex()[:digits]
     pages = kvstore("ls", "-m", space.model, "--prefix", start.upper(), "--json").json
-    assert [page["prefix_hash"] for page in pages] == sorted(h.hex() for h in hashes if h.hex().startswith(start))
+    assert [page["prefix_hash"] for page in pages] == sorted(
+        h.hex() for h in hashes if h.hex().startswith(start)
+    )
 
 
-def test_ls_says_when_it_stops_early(kvstore: Kvstore, space: Namespace, hashes: list[bytes]) -> None:
+def test_ls_says_when_it_stops_early(
+    kvstore: Kvstore, space: Namespace, hashes: list[bytes]
+) -> None:
     ran = kvstore("ls", "-m", space.model, "--limit", "2", "--json")
     assert len(ran.json) == 2
     assert "--limit 0" in ran.stderr
@@ -175,19 +197,30 @@ def test_lookup_tells_the_tokens_covered(
     client.remove(space, [hashes[1]])
     ran = kvstore("lookup", "-m", space.model, "--tokens", IDS, "--json")
     found = ran.json
-    assert (ran.code, found["prefix_pages"], found["tokens_covered"], found["pages_present"]) == (0, 1, 4, 2)
+    assert (ran.code, found["prefix_pages"], found["tokens_covered"], found["pages_present"]) == (
+        0,
+        1,
+        4,
+        2,
+    )
     assert [page["present"] for page in found["pages"]] == [True, False, True]
     ran = kvstore("lookup", "-m", space.model, "--tokens", "1," + IDS)
     assert ran.code == 1
     assert "prefix 0 of 3 pages, 0 tokens" in ran.stdout
 
 
-def test_lookup_reads_tokens_from_stdin(kvstore: Kvstore, space: Namespace, hashes: list[bytes]) -> None:
-    ran = kvstore("lookup", "-m", space.model, "--tokens-file", "-", "--json", stdin=f"[{IDS}]".encode())
+def test_lookup_reads_tokens_from_stdin(
+    kvstore: Kvstore, space: Namespace, hashes: list[bytes]
+) -> None:
+    ran = kvstore(
+        "lookup", "-m", space.model, "--tokens-file", "-", "--json", stdin=f"[{IDS}]".encode()
+    )
     assert ran.json["prefix_pages"] == 3
 
 
-def test_pin_and_unpin(kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]) -> None:
+def test_pin_and_unpin(
+    kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]
+) -> None:
     ran = kvstore("pin", "-m", space.model, hashes[0].hex(), "00" * 32, "--ttl", "1h", "--json")
     assert (ran.code, ran.json["pinned"], ran.json["ttl_s"]) == (0, 1, 3600)
     assert 0 < client.stat(space, hashes[:1])[0].pin_ttl_ms <= 3_600_000
@@ -213,7 +246,9 @@ def test_rm_removes_what_is_named_and_nothing_else(
     assert kvstore("rm", "-m", space.model, hashes[1].hex()).code == 1
 
 
-def test_rm_all_needs_a_name_and_a_yes(kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]) -> None:
+def test_rm_all_needs_a_name_and_a_yes(
+    kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]
+) -> None:
     assert "add --yes" in kvstore("rm", "-m", space.model, "--all").stderr
     assert kvstore("rm", "--all", "--yes").code == 2
     assert client.lookup(space, hashes).prefix_pages == 3
@@ -230,12 +265,21 @@ def test_forget_needs_a_yes_and_erases_one_tenant(
     client.put(gone, hashes, [content[: space.layout.page_nbytes]] * 3)
     refused = kvstore("forget", "--tenant", "gone")
     assert (refused.code, refused.stdout) == (2, "")
-    assert "Erase 1 namespaces of gone with 3 pages? Nobody is there to ask; add --yes" in refused.stderr
+    assert (
+        "Erase 1 namespaces of gone with 3 pages? Nobody is there to ask; add --yes"
+        in refused.stderr
+    )
     assert client.lookup(gone, hashes).prefix_pages == 3
     told = kvstore("forget", "--tenant", "gone", "--yes", "--json").json
     assert told["ram_nbytes"] > 0
     assert told == {
-        **{"tenant": "gone", "namespaces": 1, "pages": 3, "ram_nbytes": told["ram_nbytes"], "plain_disk": False},
+        **{
+            "tenant": "gone",
+            "namespaces": 1,
+            "pages": 3,
+            "ram_nbytes": told["ram_nbytes"],
+            "plain_disk": False,
+        },
         **{"keys_destroyed": 0, "left": 0, "why": []},
     }
     assert client.lookup(space, hashes).prefix_pages == 3
@@ -264,7 +308,9 @@ def test_put_and_get_keep_every_byte(kvstore: Kvstore, tmp_path: Path, space: Na
     assert kvstore("put", str(source), key, "-m", space.model, "--json").json["exists"] == 1
 
 
-def test_put_of_a_prompt_cuts_the_file_into_pages(kvstore: Kvstore, client: Client, space: Namespace) -> None:
+def test_put_of_a_prompt_cuts_the_file_into_pages(
+    kvstore: Kvstore, client: Client, space: Namespace
+) -> None:
     client.open(space)
     data = b"".join(bytes([i]) * space.layout.page_nbytes for i in (7, 8, 9))
     ran = kvstore("put", "-", "-m", space.model, "--tokens", IDS, "--json", stdin=data)
@@ -272,7 +318,9 @@ def test_put_of_a_prompt_cuts_the_file_into_pages(kvstore: Kvstore, client: Clie
     assert kvstore("get", "-m", space.model, "--tokens", IDS).data == data
 
 
-def test_put_of_another_size_is_refused_and_stores_nothing(kvstore: Kvstore, client: Client, space: Namespace) -> None:
+def test_put_of_another_size_is_refused_and_stores_nothing(
+    kvstore: Kvstore, client: Client, space: Namespace
+) -> None:
     client.open(space)
     nbytes = space.layout.page_nbytes
     for data in (b"", b"x", bytes(nbytes - 1), bytes(nbytes + 1), bytes(2 * nbytes)):
@@ -301,15 +349,22 @@ def test_get_does_not_count_as_the_engines_lookups(
     assert counters.pages_asked == 0
 
 
-def test_get_of_a_layer_and_its_statistics(kvstore: Kvstore, client: Client, space: Namespace) -> None:
-    layout = PageLayout(2, (LayerGroup("kv", (0, 1), (Plane("k", "float16", (2,)), Plane("s", "uint8", (1,)))),))
+def test_get_of_a_layer_and_its_statistics(
+    kvstore: Kvstore, client: Client, space: Namespace
+) -> None:
+    layout = PageLayout(
+        2, (LayerGroup("kv", (0, 1), (Plane("k", "float16", (2,)), Plane("s", "uint8", (1,)))),)
+    )
     space = dataclasses.replace(space, layout=layout)
     page = b"".join(struct.pack("<4e", *([n] * 4)) + bytes([n, 0]) for n in (3, 5))
     client.put(space, [b"k" * 32], [page])
     key = (b"k" * 32).hex()
     assert kvstore("get", "-m", space.model, key, "--layer", "1").data == page[10:]
     ran = kvstore("get", "-m", space.model, key, "--layer", "1", "--decode", "--json")
-    planes = [(p["plane"], p["shape"], p["min"], p["max"], p["zero_count"]) for p in ran.json["pages"][0]["planes"]]
+    planes = [
+        (p["plane"], p["shape"], p["min"], p["max"], p["zero_count"])
+        for p in ran.json["pages"][0]["planes"]
+    ]
     assert planes == [("k", [2, 2], 5.0, 5.0, 0), ("s", [2, 1], 0.0, 5.0, 1)]
     every = kvstore("get", "-m", space.model, key, "--decode", "--json").json["pages"][0]["planes"]
     assert [(p["layer"], p["plane"], p["mean"]) for p in every] == [
@@ -331,8 +386,16 @@ def test_replay_without_an_address_uses_a_node_of_its_own(
 ) -> None:
     monkeypatch.delenv("KVSTORE_ADDRESS")
     before = client.node_status().totals.pages_put
-    report = kvstore("replay", str(trace), "--capacity-pages", "100", "--page-bytes", "4096", "--json").json
-    wanted = {"requests": 3, "pages_asked": 7, "pages_hit": 3, "bytes_verified": 3 * 4096, "mismatches": 0}
+    report = kvstore(
+        "replay", str(trace), "--capacity-pages", "100", "--page-bytes", "4096", "--json"
+    ).json
+    wanted = {
+        "requests": 3,
+        "pages_asked": 7,
+        "pages_hit": 3,
+        "bytes_verified": 3 * 4096,
+        "mismatches": 0,
+    }
     assert {name: report[name] for name in wanted} == wanted
     assert report["prefix_hit_rate"] == pytest.approx(3 / 7)
     assert client.node_status().totals.pages_put == before
@@ -343,17 +406,25 @@ def test_replay_on_a_node_uses_it_and_removes_its_pages(
     kvstore: Kvstore, trace: Path, client: Client, wire: str
 ) -> None:
     before = client.node_status().totals.pages_put
-    ran = kvstore("replay", str(trace), "--wire", wire, "--page-bytes", "1KiB", "--limit", "2", "--json")
+    ran = kvstore(
+        "replay", str(trace), "--wire", wire, "--page-bytes", "1KiB", "--limit", "2", "--json"
+    )
     assert (ran.json["wire"], ran.json["requests"], ran.json["pages_hit"]) == (wire, 2, 2)
     assert client.node_status().totals.pages_put == before + 3
-    assert not [known for known, info in client.namespaces() if known.model == "kvstore-replay" and info.page_count]
+    assert not [
+        known
+        for known, info in client.namespaces()
+        if known.model == "kvstore-replay" and info.page_count
+    ]
 
 
 def test_top_prints_one_object_per_sample(kvstore: Kvstore) -> None:
     ran = kvstore("top", "--json", "--count", "3", "--interval", "0.05")
     samples = [json.loads(line) for line in ran.stdout.splitlines()]
     assert len(samples) == 3
-    assert all(sample["totals"]["asked_per_s"] == 0 and not sample["restarted"] for sample in samples)
+    assert all(
+        sample["totals"]["asked_per_s"] == 0 and not sample["restarted"] for sample in samples
+    )
 
 
 # ---- which wire ------------------------------------------------------------------------------
@@ -361,7 +432,11 @@ def test_top_prints_one_object_per_sample(kvstore: Kvstore) -> None:
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_the_wire_of_the_environment_is_taken_by_every_command(
-    kvstore: Kvstore, space: Namespace, hashes: list[bytes], monkeypatch: pytest.MonkeyPatch, wire: str
+    kvstore: Kvstore,
+    space: Namespace,
+    hashes: list[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    wire: str,
 ) -> None:
     taken, close = [], Client.close
 
@@ -373,6 +448,11 @@ def test_the_wire_of_the_environment_is_taken_by_every_command(
     key, bench = hashes[0].hex(), ["bench", "--seconds", "0.02", "--page-nbytes", "4KiB"]
     assert kvstore("get", "-m", space.model, key, "--json").code == 0
     monkeypatch.setenv("KVSTORE_WIRE", wire)
-    for arguments in (["get", "-m", space.model, key, "--json"], ["status"], bench, [*bench, "--wire", "grpc"]):
+    for arguments in (
+        ["get", "-m", space.model, key, "--json"],
+        ["status"],
+        bench,
+        [*bench, "--wire", "grpc"],
+    ):
         assert kvstore(*arguments).code == 0
     assert taken == ["grpc", wire, wire, wire, "grpc"]

@@ -16,5 +16,7 @@ def test_a_shorter_page_is_the_start_of_a_longer_one_and_no_piece_repeats() -> N
 
 
 def test_every_part_of_the_key_counts() -> None:
-    contents = {page_content(bytes([n]) * 16, bytes([k]) * 32, 64) for n in range(3) for k in range(3)}
+    contents = {
+        page_content(bytes([n]) * 16, bytes([k]) * 32, 64) for n in range(3) for k in range(3)
+    }
     assert len(contents) == 9

@@ -11,7 +11,11 @@ from kvstore.layout import DTYPE_NBYTES, LayerGroup, PageLayout, Plane
 LAYOUT = PageLayout(
     4,
     (
-        LayerGroup("full", (0, 2), (Plane("k", "float16", (2,)), Plane("scale", "float32", (1,), unit_tokens=4))),
+        LayerGroup(
+            "full",
+            (0, 2),
+            (Plane("k", "float16", (2,)), Plane("scale", "float32", (1,), unit_tokens=4)),
+        ),
         LayerGroup("latent", (1, 2), (Plane("c", "uint8", (3,), unit_tokens=2),)),
     ),
 )
@@ -23,7 +27,14 @@ def halves(*values: float) -> memoryview:
 
 def test_statistics_of_float16() -> None:
     s = plane_statistics("float16", halves(1.5, -2.0, 0.0, -0.0, 65504.0))
-    assert (s.count, s.min, s.max, s.zero_count, s.nan_count, s.inf_count) == (5, -2.0, 65504.0, 2, 0, 0)
+    assert (s.count, s.min, s.max, s.zero_count, s.nan_count, s.inf_count) == (
+        5,
+        -2.0,
+        65504.0,
+        2,
+        0,
+        0,
+    )
     assert s.mean == pytest.approx(65503.5 / 5)
 
 
@@ -34,7 +45,9 @@ def test_the_standard_deviation_is_the_populations() -> None:
 
 def test_statistics_of_bfloat16() -> None:
     # 1.0, -3.0, 0.0, 2^-126 and 3.3895e38 (the largest): sign, 8 bits of exponent, 7 of mantissa
-    s = plane_statistics("bfloat16", memoryview(struct.pack("<5H", 0x3F80, 0xC040, 0x0000, 0x0080, 0x7F7F)))
+    s = plane_statistics(
+        "bfloat16", memoryview(struct.pack("<5H", 0x3F80, 0xC040, 0x0000, 0x0080, 0x7F7F))
+    )
     assert (s.min, s.max, s.zero_count) == (-3.0, (2 - 2**-7) * 2.0**127, 1)
 
 
@@ -119,7 +132,9 @@ def test_planes_come_in_page_order_with_their_shapes() -> None:
 
 def test_one_layer_is_decoded_from_its_own_ranges() -> None:
     page = bytes(range(LAYOUT.page_nbytes))
-    ranges = b"".join(page[part.offset : part.offset + part.nbytes] for part in LAYOUT.layer_ranges(2))
+    ranges = b"".join(
+        page[part.offset : part.offset + part.nbytes] for part in LAYOUT.layer_ranges(2)
+    )
     ours = list(decode(layer_slices(LAYOUT, 2), memoryview(ranges)))
     every = list(decode(layer_slices(LAYOUT, None), memoryview(page)))
     assert ours == [plane for plane in every if plane.layer == 2]

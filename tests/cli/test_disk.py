@@ -33,7 +33,9 @@ def node(data_dir: Path) -> Iterator[NodeProcess]:
 
 
 @pytest.fixture
-def on_disk(node: NodeProcess, kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Kvstore]:
+def on_disk(
+    node: NodeProcess, kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Kvstore]:
     """Runs commands on a node that has one durable page of 8 KiB of model `m`, tokens 1."""
     monkeypatch.setenv("KVSTORE_ADDRESS", node.address)
     page = tmp_path / "page"
@@ -89,13 +91,25 @@ def test_disk_commands_of_a_node_without_a_disk_say_so(kvstore: Kvstore) -> None
 
 def keeper_of(node_pid: int) -> int:
     """The node's only child beside its gateway."""
-    found = [pid for path in Path(f"/proc/{node_pid}/task").glob("*/children") for pid in path.read_text().split()]
-    (keeper,) = (int(pid) for pid in found if b"node.disk.io_worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    found = [
+        pid
+        for path in Path(f"/proc/{node_pid}/task").glob("*/children")
+        for pid in path.read_text().split()
+    ]
+    (keeper,) = (
+        int(pid)
+        for pid in found
+        if b"node.disk.io_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
     return keeper
 
 
-def test_commands_on_a_stopped_disk_say_why_and_what_to_do(on_disk: Kvstore, data_dir: Path, tmp_path: Path) -> None:
-    """Its keeper is killed; what stands where a trial wants to write keeps the disk from being believed in."""
+def test_commands_on_a_stopped_disk_say_why_and_what_to_do(
+    on_disk: Kvstore, data_dir: Path, tmp_path: Path
+) -> None:
+    """Its keeper is killed; what stands where a trial wants to write keeps the disk from being
+    believed in.
+    """
     obstacle = data_dir / "extents" / "trial"
     obstacle.mkdir()
     os.kill(keeper_of(json.loads(on_disk("status", "--json").stdout)["pid"]), signal.SIGKILL)
@@ -114,8 +128,12 @@ def test_commands_on_a_stopped_disk_say_why_and_what_to_do(on_disk: Kvstore, dat
     assert "SERVING" in on_disk("status").stdout
 
 
-def test_recover_waits_for_as_long_as_a_node_may_take(kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the call that the writer is in, and for the keeper of before to let go; else the answer is missed."""
+def test_recover_waits_for_as_long_as_a_node_may_take(
+    kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the call that the writer is in, and for the keeper of before to let go; else the answer
+    is missed.
+    """
     given: list[float] = []
     monkeypatch.setattr(Client, "recover", lambda client, timeout_s: given.append(timeout_s))
     assert kvstore("recover").code == kvstore("recover", "--timeout", "7").code == 0

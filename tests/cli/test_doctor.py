@@ -15,7 +15,13 @@ NOBODY = "127.0.0.1:1"
 def test_all_is_well(kvstore: Kvstore) -> None:
     ran = kvstore("doctor", "--timeout", "20")
     assert ran.code == 0, ran.stdout
-    for line in ("this host", "the way to the node", "wires", "pages, there and back", "pages, gone again"):
+    for line in (
+        "this host",
+        "the way to the node",
+        "wires",
+        "pages, there and back",
+        "pages, gone again",
+    ):
         assert f"\n{line}\n" in f"\n{ran.stdout}"
     assert " 0 fail, " in ran.stdout.splitlines()[-1]
     assert "kvstore-doctor" not in kvstore("ls").stdout
@@ -36,7 +42,9 @@ def test_json(kvstore: Kvstore, shared_node: NodeProcess) -> None:
     assert found["address"] == shared_node.address
     assert found["fail"] == 0
     assert found["ok"] + found["warn"] + found["skipped"] == len(found["checks"])
-    (bulk,) = [check for check in found["checks"] if (check["group"], check["name"]) == ("wires", "bulk")]
+    (bulk,) = [
+        check for check in found["checks"] if (check["group"], check["name"]) == ("wires", "bulk")
+    ]
     assert bulk == {
         "group": "wires",
         "of": "",
@@ -50,14 +58,20 @@ def test_json(kvstore: Kvstore, shared_node: NodeProcess) -> None:
 
 
 def test_a_data_directory(kvstore: Kvstore, tmp_path: Path) -> None:
-    found = kvstore("doctor", "--json", "--timeout", "20", "--data-dir", str(tmp_path)).json["checks"]
+    found = kvstore("doctor", "--json", "--timeout", "20", "--data-dir", str(tmp_path)).json[
+        "checks"
+    ]
     names = {check["name"]: check for check in found if check["group"] == "data directory"}
     assert {"data directory", "file system", "O_DIRECT", "room", "speed"} == set(names)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--wire", "pigeon"], "wire"), (["-a", "host:port"], "host:port"), (["--nothing"], "--nothing")],
+    [
+        (["--wire", "pigeon"], "wire"),
+        (["-a", "host:port"], "host:port"),
+        (["--nothing"], "--nothing"),
+    ],
 )
 def test_what_can_not_be_examined_at_all(kvstore: Kvstore, arguments: list[str], said: str) -> None:
     ran = kvstore("doctor", *arguments)

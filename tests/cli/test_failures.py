@@ -35,7 +35,11 @@ def test_a_node_that_is_down_exits_3_wherever_its_address_was_given(
 ) -> None:
     if place == "environment":
         monkeypatch.setenv("KVSTORE_ADDRESS", NOBODY)
-    arguments = {"before": ["-a", NOBODY, "ls"], "after": ["ls", "-a", NOBODY], "environment": ["ls"]}[place]
+    arguments = {
+        "before": ["-a", NOBODY, "ls"],
+        "after": ["ls", "-a", NOBODY],
+        "environment": ["ls"],
+    }[place]
     ran = kvstore(*arguments)
     assert ran.code == 3
     assert f"node {NOBODY} is unavailable" in one_line(ran)
@@ -50,16 +54,24 @@ def test_the_address_of_the_command_line_wins_over_the_environment(
     assert kvstore("-a", client.config.address, "status").code == 0
 
 
-def test_every_command_that_talks_to_a_node_exits_3_without_one(kvstore: Kvstore, tmp_path: Path) -> None:
+def test_every_command_that_talks_to_a_node_exits_3_without_one(
+    kvstore: Kvstore, tmp_path: Path
+) -> None:
     page = tmp_path / "page"
     page.write_bytes(b"x")
     trace = tmp_path / "trace"
     trace.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n')
-    positional = {"put": [str(page), "ab" * 16], "replay": [str(trace)], "forget": ["--tenant", "t", "--yes"]}
+    positional = {
+        "put": [str(page), "ab" * 16],
+        "replay": [str(trace)],
+        "forget": ["--tenant", "t", "--yes"],
+    }
     positional["record"] = ["-o", str(tmp_path / "recorded")]
     others = ("plan", "doctor")  # which asks no node; whose findings are its answer
     for command in (some for some in app.registered_commands if some.name not in others):
-        ran = kvstore(str(command.name), *positional.get(str(command.name), []), "-a", NOBODY, "--json")
+        ran = kvstore(
+            str(command.name), *positional.get(str(command.name), []), "-a", NOBODY, "--json"
+        )
         assert (ran.code, ran.stdout, ran.error["kind"]) == (3, "", "Unavailable"), command.name
 
 
@@ -98,7 +110,9 @@ def test_every_command_that_talks_to_a_node_exits_3_without_one(kvstore: Kvstore
         (["pin", "ab", "--ttl", "soon"], 2, "'soon' is not a duration"),
     ],
 )
-def test_bad_usage_is_told_in_one_line(kvstore: Kvstore, arguments: list[str], code: int, said: str) -> None:
+def test_bad_usage_is_told_in_one_line(
+    kvstore: Kvstore, arguments: list[str], code: int, said: str
+) -> None:
     ran = kvstore(*arguments)
     assert ran.code == code
     assert said in one_line(ran)
@@ -124,7 +138,9 @@ def test_keys_that_name_no_page(
     assert said in one_line(ran)
 
 
-def test_the_start_of_two_keys_is_ambiguous(kvstore: Kvstore, client: Client, space: Namespace) -> None:
+def test_the_start_of_two_keys_is_ambiguous(
+    kvstore: Kvstore, client: Client, space: Namespace
+) -> None:
     keys = [b"\xab" * 20 + bytes([i]) for i in range(2)]
     client.put(space, keys, [bytes(space.layout.page_nbytes)] * 2)
     ran = kvstore("get", "-m", space.model, "abab")
@@ -133,14 +149,18 @@ def test_the_start_of_two_keys_is_ambiguous(kvstore: Kvstore, client: Client, sp
     assert kvstore("get", "-m", space.model, keys[1].hex()).code == 0
 
 
-def test_two_namespaces_of_one_model_must_be_told_apart(kvstore: Kvstore, client: Client, space: Namespace) -> None:
+def test_two_namespaces_of_one_model_must_be_told_apart(
+    kvstore: Kvstore, client: Client, space: Namespace
+) -> None:
     other = Namespace(space.model, space.layout, revision="2")
     client.open(space)
     client.open(other)
     ran = kvstore("ls", "-m", space.model)
     assert ran.code == 2
     assert "2 namespaces fit" in one_line(ran)
-    assert kvstore("ls", "-m", space.model, "-n", other.digest.hex()[:12]).code == 1  # found, and empty
+    assert (
+        kvstore("ls", "-m", space.model, "-n", other.digest.hex()[:12]).code == 1
+    )  # found, and empty
 
 
 def test_a_file_that_can_not_be_written_is_named(
@@ -153,17 +173,25 @@ def test_a_file_that_can_not_be_written_is_named(
 
 def test_a_malformed_trace_is_told_by_line(kvstore: Kvstore, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n{"timestamp": 0}\n')
+    path.write_text(
+        '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n{"timestamp": 0}\n'
+    )
     ran = kvstore("replay", str(path))
     assert ran.code == 2
     assert f"{path}, line 2: input_length is missing" in one_line(ran)
 
 
-def test_wrong_bytes_exit_5(kvstore: Kvstore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bytes_exit_5(
+    kvstore: Kvstore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n' * 2)
+    path.write_text(
+        '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n' * 2
+    )
 
-    def get_nothing(self: Client, namespace: Namespace, keys: list[bytes], *_: Any, **__: Any) -> list[bool]:
+    def get_nothing(
+        self: Client, namespace: Namespace, keys: list[bytes], *_: Any, **__: Any
+    ) -> list[bool]:
         return [True] * len(keys)
 
     monkeypatch.setattr(Client, "get", get_nothing)
@@ -175,7 +203,8 @@ def test_wrong_bytes_exit_5(kvstore: Kvstore, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "code", "said"), [(1, 5, "checksum"), (0, 1, "evicted, removed, or found damaged meanwhile")]
+    ("corrupt", "code", "said"),
+    [(1, 5, "checksum"), (0, 1, "evicted, removed, or found damaged meanwhile")],
 )
 def test_get_of_a_page_that_is_corrupt_or_gone_by_now(
     kvstore: Kvstore,
@@ -196,12 +225,16 @@ def test_get_of_a_page_that_is_corrupt_or_gone_by_now(
 def test_verify_of_a_corrupt_page_exits_5(
     kvstore: Kvstore, space: Namespace, hashes: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Client, "verify", lambda *_, **__: VerifyResult(intact=2, dropped=1, absent=0))
+    monkeypatch.setattr(
+        Client, "verify", lambda *_, **__: VerifyResult(intact=2, dropped=1, absent=0)
+    )
     ran = kvstore("verify", "-m", space.model, "--all", "--json")
     assert (ran.code, ran.json["dropped"]) == (5, 1)
 
 
-def test_a_node_without_space_exits_4(kvstore: Kvstore, space: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_space_exits_4(
+    kvstore: Kvstore, space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise Exhausted("no slot can be freed")
 
@@ -230,13 +263,16 @@ def test_a_reader_that_leaves_is_no_error_message(kvstore: Kvstore) -> None:
         read_end, write_end = os.pipe()
         os.close(read_end)
         try:
-            ran = subprocess.run([*COMMAND, *arguments], stdout=write_end, stderr=subprocess.PIPE, check=False)
+            ran = subprocess.run(
+                [*COMMAND, *arguments], stdout=write_end, stderr=subprocess.PIPE, check=False
+            )
         finally:
             os.close(write_end)
         assert (ran.returncode, ran.stderr) == (141, b"")
 
 
-# Unbuffered, each command fails where it prints; buffered, all of them at the same flush at their end.
+# Unbuffered, each command fails where it prints; buffered, all of them at the same flush at their
+# end.
 @pytest.mark.parametrize(
     ("arguments", "unbuffered"),
     [
@@ -252,14 +288,20 @@ def test_a_reader_that_leaves_is_no_error_message(kvstore: Kvstore) -> None:
     ids=lambda part: part if isinstance(part, str) else " ".join(part),
 )
 def test_an_output_that_can_not_be_written_is_an_error_and_no_traceback(
-    kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, arguments: list[str], unbuffered: str, tmp_path: Path
+    kvstore: Kvstore,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    unbuffered: str,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     identities = tmp_path / "identities"
     if arguments[0] == "tokens":
         arguments = [*arguments, "a", "--tenant", "t", "-f", str(identities)]
     with open("/dev/full", "wb") as full:
-        ran = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        ran = subprocess.run(
+            [*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
     assert ran.returncode == 74, ran.stderr
     assert "stdout can not be written: No space left on device" in ran.stderr
     assert ran.stderr.count("\n") == 1
@@ -268,7 +310,11 @@ def test_an_output_that_can_not_be_written_is_an_error_and_no_traceback(
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_page_bytes_that_can_not_be_written_are_an_error(
-    kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, space: Namespace, unbuffered: str
+    kvstore: Kvstore,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    space: Namespace,
+    unbuffered: str,
 ) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     page = tmp_path / "page"
@@ -277,10 +323,15 @@ def test_page_bytes_that_can_not_be_written_are_an_error(
     assert kvstore("put", str(page), key, "--create-opaque", space.model).code == 0
     get = ["get", "--model", space.model, key]
     with open("/dev/full", "wb") as full:
-        ran = subprocess.run([*COMMAND, *get], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        ran = subprocess.run(
+            [*COMMAND, *get], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
     assert (ran.returncode, ran.stderr.count("\n")) == (74, 1)
     assert "stdout can not be written" in ran.stderr
-    assert subprocess.run([*COMMAND, *get], capture_output=True, check=True).stdout == page.read_bytes()
+    assert (
+        subprocess.run([*COMMAND, *get], capture_output=True, check=True).stdout
+        == page.read_bytes()
+    )
     refused = kvstore(*get, "-o", "/dev/full", "--json")
     assert (refused.code, refused.error["kind"]) == (74, "Unwritten")
     assert refused.error["error"] == "can not write /dev/full: No space left on device"
@@ -290,13 +341,19 @@ def test_page_bytes_that_can_not_be_written_are_an_error(
 
 def test_without_a_stdout_nothing_is_begun(tmp_path: Path) -> None:
     """What is printed would be lost without an error."""
-    add = shlex.join([*COMMAND, "tokens", "add", "a", "--tenant", "t", "-f", str(tmp_path / "identities")])
-    ran = subprocess.run(["sh", "-c", f"exec {add} >&-"], stderr=subprocess.PIPE, text=True, check=False)
+    add = shlex.join(
+        [*COMMAND, "tokens", "add", "a", "--tenant", "t", "-f", str(tmp_path / "identities")]
+    )
+    ran = subprocess.run(
+        ["sh", "-c", f"exec {add} >&-"], stderr=subprocess.PIPE, text=True, check=False
+    )
     assert (ran.returncode, "stdout is closed" in ran.stderr) == (74, True)
     assert not (tmp_path / "identities").exists()
 
 
-def test_remarks_that_can_not_be_written_change_no_exit_status(kvstore: Kvstore, tmp_path: Path) -> None:
+def test_remarks_that_can_not_be_written_change_no_exit_status(
+    kvstore: Kvstore, tmp_path: Path
+) -> None:
     add = [*COMMAND, "tokens", "add", "a", "--tenant", "t", "-f", str(tmp_path / "identities")]
     for status in (0, 2):  # there is one of that name now
         with open("/dev/full", "wb") as full:
@@ -306,7 +363,9 @@ def test_remarks_that_can_not_be_written_change_no_exit_status(kvstore: Kvstore,
 
 def test_without_the_extra_the_command_says_what_to_install() -> None:
     script = "import sys; sys.modules['typer'] = None; import kvstore; from kvstore.cli.app import main; main()"
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert (ran.returncode, ran.stdout) == (2, "")
     assert "the extra cli of kvstore-llm" in ran.stderr
     assert ran.stderr.count("\n") == 1
@@ -346,7 +405,9 @@ for words in sys.stdin.read().splitlines():
 """
     environ = {**os.environ, "_KVSTORE_COMPLETE": "complete_bash"}
     command, words = [sys.executable, "-c", script], "\n".join(map(" ".join, asked))
-    ran = subprocess.run(command, env=environ, input=words, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        command, env=environ, input=words, capture_output=True, text=True, check=False
+    )
     assert ran.stderr == ""
     digests, models, nothing, commands, end = [offer.split() for offer in ran.stdout.split("---")]
     assert space.digest.hex() in digests

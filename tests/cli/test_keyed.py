@@ -13,7 +13,9 @@ TOKENS = ("--tokens", "7,8,9")
 
 
 @pytest.fixture
-def stored(kvstore: Kvstore, tmp_path: Path, space: Namespace, monkeypatch: pytest.MonkeyPatch) -> bytes:
+def stored(
+    kvstore: Kvstore, tmp_path: Path, space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> bytes:
     """A page of a namespace that is keyed because there was a key when it was made."""
     path = tmp_path / "pages.key"
     path.write_text(SECRET)
@@ -52,9 +54,15 @@ def test_without_the_key_it_is_said_that_there_is_one(
 
 
 def test_a_forged_page_is_named(
-    kvstore: Kvstore, space: Namespace, stored: bytes, shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+    kvstore: Kvstore,
+    space: Namespace,
+    stored: bytes,
+    shared_node: NodeProcess,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with Client(ClientConfig(address=shared_node.address, connect_timeout_s=5.0, page_key="4d" * 32)) as stranger:
+    with Client(
+        ClientConfig(address=shared_node.address, connect_timeout_s=5.0, page_key="4d" * 32)
+    ) as stranger:
         ((named, _),) = [some for some in stranger.namespaces() if some[0].model == space.model]
         (page,) = stranger.list_pages(named)
         assert stranger._page_keys is not None

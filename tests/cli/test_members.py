@@ -1,4 +1,6 @@
-"""What is shown of a cluster's members: one screen of any number of them, what is not well, how far sweeps are."""
+"""What is shown of a cluster's members: one screen of any number of them, what is not well, how far
+sweeps are.
+"""
 
 from typing import Any
 
@@ -16,16 +18,24 @@ MANY = View("fleet", 7, tuple(Member(f"n{i}", f"host{i}:7440") for i in range(40
 
 
 def serving(**peers: Any) -> pb.NodeStatusReply:
-    status = pb.NodeStatusReply(state="SERVING", ram=pb.RamStatus(), peers=pb.PeersStatus(registry="etcd", **peers))
+    status = pb.NodeStatusReply(
+        state="SERVING", ram=pb.RamStatus(), peers=pb.PeersStatus(registry="etcd", **peers)
+    )
     for i in range(30):
         space = Namespace(f"model-{i}", opaque_layout(512))
-        said: dict[str, Any] = {"digest": space.digest, "namespace": namespace_message(space), "page_nbytes": 512}
+        said: dict[str, Any] = {
+            "digest": space.digest,
+            "namespace": namespace_message(space),
+            "page_nbytes": 512,
+        }
         status.namespaces.append(pb.NamespaceInfo(**said, page_count=i))
     return status
 
 
 @pytest.mark.parametrize("count", [3, 12, 40])
-def test_status_is_one_screen(kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_status_is_one_screen(
+    kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
     view = View("fleet", 7, MANY.members[:count], 2)
     statuses: dict[str, Any] = {member.address: serving() for member in view.members}
     statuses[view.members[-1].address] = Unavailable("it is away")
@@ -39,15 +49,25 @@ def test_status_is_one_screen(kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch,
         assert f"and {count - 8} more members: kvstore cluster" in lines
     assert lines[-1].endswith(" more namespaces: kvstore ls")
     shown = kvstore("cluster")
-    assert (shown.code, sum(line.startswith("n") for line in shown.stdout.splitlines())) == (3, count)
-    named = {space["model"]: space["page_count"] for space in kvstore("status", "--json").json["namespaces"]}
+    assert (shown.code, sum(line.startswith("n") for line in shown.stdout.splitlines())) == (
+        3,
+        count,
+    )
+    named = {
+        space["model"]: space["page_count"]
+        for space in kvstore("status", "--json").json["namespaces"]
+    }
     assert named["model-29"] == 29 * (count - 1)
 
 
 def test_what_is_not_well() -> None:
     view = View("fleet", 7, MANY.members[:4], 5)
     stopped = serving()
-    stopped.state, stopped.disk.state, stopped.disk.reason = "DEGRADED", "POISONED", "writing failed"
+    stopped.state, stopped.disk.state, stopped.disk.reason = (
+        "DEGRADED",
+        "POISONED",
+        "writing failed",
+    )
     deaf = serving(apart=["n9: protocol 9"])
     deaf.peers.registry = "for 7 s: no answer; the last view is kept"
     statuses: dict[str, Any] = {"host0:7440": serving(), "host1:7440": stopped, "host2:7440": deaf}
@@ -58,7 +78,12 @@ def test_what_is_not_well() -> None:
         "n3: not asked yet",
         "5 replicas are wanted of 4 members: there are fewer",
     ]
-    assert [row[1] for row in rows(view, view.members, statuses)] == ["serving", "DEGRADED", "serving", "NO ANSWER"]
+    assert [row[1] for row in rows(view, view.members, statuses)] == [
+        "serving",
+        "DEGRADED",
+        "serving",
+        "NO ANSWER",
+    ]
 
 
 def test_while_some_members_tell_less_the_sums_are_of_the_others() -> None:
@@ -86,7 +111,9 @@ def test_how_far_sweeps_are() -> None:
         "swept 1.5 min ago  2 of 8 pages fetched  5 pages found no room, 1 pages could not be had"
     )
     assert sweep_line(pb.PeersStatus()) == "not swept yet"
-    view = View("fleet", 7, tuple(Member(f"n{i}", f"host{i}:7440", state=State.JOINING) for i in range(3)))
+    view = View(
+        "fleet", 7, tuple(Member(f"n{i}", f"host{i}:7440", state=State.JOINING) for i in range(3))
+    )
     statuses = {
         f"host{i}:7440": pb.NodeStatusReply(ram=pb.RamStatus(), peers=peers)
         for i, peers in enumerate((runs, looks, over))

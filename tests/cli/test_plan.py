@@ -1,4 +1,6 @@
-"""`kvstore plan`: its table, its words, its pictures; the figures themselves are held to account in tests/plan."""
+"""`kvstore plan`: its table, its words, its pictures; the figures themselves are held to account in
+tests/plan.
+"""
 
 import json
 import os
@@ -23,7 +25,11 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def written(path: Path, count: int, at_a_time: int = 40, **more: Any) -> Path:
     with path.open("w") as file:
         for request in chatting(count, at_a_time=at_a_time):
-            line = {"timestamp": request.timestamp_ms, "input_length": request.input_length, "output_length": 1}
+            line = {
+                "timestamp": request.timestamp_ms,
+                "input_length": request.input_length,
+                "output_length": 1,
+            }
             file.write(json.dumps({**line, "hash_ids": request.hash_ids, **more}) + "\n")
     return path
 
@@ -33,8 +39,21 @@ def trace(tmp_path: Path) -> Path:
     return written(tmp_path / "trace.jsonl", 400)
 
 
-def test_the_table_has_a_line_for_each_pair_of_sizes_and_words_below(kvstore: Kvstore, trace: Path) -> None:
-    ran = kvstore("plan", str(trace), "--ram", "1GiB,4GiB", "--ram", "8GiB", "--disk", "64GiB", "--page-bytes", "1MiB")
+def test_the_table_has_a_line_for_each_pair_of_sizes_and_words_below(
+    kvstore: Kvstore, trace: Path
+) -> None:
+    ran = kvstore(
+        "plan",
+        str(trace),
+        "--ram",
+        "1GiB,4GiB",
+        "--ram",
+        "8GiB",
+        "--disk",
+        "64GiB",
+        "--page-bytes",
+        "1MiB",
+    )
     assert ran.code == 0, ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[0].startswith("400 requests, ")
@@ -43,11 +62,15 @@ def test_the_table_has_a_line_for_each_pair_of_sizes_and_words_below(kvstore: Kv
         [size, "GiB", disk] for size in ("1.0", "4.0", "8.0") for disk in ("-", "64.0")
     ]
     assert [line for line in lines if line.startswith("* A store that never forgets would hit ")]
-    assert [line for line in lines if line.startswith("* A disk of 64.0 GiB beside RAM of 8.0 GiB ")]
+    assert [
+        line for line in lines if line.startswith("* A disk of 64.0 GiB beside RAM of 8.0 GiB ")
+    ]
 
 
 def test_json_has_all_figures_and_the_words(kvstore: Kvstore, trace: Path) -> None:
-    found = kvstore("plan", str(trace), "--ram", "1GiB", "--prefill-tokens-per-s", "5000", "--json").json
+    found = kvstore(
+        "plan", str(trace), "--ram", "1GiB", "--prefill-tokens-per-s", "5000", "--json"
+    ).json
     row = found["rows"][0]
     assert row["ram_nbytes"] == 1 << 30
     assert row["pages"] == 16
@@ -59,7 +82,9 @@ def test_json_has_all_figures_and_the_words(kvstore: Kvstore, trace: Path) -> No
 
 
 def test_one_run_gives_what_the_next_gives(kvstore: Kvstore, trace: Path) -> None:
-    assert kvstore("plan", str(trace), "--json").stdout == kvstore("plan", str(trace), "--json").stdout
+    assert (
+        kvstore("plan", str(trace), "--json").stdout == kvstore("plan", str(trace), "--json").stdout
+    )
 
 
 def test_a_sample_says_its_error(kvstore: Kvstore, trace: Path) -> None:
@@ -75,7 +100,9 @@ def test_a_trace_with_too_many_pages_is_sampled_by_itself() -> None:
     assert module._sample(1.0, 4 * module.EXACT_PAGES_MAX).rate == 1, "as the user wants it"
 
 
-def test_pictures_are_drawn_and_need_nothing_else(kvstore: Kvstore, trace: Path, tmp_path: Path) -> None:
+def test_pictures_are_drawn_and_need_nothing_else(
+    kvstore: Kvstore, trace: Path, tmp_path: Path
+) -> None:
     png, page = tmp_path / "plan.png", tmp_path / "plan.html"
     ran = kvstore("plan", str(trace), "--picture", str(png), "--picture", str(page), "--json")
     assert ran.code == 0, ran.stderr
@@ -151,7 +178,9 @@ def test_numbers_without_measure_are_refused_with_their_line(
 ) -> None:
     path = tmp_path / "trace.jsonl"
     numbers = {"timestamp": "0", "input_length": "1", "output_length": "1", name: number}
-    path.write_text("{" + ",".join(f'"{key}":{value}' for key, value in numbers.items()) + ',"hash_ids":[1]}\n')
+    path.write_text(
+        "{" + ",".join(f'"{key}":{value}' for key, value in numbers.items()) + ',"hash_ids":[1]}\n'
+    )
     ran = kvstore("plan", str(path))
     assert (ran.code, f"line 1: {name} is " in ran.stderr) == (2, True)
 
@@ -172,7 +201,9 @@ def words(kvstore: Kvstore, trace: Path, *arguments: str) -> str:
 
 
 def test_it_says_when_more_ram_is_of_no_use(kvstore: Kvstore, trace: Path) -> None:
-    assert "RAM of 1.0 TiB has all that is ever asked for again" in words(kvstore, trace, "--ram", "1TiB")
+    assert "RAM of 1.0 TiB has all that is ever asked for again" in words(
+        kvstore, trace, "--ram", "1TiB"
+    )
 
 
 def test_it_says_when_a_disk_is_needed_and_which(kvstore: Kvstore, trace: Path) -> None:
@@ -180,8 +211,12 @@ def test_it_says_when_a_disk_is_needed_and_which(kvstore: Kvstore, trace: Path) 
     assert "A disk is needed for the rest: one of " in said
 
 
-def test_it_says_when_a_disk_is_hardly_worth_it_and_when_it_is_too_slow(kvstore: Kvstore, trace: Path) -> None:
-    assert "for hits it is hardly worth it" in words(kvstore, trace, "--ram", "4GiB", "--disk", "8GiB")
+def test_it_says_when_a_disk_is_hardly_worth_it_and_when_it_is_too_slow(
+    kvstore: Kvstore, trace: Path
+) -> None:
+    assert "for hits it is hardly worth it" in words(
+        kvstore, trace, "--ram", "4GiB", "--disk", "8GiB"
+    )
     slow = words(kvstore, trace, "--ram", "64MiB", "--disk", "8GiB", "--disk-gb-per-s", "0.000001")
     assert "more than the 1e-06 that disks are believed to do" in slow
     assert "All of it should be RAM" in slow
@@ -189,7 +224,9 @@ def test_it_says_when_a_disk_is_hardly_worth_it_and_when_it_is_too_slow(kvstore:
 
 def test_a_disk_smaller_than_the_ram_is_not_said_to_be_needed() -> None:
     made = planned_of(ram=1000)
-    row = replace(made.rows[0], pages=made.nearly_all_pages + 1, hit_rate=0.30, hit_rate_doubled=0.33)
+    row = replace(
+        made.rows[0], pages=made.nearly_all_pages + 1, hit_rate=0.30, hit_rate_doubled=0.33
+    )
     made = replace(made, endless=0.35, wanted_pages=row.pages + 9, ram_asked=True, rows=(row,))
     assert "A disk adds at most 5.0 points." in " ".join(recommendation(made))
 
@@ -197,7 +234,8 @@ def test_a_disk_smaller_than_the_ram_is_not_said_to_be_needed() -> None:
 def test_the_policy_is_as_good_as_any_only_where_it_is_at_all_sizes() -> None:
     made = planned_of(ram=1000)
     poor, good = (
-        replace(made.rows[0], ram_nbytes=n << 30, hit_rate=h, bound=b) for n, h, b in ((1, 0.02, 0.05), (2, 0.86, 0.90))
+        replace(made.rows[0], ram_nbytes=n << 30, hit_rate=h, bound=b)
+        for n, h, b in ((1, 0.02, 0.05), (2, 0.86, 0.90))
     )
     said = " ".join(recommendation(replace(made, rows=(poor, good))))
     assert "With RAM of 1.0 GiB the store hits 2.0 %, and who knew the future 5.0 %" in said
@@ -209,14 +247,25 @@ def planned_of(ram: int) -> Plan:
     return planned(surveyed(chatting(100), wishes), wishes)
 
 
-def test_it_says_that_a_trace_without_repetition_saves_nothing(kvstore: Kvstore, tmp_path: Path) -> None:
+def test_it_says_that_a_trace_without_repetition_saves_nothing(
+    kvstore: Kvstore, tmp_path: Path
+) -> None:
     path = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 1024, "output_length": 1}
-    path.write_text("".join(json.dumps({**line, "hash_ids": [2 * i, 2 * i + 1]}) + "\n" for i in range(20)))
+    path.write_text(
+        "".join(json.dumps({**line, "hash_ids": [2 * i, 2 * i + 1]}) + "\n" for i in range(20))
+    )
     assert "no store would save anything" in words(kvstore, path)
 
 
 def test_it_does_not_speak_of_rates_without_times(kvstore: Kvstore, tmp_path: Path) -> None:
-    said = words(kvstore, written(tmp_path / "still.jsonl", 200, timestamp=0), "--ram", "64MiB", "--disk", "1GiB")
+    said = words(
+        kvstore,
+        written(tmp_path / "still.jsonl", 200, timestamp=0),
+        "--ram",
+        "64MiB",
+        "--disk",
+        "1GiB",
+    )
     assert "The trace has no times" in said
     assert "GB/s" not in said

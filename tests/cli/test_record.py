@@ -41,8 +41,10 @@ def recorded(
     monkeypatch: pytest.MonkeyPatch,
     *arguments: str,
 ) -> Any:
-    """Runs the command, and `does` beside it: begun when the node records. It is asked again when that is done, so no
-    time is too short."""
+    """Runs the command, and `does` beside it: begun when the node records.
+
+    It is asked again when that is done, so no time is too short.
+    """
     begun, done = threading.Event(), threading.Event()
 
     def beside() -> None:
@@ -53,7 +55,9 @@ def recorded(
 
     real = Client.record
 
-    def record(client: Client, seconds: float = 0.0, recording: bytes = b"", end: bool = False) -> pb.RecordReply:
+    def record(
+        client: Client, seconds: float = 0.0, recording: bytes = b"", end: bool = False
+    ) -> pb.RecordReply:
         if recording:
             assert done.wait(60.0)
         reply = real(client, seconds, recording, end or bool(recording))
@@ -81,9 +85,15 @@ def test_what_was_recorded_plans_as_the_node_behaved(
 
     found = recorded(kvstore, small_node, does, monkeypatch, "-o", str(path), "--json").json
     trace = list(read_trace(path))
-    assert (found["requests"], found["dropped"], len(trace)) == (300, 0, found["requests"] + found["stored"])
+    assert (found["requests"], found["dropped"], len(trace)) == (
+        300,
+        0,
+        found["requests"] + found["stored"],
+    )
     asked = [request for request in trace if not request.stored]
-    assert [len(request.hash_ids) for request in asked] == [len(request.hash_ids) for request in requests]
+    assert [len(request.hash_ids) for request in asked] == [
+        len(request.hash_ids) for request in requests
+    ]
     assert {(request.page_nbytes, request.page_tokens) for request in trace} == {(4096, 1)}
     page = page_size(trace, None, None, None)
     wishes = Wishes(page, 1000.0, ram=(CAPACITY * 4096,))
@@ -101,7 +111,14 @@ def test_neither_keys_nor_names_are_in_the_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "trace.jsonl"
-    recorded(kvstore, shared_node, lambda client: client.lookup(space, hashes), monkeypatch, "-o", str(path))
+    recorded(
+        kvstore,
+        shared_node,
+        lambda client: client.lookup(space, hashes),
+        monkeypatch,
+        "-o",
+        str(path),
+    )
     text = path.read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert all(line["hash_ids"] == list(range(len(line["hash_ids"]))) for line in lines)
@@ -128,13 +145,17 @@ def test_a_full_disk_is_told_as_such(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Recording, "lines", full)
-    ran = kvstore("record", "-a", small_node.address, "-o", str(tmp_path / "trace.jsonl"), "--seconds", "0.05")
+    ran = kvstore(
+        "record", "-a", small_node.address, "-o", str(tmp_path / "trace.jsonl"), "--seconds", "0.05"
+    )
     assert ran.code == 74
     assert "No space left" in ran.stderr
     assert not (tmp_path / "trace.jsonl").exists(), "with nothing in it"
 
 
-def test_when_nobody_asks_there_is_no_file(kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path) -> None:
+def test_when_nobody_asks_there_is_no_file(
+    kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path
+) -> None:
     path = tmp_path / "trace.jsonl"
     ran = kvstore("record", "-a", small_node.address, "-o", str(path), "--seconds", "0.05")
     assert (ran.code, path.exists()) == (1, False)
@@ -168,7 +189,9 @@ def test_it_ends_when_the_file_is_as_large_as_it_may_be(
 def test_an_interrupt_keeps_what_there_is_and_says_what_is_missing(
     kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def record(client: Client, seconds: float = 0.0, recording: bytes = b"", end: bool = False) -> pb.RecordReply:
+    def record(
+        client: Client, seconds: float = 0.0, recording: bytes = b"", end: bool = False
+    ) -> pb.RecordReply:
         if recording and not end:
             raise KeyboardInterrupt
         use = pb.RecordedUse(pages=[1, 2], page_nbytes=8, page_tokens=0.5)
@@ -193,9 +216,18 @@ def test_no_time_at_all_is_refused(kvstore: Kvstore, tmp_path: Path, seconds: st
 def test_the_end_of_a_chain_gets_what_is_before_it_whenever_that_is_known(tmp_path: Path) -> None:
     with (tmp_path / "spool").open("w+b") as spool:
         recording = Recording(spool)
-        for stored, pages in ((True, [70, 80]), (False, [50, 60]), (True, [50, 60, 70, 80]), (False, [])):
+        for stored, pages in (
+            (True, [70, 80]),
+            (False, [50, 60]),
+            (True, [50, 60, 70, 80]),
+            (False, []),
+        ):
             recording.add(
-                pb.RecordReply(uses=[pb.RecordedUse(stored=stored, pages=pages, page_nbytes=8, page_tokens=0.5)])
+                pb.RecordReply(
+                    uses=[
+                        pb.RecordedUse(stored=stored, pages=pages, page_nbytes=8, page_tokens=0.5)
+                    ]
+                )
             )
         lines = [json.loads(line) for line in recording.lines()]
     assert [line["hash_ids"] for line in lines] == [[2, 3, 0, 1], [2, 3], [2, 3, 0, 1]]
@@ -203,14 +235,20 @@ def test_the_end_of_a_chain_gets_what_is_before_it_whenever_that_is_known(tmp_pa
     assert (recording.requests, recording.stores) == (1, 2)
 
 
-def test_it_is_the_trace_that_may_not_be_too_large_and_not_what_waits_to_be_one(tmp_path: Path) -> None:
+def test_it_is_the_trace_that_may_not_be_too_large_and_not_what_waits_to_be_one(
+    tmp_path: Path,
+) -> None:
     """An engine that decodes stores a page at a time, and each comes with all before it."""
     with (tmp_path / "spool").open("w+b") as spool:
         recording = Recording(spool)
         for page in range(400):
             recording.add(
                 pb.RecordReply(
-                    uses=[pb.RecordedUse(stored=True, pages=[page + 7, page + 8], page_nbytes=8, page_tokens=0.5)]
+                    uses=[
+                        pb.RecordedUse(
+                            stored=True, pages=[page + 7, page + 8], page_nbytes=8, page_tokens=0.5
+                        )
+                    ]
                 )
             )
         waits, nbytes = spool.tell(), sum(map(len, recording.lines()))

@@ -66,7 +66,9 @@ class FakeStore:
         present = [h in self.pages for h in prefix_hashes]
         return LookupResult((*present, False).index(False), tuple(present))
 
-    def get(self, namespace: Namespace, prefix_hashes: Sequence[bytes], buffers: Any, prefix: bool) -> list[bool]:
+    def get(
+        self, namespace: Namespace, prefix_hashes: Sequence[bytes], buffers: Any, prefix: bool
+    ) -> list[bool]:
         assert prefix
         for prefix_hash, buffer in zip(prefix_hashes, buffers, strict=True):
             if prefix_hash != self.untouched:
@@ -77,10 +79,14 @@ class FakeStore:
         run = (*hits, False).index(False)
         return [True] * run + [False] * (len(hits) - run)
 
-    def put(self, namespace: Namespace, prefix_hashes: Sequence[bytes], pages: Any) -> list[PutOutcome]:
+    def put(
+        self, namespace: Namespace, prefix_hashes: Sequence[bytes], pages: Any
+    ) -> list[PutOutcome]:
         if self.full:
             raise Exhausted("all pages are pinned")
-        outcomes = [PutOutcome.EXISTS if h in self.pages else PutOutcome.STORED for h in prefix_hashes]
+        outcomes = [
+            PutOutcome.EXISTS if h in self.pages else PutOutcome.STORED for h in prefix_hashes
+        ]
         for prefix_hash, page in zip(prefix_hashes, pages, strict=True):
             expected = page_content(namespace.digest, prefix_hash, namespace.layout.page_nbytes)
             assert bytes(page) == expected, "a page was put with other bytes than its own"
@@ -95,7 +101,10 @@ CAPACITIES = (30, 150, 5000)
 def test_the_hit_rate_is_that_of_an_exact_lru_touched_tail_to_head(capacity: int) -> None:
     trace = chained_trace(seed=7, count=400)
     asked = sum(len(request.hash_ids) for request in trace)
-    with throwaway_node(capacity, PAGE_NBYTES) as node, Client(ClientConfig(address=node.address)) as client:
+    with (
+        throwaway_node(capacity, PAGE_NBYTES) as node,
+        Client(ClientConfig(address=node.address)) as client,
+    ):
         report = replay(client, trace, replay_namespace(PAGE_NBYTES))
         assert client.node_status().ram.page_count <= capacity
     hits = lru_pages_hit(trace, capacity)
@@ -115,7 +124,12 @@ def test_the_capacities_of_that_test_tell_touching_orders_apart() -> None:
 def test_what_a_recording_has_as_stored_is_put_and_not_asked_for() -> None:
     trace = [TraceRequest(0, 0, 0, (1, 2), stored=True), TraceRequest(0, 0, 0, (1, 2, 3))]
     report = replay(cast(Client, FakeStore()), trace, replay_namespace(PAGE_NBYTES))
-    assert (report.requests, report.pages_asked, report.pages_hit, report.pages_stored) == (1, 3, 2, 3)
+    assert (report.requests, report.pages_asked, report.pages_hit, report.pages_stored) == (
+        1,
+        3,
+        2,
+        3,
+    )
 
 
 @pytest.mark.parametrize("position", [0, 137, PAGE_NBYTES - 1])
@@ -135,25 +149,36 @@ def test_a_read_that_writes_nothing_is_a_mismatch_even_with_the_right_bytes_left
     def stop_reading(report: ReplayReport) -> None:
         store.untouched = trace_prefix_hash(1) if report.requests == 2 else None
 
-    assert replay(cast(Client, store), [*trace, trace[0]], namespace, on_progress=stop_reading).mismatches == 1
+    assert (
+        replay(
+            cast(Client, store), [*trace, trace[0]], namespace, on_progress=stop_reading
+        ).mismatches
+        == 1
+    )
 
 
 def test_a_page_that_goes_between_lookup_and_get_is_lost_and_not_hit() -> None:
     store = FakeStore()
     store.vanished = trace_prefix_hash(2)
-    report = replay(cast(Client, store), [TraceRequest(0, 0, 0, (1, 2, 3))] * 2, replay_namespace(PAGE_NBYTES))
+    report = replay(
+        cast(Client, store), [TraceRequest(0, 0, 0, (1, 2, 3))] * 2, replay_namespace(PAGE_NBYTES)
+    )
     assert (report.pages_hit, report.pages_lost, report.mismatches) == (1, 2, 0)
 
 
 def test_a_node_without_space_is_counted_and_not_an_error() -> None:
     store = FakeStore()
     store.full = True
-    report = replay(cast(Client, store), [TraceRequest(0, 0, 0, (1, 2, 3))], replay_namespace(PAGE_NBYTES))
+    report = replay(
+        cast(Client, store), [TraceRequest(0, 0, 0, (1, 2, 3))], replay_namespace(PAGE_NBYTES)
+    )
     assert (report.pages_full, report.pages_stored) == (3, 0)
 
 
 def test_a_request_without_pages_is_a_request() -> None:
-    report = replay(cast(Client, FakeStore()), [TraceRequest(0, 0, 0, ())], replay_namespace(PAGE_NBYTES))
+    report = replay(
+        cast(Client, FakeStore()), [TraceRequest(0, 0, 0, ())], replay_namespace(PAGE_NBYTES)
+    )
     assert (report.requests, report.pages_asked, report.prefix_hit_rate) == (1, 0, 0.0)
 
 
@@ -174,7 +199,8 @@ def test_speed_keeps_the_trace_s_own_distances(monkeypatch: pytest.MonkeyPatch) 
         speed=2.0,
         on_progress=lambda report: seen.__setitem__(report.requests, now[0] - 100.0),
     )
-    # The last report before request n+1 was made while waiting for it, so it shows when that was due.
+    # The last report before request n+1 was made while waiting for it, so it shows when that was
+    # due.
     assert seen == pytest.approx({1: 0.5, 2: 0.5, 3: 2.5, 4: 2.5})
 
 

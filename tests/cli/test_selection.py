@@ -26,7 +26,9 @@ def test_token_ids_in_every_allowed_form(text: str) -> None:
     assert parse_tokens(text, "--tokens") == [1, 2, 3]
 
 
-@pytest.mark.parametrize("text", ["1,x", "-1", "1.5", "[1, true]", "[1, [2]]", "[1", "[" * 100_000, "١"])
+@pytest.mark.parametrize(
+    "text", ["1,x", "-1", "1.5", "[1, true]", "[1, [2]]", "[1", "[" * 100_000, "١"]
+)
 def test_other_tokens_are_refused_naming_their_source(text: str) -> None:
     with pytest.raises(InvalidRequest, match="prompt_file"):
         parse_tokens(text, "prompt_file")
@@ -43,12 +45,15 @@ def test_tokens_come_from_one_place_only(tmp_path: Path) -> None:
 
 def test_tokens_that_fill_no_page_are_refused() -> None:
     assert len(hash_tokens([1, 2, 3, 4, 5], 2)) == 2
-    with pytest.raises(InvalidRequest, match="3 tokens fill no page; a page of this namespace has 4"):
+    with pytest.raises(
+        InvalidRequest, match="3 tokens fill no page; a page of this namespace has 4"
+    ):
         hash_tokens([1, 2, 3], 4)
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("30min", 1800), ("1h", 3600), ("7d", 604800)]
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("1.5m", 90), ("30min", 1800), ("1h", 3600), ("7d", 604800)],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
@@ -69,7 +74,11 @@ def test_hex_that_can_not_be_part_of_a_key_is_refused(text: str) -> None:
 def test_only_16_to_64_bytes_are_a_whole_key() -> None:
     assert whole_key("ab" * 16) == bytes.fromhex("ab" * 16)
     assert whole_key("ab" * 64) is not None
-    assert [whole_key(text) for text in ("ab" * 15, "ab" * 16 + "c", "ab" * 65)] == [None, None, None]
+    assert [whole_key(text) for text in ("ab" * 15, "ab" * 16 + "c", "ab" * 65)] == [
+        None,
+        None,
+        None,
+    ]
 
 
 def test_figures_for_people() -> None:
@@ -92,18 +101,30 @@ def test_figures_for_people() -> None:
 
 
 class Listing:
-    """As far as a client is asked for a namespace: 'a' has pages on disk only, 'b' none, 'c' some in RAM."""
+    """As far as a client is asked for a namespace: 'a' has pages on disk only, 'b' none, 'c' some
+    in RAM.
+    """
 
     def __init__(self, models: str) -> None:
-        counts: dict[str, dict[str, Any]] = {"a": {"disk_page_count": 3}, "b": {}, "c": {"page_count": 2}}
-        self._known = [(Namespace(m, opaque_layout(512)), pb.NamespaceInfo(**counts[m])) for m in models]
+        counts: dict[str, dict[str, Any]] = {
+            "a": {"disk_page_count": 3},
+            "b": {},
+            "c": {"page_count": 2},
+        }
+        self._known = [
+            (Namespace(m, opaque_layout(512)), pb.NamespaceInfo(**counts[m])) for m in models
+        ]
 
     def namespaces(self) -> list[tuple[Namespace, pb.NamespaceInfo]]:
         return self._known
 
 
-@pytest.mark.parametrize(("models", "found"), [("ab", "a"), ("bc", "c"), ("b", "b"), ("ac", ""), ("bb", "")])
-def test_a_namespace_need_not_be_named_if_it_alone_has_pages_in_either_tier(models: str, found: str) -> None:
+@pytest.mark.parametrize(
+    ("models", "found"), [("ab", "a"), ("bc", "c"), ("b", "b"), ("ac", ""), ("bb", "")]
+)
+def test_a_namespace_need_not_be_named_if_it_alone_has_pages_in_either_tier(
+    models: str, found: str
+) -> None:
     client: Any = Listing(models)
     if found:
         assert find_namespace(client, None, None)[0].model == found

@@ -6,7 +6,9 @@ from kvstore.cli.nodes import show_tenants
 from kvstore.pb import kvstore_pb2 as pb
 
 
-def test_each_tenant_is_shown_beside_its_quota_and_with_what_it_was_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_tenant_is_shown_beside_its_quota_and_with_what_it_was_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     gib = 1 << 30
     show_tenants(
         [
@@ -22,7 +24,9 @@ def test_each_tenant_is_shown_beside_its_quota_and_with_what_it_was_refused(caps
             pb.TenantUse(tenant="team-b", ram_nbytes=gib),
         ]
     )
-    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("team-"))
+    first, second = (
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("team-")
+    )
     assert "1.0 GiB of 2.0 GiB" in first
     assert "7 of 1,000" in first
     assert "3 puts, 1,234 requests" in first

@@ -13,8 +13,12 @@ def test_from_an_empty_file_to_pages_of_a_tenant(
 ) -> None:
     file, page = tmp_path / "identities", tmp_path / "page"
     page.write_bytes(b"x" * 4096)
-    token = kvstore("tokens", "add", "engines", "--tenant", "team-a", "-f", str(file)).stdout.strip()
-    reader = kvstore("tokens", "add", "eyes", "--tenant", "team-b", "--role", "read", "-f", str(file), "--json").json
+    token = kvstore(
+        "tokens", "add", "engines", "--tenant", "team-a", "-f", str(file)
+    ).stdout.strip()
+    reader = kvstore(
+        "tokens", "add", "eyes", "--tenant", "team-b", "--role", "read", "-f", str(file), "--json"
+    ).json
     key = "ab" * 32
     with NodeProcess("--identities", str(file), "--ram-bytes", "64MiB") as node:
         at = ("-a", node.address)
@@ -26,7 +30,10 @@ def test_from_an_empty_file_to_pages_of_a_tenant(
         assert kvstore("status", *at).code == 0
         assert "m" in kvstore("ls", *at).stdout
         flush = kvstore("flush", *at)
-        assert (flush.code, "is for who is of all" in flush.stderr or "has the role write" in flush.stderr) == (2, True)
+        assert (
+            flush.code,
+            "is for who is of all" in flush.stderr or "has the role write" in flush.stderr,
+        ) == (2, True)
         monkeypatch.setenv("KVSTORE_TOKEN", reader["token"])
         assert kvstore("ls", *at, "--json").json == []
         status = kvstore("status", *at, "--json").json
@@ -35,8 +42,21 @@ def test_from_an_empty_file_to_pages_of_a_tenant(
 
 def test_what_is_listed_and_revoked(kvstore: Kvstore, tmp_path: Path) -> None:
     file = tmp_path / "identities"
-    token = kvstore("tokens", "add", "a", "--tenant", "*", "--role", "admin", "--days", "1", "-f", str(file)).stdout
-    kvstore("tokens", "add", "gpu-7", "--certificate", "--tenant", "t", "--models", "m-*", "-f", str(file))
+    token = kvstore(
+        "tokens", "add", "a", "--tenant", "*", "--role", "admin", "--days", "1", "-f", str(file)
+    ).stdout
+    kvstore(
+        "tokens",
+        "add",
+        "gpu-7",
+        "--certificate",
+        "--tenant",
+        "t",
+        "--models",
+        "m-*",
+        "-f",
+        str(file),
+    )
     with file.open("a") as more:
         more.write("token broken\n")
     listed = kvstore("tokens", "list", "-f", str(file))
@@ -51,7 +71,9 @@ def test_what_is_listed_and_revoked(kvstore: Kvstore, tmp_path: Path) -> None:
     assert kvstore("tokens", "revoke", "a", "-f", str(file)).code == 1
 
 
-def test_a_name_that_is_there_already_is_refused_and_no_token_told(kvstore: Kvstore, tmp_path: Path) -> None:
+def test_a_name_that_is_there_already_is_refused_and_no_token_told(
+    kvstore: Kvstore, tmp_path: Path
+) -> None:
     add = ("tokens", "add", "a", "--tenant", "t", "-f", str(tmp_path / "identities"))
     assert kvstore(*add).code == 0
     before = (tmp_path / "identities").read_bytes()

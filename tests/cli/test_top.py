@@ -18,7 +18,9 @@ def state(instance: bytes = b"i", **counters: int) -> pb.NodeStatusReply:
 
 
 def test_rates_are_differences_by_the_time_between() -> None:
-    values = sample(state(pages_asked=10, nbytes_put=100), state(pages_asked=30, nbytes_put=1100), 2.0)
+    values = sample(
+        state(pages_asked=10, nbytes_put=100), state(pages_asked=30, nbytes_put=1100), 2.0
+    )
     assert values["totals"]["asked_per_s"] == values["namespaces"][0]["asked_per_s"] == 10.0
     assert values["totals"]["put_nbytes_per_s"] == 500.0
 
@@ -42,18 +44,28 @@ def test_a_new_namespace_counts_from_zero() -> None:
 
 
 def cluster(count: int) -> View:
-    return View("fleet", 7, tuple(Member(f"n{i}", f"host{i}:7440", zone="r1") for i in range(count)), 2)
+    return View(
+        "fleet", 7, tuple(Member(f"n{i}", f"host{i}:7440", zone="r1") for i in range(count)), 2
+    )
 
 
 def node(instance: bytes = b"i", uptime_ms: int = 1000, **counters: int) -> pb.NodeStatusReply:
-    known: dict[str, Any] = {"instance_id": instance, "state": "SERVING", "uptime_ms": uptime_ms, "ram": pb.RamStatus()}
+    known: dict[str, Any] = {
+        "instance_id": instance,
+        "state": "SERVING",
+        "uptime_ms": uptime_ms,
+        "ram": pb.RamStatus(),
+    }
     return pb.NodeStatusReply(**known, totals=pb.Counters(**counters))
 
 
 def test_a_members_rates_are_by_its_own_clock() -> None:
     """One that answers late, because another hangs, has not worked faster afterwards."""
     before = {"n0": node(pages_got=10), "n1": node(uptime_ms=1000, pages_got=10)}
-    now = {"host0:7440": node(uptime_ms=3000, pages_got=30), "host1:7440": node(uptime_ms=5000, pages_got=30)}
+    now = {
+        "host0:7440": node(uptime_ms=3000, pages_got=30),
+        "host1:7440": node(uptime_ms=5000, pages_got=30),
+    }
     told = cluster_sample(cluster(2), now, before)
     assert [member["got_per_s"] for member in told["members"]] == [10.0, 5.0]
     assert told["totals"]["got_per_s"] == 15.0
@@ -75,7 +87,9 @@ def test_members_that_are_new_restarted_or_silent() -> None:
 
 
 def screen(view: View, statuses: dict[str, Any], width: int = 80) -> list[str]:
-    out = Console(file=io.StringIO(), width=width, height=24, force_terminal=True, color_system=None)
+    out = Console(
+        file=io.StringIO(), width=width, height=24, force_terminal=True, color_system=None
+    )
     before = {member.id: node() for member in view.members}
     out.print(_cluster_view(cluster_sample(view, statuses, before), view, statuses, out))
     assert isinstance(out.file, io.StringIO)
@@ -83,11 +97,22 @@ def screen(view: View, statuses: dict[str, Any], width: int = 80) -> list[str]:
 
 
 def busy(sweeping: bool = False) -> pb.NodeStatusReply:
-    status = node(uptime_ms=2000, pages_asked=100, prefix_hits=90, pages_got=4321, nbytes_got=1 << 30, pages_put=20)
+    status = node(
+        uptime_ms=2000,
+        pages_asked=100,
+        prefix_hits=90,
+        pages_got=4321,
+        nbytes_got=1 << 30,
+        pages_put=20,
+    )
     status.ram.used_nbytes, status.ram.capacity_nbytes = 900 << 30, 1 << 40
     status.disk.used_nbytes, status.disk.capacity_nbytes = 9 << 40, 16 << 40
     status.peers.queue_nbytes, status.peers.queue_nbytes_max = 900 << 20, 64 << 30
-    status.peers.sweeping, status.peers.sweep_pages_missing, status.peers.sweep_pages_fetched = sweeping, 200, 50
+    status.peers.sweeping, status.peers.sweep_pages_missing, status.peers.sweep_pages_fetched = (
+        sweeping,
+        200,
+        50,
+    )
     return status
 
 
@@ -107,7 +132,9 @@ def test_twelve_members_are_one_screen() -> None:
 
 def test_of_more_members_than_fit_those_in_trouble_are_shown() -> None:
     many = cluster(40)
-    view = View("fleet", 7, (*many.members[:-1], Member("n39", "host39:7440", state=State.DRAINING)), 2)
+    view = View(
+        "fleet", 7, (*many.members[:-1], Member("n39", "host39:7440", state=State.DRAINING)), 2
+    )
     statuses: dict[str, Any] = {member.address: busy() for member in view.members}
     statuses["host38:7440"] = Unavailable("it is away")
     shown = screen(view, statuses)
@@ -120,7 +147,9 @@ def test_of_more_members_than_fit_those_in_trouble_are_shown() -> None:
 
 def test_long_lines_leave_the_members_their_room() -> None:
     view = cluster(40)
-    long = View("a-cluster-of-many-members-with-a-long-name-in-eu-west-1", 123_456_789, view.members, 2)
+    long = View(
+        "a-cluster-of-many-members-with-a-long-name-in-eu-west-1", 123_456_789, view.members, 2
+    )
     statuses: dict[str, Any] = {member.address: busy() for member in view.members}
     for width in (40, 60, 80):
         shown = screen(long, statuses, width)

@@ -12,7 +12,9 @@ GOOD = {"timestamp": 5, "input_length": 7, "output_length": 3, "hash_ids": [0, 2
 
 
 def write(path: Path, *lines: object) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return path
 
 
@@ -22,7 +24,9 @@ def test_a_request_is_read_as_written(tmp_path: Path) -> None:
 
 
 def test_what_a_recording_says_of_its_pages_is_read(tmp_path: Path) -> None:
-    path = write(tmp_path / "trace.jsonl", {**GOOD, "page_nbytes": 4096, "page_tokens": 2.5, "stored": True})
+    path = write(
+        tmp_path / "trace.jsonl", {**GOOD, "page_nbytes": 4096, "page_tokens": 2.5, "stored": True}
+    )
     assert list(read_trace(path)) == [TraceRequest(5, 7, 3, (0, 2**64 - 1), 4096, 2.5, True)]
     path = write(tmp_path / "trace.jsonl", {**GOOD, "something": "else"})
     assert list(read_trace(path)) == [TraceRequest(5, 7, 3, (0, 2**64 - 1))]
@@ -59,7 +63,9 @@ def test_the_limit_ends_reading_before_a_bad_line(tmp_path: Path) -> None:
         ({**GOOD, "hash_ids": [4, 9, 4]}, "names an id twice"),
     ],
 )
-def test_a_bad_line_is_named_with_its_number_and_fault(tmp_path: Path, line: object, said: str) -> None:
+def test_a_bad_line_is_named_with_its_number_and_fault(
+    tmp_path: Path, line: object, said: str
+) -> None:
     path = write(tmp_path / "trace.jsonl", GOOD, "", line)
     with pytest.raises(InvalidRequest) as caught:
         list(read_trace(path))
@@ -82,4 +88,7 @@ def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, name: str) -> None
 
 def test_the_prefix_hash_of_an_id_is_as_documented() -> None:
     # printf 'kvstore-trace\001\0\0\0\0\0\0\0' | sha256sum
-    assert trace_prefix_hash(1).hex() == "0266adaf454491d503e03aa86d9a97ec3f554a13be786e7edb8f8c2801fefe64"
+    assert (
+        trace_prefix_hash(1).hex()
+        == "0266adaf454491d503e03aa86d9a97ec3f554a13be786e7edb8f8c2801fefe64"
+    )

@@ -1,4 +1,5 @@
-"""docs/clients: a client in another language, written from docs/FORMAT.md, against a node and against our own client.
+"""docs/clients: a client in another language, written from docs/FORMAT.md, against a node and
+against our own client.
 
 `make test-clients` installs what it needs; without that these tests are skipped.
 """
@@ -23,7 +24,8 @@ GOLDEN = ROOT / "tests" / "golden" / "format.json"
 NBYTES = 70_000
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("node") is None or not (FOLDER / "node_modules").exists(), reason="make test-clients installs it"
+    shutil.which("node") is None or not (FOLDER / "node_modules").exists(),
+    reason="make test-clients installs it",
 )
 
 
@@ -31,14 +33,18 @@ def node_js(script: str, *arguments: str) -> Any:
     """What a script prints, as JSON; `kvstore.mjs` is imported as `kv`."""
     code = f"import * as kv from './kvstore.mjs';\nconst args = process.argv.slice(1);\n{script}"
     command = ["node", "--input-type=module", "-e", code, "--", *arguments]
-    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=FOLDER, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def test_the_example_runs(shared_node: NodeProcess) -> None:
     command = ["node", "example.mjs", shared_node.address]
-    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=FOLDER, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     result = json.loads(done.stdout)
     assert result == {
@@ -130,12 +136,16 @@ stub.close();
 
 @pytest.mark.parametrize("who", ["token", "certificate"])
 def test_a_node_with_tls_and_identities(ours: Any, tmp_path: pathlib.Path, who: str) -> None:
-    """A client that is not ours gets in, over TLS with a token or a certificate, and strangers do not."""
+    """A client that is not ours gets in, over TLS with a token or a certificate, and strangers do
+    not.
+    """
     identities, token = tmp_path / "identities", new_token("team-a")
     add(identities, token_line("engine", token, tenant="team-a", role="write"))
     add(identities, certificate_line("team-a", tenant="team-a", role="write"))
     settings = of_node(ours) if who == "certificate" else pair(ours, "node")
-    flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", value)]
+    flags = [
+        text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", value)
+    ]
     shown = of_client(ours) if who == "certificate" else {"tls_ca": str(ours.path)}
     with NodeProcess("--identities", str(identities), "--ram-bytes", "64MiB", *flags) as node:
         found = node_js(

@@ -20,6 +20,13 @@ def test_owners_of_many_keys_among_many_members_are_worked_out_within_the_deadli
     fan_out.nodes._view = View("fleet", 1, members, 2)
     began = time.thread_time()
     with pytest.raises(DeadlineExceeded):
-        fan_out.route(lambda indices, link, limit: [True], namespace, keys, Deadline(0.2), lambda one: False, False)
+        fan_out.route(
+            lambda indices, link, limit: [True],
+            namespace,
+            keys,
+            Deadline(0.2),
+            lambda one: False,
+            False,
+        )
     assert time.thread_time() - began < 0.2 + LATE_S  # all of it takes seconds
     fan_out.close()

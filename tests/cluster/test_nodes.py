@@ -1,4 +1,6 @@
-"""Links to the members of the newest view that a node told: what stays, what goes, and what is counted."""
+"""Links to the members of the newest view that a node told: what stays, what goes, and what is
+counted.
+"""
 
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -69,7 +71,9 @@ def test_a_closed_client_connects_to_nobody_that_it_is_told_of(nodes: Nodes) -> 
         member(nodes, "n1").run(lambda link, limit: None, None, Deadline(5.0))
 
 
-def test_a_near_node_is_looked_for_again_after_a_while(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_near_node_is_looked_for_again_after_a_while(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now, looked = [1000.0], list[float]()
     monkeypatch.setattr("kvstore.cluster.nodes.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(nodes, "_nearest", lambda view, deadline: looked.append(now[0]))

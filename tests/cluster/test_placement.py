@@ -1,4 +1,6 @@
-"""Who owns a key: the same everywhere, in proportion to the weights, and nothing moves without a reason."""
+"""Who owns a key: the same everywhere, in proportion to the weights, and nothing moves without a
+reason.
+"""
 
 import collections
 import json
@@ -24,7 +26,9 @@ def some_keys(count: int, seed: int = 1) -> list[bytes]:
     return [drawn.randbytes(32) for _ in range(count)]
 
 
-def owners(candidates: Sequence[Candidate], keys: Sequence[bytes], replicas: int = 1) -> list[tuple[str, ...]]:
+def owners(
+    candidates: Sequence[Candidate], keys: Sequence[bytes], replicas: int = 1
+) -> list[tuple[str, ...]]:
     return Placement(candidates, replicas).owners(NAMESPACE, keys)
 
 
@@ -33,7 +37,9 @@ def test_golden_owners() -> None:
     for case in json.loads(GOLDEN.read_text()):
         candidates = [Candidate(*candidate) for candidate in case["candidates"]]
         keys = [bytes.fromhex(key) for key in case["prefix_hashes"]]
-        found = Placement(candidates, case["replicas"]).owners(bytes.fromhex(case["namespace"]), keys)
+        found = Placement(candidates, case["replicas"]).owners(
+            bytes.fromhex(case["namespace"]), keys
+        )
         assert [list(some) for some in found] == case["owners"]
 
 
@@ -44,7 +50,10 @@ def test_the_order_of_members_plays_no_part() -> None:
 
 @pytest.mark.parametrize("weights", [(1.0,) * 8, (1.0, 2.0, 4.0)])
 def test_shares_are_in_proportion_to_weights(weights: tuple[float, ...]) -> None:
-    members, keys = [Candidate(f"node-{i}", weight) for i, weight in enumerate(weights)], some_keys(40_000)
+    members, keys = (
+        [Candidate(f"node-{i}", weight) for i, weight in enumerate(weights)],
+        some_keys(40_000),
+    )
     counts = collections.Counter(first for first, *_ in owners(members, keys))
     for member in members:
         expected = len(keys) * member.weight / sum(weights)
@@ -95,7 +104,9 @@ def test_who_is_in_no_zone_is_in_nobodys() -> None:
 def test_the_first_owner_is_the_same_whatever_the_zones() -> None:
     keys = some_keys(1_000)
     zoned = [Candidate(f"node-{i}", 1.0, "abc"[i % 3]) for i in range(6)]
-    assert [some[0] for some in owners(zoned, keys, 2)] == [first for (first,) in owners(equal(6), keys)]
+    assert [some[0] for some in owners(zoned, keys, 2)] == [
+        first for (first,) in owners(equal(6), keys)
+    ]
 
 
 @pytest.mark.parametrize(("members", "replicas"), [(0, 1), (1, 3), (2, 3)])
@@ -108,7 +119,9 @@ def test_namespaces_lie_apart() -> None:
     """The ranks of an engine have the same hashes: a page's parts are not all on one node."""
     keys, placement = some_keys(1_000), Placement(equal(4), 1)
     others = placement.owners(bytes(NAMESPACE_DIGEST_NBYTES), keys)
-    alike = sum(here == there for here, there in zip(placement.owners(NAMESPACE, keys), others, strict=True))
+    alike = sum(
+        here == there for here, there in zip(placement.owners(NAMESPACE, keys), others, strict=True)
+    )
     assert 150 < alike < 350
 
 

@@ -1,10 +1,11 @@
-"""Random lives of a cluster in virtual time (`simulated.py`): members that crash, pause, are cut off, join, are drained
-and leave, messages that are lost, late and doubled, clients with old views. What must hold:
+"""Random lives of a cluster in virtual time (`simulated.py`): members that crash, pause, are cut
+off, join, are drained and leave, messages that are lost, late and doubled, clients with old views.
+What must hold:
 
-    no page has other bytes than its key's, and no call takes longer than its deadline
-    pages whose removal is over, and that nobody puts again, are nowhere
-    pages acknowledged with ack=all are there as long as no more than R - 1 members are lost at a time
-    when it is quiet each page is at all its owners, nothing waits in a queue, and all that is counted is right
+    no page has other bytes than its key's, and no call takes longer than its deadline pages whose
+    removal is over, and that nobody puts again, are nowhere pages acknowledged with ack=all are
+    there as long as no more than R - 1 members are lost at a time when it is quiet each page is at
+    all its owners, nothing waits in a queue, and all that is counted is right
 """
 
 import random
@@ -97,12 +98,18 @@ class Life:
         whole, breaks = not self.breaking, self.breaks
         verdicts = self._timed(client.put, keys, True)
         stored = [key for key, verdict in zip(keys, verdicts, strict=True) if verdict in KEPT[:2]]
-        certain = {key for key in stored if self.world.now - self.removed.get(key, -DOUBTFUL_S) > DOUBTFUL_S}
+        certain = {
+            key
+            for key in stored
+            if self.world.now - self.removed.get(key, -DOUBTFUL_S) > DOUBTFUL_S
+        }
         self.acked |= certain
         if whole and breaks == self.breaks:  # nothing broke while it went on
             for key in certain:
                 copies = sum(key in node.keys for node in self.cluster.nodes.values())
-                assert copies >= self.cluster.view.replicas, f"{copies} of {key.hex()[:4]}, acknowledged by all"
+                assert copies >= self.cluster.view.replicas, (
+                    f"{copies} of {key.hex()[:4]}, acknowledged by all"
+                )
 
     def _get(self, client: SimClient, keys: list[bytes]) -> None:
         for key, page in zip(keys, self._timed(client.get, keys), strict=True):
@@ -184,7 +191,10 @@ class Life:
 
     def _drained(self) -> bool:
         view = self.cluster.view
-        return all(node.view == view and node.swept_view == view.number for node in self.cluster.nodes.values())
+        return all(
+            node.view == view and node.swept_view == view.number
+            for node in self.cluster.nodes.values()
+        )
 
     def _wait(self, wanted: Callable[[], bool], seconds: float) -> None:
         end = self.world.now + seconds
@@ -205,8 +215,12 @@ class Life:
         for key, some in zip(sorted(everything), owners, strict=True):
             lacking = [name for name in some if key not in cluster.nodes[name].keys]
             assert not lacking, f"{lacking} lack {key.hex()[:4]} of {some}"
-        assert not self.acked - everything, f"{len(self.acked - everything)} acknowledged pages are lost"
-        assert not self.forgotten & everything, f"{len(self.forgotten & everything)} removed pages are back"
+        assert not self.acked - everything, (
+            f"{len(self.acked - everything)} acknowledged pages are lost"
+        )
+        assert not self.forgotten & everything, (
+            f"{len(self.forgotten & everything)} removed pages are back"
+        )
         for node in cluster.nodes.values():
             assert node.tier.check() == []
             assert node.queue.check() == []
@@ -219,7 +233,9 @@ class Life:
 def live(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Life]:
     def live(seed: int, faults: bool = True, **settings: float) -> Life:
         life = Life(seed, **settings)  # type: ignore[arg-type]
-        monkeypatch.setattr("kvstore.deadline.time", SimpleNamespace(monotonic=life.world.monotonic))
+        monkeypatch.setattr(
+            "kvstore.deadline.time", SimpleNamespace(monotonic=life.world.monotonic)
+        )
         life.run(faults)
         return life
 

@@ -9,7 +9,14 @@ import pytest
 
 from kvstore.cluster.routing import broadcast, of_all, try_owners
 from kvstore.deadline import Deadline
-from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
+from kvstore.errors import (
+    DeadlineExceeded,
+    Exhausted,
+    InvalidRequest,
+    KVStoreError,
+    ProtocolError,
+    Unavailable,
+)
 
 MEMBERS = "abcd"
 
@@ -42,10 +49,14 @@ class Fleet:
         return [place in self.has[member] for place in places]
 
     def get(self, routes: Sequence[str], seconds: float = 10.0) -> list[bool]:
-        return try_owners(routes, self.ask, together, lambda found: not found, False, Deadline(seconds))
+        return try_owners(
+            routes, self.ask, together, lambda found: not found, False, Deadline(seconds)
+        )
 
     def remove(self, routes: Sequence[str]) -> list[bool]:
-        return broadcast(routes, self.ask, together, lambda one, other: one or other, False, Deadline(10.0))
+        return broadcast(
+            routes, self.ask, together, lambda one, other: one or other, False, Deadline(10.0)
+        )
 
 
 def test_each_key_is_asked_of_its_first_member_and_answers_keep_their_order() -> None:
@@ -61,7 +72,9 @@ def test_what_the_first_lacks_is_asked_of_the_next_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("error", [Unavailable, DeadlineExceeded, Exhausted, ProtocolError])
-def test_a_member_that_fails_is_not_asked_again_and_its_keys_go_to_the_next(error: type[KVStoreError]) -> None:
+def test_a_member_that_fails_is_not_asked_again_and_its_keys_go_to_the_next(
+    error: type[KVStoreError],
+) -> None:
     fleet = Fleet(b={0, 1}, c=set())
     fleet.fails["a"] = error("away")
     assert fleet.get(["ab", "a", "ca"]) == [True, False, False]
@@ -132,11 +145,16 @@ def test_any_fleet_finds_what_some_member_of_the_route_has(seed: int) -> None:
     drawn = random.Random(seed)
     for _ in range(300):
         count = drawn.randrange(1, 12)
-        fleet = Fleet(**{member: {p for p in range(count) if drawn.random() < 0.4} for member in MEMBERS})
+        fleet = Fleet(
+            **{member: {p for p in range(count) if drawn.random() < 0.4} for member in MEMBERS}
+        )
         fleet.fails = {member: Unavailable(member) for member in MEMBERS if drawn.random() < 0.3}
         routes = ["".join(drawn.sample(MEMBERS, drawn.randrange(1, 4))) for _ in range(count)]
         alive = {member for route in routes for member in route} - set(fleet.fails)
-        wanted = [any(p in fleet.has[m] and m not in fleet.fails for m in route) for p, route in enumerate(routes)]
+        wanted = [
+            any(p in fleet.has[m] and m not in fleet.fails for m in route)
+            for p, route in enumerate(routes)
+        ]
         try:
             assert fleet.get(routes) == wanted
         except Unavailable:

@@ -1,11 +1,21 @@
-"""A view: what can not be a cluster is refused with the remedy; owners and holders while members come and go."""
+"""A view: what can not be a cluster is refused with the remedy; owners and holders while members
+come and go.
+"""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvstore.cluster.view import REPLICAS_MAX, WEIGHT_MAX, Member, State, View, parse_view, view_message
+from kvstore.cluster.view import (
+    REPLICAS_MAX,
+    WEIGHT_MAX,
+    Member,
+    State,
+    View,
+    parse_view,
+    view_message,
+)
 from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
 
@@ -29,13 +39,22 @@ def test_there_and_back_over_the_wire() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"members": (*MEMBERS, replace(MEMBERS[0], address="other:1"))}, "two members of fleet have the id n0"),
-        ({"members": (*MEMBERS, replace(MEMBERS[0], id="n9"))}, "two members of fleet have the address host-0:7440"),
+        (
+            {"members": (*MEMBERS, replace(MEMBERS[0], address="other:1"))},
+            "two members of fleet have the id n0",
+        ),
+        (
+            {"members": (*MEMBERS, replace(MEMBERS[0], id="n9"))},
+            "two members of fleet have the address host-0:7440",
+        ),
         ({"replicas": 0}, "replicas=0 must be in 1"),
         ({"replicas": REPLICAS_MAX + 1}, "must be in 1"),
         ({"cluster": ""}, "the cluster is called ''"),
         ({"cluster": "a/b"}, "the cluster is called 'a/b'"),
-        ({"members": tuple(Member(f"n{i}", f"h{i}:1") for i in range(1025))}, "1025 members are too many"),
+        (
+            {"members": tuple(Member(f"n{i}", f"h{i}:1") for i in range(1025))},
+            "1025 members are too many",
+        ),
     ],
 )
 def test_what_can_not_be_a_cluster(wrong: dict[str, Any], said: str) -> None:
@@ -88,4 +107,6 @@ def test_who_is_drained_holds_and_owns_nothing_any_more() -> None:
     view = in_state(0, State.DRAINING)
     assert not view.settled
     assert view.holders.owners(NAMESPACE, KEYS) == VIEW.owners.owners(NAMESPACE, KEYS)
-    assert view.owners.owners(NAMESPACE, KEYS) == replace(VIEW, members=MEMBERS[1:]).owners.owners(NAMESPACE, KEYS)
+    assert view.owners.owners(NAMESPACE, KEYS) == replace(VIEW, members=MEMBERS[1:]).owners.owners(
+        NAMESPACE, KEYS
+    )

@@ -1,4 +1,5 @@
-"""Nodes on hosts of their own (network namespaces), under load while something goes wrong: `make test-cluster`.
+"""Nodes on hosts of their own (network namespaces), under load while something goes wrong: `make
+test-cluster`.
 
 `make test` leaves them out: they need root, and minutes.
 """
@@ -47,21 +48,29 @@ def hosts(all_hosts: Hosts) -> Iterator[Hosts]:
 
 
 class Load:
-    """What engines do, from several threads, until the block ends: each replays chats in a namespace of its own."""
+    """What engines do, from several threads, until the block ends: each replays chats in a
+    namespace of its own.
+    """
 
     def __init__(self, fleet: Fleet) -> None:
         self.trials: list[Trial] = []
         self.reports: list[ReplayReport] = []
-        self._client = fleet.client(timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S, backoff_s_max=2.0)
+        self._client = fleet.client(
+            timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S, backoff_s_max=2.0
+        )
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(THREADS)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,)) for number in range(THREADS)
+        ]
 
     def __enter__(self) -> "Load":
         for thread in self._threads:
             thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -104,7 +113,9 @@ def idle(fleet: Fleet) -> list[str]:
             if isinstance(status, KVStoreError):
                 found.append(f"{address}: {status}")
             elif status.ram.writing_count or status.ram.held_count:
-                found.append(f"{address}: {status.ram.writing_count} being written, {status.ram.held_count} held")
+                found.append(
+                    f"{address}: {status.ram.writing_count} being written, {status.ram.held_count} held"
+                )
     return found
 
 

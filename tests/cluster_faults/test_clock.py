@@ -1,6 +1,7 @@
 """The wall clock of a member jumps: nothing goes by it, times to live neither.
 
-No clock of this machine is touched: the member's Python reads its wall clock through a file that says how wrong it is.
+No clock of this machine is touched: the member's Python reads its wall clock through a file that
+says how wrong it is.
 """
 
 from collections.abc import Callable
@@ -46,7 +47,9 @@ def test_a_clock_jumps(
     with Fleet([jumps, *others], *flags, data=tmp_path / "data") as fleet:
         with fleet.client() as client:
             assert all(outcome.kept for outcome in client.put(namespace, KEYS, pages))
-            assert all(outcome.kept for outcome in client.put(passing, KEYS, pages, Keep(ttl_s=DAY_S)))
+            assert all(
+                outcome.kept for outcome in client.put(passing, KEYS, pages, Keep(ttl_s=DAY_S))
+            )
         with load(fleet) as engines:
             engines.run(CALM_S)
             clock.write_text(str(jump_s))

@@ -28,7 +28,9 @@ def etcd(hosts: Hosts) -> Iterator[EtcdProcess]:
 
 
 @pytest.fixture(params=[1, 2])
-def fleet(request: pytest.FixtureRequest, etcd: EtcdProcess, hosts: Hosts, flags: tuple[str, ...]) -> Iterator[Fleet]:
+def fleet(
+    request: pytest.FixtureRequest, etcd: EtcdProcess, hosts: Hosts, flags: tuple[str, ...]
+) -> Iterator[Fleet]:
     lease = ("--lease-s", str(LEASE_S))
     with Fleet(hosts.places[:3], *flags, *lease, replicas=request.param, etcd=etcd) as started:
         yield started
@@ -63,7 +65,9 @@ def test_etcd_is_lost_and_comes_back(
     settled(fleet)
 
 
-def test_a_member_is_killed_and_leaves_the_view(fleet: Fleet, load: Any, settled: Callable[[Fleet], None]) -> None:
+def test_a_member_is_killed_and_leaves_the_view(
+    fleet: Fleet, load: Any, settled: Callable[[Fleet], None]
+) -> None:
     with load(fleet) as engines:
         engines.run(CALM_S)
         fleet.nodes["n3"].kill()
@@ -105,7 +109,9 @@ def test_a_member_can_not_reach_etcd(
     settled(fleet)
 
 
-def test_the_view_changes_every_second(fleet: Fleet, hosts: Hosts, load: Any, settled: Callable[[Fleet], None]) -> None:
+def test_the_view_changes_every_second(
+    fleet: Fleet, hosts: Hosts, load: Any, settled: Callable[[Fleet], None]
+) -> None:
     with load(fleet) as engines:
         engines.run(CALM_S)
         comes = fleet.join(hosts.places[3])
@@ -130,10 +136,29 @@ def test_a_rolling_restart(fleet: Fleet, load: Any, settled: Callable[[Fleet], N
     settled(fleet)
 
 
-def test_two_nodes_with_one_id(fleet: Fleet, etcd: EtcdProcess, hosts: Hosts, settled: Callable[[Fleet], None]) -> None:
+def test_two_nodes_with_one_id(
+    fleet: Fleet, etcd: EtcdProcess, hosts: Hosts, settled: Callable[[Fleet], None]
+) -> None:
     other: Place = hosts.places[3]
-    words = ("--member", "n1", "--cluster", f"etcd://{etcd.address}/fleet", "--cluster-wait-s", "5", "--insecure")
+    words = (
+        "--member",
+        "n1",
+        "--cluster",
+        f"etcd://{etcd.address}/fleet",
+        "--cluster-wait-s",
+        "5",
+        "--insecure",
+    )
     with pytest.raises(Unavailable, match="n1"):
-        NodeProcess("--ram-bytes", "64MiB", *words, "--host", other.host, "--port", "7440", inside=other.inside)
+        NodeProcess(
+            "--ram-bytes",
+            "64MiB",
+            *words,
+            "--host",
+            other.host,
+            "--port",
+            "7440",
+            inside=other.inside,
+        )
     assert members(fleet, "n2") == {"n1", "n2", "n3"}
     settled(fleet)

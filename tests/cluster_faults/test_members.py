@@ -20,7 +20,9 @@ KEYS = [trace_prefix_hash(number) for number in range(96)]
 
 
 @pytest.fixture(params=[1, 2])
-def fleet(request: pytest.FixtureRequest, hosts: Hosts, flags: tuple[str, ...], tmp_path: Path) -> Any:
+def fleet(
+    request: pytest.FixtureRequest, hosts: Hosts, flags: tuple[str, ...], tmp_path: Path
+) -> Any:
     with Fleet(hosts.places[:3], *flags, replicas=request.param, data=tmp_path) as started:
         yield started
 
@@ -119,11 +121,16 @@ def test_members_lose_each_other_and_clients_see_them_all(
     settled(fleet)
 
 
-def test_a_disk_is_slow(fleet: Fleet, load: Any, settled: Callable[[Fleet], None], namespace: Namespace) -> None:
+def test_a_disk_is_slow(
+    fleet: Fleet, load: Any, settled: Callable[[Fleet], None], namespace: Namespace
+) -> None:
     """Its keeper, the process that makes the calls of the disk, gets a tenth of the time."""
     fill(fleet, namespace)
     keeper = subprocess.run(
-        ["pgrep", "--parent", str(fleet.nodes["n1"].pid)], capture_output=True, text=True, check=True
+        ["pgrep", "--parent", str(fleet.nodes["n1"].pid)],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split()
     with load(fleet) as engines:
         end = time.monotonic() + FAULT_S
@@ -138,7 +145,11 @@ def test_a_disk_is_slow(fleet: Fleet, load: Any, settled: Callable[[Fleet], None
 
 
 def test_a_disk_is_full(
-    hosts: Hosts, flags: tuple[str, ...], load: Any, settled: Callable[[Fleet], None], tmp_path: Path
+    hosts: Hosts,
+    flags: tuple[str, ...],
+    load: Any,
+    settled: Callable[[Fleet], None],
+    tmp_path: Path,
 ) -> None:
     """n1 writes to a file system of 24 MiB that says nothing of its end before it comes."""
     small = tmp_path / "n1"
@@ -157,7 +168,9 @@ def test_a_disk_is_full(
         subprocess.run(["umount", small], check=True)
 
 
-def test_a_rolling_restart(fleet: Fleet, load: Any, settled: Callable[[Fleet], None], namespace: Namespace) -> None:
+def test_a_rolling_restart(
+    fleet: Fleet, load: Any, settled: Callable[[Fleet], None], namespace: Namespace
+) -> None:
     fill(fleet, namespace)
     with load(fleet) as engines:
         for member in list(fleet.nodes):

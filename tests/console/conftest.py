@@ -1,4 +1,7 @@
-"""A browser, and nodes for it to look at. `make test-console` says where the browser is; without it nothing runs."""
+"""A browser, and nodes for it to look at.
+
+`make test-console` says where the browser is; without it nothing runs.
+"""
 
 import os
 import threading
@@ -22,7 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not CHROMIUM:
         for item in items:
             if Path(__file__).parent in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="make test-console runs it, in a headless Chromium"))
+                item.add_marker(
+                    pytest.mark.skip(reason="make test-console runs it, in a headless Chromium")
+                )
 
 
 @pytest.fixture
@@ -76,5 +81,9 @@ def busy(load: Load) -> Node:
 
 
 def history_of(node: Node) -> History:
-    (history,) = [one for look in node._watch._looks if isinstance(one := getattr(look, "__self__", None), History)]
+    (history,) = [
+        one
+        for look in node._watch._looks
+        if isinstance(one := getattr(look, "__self__", None), History)
+    ]
     return history

@@ -13,7 +13,16 @@ from chromium import Chromium
 from fleets import Start
 from load import PAGE_TOKENS, Load, page
 
-from kvstore import Client, ClientConfig, LayerGroup, Namespace, PageLayout, Plane, opaque_layout, prefix_hashes
+from kvstore import (
+    Client,
+    ClientConfig,
+    LayerGroup,
+    Namespace,
+    PageLayout,
+    Plane,
+    opaque_layout,
+    prefix_hashes,
+)
 from kvstore.cli.decode import plane_statistics
 from kvstore.identities import add, new_token, token_line
 from kvstore.layout import DTYPE_NBYTES
@@ -31,7 +40,11 @@ def url(node: Node, path: str = "/console/") -> str:
 
 
 def client(node: Node, **settings: Any) -> Client:
-    return Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=30.0, connect_timeout_s=10.0, **settings))
+    return Client(
+        ClientConfig(
+            f"127.0.0.1:{node.grpc.port}", timeout_s=30.0, connect_timeout_s=10.0, **settings
+        )
+    )
 
 
 def text(browser: Chromium, selector: str) -> str:
@@ -47,8 +60,13 @@ def live(browser: Chromium, address: str) -> None:
 def check(browser: Chromium) -> None:
     """Nothing went wrong, and nothing is wider than the screen."""
     assert browser.errors == []
-    assert browser.value("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
-    unnamed = "[...document.querySelectorAll('input, select')].filter((box) => !box.labels.length).length"
+    assert (
+        browser.value("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        == 0
+    )
+    unnamed = (
+        "[...document.querySelectorAll('input, select')].filter((box) => !box.labels.length).length"
+    )
     assert browser.value(unnamed) == 0, "every field has a label"
 
 
@@ -72,10 +90,16 @@ def test_the_board_fits_the_screen_and_is_drawn_without_an_error(
     browser.scheme(scheme)
     live(browser, url(busy))
     browser.until("document.querySelectorAll('#map .member').length", lambda count: count == 3)
-    browser.until("document.querySelector('#map').textContent.includes('no answer')", lambda there: not there)
+    browser.until(
+        "document.querySelector('#map').textContent.includes('no answer')", lambda there: not there
+    )
     browser.until("document.querySelectorAll('#graphs polyline.line').length > 3")
-    browser.until("document.querySelectorAll('#space-rows tbody tr').length", lambda count: count == 2)
-    assert browser.value("[...document.querySelectorAll('#map h3')].map((head) => head.textContent)") == [
+    browser.until(
+        "document.querySelectorAll('#space-rows tbody tr').length", lambda count: count == 2
+    )
+    assert browser.value(
+        "[...document.querySelectorAll('#map h3')].map((head) => head.textContent)"
+    ) == [
         "zone rack-a",
         "zone rack-b",
     ]
@@ -134,7 +158,9 @@ def test_latencies_and_slow_calls_are_drawn(browser: Chromium, start: Start) -> 
 def test_a_node_that_stands_still_is_not_called_live(browser: Chromium) -> None:
     """It hangs up nobody: the page went on saying that what it had been told was now."""
     browser.call("Page.addScriptToEvaluateOnNewDocument", source=SOONER)
-    with NodeProcess("--ram-bytes", "64MiB", "--shm-socket", "none", "--log-level", "ERROR") as process:
+    with NodeProcess(
+        "--ram-bytes", "64MiB", "--shm-socket", "none", "--log-level", "ERROR"
+    ) as process:
         live(browser, f"http://127.0.0.1:{process.metrics_port}/console/")
         process.pause()
         browser.until("document.getElementById('link').textContent.includes('has said nothing')")
@@ -142,7 +168,9 @@ def test_a_node_that_stands_still_is_not_called_live(browser: Chromium) -> None:
         browser.until("document.getElementById('link').textContent === 'live'")
 
 
-def test_a_tab_that_nobody_sees_falls_asleep_also_if_it_was_never_seen(browser: Chromium, hostile: Node) -> None:
+def test_a_tab_that_nobody_sees_falls_asleep_also_if_it_was_never_seen(
+    browser: Chromium, hostile: Node
+) -> None:
     """One that was opened behind others had a stream for good."""
     unseen = "window.unseen = true; Object.defineProperty(document, 'hidden', {get: () => window.unseen});"
     browser.call("Page.addScriptToEvaluateOnNewDocument", source=SOONER + unseen)
@@ -179,11 +207,20 @@ def test_a_token_is_asked_for_kept_in_the_tab_and_forgotten(
     assert "RAM: 0 B" in text(browser, "#fill")
     with client(node, token=token) as there:
         for number in range(12):
-            there.put(Namespace(f"model-{number}", opaque_layout(4096), "team-a"), [b"k" * 32], [bytes(4096)])
+            there.put(
+                Namespace(f"model-{number}", opaque_layout(4096), "team-a"),
+                [b"k" * 32],
+                [bytes(4096)],
+            )
     browser.until("document.querySelector('#fill').textContent.includes('RAM: 48 KiB')")
     assert "other 20 KiB" in text(browser, "#fill")
-    assert browser.value("location.href + document.cookie + JSON.stringify(localStorage)") == url(node) + "{}"
-    assert browser.errors.count(browser.errors[0]) == len(browser.errors), "refusals, which the browser tells of"
+    assert (
+        browser.value("location.href + document.cookie + JSON.stringify(localStorage)")
+        == url(node) + "{}"
+    )
+    assert browser.errors.count(browser.errors[0]) == len(browser.errors), (
+        "refusals, which the browser tells of"
+    )
     assert "401" in browser.errors[0]
     browser.errors.clear()
     live(browser, url(node))
@@ -214,7 +251,9 @@ def test_a_page_is_looked_up_drawn_and_removed(browser: Chromium, start: Start) 
     k = plane_statistics("bfloat16", memoryview(content)[: layout.slices[0].nbytes])
     assert k.min is not None
     least = text(browser, ".plane .keys").partition("mean")[0].removeprefix("least ")
-    assert float(least) == pytest.approx(k.min, rel=1e-3), "a half is rounded up there, and to even here"
+    assert float(least) == pytest.approx(k.min, rel=1e-3), (
+        "a half is rounded up there, and to even here"
+    )
     pixels = "new Set(document.querySelector('canvas.heat').getContext('2d').getImageData(0, 0, 32, 16).data).size"
     assert browser.value(pixels) > 20, "a picture, not one colour"
     browser.value(
@@ -247,7 +286,9 @@ def test_planes_are_decoded_as_the_command_line_does(browser: Chromium, hostile:
         }})()"""
         told, wanted = browser.value(code), plane_statistics(dtype, memoryview(data))
         counted = (told["count"], told["nan"], told["inf"], told["zero"])
-        assert counted == (wanted.count, wanted.nan_count, wanted.inf_count, wanted.zero_count), dtype
+        assert counted == (wanted.count, wanted.nan_count, wanted.inf_count, wanted.zero_count), (
+            dtype
+        )
         assert told["min"] == pytest.approx(wanted.min), dtype
         assert told["max"] == pytest.approx(wanted.max), dtype
         if dtype != "float64":  # whose squares are beyond what a double holds
@@ -255,10 +296,16 @@ def test_planes_are_decoded_as_the_command_line_does(browser: Chromium, hostile:
     assert browser.errors == []
 
 
-def test_layouts_have_their_slices_where_the_node_has_them(browser: Chromium, hostile: Node) -> None:
+def test_layouts_have_their_slices_where_the_node_has_them(
+    browser: Chromium, hostile: Node
+) -> None:
     live(browser, url(hostile))
     groups = (
-        LayerGroup("full", (0, 3), (Plane("k", "float16", (2, 8)), Plane("block", "uint8", (5,), unit_tokens=4))),
+        LayerGroup(
+            "full",
+            (0, 3),
+            (Plane("k", "float16", (2, 8)), Plane("block", "uint8", (5,), unit_tokens=4)),
+        ),
         LayerGroup("window", (1, 2), (Plane("kv", "float32", (3,)),)),
     )
     layout = PageLayout(8, groups)
@@ -269,7 +316,12 @@ def test_layouts_have_their_slices_where_the_node_has_them(browser: Chromium, ho
                 "name": group.name,
                 "layers": list(group.layers),
                 "planes": [
-                    {"name": p.name, "dtype": p.dtype, "unit_tokens": p.unit_tokens, "unit_shape": list(p.unit_shape)}
+                    {
+                        "name": p.name,
+                        "dtype": p.dtype,
+                        "unit_tokens": p.unit_tokens,
+                        "unit_shape": list(p.unit_shape),
+                    }
                     for p in group.planes
                 ],
             }
@@ -278,7 +330,10 @@ def test_layouts_have_their_slices_where_the_node_has_them(browser: Chromium, ho
     }
     code = f"""(async () => (await import("{url(hostile)}planes.js")).slices({described})
         .map((slice) => [slice.group, slice.layer, slice.name, slice.offset, slice.nbytes]))()"""
-    wanted = [[piece.group, piece.layer, piece.plane.name, piece.offset, piece.nbytes] for piece in layout.slices]
+    wanted = [
+        [piece.group, piece.layer, piece.plane.name, piece.offset, piece.nbytes]
+        for piece in layout.slices
+    ]
     assert browser.value(code) == wanted
 
 

@@ -1,4 +1,6 @@
-"""Addresses of a node's name: the resolver hangs, fails, moves the name; nobody waits longer than he may."""
+"""Addresses of a node's name: the resolver hangs, fails, moves the name; nobody waits longer than
+he may.
+"""
 
 import socket
 import threading
@@ -34,7 +36,9 @@ class Resolver:
         self.go_on.wait(30.0)
         if isinstance(self.answer, OSError):
             raise self.answer
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in self.answer]
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in self.answer
+        ]
 
 
 @pytest.fixture
@@ -46,7 +50,9 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "2001:db8::1"])
 def test_an_address_is_not_asked_for(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("a thread for nothing"))
+    monkeypatch.setattr(
+        threading.Thread, "start", lambda thread: pytest.fail("a thread for nothing")
+    )
     assert Addresses(host).resolve(Deadline(1)) == (host,)
 
 
@@ -72,14 +78,18 @@ def test_a_resolver_that_hangs_costs_the_deadline_and_one_thread(
     addresses = Addresses("node.example")
     by_deadline(map(str, range(8)), 0.2, lambda _: lambda: addresses.resolve(Deadline(0.2)))
     assert resolver.asked == 1
-    with pytest.raises(DeadlineExceeded, match=r"node\.example was not resolved in 0\.01 s: the resolver hangs"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"node\.example was not resolved in 0\.01 s: the resolver hangs"
+    ):
         addresses.resolve(Deadline(0.01))
     resolver.go_on.set()
     assert addresses.resolve(Deadline(10)) == ("192.0.2.1",)
 
 
 @pytest.mark.parametrize("trouble", ["hangs", "fails"])
-def test_what_was_known_is_used_while_the_resolver_is_in_trouble(resolver: Resolver, trouble: str) -> None:
+def test_what_was_known_is_used_while_the_resolver_is_in_trouble(
+    resolver: Resolver, trouble: str
+) -> None:
     addresses = Addresses("node.example")
     addresses.resolve(Deadline(10))
     if trouble == "hangs":
@@ -117,10 +127,15 @@ def test_grpc_is_given_addresses_as_it_writes_them(found: list[str], target: str
     assert grpc_target(found, 7440) == target
 
 
-def test_a_name_of_both_families_is_reached(fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_both_families_is_reached(
+    fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`localhost` often is one; the node listens on one of them."""
     wire = GrpcWire(grpc_target(["::1", "127.0.0.1"], fake_node.port), "localhost")
     assert (
-        wire.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(10)).instance_id == b"fakenode"
+        wire.call(
+            "hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(10)
+        ).instance_id
+        == b"fakenode"
     )
     wire.close()

@@ -42,7 +42,9 @@ def pause_s(breaker: CircuitBreaker, clock: Clock) -> float:
 def test_a_failure_is_refused_at_once_with_its_cause(breaker: CircuitBreaker) -> None:
     breaker.enter()
     breaker.failure(TimeoutError("no answer"))
-    with pytest.raises(Unavailable, match=r"node-1 failed 1 times, next try in 0\.1 s; last: no answer"):
+    with pytest.raises(
+        Unavailable, match=r"node-1 failed 1 times, next try in 0\.1 s; last: no answer"
+    ):
         breaker.enter()
 
 
@@ -86,7 +88,9 @@ def test_the_pause_doubles_up_to_its_limit(breaker: CircuitBreaker, clock: Clock
     assert pauses == pytest.approx(expected, abs=PAUSE_S_MIN / 2)
 
 
-def test_a_trial_that_never_reports_does_not_keep_it_open(breaker: CircuitBreaker, clock: Clock) -> None:
+def test_a_trial_that_never_reports_does_not_keep_it_open(
+    breaker: CircuitBreaker, clock: Clock
+) -> None:
     breaker.failure(OSError())
     clock.now += PAUSE_S_MIN
     breaker.enter()
@@ -116,8 +120,12 @@ def test_a_failure_that_took_long_is_followed_by_a_pause_that_takes_longer(
     assert pause_s(breaker, clock) == pytest.approx(0.4, abs=PAUSE_S_MIN / 2)
 
 
-def test_a_node_that_hangs_is_left_alone_for_longer_than_it_cost(fake_node: FakeNode, clock: Clock) -> None:
-    link = NodeChannel(fake_node.address, ClientConfig(address=fake_node.address, wire="grpc"), clock)
+def test_a_node_that_hangs_is_left_alone_for_longer_than_it_cost(
+    fake_node: FakeNode, clock: Clock
+) -> None:
+    link = NodeChannel(
+        fake_node.address, ClientConfig(address=fake_node.address, wire="grpc"), clock
+    )
 
     link.run(lambda link, deadline: None, None, Deadline(5))
     fake_node.version += 1  # nor does it say that it lives

@@ -28,7 +28,9 @@ def buffers_of_64_bytes() -> dict[str, Any]:
         "array": array("d", [0.0] * 8),
         "mmap": mmap.mmap(-1, 64),
         "ctypes array": (ctypes.c_uint16 * 32)(),
-        "ctypes structure": type("Page", (ctypes.Structure,), {"_fields_": [("data", ctypes.c_ubyte * 64)]})(),
+        "ctypes structure": type(
+            "Page", (ctypes.Structure,), {"_fields_": [("data", ctypes.c_ubyte * 64)]}
+        )(),
         "bfloat16 tensor": torch.zeros(4, 8, dtype=torch.bfloat16),
         "float8 tensor": torch.zeros(64, dtype=torch.float8_e4m3fn),
         "slice of a tensor": torch.zeros(10, 16)[3:4],
@@ -47,7 +49,8 @@ def test_a_view_is_the_callers_own_memory(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "nothing", [bytearray(), (ctypes.c_float * 3 * 0)(), (ctypes.c_float * 0 * 3)(), torch.empty(0, 3)]
+    "nothing",
+    [bytearray(), (ctypes.c_float * 3 * 0)(), (ctypes.c_float * 0 * 3)(), torch.empty(0, 3)],
 )
 def test_a_view_of_nothing_is_one_too(nothing: Any) -> None:
     """Several dims of which one is 0, as a slice of a pool that has no slot."""
@@ -96,7 +99,10 @@ READ_ONLY, WRITABLE = bytes, bytearray
 @pytest.mark.parametrize("nbytes", [10, HELD_NBYTES_MAX, HELD_NBYTES_MAX + 1, 3 << 20])
 @pytest.mark.parametrize("kind", [READ_ONLY, WRITABLE])
 def test_a_copy_is_exact_and_holds_nothing(kind: Callable[[bytes], Any], nbytes: int) -> None:
-    source, target = random.Random(nbytes).randbytes(nbytes), memoryview(bytearray(b"." * (nbytes + 2)))
+    source, target = (
+        random.Random(nbytes).randbytes(nbytes),
+        memoryview(bytearray(b"." * (nbytes + 2))),
+    )
     owner = kind(source)
     view = memoryview(owner)
     copy(target[1:-1], view)
@@ -128,7 +134,9 @@ def test_a_copy_into_read_only_memory_is_refused(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [READ_ONLY, WRITABLE])
-def test_other_threads_run_during_a_large_copy(kind: Callable[[int], Any], others_run: OthersRun) -> None:
+def test_other_threads_run_during_a_large_copy(
+    kind: Callable[[int], Any], others_run: OthersRun
+) -> None:
     source, target = memoryview(kind(LARGE)), memoryview(bytearray(LARGE))
     assert others_run(lambda: copy(target, source))
 
@@ -149,7 +157,10 @@ def test_other_threads_run_while_page_tables_are_filled(others_run: OthersRun) -
 
 @pytest.mark.parametrize("nbytes", [7, 9])
 def test_a_copy_is_between_views_of_one_length(nbytes: int) -> None:
-    with pytest.raises(AssertionError), copying(memoryview(bytearray(8)), memoryview(bytes(nbytes))):
+    with (
+        pytest.raises(AssertionError),
+        copying(memoryview(bytearray(8)), memoryview(bytes(nbytes))),
+    ):
         pass
 
 

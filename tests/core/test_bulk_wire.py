@@ -1,5 +1,6 @@
-"""The bulk wire against a node that answers wrongly: an error of ours each time, never wrong bytes, and
-never the same connection again."""
+"""The bulk wire against a node that answers wrongly: an error of ours each time, never wrong bytes,
+and never the same connection again.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -9,7 +10,14 @@ import grpc
 import pytest
 from fake_node import ServeBulk, scripted
 
-from kvstore import ClientConfig, DeadlineExceeded, Exhausted, InvalidRequest, ProtocolError, Unavailable
+from kvstore import (
+    ClientConfig,
+    DeadlineExceeded,
+    Exhausted,
+    InvalidRequest,
+    ProtocolError,
+    Unavailable,
+)
 from kvstore.checksum import checksum, leaves
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
@@ -26,7 +34,11 @@ PAGE = b"12345678"
 
 def frame(payload: bytes = b"", payload_nbytes: int | None = None, **op: Any) -> bytes:
     header = pb.BulkReply(**op).SerializeToString()
-    return pack_fixed(len(header), len(payload) if payload_nbytes is None else payload_nbytes) + header + payload
+    return (
+        pack_fixed(len(header), len(payload) if payload_nbytes is None else payload_nbytes)
+        + header
+        + payload
+    )
 
 
 def error(code: grpc.StatusCode) -> bytes:
@@ -86,9 +98,13 @@ def test_a_wrong_answer_ends_the_connection(bulk_port: ServeBulk, what: str) -> 
 
 @pytest.mark.parametrize("cut", [1, 16, 20, -1])
 @pytest.mark.parametrize("op", ["lookup", "get"])
-def test_an_answer_that_is_cut_off_is_an_unavailable_node(bulk_port: ServeBulk, op: str, cut: int) -> None:
+def test_an_answer_that_is_cut_off_is_an_unavailable_node(
+    bulk_port: ServeBulk, op: str, cut: int
+) -> None:
     whole = (
-        GOOD_LOOKUP if op == "lookup" else frame(get=pb.GetReply(hits=[True, True], checksums=BOTH), payload=PAGE * 2)
+        GOOD_LOOKUP
+        if op == "lookup"
+        else frame(get=pb.GetReply(hits=[True, True], checksums=BOTH), payload=PAGE * 2)
     )
 
     def talk(connection: FrameSocket) -> None:
@@ -102,7 +118,9 @@ def test_an_answer_that_is_cut_off_is_an_unavailable_node(bulk_port: ServeBulk, 
 
 
 def test_pages_that_do_not_match_their_checksum_are_misses(bulk_port: ServeBulk) -> None:
-    answer = frame(get=pb.GetReply(hits=[True, True], checksums=[BOTH[0], BOTH[0]]), payload=PAGE * 2)
+    answer = frame(
+        get=pb.GetReply(hits=[True, True], checksums=[BOTH[0], BOTH[0]]), payload=PAGE * 2
+    )
     wire = BulkWire("127.0.0.1", bulk_port(scripted(answer)).port, ClientConfig())
     assert call(wire, "get") == ([True, False], [1])
     wire.close()
@@ -135,7 +153,10 @@ def test_a_refused_commit_is_an_error_of_the_put(bulk_port: ServeBulk) -> None:
 
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [(grpc.StatusCode.RESOURCE_EXHAUSTED, Exhausted), (grpc.StatusCode.UNIMPLEMENTED, ProtocolError)],
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, Exhausted),
+        (grpc.StatusCode.UNIMPLEMENTED, ProtocolError),
+    ],
 )
 def test_a_node_that_refuses_the_connection_itself_is_heard(
     bulk_port: ServeBulk, code: grpc.StatusCode, expected: type[Exception]
@@ -178,7 +199,8 @@ def test_more_threads_than_connections_take_turns_and_give_up_in_time(bulk_port:
     wire.close()
 
 
-# ---- which connection is used, and what is said twice ----------------------------------------------------------------
+# ---- which connection is used, and what is said twice
+# ----------------------------------------------------------------
 
 
 def hello(instance_id: bytes = b"") -> bytes:
@@ -200,7 +222,9 @@ def test_a_connection_to_another_run_of_the_node_is_not_used(bulk_port: ServeBul
 
 
 def ending_after(answer: bytes) -> Callable[[FrameSocket], None]:
-    """The first connection answers one request, and a second one with these bytes, and ends; others answer on."""
+    """The first connection answers one request, and a second one with these bytes, and ends; others
+    answer on.
+    """
     first = itertools.count(1)
 
     def talk(connection: FrameSocket) -> None:
@@ -235,11 +259,19 @@ def test_a_connection_that_ends_while_a_request_is_said_is_no_failure(bulk_port:
     wire.close()
 
 
-def test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again(bulk_port: ServeBulk) -> None:
-    """Two answers to one request that came together: the second one passed for that to the next request."""
+def test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again(
+    bulk_port: ServeBulk,
+) -> None:
+    """Two answers to one request that came together: the second one passed for that to the next
+    request.
+    """
 
     def talk(connection: FrameSocket) -> None:
-        for said in (hello(), GOOD_LOOKUP + frame(lookup=pb.LookupReply(present=[False, False])), GOOD_LOOKUP):
+        for said in (
+            hello(),
+            GOOD_LOOKUP + frame(lookup=pb.LookupReply(present=[False, False])),
+            GOOD_LOOKUP,
+        ):
             connection.recv_frame(1 << 20)
             connection.send(said)
 

@@ -1,4 +1,6 @@
-"""Files of certificates: what is wrong with them is said with its remedy, and what was good stays in force."""
+"""Files of certificates: what is wrong with them is said with its remedy, and what was good stays
+in force.
+"""
 
 import logging
 import os
@@ -22,13 +24,17 @@ class Placed:
     """Copies of an authority's files, which a test may spoil."""
 
     def __init__(self, folder: Path, authority: Authority) -> None:
-        self.ca, self.cert, self.key = (folder / name for name in ("ca.pem", "cert.pem", "cert.key"))
+        self.ca, self.cert, self.key = (
+            folder / name for name in ("ca.pem", "cert.pem", "cert.key")
+        )
         self.place(authority)
         self.files = PemFiles(str(self.ca), str(self.cert), str(self.key))
 
     def place(self, authority: Authority, name: str = "node") -> None:
         shutil.copy(authority.path, self.ca)
-        for source, target in zip(pair(authority, name).values(), (self.cert, self.key), strict=True):
+        for source, target in zip(
+            pair(authority, name).values(), (self.cert, self.key), strict=True
+        ):
             shutil.copy(source, target)  # with its mode
 
 
@@ -58,18 +64,42 @@ WRONG: dict[str, tuple[Callable[[Placed, Authority], object], str]] = {
         lambda placed, _: placed.cert.unlink(),
         r"tls_cert=.*cert\.pem can not be read: No such file",
     ),
-    "no key": (lambda placed, _: placed.key.unlink(), r"tls_key=.*cert\.key can not be read: No such file"),
-    "no authority": (lambda placed, _: placed.ca.unlink(), r"tls_ca=.*ca\.pem can not be read: No such file"),
-    "a folder": (lambda placed, _: (placed.ca.unlink(), placed.ca.mkdir()), r"tls_ca=.*ca\.pem is no regular file"),
-    "another key": (swap_key, r"tls_key=.*cert\.key is not the key of the certificate in tls_cert=.*made together"),
+    "no key": (
+        lambda placed, _: placed.key.unlink(),
+        r"tls_key=.*cert\.key can not be read: No such file",
+    ),
+    "no authority": (
+        lambda placed, _: placed.ca.unlink(),
+        r"tls_ca=.*ca\.pem can not be read: No such file",
+    ),
+    "a folder": (
+        lambda placed, _: (placed.ca.unlink(), placed.ca.mkdir()),
+        r"tls_ca=.*ca\.pem is no regular file",
+    ),
+    "another key": (
+        swap_key,
+        r"tls_key=.*cert\.key is not the key of the certificate in tls_cert=.*made together",
+    ),
     "half a certificate": (
         lambda placed, _: cut(placed.cert),
         r"tls_cert=.*cert\.pem holds no certificate in PEM form",
     ),
-    "half a key": (lambda placed, _: cut(placed.key), r"tls_key=.*cert\.key: no certificates and key in PEM form"),
-    "no certificate inside": (lambda placed, _: garble(placed.cert), r"tls_cert=.*|a certificate that can not be read"),
-    "key and certificate changed over": (lambda placed, _: os.replace(placed.key, placed.cert), "No such file|PEM"),
-    "encrypted": (lambda placed, _: encrypt(placed.key), r"tls_key=.*cert\.key is encrypted, .* write it without"),
+    "half a key": (
+        lambda placed, _: cut(placed.key),
+        r"tls_key=.*cert\.key: no certificates and key in PEM form",
+    ),
+    "no certificate inside": (
+        lambda placed, _: garble(placed.cert),
+        r"tls_cert=.*|a certificate that can not be read",
+    ),
+    "key and certificate changed over": (
+        lambda placed, _: os.replace(placed.key, placed.cert),
+        "No such file|PEM",
+    ),
+    "encrypted": (
+        lambda placed, _: encrypt(placed.key),
+        r"tls_key=.*cert\.key is encrypted, .* write it without",
+    ),
     "open": (
         lambda placed, _: placed.key.chmod(0o644),
         r"tls_key=.* is open to others .*mode 0644.*chmod o-r .*key, or, of a Kubernetes secret, defaultMode: 0400",
@@ -104,7 +134,9 @@ def test_nothing_of_a_key_is_in_what_is_said(placed: Placed) -> None:
     assert secret[:20] not in str(failed.value)
 
 
-def test_a_key_that_the_group_can_read_is_warned_of(placed: Placed, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_that_the_group_can_read_is_warned_of(
+    placed: Placed, caplog: pytest.LogCaptureFixture
+) -> None:
     placed.key.chmod(0o640)
     placed.files.look()
     assert "is open to its group (mode 0640); chmod 600" in caplog.text
@@ -123,7 +155,9 @@ def test_a_key_of_another_user_may_be_lent_to_our_group_for_reading(
     assert "is open to its group (mode 0460)" in caplog.text
 
 
-def test_files_are_taken_anew_when_they_change_and_not_before(placed: Placed, ours: Authority) -> None:
+def test_files_are_taken_anew_when_they_change_and_not_before(
+    placed: Placed, ours: Authority
+) -> None:
     first = placed.files.look()
     assert placed.files.look() is first
     placed.place(ours, "client")
@@ -132,7 +166,9 @@ def test_files_are_taken_anew_when_they_change_and_not_before(placed: Placed, ou
     assert placed.files.problem == ""
 
 
-def test_a_rotation_seen_half_way_is_taken_when_it_is_whole(placed: Placed, ours: Authority) -> None:
+def test_a_rotation_seen_half_way_is_taken_when_it_is_whole(
+    placed: Placed, ours: Authority
+) -> None:
     first = placed.files.look()
     certificate, key = pair(ours, "client").values()
     shutil.copy(certificate, placed.cert)
@@ -150,7 +186,9 @@ def test_a_key_made_private_is_taken_although_its_bytes_are_the_same(placed: Pla
     assert placed.files.look().key
 
 
-def test_content_that_fails_the_check_does_not_come_into_force(placed: Placed, ours: Authority) -> None:
+def test_content_that_fails_the_check_does_not_come_into_force(
+    placed: Placed, ours: Authority
+) -> None:
     shown = list[bytes]()
 
     def check(pems: Pems) -> None:
@@ -168,14 +206,20 @@ def test_content_that_fails_the_check_does_not_come_into_force(placed: Placed, o
 
 def test_several_authorities_are_all_believed(placed: Placed, tmp_path: Path) -> None:
     other = Authority.found(tmp_path / "other", "other", 1.0)
-    placed.ca.write_bytes(b"# names in UTF-8: \xc3\xa9\n" + placed.ca.read_bytes() + other.path.read_bytes())
+    placed.ca.write_bytes(
+        b"# names in UTF-8: \xc3\xa9\n" + placed.ca.read_bytes() + other.path.read_bytes()
+    )
     pems = placed.files.look()
-    assert first_expiry(pems.roots) == validity(other.path.read_bytes())[1] < validity(pems.chain)[1]
+    assert (
+        first_expiry(pems.roots) == validity(other.path.read_bytes())[1] < validity(pems.chain)[1]
+    )
     context = pems.into(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
     assert context.cert_store_stats()["x509_ca"] == 2
 
 
-def test_the_systems_authorities(ours: Authority, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_systems_authorities(
+    ours: Authority, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(ours.path))
     assert PemFiles("system", "", "").look().roots.split() == ours.path.read_bytes().split()
     empty = tmp_path / "empty"
@@ -185,25 +229,42 @@ def test_the_systems_authorities(ours: Authority, monkeypatch: pytest.MonkeyPatc
         PemFiles("system", "", "").look()
 
 
-def test_a_client_with_files_that_can_not_work_does_not_start(placed: Placed, strangers: Authority) -> None:
+def test_a_client_with_files_that_can_not_work_does_not_start(
+    placed: Placed, strangers: Authority
+) -> None:
     swap_key(placed, strangers)
-    settings: dict[str, Any] = {"tls_ca": str(placed.ca), "tls_cert": str(placed.cert), "tls_key": str(placed.key)}
+    settings: dict[str, Any] = {
+        "tls_ca": str(placed.ca),
+        "tls_cert": str(placed.cert),
+        "tls_key": str(placed.key),
+    }
     with pytest.raises(ConfigError, match="made together"):
         Client(ClientConfig(**settings))
 
 
-def test_an_expired_client_certificate_is_no_end_of_an_engine(placed: Placed, ours: Authority) -> None:
+def test_an_expired_client_certificate_is_no_end_of_an_engine(
+    placed: Placed, ours: Authority
+) -> None:
     """The node refuses it at a call, and it may be renewed before there is one."""
     ours.node("dated", HERE, -1.0, force=True, since_days=2.0)
     placed.place(ours, "dated")
-    with Client(ClientConfig(tls_ca=str(placed.ca), tls_cert=str(placed.cert), tls_key=str(placed.key))):
+    with Client(
+        ClientConfig(tls_ca=str(placed.ca), tls_cert=str(placed.cert), tls_key=str(placed.key))
+    ):
         pass
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"tls_cert": "a"}, {"tls_key": "a", "tls_ca": "b"}, {"tls_name": "n"}, {"tls_cert": "a", "tls_key": "b"}],
+    [
+        {"tls_cert": "a"},
+        {"tls_key": "a", "tls_ca": "b"},
+        {"tls_name": "n"},
+        {"tls_cert": "a", "tls_key": "b"},
+    ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="tls_cert and tls_key are given together; they and tls_name need tls_ca"):
+    with pytest.raises(
+        ConfigError, match="tls_cert and tls_key are given together; they and tls_name need tls_ca"
+    ):
         ClientConfig(**settings)

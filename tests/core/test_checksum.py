@@ -41,7 +41,16 @@ def test_a_page_does_not_match_under_another_key_or_namespace() -> None:
     assert len({checksum(page, seed) for seed in seeds}) == 3
 
 
-SIZES = [0, 1, 5000, HELD_NBYTES_MAX, HELD_NBYTES_MAX + 1, LEAF_NBYTES, 2 * LEAF_NBYTES - 1, 3 * LEAF_NBYTES + 7]
+SIZES = [
+    0,
+    1,
+    5000,
+    HELD_NBYTES_MAX,
+    HELD_NBYTES_MAX + 1,
+    LEAF_NBYTES,
+    2 * LEAF_NBYTES - 1,
+    3 * LEAF_NBYTES + 7,
+]
 
 
 def parts_of(nbytes: int) -> list[tuple[int, int]]:
@@ -74,7 +83,9 @@ def test_a_checksum_is_the_same_however_it_is_made(nbytes: int, step: int) -> No
         running.update(page[start : start + step])
     assert running.digest() == leaves(page) == made
     assert checksum(page, SEED) == root(made, SEED) == xxhash.xxh3_128_digest(made, SEED)
-    assert joined_checksum([page[: nbytes // 3], page[nbytes // 3 :]], nbytes, SEED) == checksum(page, SEED)
+    assert joined_checksum([page[: nbytes // 3], page[nbytes // 3 :]], nbytes, SEED) == checksum(
+        page, SEED
+    )
 
 
 def test_parts_that_changed_places_are_noticed() -> None:

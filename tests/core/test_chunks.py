@@ -13,7 +13,14 @@ from kvstore.transports.frames import fill, runs
 
 @pytest.mark.parametrize(
     "sizes",
-    [[1], [GRPC_CHUNK_NBYTES], [GRPC_CHUNK_NBYTES - 1, 2], [3 * GRPC_CHUNK_NBYTES + 7], [1000] * 3000, [5, 1 << 21, 5]],
+    [
+        [1],
+        [GRPC_CHUNK_NBYTES],
+        [GRPC_CHUNK_NBYTES - 1, 2],
+        [3 * GRPC_CHUNK_NBYTES + 7],
+        [1000] * 3000,
+        [5, 1 << 21, 5],
+    ],
 )
 def test_what_is_cut_is_filled_again_and_hashed(sizes: list[int]) -> None:
     rng = random.Random(3)

@@ -1,5 +1,6 @@
-"""The client against a real node, over both wires: buffers, batches larger than a limit, order of age,
-threads, corrupt pages."""
+"""The client against a real node, over both wires: buffers, batches larger than a limit, order of
+age, threads, corrupt pages.
+"""
 
 import ctypes
 import mmap
@@ -62,7 +63,9 @@ BUFFERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", BUFFERS)
-def test_pages_go_from_and_into_the_callers_own_buffers(client: Client, namespace: Namespace, kind: str) -> None:
+def test_pages_go_from_and_into_the_callers_own_buffers(
+    client: Client, namespace: Namespace, kind: str
+) -> None:
     (key,) = keys_of(1)
     data = content(namespace, key)
     source, target = BUFFERS[kind](), BUFFERS[kind]()
@@ -105,7 +108,9 @@ def test_buffers_and_keys_must_be_as_many(client: Client, namespace: Namespace) 
 
 
 @pytest.mark.parametrize("keys", [[], [b""], [b"x" * 15], [b"x" * 65]])
-def test_bad_keys_are_refused_by_every_call(client: Client, namespace: Namespace, keys: list[bytes]) -> None:
+def test_bad_keys_are_refused_by_every_call(
+    client: Client, namespace: Namespace, keys: list[bytes]
+) -> None:
     calls: list[Callable[[], Any]] = [
         lambda: client.lookup(namespace, keys),
         lambda: client.put(namespace, keys, [bytes(PAGE)] * len(keys)),
@@ -122,7 +127,9 @@ def test_bad_keys_are_refused_by_every_call(client: Client, namespace: Namespace
     assert client.stats.connects == 0
 
 
-def test_a_key_twice_is_refused_where_it_has_no_meaning(client: Client, namespace: Namespace) -> None:
+def test_a_key_twice_is_refused_where_it_has_no_meaning(
+    client: Client, namespace: Namespace
+) -> None:
     key = keys_of(1)
     with pytest.raises(InvalidRequest, match="twice"):
         client.put(namespace, key * 2, [bytes(PAGE)] * 2)
@@ -135,7 +142,12 @@ def test_a_key_twice_is_refused_where_it_has_no_meaning(client: Client, namespac
 def test_a_prefix_read_stops_at_the_first_hole(client: Client, namespace: Namespace) -> None:
     put(client, namespace, keys_of(0, 1, 3))
     buffers = [bytearray(PAGE) for _ in range(4)]
-    assert client.get(namespace, keys_of(0, 1, 2, 3), buffers, prefix=True) == [True, True, False, False]
+    assert client.get(namespace, keys_of(0, 1, 2, 3), buffers, prefix=True) == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert not any(buffers[3])
     assert client.get(namespace, keys_of(0, 1, 2, 3), buffers) == [True, True, False, True]
 
@@ -151,10 +163,14 @@ def test_a_layer_is_read_by_its_ranges(client: Client) -> None:
         ranges = layout.layer_ranges(layer)
         buffers = [bytearray(sum(part.nbytes for part in ranges)) for _ in range(5)]
         absent = b"absent" * 4
-        assert client.get_ranges(namespace, [*keys, absent], ranges, buffers) == [True] * 4 + [False]
+        assert client.get_ranges(namespace, [*keys, absent], ranges, buffers) == [True] * 4 + [
+            False
+        ]
         for key, buffer in zip(keys, buffers, strict=False):
             page = content(namespace, key)
-            assert buffer == b"".join(page[part.offset : part.offset + part.nbytes] for part in ranges)
+            assert buffer == b"".join(
+                page[part.offset : part.offset + part.nbytes] for part in ranges
+            )
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +213,12 @@ def test_batches_larger_than_the_limits_are_split(narrow: Client, namespace: Nam
 
 @pytest.mark.parametrize(
     ("narrow", "ask"),
-    [("shm", "lookup"), ("bulk", "lookup"), ("grpc", "lookup"), ("bulk", "pin")],  # all by the same loop
+    [
+        ("shm", "lookup"),
+        ("bulk", "lookup"),
+        ("grpc", "lookup"),
+        ("bulk", "pin"),
+    ],  # all by the same loop
     indirect=["narrow"],
 )
 def test_more_keys_than_can_be_asked_for_in_time_are_no_failure_of_the_node(
@@ -207,11 +228,15 @@ def test_more_keys_than_can_be_asked_for_in_time_are_no_failure_of_the_node(
     narrow.open(namespace)
     many = [number.to_bytes(16, "big") for number in range(500_000)]
     with pytest.raises(Exhausted, match="keys were answered in 1 s"):
-        narrow.lookup(namespace, many, timeout_s=1.0) if ask == "lookup" else narrow.pin(namespace, many, 1.0, 1.0)
+        narrow.lookup(namespace, many, timeout_s=1.0) if ask == "lookup" else narrow.pin(
+            namespace, many, 1.0, 1.0
+        )
     assert narrow.lookup(namespace, many[:3]).present == (False,) * 3
 
 
-def test_ranges_of_more_pieces_than_a_node_takes_are_split(client: Client, namespace: Namespace) -> None:
+def test_ranges_of_more_pieces_than_a_node_takes_are_split(
+    client: Client, namespace: Namespace
+) -> None:
     keys = keys_of(*range(40))
     put(client, namespace, keys)
     ranges = [type(namespace.layout.layer_ranges(0)[0])(i, 1) for i in range(0, PAGE, 2)]
@@ -221,8 +246,13 @@ def test_ranges_of_more_pieces_than_a_node_takes_are_split(client: Client, names
 
 
 @pytest.mark.parametrize("use", ["put", "get", "lookup"])
-def test_a_chain_sent_in_several_batches_is_aged_tail_first(narrow: Client, namespace: Namespace, use: str) -> None:
-    """64 pages fit. A chain of 40 in batches of 8; then 30 others push out six: the chain's last ones."""
+def test_a_chain_sent_in_several_batches_is_aged_tail_first(
+    narrow: Client, namespace: Namespace, use: str
+) -> None:
+    """64 pages fit.
+
+    A chain of 40 in batches of 8; then 30 others push out six: the chain's last ones.
+    """
     chain = keys_of(*range(40))
     put(narrow, namespace, chain)
     if use == "get":
@@ -244,7 +274,9 @@ def test_threads_share_one_client(client: Client, namespace: Namespace) -> None:
                 keys = keys_of(*rng.sample(range(60), 8))
                 put(client, namespace, keys)
                 buffers = [bytearray(PAGE) for _ in keys]
-                for key, hit, buffer in zip(keys, client.get(namespace, keys, buffers), buffers, strict=True):
+                for key, hit, buffer in zip(
+                    keys, client.get(namespace, keys, buffers), buffers, strict=True
+                ):
                     assert not hit or buffer == content(namespace, key)
         except BaseException as error:  # noqa: BLE001 -- raised again below, in the test's thread
             failures.append(error)
@@ -281,15 +313,23 @@ def test_a_page_that_was_stored_under_a_wrong_checksum_is_a_miss_and_goes(
 ) -> None:
     with monkeypatch.context() as patch:
         if client.config.wire == "bulk":
-            patch.setattr("kvstore.transports.bulk._send_page", lambda sock, page: sock.send(page[0]) or b"c" * 8)
+            patch.setattr(
+                "kvstore.transports.bulk._send_page",
+                lambda sock, page: sock.send(page[0]) or b"c" * 8,
+            )
         elif client.config.wire == "shm":
             patch.setattr("kvstore.transports.shm._write_page", lambda slot, page: b"c" * 8)
         else:
-            patch.setattr("kvstore.transports.grpc_wire.joined_leaves", lambda page, nbytes: b"c" * 8)
+            patch.setattr(
+                "kvstore.transports.grpc_wire.joined_leaves", lambda page, nbytes: b"c" * 8
+            )
         assert put(client, namespace, keys_of(1)) == [PutOutcome.STORED]
     assert client.lookup(namespace, keys_of(1)).prefix_pages == 1
     buffers = [bytearray(PAGE), bytearray(PAGE)]
-    assert client.get(namespace, keys_of(1) * 2, buffers) == [False, False]  # the key twice, reported once
+    assert client.get(namespace, keys_of(1) * 2, buffers) == [
+        False,
+        False,
+    ]  # the key twice, reported once
     assert client.stats.corrupt_pages == 2
     assert client.lookup(namespace, keys_of(1)).prefix_pages == 0
     assert put(client, namespace, keys_of(1)) == [PutOutcome.STORED]
@@ -297,7 +337,10 @@ def test_a_page_that_was_stored_under_a_wrong_checksum_is_a_miss_and_goes(
 
 
 def test_a_way_that_damages_every_page_does_not_fill_the_log(
-    shared_node: NodeProcess, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shared_node: NodeProcess,
+    namespace: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The node's copy is intact and stays; each get is a miss."""
     one_window(kvstore.client.log, monkeypatch)
@@ -322,9 +365,13 @@ def test_listing_goes_in_order_and_in_pieces(client: Client, namespace: Namespac
     put(client, namespace, keys)
     assert [page.prefix_hash for page in client.list_pages(namespace)] == keys
     assert [page.prefix_hash for page in client.list_pages(namespace, limit=1500)] == keys[:1500]
-    assert [page.prefix_hash for page in client.list_pages(namespace, after=keys[99], limit=5)] == keys[100:105]
+    assert [
+        page.prefix_hash for page in client.list_pages(namespace, after=keys[99], limit=5)
+    ] == keys[100:105]
     prefix = keys[0x0500][:-1]
-    assert [page.prefix_hash for page in client.list_pages(namespace, prefix)] == keys[0x0500:0x0600]
+    assert [page.prefix_hash for page in client.list_pages(namespace, prefix)] == keys[
+        0x0500:0x0600
+    ]
     assert list(client.list_pages(namespace, b"\xff")) == []
     client.remove(namespace, keys)
 

@@ -10,7 +10,12 @@ from kvstore.config import Address, load, parse_address, parse_nbytes, split_add
 
 
 def test_explicit_values_win_over_the_environment_and_that_over_defaults() -> None:
-    environ = {"KVSTORE_TIMEOUT_S": "7", "KVSTORE_WIRE": "grpc", "KVSTORE_ADDRESS": "", "UNRELATED": "x"}
+    environ = {
+        "KVSTORE_TIMEOUT_S": "7",
+        "KVSTORE_WIRE": "grpc",
+        "KVSTORE_ADDRESS": "",
+        "UNRELATED": "x",
+    }
     config = load(ClientConfig, "KVSTORE", {"wire": "bulk", "timeout_s": None}, environ)
     assert config == ClientConfig(wire="bulk", timeout_s=7.0)
 
@@ -27,7 +32,10 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"timeout_s": float("nan")}, "timeout_s=nan is outside"),
         ({"timeout_s": float("inf")}, "timeout_s=inf is outside"),
         ({"timeout_s": True}, "timeout_s=True must be a float"),
-        ({"timeout_s": 1.0, "connect_timeout_s": 2.0}, "connect_timeout_s=2.0 must not exceed timeout_s=1.0"),
+        (
+            {"timeout_s": 1.0, "connect_timeout_s": 2.0},
+            "connect_timeout_s=2.0 must not exceed timeout_s=1.0",
+        ),
         ({"connections_max": 0}, r"connections_max=0 is outside 1\.\.256"),
         ({"connections_max": 2.5}, "connections_max=2.5 must be a int"),
         ({"wire": "rdma"}, "wire='rdma' must be one of auto, bulk, grpc"),
@@ -53,13 +61,23 @@ def test_a_secret_of_the_wrong_type_is_named_and_not_said(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("0", 0), ("4096", 4096), ("1b", 1), ("64KiB", 65536), ("64k", 65536), ("1.5MiB", 3 << 19), (" 2GiB ", 2 << 30)],
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("1b", 1),
+        ("64KiB", 65536),
+        ("64k", 65536),
+        ("1.5MiB", 3 << 19),
+        (" 2GiB ", 2 << 30),
+    ],
 )
 def test_sizes(text: str, nbytes: int) -> None:
     assert parse_nbytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "1x", "1 2", "nan", "inf", "infk", "1e999", "12kb", "2GB", "0x10"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "1x", "1 2", "nan", "inf", "infk", "1e999", "12kb", "2GB", "0x10"]
+)
 def test_what_is_no_size_is_a_value_error_that_shows_one(text: str) -> None:
     """For 2GB it was Python's own: could not convert string to float: '2g'."""
     with pytest.raises(ValueError, match="is not a size; write for example 512MiB or 4GiB"):
@@ -121,7 +139,11 @@ def test_a_bad_address_of_frames_is_refused_with_what_to_write(address: str, sai
 @pytest.mark.parametrize(
     ("address", "wire", "said"),
     [
-        ("bulk://host:1", "grpc", "wire=grpc is not to be had at address=bulk://host:1; write host:7440"),
+        (
+            "bulk://host:1",
+            "grpc",
+            "wire=grpc is not to be had at address=bulk://host:1; write host:7440",
+        ),
         ("unix:/x", "grpc", "write host:7440"),
         ("unix:/x", "bulk", "write bulk://host:7441"),
     ],
@@ -147,7 +169,11 @@ def test_a_url_as_an_address_is_refused_with_what_to_write(
 ) -> None:
     """The resolver was asked for a host named "http://host", and said that there is none."""
     monkeypatch.setenv("KVSTORE_ADDRESS", f"n0:7440, {address}")
-    for made in (lambda: split_address(address), lambda: ClientConfig(f"n0:1,{address}"), client_config):
+    for made in (
+        lambda: split_address(address),
+        lambda: ClientConfig(f"n0:1,{address}"),
+        client_config,
+    ):
         with pytest.raises(ConfigError, match=re.escape(remedy)) as refused:
             made()
         assert f"address={address!r} is a URL" in str(refused.value)
@@ -159,7 +185,9 @@ def test_a_url_with_a_password_is_refused_without_saying_it() -> None:
     assert "secret" not in str(refused.value)
 
 
-@pytest.mark.parametrize("address", ["host/path:80", "user@host:80", "ho st:80", "[http://host]:80", "bulk://host/x:1"])
+@pytest.mark.parametrize(
+    "address", ["host/path:80", "user@host:80", "ho st:80", "[http://host]:80", "bulk://host/x:1"]
+)
 def test_what_is_in_no_hosts_name_is_no_address(address: str) -> None:
     with pytest.raises(ConfigError, match=r"is not (bulk://)?host:port"):
         split_address(address)

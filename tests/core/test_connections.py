@@ -67,7 +67,11 @@ def test_a_connection_that_may_hold_slots_is_not_used_again() -> None:
 
 @pytest.mark.parametrize(
     ("error", "told"),
-    [(TimeoutError(), DeadlineExceeded), (OSError(), Unavailable), (ZeroDivisionError(), ZeroDivisionError)],
+    [
+        (TimeoutError(), DeadlineExceeded),
+        (OSError(), Unavailable),
+        (ZeroDivisionError(), ZeroDivisionError),
+    ],
 )
 def test_why_there_is_no_connection_is_told_by_our_names_and_its_place_is_free(
     error: Exception, told: type[Exception]

@@ -1,5 +1,6 @@
-"""Wherever a node or what leads to it hangs, a call returns by its deadline: each stage in turn, and stages that
-each stay just below their own limit."""
+"""Wherever a node or what leads to it hangs, a call returns by its deadline: each stage in turn,
+and stages that each stay just below their own limit.
+"""
 
 import contextlib
 import fcntl
@@ -14,7 +15,15 @@ from typing import Any
 import pytest
 from fake_node import FakeNode, ServeBulk
 
-from kvstore import Client, ClientConfig, DeadlineExceeded, KVStoreError, Namespace, Unavailable, opaque_layout
+from kvstore import (
+    Client,
+    ClientConfig,
+    DeadlineExceeded,
+    KVStoreError,
+    Namespace,
+    Unavailable,
+    opaque_layout,
+)
 from kvstore.checksum import CHUNK_NBYTES
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
@@ -56,14 +65,18 @@ def unix_path() -> Iterator[str]:
         yield f"{directory}/node.sock"
 
 
-def test_connecting_over_bulk(swallowing_port: int, silent_port: int, by_deadline: Callable[..., None]) -> None:
+def test_connecting_over_bulk(
+    swallowing_port: int, silent_port: int, by_deadline: Callable[..., None]
+) -> None:
     ports = {"swallows": swallowing_port, "silent": silent_port}
     wires = {name: BulkWire("127.0.0.1", port, CONFIG) for name, port in ports.items()}
     wires["many addresses"] = BulkWire("node", swallowing_port, CONFIG, ["127.0.0.1"] * 5)
     by_deadline(wires, DEADLINE_S, lambda name: calling(wires[name], "lookup"))
 
 
-def test_connecting_over_grpc(swallowing_port: int, silent_port: int, by_deadline: Callable[..., None]) -> None:
+def test_connecting_over_grpc(
+    swallowing_port: int, silent_port: int, by_deadline: Callable[..., None]
+) -> None:
     wires = {str(port): GrpcWire(f"127.0.0.1:{port}") for port in (swallowing_port, silent_port)}
     names = [f"{port} {op}" for port in wires for op in OPS]
     by_deadline(names, DEADLINE_S, lambda name: calling(wires[name.split()[0]], name.split()[1]))
@@ -72,7 +85,9 @@ def test_connecting_over_grpc(swallowing_port: int, silent_port: int, by_deadlin
 
 
 @pytest.mark.parametrize("backlog", ["full", "silent"])
-def test_connecting_over_shared_memory(unix_path: str, by_deadline: Callable[..., None], backlog: str) -> None:
+def test_connecting_over_shared_memory(
+    unix_path: str, by_deadline: Callable[..., None], backlog: str
+) -> None:
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
         listener.bind(unix_path)
         listener.listen(64 if backlog == "silent" else 0)
@@ -159,7 +174,9 @@ HALTS: dict[str, tuple[str, Callable[[FrameSocket], object]]] = {
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bulk_node_that_halts_anywhere(bulk_port: ServeBulk, by_deadline: Callable[..., None]) -> None:
+def test_a_bulk_node_that_halts_anywhere(
+    bulk_port: ServeBulk, by_deadline: Callable[..., None]
+) -> None:
     over = threading.Event()
 
     def prepare(name: str) -> Callable[[], object]:
@@ -187,11 +204,19 @@ def small_buffers(connection: FrameSocket) -> None:
         connection._sock.setsockopt(socket.SOL_SOCKET, option, 64 << 10)
 
 
-def test_a_request_too_large_for_a_node_that_does_not_read(unix_path: str, by_deadline: Callable[..., None]) -> None:
-    """It is left in the middle; the release that ends other calls would be taken for its rest, and waited for."""
-    large = pb.GetRequest(namespace=b"n" * 16, prefix_hashes=[i.to_bytes(32, "big") for i in range(50_000)])
+def test_a_request_too_large_for_a_node_that_does_not_read(
+    unix_path: str, by_deadline: Callable[..., None]
+) -> None:
+    """It is left in the middle; the release that ends other calls would be taken for its rest, and
+    waited for.
+    """
+    large = pb.GetRequest(
+        namespace=b"n" * 16, prefix_hashes=[i.to_bytes(32, "big") for i in range(50_000)]
+    )
     buffers = [(memoryview(bytearray(1)),)] * 50_000
-    hello = pb.HelloReply(protocol_version=PROTOCOL_VERSION, instance_id=b"fakenode", arena_nbytes=1 << 20)
+    hello = pb.HelloReply(
+        protocol_version=PROTOCOL_VERSION, instance_id=b"fakenode", arena_nbytes=1 << 20
+    )
     arena = os.memfd_create("arena", os.MFD_ALLOW_SEALING)
     os.ftruncate(arena, 1 << 20)
     fcntl.fcntl(arena, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
@@ -227,12 +252,16 @@ def test_a_request_too_large_for_a_node_that_does_not_read(unix_path: str, by_de
 def test_a_better_wire_that_hangs_leaves_a_call_the_time_to_go_over_grpc(
     fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hang(_: Negotiation, hello: pb.HelloReply, found: tuple[str, ...], deadline: Deadline) -> BulkWire:
+    def hang(
+        _: Negotiation, hello: pb.HelloReply, found: tuple[str, ...], deadline: Deadline
+    ) -> BulkWire:
         time.sleep(deadline.remaining())
         raise Unavailable("after all")
 
     monkeypatch.setattr(Negotiation, "_bulk", hang)
-    with Client(ClientConfig(address=fake_node.address, timeout_s=3.0, connect_timeout_s=3.0)) as client:
+    with Client(
+        ClientConfig(address=fake_node.address, timeout_s=3.0, connect_timeout_s=3.0)
+    ) as client:
         assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
         assert client.wire_name == "grpc"
 
@@ -257,7 +286,9 @@ def test_closing_a_client_whose_call_hangs_does_not_wait(
 ) -> None:
     fake_node.bulk_port = silent_port
     hold = fake_node.hold = threading.Event()
-    address = {"resolver": "node.example:1", "grpc": fake_node.address, "bulk": fake_node.address}[stage]
+    address = {"resolver": "node.example:1", "grpc": fake_node.address, "bulk": fake_node.address}[
+        stage
+    ]
     system = socket.getaddrinfo
 
     def getaddrinfo(host: str, *args: Any, **options: Any) -> Any:
@@ -266,7 +297,9 @@ def test_closing_a_client_whose_call_hangs_does_not_wait(
         return system(host, *args, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    settings = ClientConfig(address=address, wire="bulk" if stage == "bulk" else "grpc", timeout_s=30.0)
+    settings = ClientConfig(
+        address=address, wire="bulk" if stage == "bulk" else "grpc", timeout_s=30.0
+    )
     client = Client(settings)
 
     def call() -> None:

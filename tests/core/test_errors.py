@@ -12,7 +12,12 @@ LEAVES = KVStoreError.__subclasses__()
 
 def test_the_tree_has_at_most_ten_leaves_all_drawn() -> None:
     assert len(LEAVES) <= 10
-    finer = [some for leaf in LEAVES for some in leaf.__subclasses__() if some.__module__ == errors.__name__]
+    finer = [
+        some
+        for leaf in LEAVES
+        for some in leaf.__subclasses__()
+        if some.__module__ == errors.__name__
+    ]
     assert not finer, "what differs for one file only is that file's"
     assert all(leaf.__name__ in (errors.__doc__ or "") for leaf in LEAVES)
 
@@ -35,8 +40,12 @@ def test_the_codes_are_those_of_grpc() -> None:
     }
 
 
-@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS])
-def test_a_failure_inside_the_node_is_not_taken_for_a_bad_setting_here(code: grpc.StatusCode) -> None:
+@pytest.mark.parametrize(
+    "code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS]
+)
+def test_a_failure_inside_the_node_is_not_taken_for_a_bad_setting_here(
+    code: grpc.StatusCode,
+) -> None:
     assert type(from_status(code.value[0], "bug")) is KVStoreError
 
 

@@ -21,7 +21,11 @@ GOLDEN = json.loads((pathlib.Path(__file__).parent.parent / "golden" / "format.j
 
 def layout_of(example: dict[str, Any]) -> PageLayout:
     groups = tuple(
-        LayerGroup(name, tuple(layers), tuple(Plane(n, d, tuple(shape), tokens) for n, d, shape, tokens in planes))
+        LayerGroup(
+            name,
+            tuple(layers),
+            tuple(Plane(n, d, tuple(shape), tokens) for n, d, shape, tokens in planes),
+        )
         for name, layers, planes in example["groups"]
     )
     return PageLayout(example["page_tokens"], groups)
@@ -36,7 +40,10 @@ def test_layout_bytes(example: dict[str, Any]) -> None:
     assert layout.page_nbytes == example["page_nbytes"]
     for layer, ranges in example["layer_ranges"].items():
         assert [list(part) for part in layout.layer_ranges(int(layer))] == ranges
-    assert sum(nbytes for ranges in example["layer_ranges"].values() for _, nbytes in ranges) == layout.page_nbytes
+    assert (
+        sum(nbytes for ranges in example["layer_ranges"].values() for _, nbytes in ranges)
+        == layout.page_nbytes
+    )
 
 
 def test_namespace_digest() -> None:
@@ -46,13 +53,21 @@ def test_namespace_digest() -> None:
     assert namespace_digest(values).hex() == example["digest"]
 
     fields: dict[str, Any] = {k: int(v) if v.isdigit() else v for k, v in example["fields"].items()}
-    assert Namespace(layout=layout_of(GOLDEN["layouts"][0]), **fields).digest.hex() == example["digest"]
+    assert (
+        Namespace(layout=layout_of(GOLDEN["layouts"][0]), **fields).digest.hex()
+        == example["digest"]
+    )
 
 
 def namespace_digest(values: dict[str, bytes]) -> bytes:
     data = b"kvstore-namespace-1\0"
     for name in sorted(values):
-        data += struct.pack("<I", len(name)) + name.encode() + struct.pack("<I", len(values[name])) + values[name]
+        data += (
+            struct.pack("<I", len(name))
+            + name.encode()
+            + struct.pack("<I", len(values[name]))
+            + values[name]
+        )
     return hashlib.sha256(data).digest()[:16]
 
 
@@ -70,13 +85,20 @@ def test_prefix_hashes() -> None:
 def test_checksum() -> None:
     example = GOLDEN["checksum"]
     page = bytes(range(256)) * example["times"]
-    digest, prefix_hash = bytes.fromhex(GOLDEN["namespace"]["digest"]), bytes.fromhex(example["prefix_hash"])
+    digest, prefix_hash = (
+        bytes.fromhex(GOLDEN["namespace"]["digest"]),
+        bytes.fromhex(example["prefix_hash"]),
+    )
     seed = int(example["seed"], 16)
     assert xxhash.xxh3_64(digest + prefix_hash).intdigest() == seed == key_seed(digest, prefix_hash)
     parts = [page[: 1 << 20], page[1 << 20 :]]  # of 2.5 MiB: one of 1 MiB, and the rest
     of_parts = b"".join(xxhash.xxh3_64(part).digest() for part in parts)
     assert of_parts.hex() == example["leaves"] == leaves(page).hex()
-    assert xxhash.xxh3_128(of_parts, seed).hexdigest() == example["checksum"] == checksum(page, seed).hex()
+    assert (
+        xxhash.xxh3_128(of_parts, seed).hexdigest()
+        == example["checksum"]
+        == checksum(page, seed).hex()
+    )
     (small,) = [xxhash.xxh3_64(page[:1024]).digest()]
     assert (
         xxhash.xxh3_128(small, seed).hexdigest()
@@ -87,14 +109,22 @@ def test_checksum() -> None:
 
 def test_seal() -> None:
     example, page = GOLDEN["seal"], bytes(range(256)) * GOLDEN["checksum"]["times"]
-    secret, prefix_hash = bytes.fromhex(example["secret"]), bytes.fromhex(GOLDEN["checksum"]["prefix_hash"])
+    secret, prefix_hash = (
+        bytes.fromhex(example["secret"]),
+        bytes.fromhex(GOLDEN["checksum"]["prefix_hash"]),
+    )
     key_id = hmac_sha256(secret, b"kvstore-page-key-id-1\0")[:8].hex()
     assert key_id == example["key_id"] == PageKeys(secret).key_id
 
     values = {name: text.encode() for name, text in GOLDEN["namespace"]["fields"].items()}
-    values |= {"layout": bytes.fromhex(GOLDEN["namespace"]["layout_fingerprint"]), "key_id": key_id.encode()}
+    values |= {
+        "layout": bytes.fromhex(GOLDEN["namespace"]["layout_fingerprint"]),
+        "key_id": key_id.encode(),
+    }
     digest = namespace_digest(values)
-    fields: dict[str, Any] = {k: int(v) if v.isdigit() else v for k, v in GOLDEN["namespace"]["fields"].items()}
+    fields: dict[str, Any] = {
+        k: int(v) if v.isdigit() else v for k, v in GOLDEN["namespace"]["fields"].items()
+    }
     namespace = Namespace(layout=layout_of(GOLDEN["layouts"][0]), **fields, key_id=key_id)
     assert digest.hex() == example["digest"] == namespace.digest.hex()
 
@@ -104,7 +134,11 @@ def test_seal() -> None:
     for number, part in enumerate((page[: 1 << 20], page[1 << 20 :])):
         named = struct.pack("<I", len(prefix_hash)) + prefix_hash + struct.pack("<II", number, 2)
         seal += hmac_sha256(key, b"kvstore-page-seal-1\0" + named + part)[:16]
-    assert seal.hex() == example["seal"] == Seals(key, len(page)).made(prefix_hash, (memoryview(page),)).hex()
+    assert (
+        seal.hex()
+        == example["seal"]
+        == Seals(key, len(page)).made(prefix_hash, (memoryview(page),)).hex()
+    )
 
 
 def hmac_sha256(key: bytes, data: bytes) -> bytes:
@@ -117,7 +151,9 @@ def test_bulk_frames() -> None:
     data = bytes.fromhex(GOLDEN["frames"]["lookup_request"])
     assert data[:4] == b"KV\x04\x00"
     header_nbytes, payload_nbytes = struct.unpack("<IQ", data[4:16])
-    assert (header_nbytes, payload_nbytes) == (len(data) - 16, 0) == unpack_fixed(data[:16], 1 << 20)
+    assert (
+        (header_nbytes, payload_nbytes) == (len(data) - 16, 0) == unpack_fixed(data[:16], 1 << 20)
+    )
     lookup = pb.BulkRequest.FromString(data[16:]).lookup
     assert lookup.namespace.hex() == GOLDEN["namespace"]["digest"]
     assert [h.hex() for h in lookup.prefix_hashes] == GOLDEN["prefix_hashes"]["hashes"][:1]

@@ -28,7 +28,9 @@ class TlsPeer(TlsFrameSocket):
 
 
 @pytest.fixture(params=["plain", "tls"])
-def pair(request: pytest.FixtureRequest, ours: Authority) -> Iterator[tuple[FrameSocket, socket.socket]]:
+def pair(
+    request: pytest.FixtureRequest, ours: Authority
+) -> Iterator[tuple[FrameSocket, socket.socket]]:
     listener = socket.create_server(("127.0.0.1", 0))
     peer: Any = socket.create_connection(listener.getsockname())
     sock, _ = listener.accept()
@@ -74,7 +76,9 @@ def test_a_frame_arrives_as_it_was_sent(pair: tuple[FrameSocket, socket.socket])
     thread.join()
 
 
-def test_a_frame_that_comes_byte_by_byte_is_put_together(pair: tuple[FrameSocket, socket.socket]) -> None:
+def test_a_frame_that_comes_byte_by_byte_is_put_together(
+    pair: tuple[FrameSocket, socket.socket],
+) -> None:
     ours, peer = pair
     frame = pack_fixed(3, 7) + b"abc"
 
@@ -99,7 +103,9 @@ def test_waiting_for_a_frame_ends_without_one(pair: tuple[FrameSocket, socket.so
     assert ours.wait_frame(100, 5.0) == (b"", 0)
 
 
-def test_a_frame_that_stops_in_the_middle_is_a_timeout(pair: tuple[FrameSocket, socket.socket]) -> None:
+def test_a_frame_that_stops_in_the_middle_is_a_timeout(
+    pair: tuple[FrameSocket, socket.socket],
+) -> None:
     ours, peer = pair
     peer.sendall(pack_fixed(3, 0)[:-1])
     with pytest.raises(TimeoutError):
@@ -134,7 +140,9 @@ def test_a_peer_that_never_reads_is_a_timeout(pair: tuple[FrameSocket, socket.so
 
 
 @pytest.mark.parametrize("sent", [b"", pack_fixed(5, 0), pack_fixed(5, 0) + b"abc", b"K"])
-def test_a_peer_that_closes_is_a_connection_error(pair: tuple[FrameSocket, socket.socket], sent: bytes) -> None:
+def test_a_peer_that_closes_is_a_connection_error(
+    pair: tuple[FrameSocket, socket.socket], sent: bytes
+) -> None:
     ours, peer = pair
     peer.sendall(sent)
     peer.close()
@@ -194,7 +202,9 @@ def test_no_time_at_all_is_not_for_ever(pair: tuple[FrameSocket, socket.socket])
         (struct.pack("<2sBBIQ", b"KV", 4, 0, 2**32 - 1, 0), "at most 100"),
     ],
 )
-def test_what_is_no_frame_is_refused_before_its_length_is_believed(fixed: bytes, named: str) -> None:
+def test_what_is_no_frame_is_refused_before_its_length_is_believed(
+    fixed: bytes, named: str
+) -> None:
     with pytest.raises(ProtocolError, match=named):
         unpack_fixed(fixed, 100)
 
@@ -229,7 +239,9 @@ def in_views(data: bytearray, sizes: list[int]) -> list[memoryview]:
         [64] * 30,  # all of it comes with the head
     ],
 )
-def test_views_are_filled_as_they_were_sent(pair: tuple[FrameSocket, socket.socket], sizes: list[int]) -> None:
+def test_views_are_filled_as_they_were_sent(
+    pair: tuple[FrameSocket, socket.socket], sizes: list[int]
+) -> None:
     ours, peer = pair
     theirs = frames(peer)
     theirs.arm(5.0)
@@ -250,8 +262,12 @@ def test_views_are_filled_as_they_were_sent(pair: tuple[FrameSocket, socket.sock
     thread.join()
 
 
-def test_views_that_come_in_crumbs_are_put_together(pair: tuple[FrameSocket, socket.socket]) -> None:
-    """The kernel's timeout ends a call with what came till then; a part that comes in time renews the time."""
+def test_views_that_come_in_crumbs_are_put_together(
+    pair: tuple[FrameSocket, socket.socket],
+) -> None:
+    """The kernel's timeout ends a call with what came till then; a part that comes in time renews
+    the time.
+    """
     ours, peer = pair
     sent = bytearray(random.Random(7).randbytes(2 * CHUNK_NBYTES + 10))
     came, armed = bytearray(len(sent)), []
@@ -263,7 +279,10 @@ def test_views_that_come_in_crumbs_are_put_together(pair: tuple[FrameSocket, soc
 
     thread = threading.Thread(target=send)
     thread.start()
-    ours.recv_all(in_views(came, [CHUNK_NBYTES // 3, len(sent) - CHUNK_NBYTES // 3]), lambda: armed.append(1) or 5.0)
+    ours.recv_all(
+        in_views(came, [CHUNK_NBYTES // 3, len(sent) - CHUNK_NBYTES // 3]),
+        lambda: armed.append(1) or 5.0,
+    )
     thread.join()
     assert came == sent
     assert 1 <= len(armed) <= 3
@@ -294,7 +313,9 @@ def test_views_that_nobody_takes_are_a_timeout(pair: tuple[FrameSocket, socket.s
     assert ours.torn
 
 
-def test_a_peer_that_goes_amid_views_is_a_connection_error(pair: tuple[FrameSocket, socket.socket]) -> None:
+def test_a_peer_that_goes_amid_views_is_a_connection_error(
+    pair: tuple[FrameSocket, socket.socket],
+) -> None:
     ours, peer = pair
     peer.sendall(bytes(1000))
     peer.close()

@@ -19,7 +19,9 @@ LIMITS = pb.Limits(batch_keys_max=16, batch_nbytes_max=1 << 20, page_nbytes_max=
 KEY = b"k" * 32
 
 
-def node_of(version: int, seen: list[int], limits: pb.Limits = LIMITS) -> Callable[[FrameSocket], None]:
+def node_of(
+    version: int, seen: list[int], limits: pb.Limits = LIMITS
+) -> Callable[[FrameSocket], None]:
     """Refuses every version but its own, even in a frame, and hangs up."""
 
     def talk(connection: FrameSocket) -> None:
@@ -35,7 +37,9 @@ def node_of(version: int, seen: list[int], limits: pb.Limits = LIMITS) -> Callab
             hello = pb.HelloReply(protocol_version=version, instance_id=b"an older", limits=limits)
             known = {
                 "hello": pb.BulkReply(hello=hello),
-                "open_namespace": pb.BulkReply(open_namespace=pb.OpenNamespaceReply(page_nbytes=4096)),
+                "open_namespace": pb.BulkReply(
+                    open_namespace=pb.OpenNamespaceReply(page_nbytes=4096)
+                ),
                 "lookup": pb.BulkReply(lookup=pb.LookupReply(prefix_pages=1, present=[True])),
             }
             connection.send_frame(known[str(request.WhichOneof("op"))].SerializeToString())
@@ -78,7 +82,9 @@ def test_a_node_that_takes_no_keys_is_not_used(bulk_port: ServeBulk) -> None:
         odd.lookup(SPACE, [KEY])
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x03\x00\x02\x02\x50" * 4])
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x03\x00\x02\x02\x50" * 4]
+)
 def test_what_is_no_node_is_an_error_of_ours(bulk_port: ServeBulk, answer: bytes) -> None:
     def talk(connection: FrameSocket) -> None:
         connection.recv_frame(1 << 20)
@@ -97,7 +103,9 @@ def test_a_node_that_does_not_wait_is_not_asked_all_the_time(bulk_port: ServeBul
 
     def talk(connection: FrameSocket) -> None:
         connection.recv_frame(1 << 20)
-        connection.send_frame(pb.BulkReply(hello=pb.HelloReply(instance_id=b"hurried!")).SerializeToString())
+        connection.send_frame(
+            pb.BulkReply(hello=pb.HelloReply(instance_id=b"hurried!")).SerializeToString()
+        )
         while True:
             connection.recv_frame(1 << 20)
             asked.append(1)

@@ -25,7 +25,9 @@ def wire_to() -> Iterator[Callable[[Replies], GrpcWire]]:
     def start(replies: Replies) -> GrpcWire:
         server = grpc.server(futures.ThreadPoolExecutor(2))
         method = grpc.stream_stream_rpc_method_handler(lambda messages, context: replies(messages))
-        handlers = grpc.method_handlers_generic_handler("kvstore.KVStore", {"Put": method, "Get": method})
+        handlers = grpc.method_handlers_generic_handler(
+            "kvstore.KVStore", {"Put": method, "Get": method}
+        )
         server.add_generic_rpc_handlers((handlers,))
         wire = GrpcWire(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
         server.start()
@@ -39,7 +41,9 @@ def wire_to() -> Iterator[Callable[[Replies], GrpcWire]]:
 
 def put(wire: GrpcWire, count: int = 2, seconds: float = 20.0) -> list[int]:
     return wire.put(
-        pb.PutRequest(prefix_hashes=[b"key"] * count), [(memoryview(bytes(PAGE)),)] * count, Deadline(seconds)
+        pb.PutRequest(prefix_hashes=[b"key"] * count),
+        [(memoryview(bytes(PAGE)),)] * count,
+        Deadline(seconds),
     )
 
 
@@ -62,7 +66,9 @@ def ends(call: Callable[[], Any]) -> bool:
 BEGIN = pb.GetFrame(begin=pb.GetReply(hits=[True], checksums=[bytes(16)])).SerializeToString()
 
 
-@pytest.mark.parametrize("frames", [[b"\xff\xff"], [BEGIN, b"\xff\xff"], [BEGIN, BEGIN], [BEGIN], []])
+@pytest.mark.parametrize(
+    "frames", [[b"\xff\xff"], [BEGIN, b"\xff\xff"], [BEGIN, BEGIN], [BEGIN], []]
+)
 def test_a_get_that_is_answered_with_nonsense_is_refused(
     wire_to: Callable[[Replies], GrpcWire], frames: list[bytes]
 ) -> None:
@@ -93,12 +99,16 @@ def test_a_get_that_is_answered_for_another_one_is_refused(
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_put_that_is_answered_for_other_pages_is_refused(wire_to: Callable[[Replies], GrpcWire], count: int) -> None:
+def test_a_put_that_is_answered_for_other_pages_is_refused(
+    wire_to: Callable[[Replies], GrpcWire], count: int
+) -> None:
     with pytest.raises(ProtocolError, match=f"{count} verdicts for 2 pages"):
         put(wire_to(lambda messages: iter([writes(count)])))
 
 
-def test_a_put_whose_commit_is_not_answered_is_not_stored(wire_to: Callable[[Replies], GrpcWire]) -> None:
+def test_a_put_whose_commit_is_not_answered_is_not_stored(
+    wire_to: Callable[[Replies], GrpcWire],
+) -> None:
     def replies(messages: Iterator[bytes]) -> Iterator[bytes]:
         next(messages)
         yield writes(2)

@@ -32,7 +32,9 @@ def test_a_file_is_read_up_to_its_limit(path: Path) -> None:
         (0o467, stat.S_IRWXO | stat.S_IWGRP, r"\(mode 0467\); chmod g-w,o-rwx /"),
     ],
 )
-def test_what_is_open_to_others_is_told_what_to_close(path: Path, mode: int, forbidden: int, said: str) -> None:
+def test_what_is_open_to_others_is_told_what_to_close(
+    path: Path, mode: int, forbidden: int, said: str
+) -> None:
     path.chmod(mode)
     for look in (
         lambda: look_at(f"setting={path}", forbidden),
@@ -53,7 +55,10 @@ def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
                 read_guarded(file, stat.S_IXOTH, 8)
     finally:
         os.close(writer)
-    for file, said in ((f"setting={tmp_path}", "Is a directory"), (f"setting={tmp_path}/none", "No such file")):
+    for file, said in (
+        (f"setting={tmp_path}", "Is a directory"),
+        (f"setting={tmp_path}/none", "No such file"),
+    ):
         with pytest.raises(ConfigError, match=f"^{file} can not be read: {said}"):
             read_guarded(file, 0, 8)
 

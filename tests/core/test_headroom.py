@@ -1,4 +1,6 @@
-"""A process that has next to nothing left: the store is not there for it, and it lives. gRPC would end it."""
+"""A process that has next to nothing left: the store is not there for it, and it lives. gRPC would
+end it.
+"""
 
 import subprocess
 import sys
@@ -37,12 +39,18 @@ print("alive")
 def test_a_process_without_descriptors_lives_on(unserved_port: int) -> None:
     """It was ended by SIGABRT with 0, 1, 2, 3 or 5 of them left."""
     child = subprocess.run(
-        [sys.executable, "-c", LEFT, str(unserved_port)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", LEFT, str(unserved_port)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert (child.returncode, child.stdout) == (0, "alive\n"), child.stderr
 
 
-def test_a_process_without_threads_is_told_at_once(unserved_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_threads_is_told_at_once(
+    unserved_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """gRPC tried for 12 s, whatever the deadline, and ended the process."""
 
     def refuse(thread: threading.Thread) -> None:

@@ -1,4 +1,6 @@
-"""Work that is left to another thread: when its caller goes on, interrupted or not, nothing of it goes on."""
+"""Work that is left to another thread: when its caller goes on, interrupted or not, nothing of it
+goes on.
+"""
 
 import threading
 import time
@@ -22,7 +24,11 @@ class Work:
     """Fills a caller's buffer until it is stopped."""
 
     def __init__(self, seconds: float = 10.0) -> None:
-        self.began, self.stopped, self.ended = threading.Event(), threading.Event(), threading.Event()
+        self.began, self.stopped, self.ended = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self._seconds = seconds
 
     def do(self) -> None:
@@ -34,7 +40,9 @@ class Work:
 
 @pytest.fixture
 def interrupt_at_hand_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Work | None], None]:
-    """Raise where the handler of a signal is likely to: in the call that gives the work to the helper thread."""
+    """Raise where the handler of a signal is likely to: in the call that gives the work to the
+    helper thread.
+    """
 
     def interrupt(begun: Work | None) -> None:
         class Interrupted(SimpleQueue[Any]):
@@ -77,7 +85,9 @@ def test_an_interrupt_before_the_hand_over_keeps_the_work_from_being_done(
 def test_an_interrupt_of_a_cancellation_does_not_wait_for_work_that_never_arrives(
     interrupt_at_hand_over: Callable[[Work | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second interrupt comes when the work may not begin any more, and nobody has noted that yet."""
+    """The second interrupt comes when the work may not begin any more, and nobody has noted that
+    yet.
+    """
     work, seen = Work(), list[int]()
     interrupt_at_hand_over(None)
 
@@ -142,7 +152,9 @@ def test_without_any_thread_the_work_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert not work.began.is_set()
 
 
-def test_a_second_interrupt_before_the_wait_for_abreast_calls_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_interrupt_before_the_wait_for_abreast_calls_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     work, ended, calls = Work(0.2), kvstore.threads.end, list[int]()
 
     def end(futures: list[object]) -> None:

@@ -33,10 +33,17 @@ def eventually(true: Callable[[], bool], seconds: float = 10.0) -> None:
         threading.Event().wait(0.005)
 
 
-def test_a_call_in_a_great_hurry_leaves_the_link_to_the_others(fake_node: FakeNode, bulk_port: ServeBulk) -> None:
-    """It has no time for one more connection. The link was dropped for that, and where there was no time for another
-    link the breaker shut all others out."""
-    present = pb.BulkReply(lookup=pb.LookupReply(present=[True], prefix_pages=1)).SerializeToString()
+def test_a_call_in_a_great_hurry_leaves_the_link_to_the_others(
+    fake_node: FakeNode, bulk_port: ServeBulk
+) -> None:
+    """It has no time for one more connection.
+
+    The link was dropped for that, and where there was no time for another link the breaker shut all
+    others out.
+    """
+    present = pb.BulkReply(
+        lookup=pb.LookupReply(present=[True], prefix_pages=1)
+    ).SerializeToString()
     first, calm = [True], threading.Event()
 
     def talk(connection: Any) -> None:
@@ -62,7 +69,9 @@ def test_a_call_in_a_great_hurry_leaves_the_link_to_the_others(fake_node: FakeNo
 def test_who_is_always_in_a_hurry_does_not_keep_the_others_out(
     fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a restart of the node, say: whenever the breaker let one try, it was one without the time to connect."""
+    """After a restart of the node, say: whenever the breaker let one try, it was one without the
+    time to connect.
+    """
     link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
     negotiate = link._negotiation.open
 

@@ -32,13 +32,17 @@ OTHER_VALUES: dict[str, Any] = {
 
 def test_every_field_of_a_namespace_changes_its_digest() -> None:
     assert set(OTHER_VALUES) == {field.name for field in dataclasses.fields(Namespace)}
-    digests = {dataclasses.replace(BASE, **{name: value}).digest for name, value in OTHER_VALUES.items()}
+    digests = {
+        dataclasses.replace(BASE, **{name: value}).digest for name, value in OTHER_VALUES.items()
+    }
     assert len(digests | {BASE.digest}) == len(OTHER_VALUES) + 1
 
 
 def test_text_that_moves_from_one_field_to_the_next_changes_the_digest() -> None:
     layout = opaque_layout(1)
-    assert Namespace("ab", layout, revision="c").digest != Namespace("a", layout, revision="bc").digest
+    assert (
+        Namespace("ab", layout, revision="c").digest != Namespace("a", layout, revision="bc").digest
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,9 @@ def test_text_that_moves_from_one_field_to_the_next_changes_the_digest() -> None
         ({"key_id": "0123456789abcde\n"}, "key_id"),
     ],
 )
-def test_a_namespace_out_of_range_is_refused_with_the_field_named(fields: dict[str, Any], named: str) -> None:
+def test_a_namespace_out_of_range_is_refused_with_the_field_named(
+    fields: dict[str, Any], named: str
+) -> None:
     with pytest.raises(InvalidRequest, match=named):
         dataclasses.replace(BASE, **fields)
 
@@ -96,7 +102,9 @@ def test_tokens_may_come_in_any_sequence(tokens: Any) -> None:
     assert prefix_hashes(tokens, 4) == [hashlib.sha256(struct.pack("<4I", 1, 2, 3, 255)).digest()]
 
 
-@pytest.mark.parametrize("tokens", [[-1], [1 << 32], [1.5], ["a"], "abcd", None, torch.tensor([[1, 2]]), 5])
+@pytest.mark.parametrize(
+    "tokens", [[-1], [1 << 32], [1.5], ["a"], "abcd", None, torch.tensor([[1, 2]]), 5]
+)
 def test_tokens_that_are_no_ids_are_refused(tokens: Any) -> None:
     with pytest.raises(InvalidRequest, match="token ids"):
         prefix_hashes(tokens, 1)
@@ -129,4 +137,7 @@ def test_a_batch_may_name_a_key_twice_where_that_has_a_meaning() -> None:
 
 def test_equal_layouts_written_as_lists_and_tuples_are_equal() -> None:
     layout: PageLayout = opaque_layout(64)
-    assert dataclasses.replace(BASE, layout=layout).digest == dataclasses.replace(BASE, layout=opaque_layout(64)).digest
+    assert (
+        dataclasses.replace(BASE, layout=layout).digest
+        == dataclasses.replace(BASE, layout=opaque_layout(64)).digest
+    )

@@ -25,7 +25,10 @@ def test_a_layer_is_one_range_per_group_that_has_it() -> None:
     plane_nbytes = 16 * 2048
     assert MIXED.layer_ranges(0) == (ByteRange(0, 2 * plane_nbytes),)
     assert MIXED.layer_ranges(1) == (ByteRange(4 * plane_nbytes, 4),)
-    assert MIXED.layer_ranges(2) == (ByteRange(2 * plane_nbytes, 2 * plane_nbytes), ByteRange(4 * plane_nbytes + 4, 4))
+    assert MIXED.layer_ranges(2) == (
+        ByteRange(2 * plane_nbytes, 2 * plane_nbytes),
+        ByteRange(4 * plane_nbytes + 4, 4),
+    )
     assert MIXED.layers == (0, 1, 2)
     with pytest.raises(InvalidRequest, match="layer 3 is not in the layout"):
         MIXED.layer_ranges(3)
@@ -45,9 +48,16 @@ def test_ranges_that_touch_become_one() -> None:
         PageLayout(16, (LayerGroup("full", (2, 0), (K, V)), MIXED.groups[1])),
         PageLayout(16, (LayerGroup("full", (0, 2), (V, K)), MIXED.groups[1])),
         PageLayout(16, (LayerGroup("fuller", (0, 2), (K, V)), MIXED.groups[1])),
-        PageLayout(16, (LayerGroup("full", (0, 2), (Plane("k", "float16", (8, 128)), V)), MIXED.groups[1])),
-        PageLayout(16, (LayerGroup("full", (0, 2), (Plane("k", "bfloat16", (128, 8)), V)), MIXED.groups[1])),
-        PageLayout(16, (MIXED.groups[0], LayerGroup("index", (1, 2), (Plane("scale", "float32", (1,), 8),)))),
+        PageLayout(
+            16, (LayerGroup("full", (0, 2), (Plane("k", "float16", (8, 128)), V)), MIXED.groups[1])
+        ),
+        PageLayout(
+            16, (LayerGroup("full", (0, 2), (Plane("k", "bfloat16", (128, 8)), V)), MIXED.groups[1])
+        ),
+        PageLayout(
+            16,
+            (MIXED.groups[0], LayerGroup("index", (1, 2), (Plane("scale", "float32", (1,), 8),))),
+        ),
     ],
 )
 def test_any_difference_changes_the_fingerprint(other: PageLayout) -> None:

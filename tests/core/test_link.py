@@ -33,7 +33,9 @@ KEYS = [b"k" * 32]
 
 
 def config(fake: Any, **fields: Any) -> ClientConfig:
-    return ClientConfig(**{"address": fake.address, "timeout_s": 10.0, "connect_timeout_s": 1.0, **fields})
+    return ClientConfig(
+        **{"address": fake.address, "timeout_s": 10.0, "connect_timeout_s": 1.0, **fields}
+    )
 
 
 def refusing(fake: Any, code: grpc.StatusCode) -> None:
@@ -42,14 +44,20 @@ def refusing(fake: Any, code: grpc.StatusCode) -> None:
 
 @pytest.mark.parametrize("trouble", ["unserved", "silent", "none"])
 def test_without_a_bulk_wire_grpc_is_used_and_a_warning_says_so(
-    fake_node: FakeNode, unserved_port: int, silent_port: int, caplog: pytest.LogCaptureFixture, trouble: str
+    fake_node: FakeNode,
+    unserved_port: int,
+    silent_port: int,
+    caplog: pytest.LogCaptureFixture,
+    trouble: str,
 ) -> None:
     fake_node.bulk_port = {"unserved": unserved_port, "silent": silent_port, "none": 0}[trouble]
     with Client(config(fake_node)) as client, caplog.at_level(logging.WARNING):
         assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
         assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
         assert client.wire_name == "grpc"
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["using gRPC, which is slower"]
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "using gRPC, which is slower"
+    ]
     assert fake_node.calls.count("hello") == 1
 
 
@@ -63,7 +71,9 @@ def test_a_client_that_wants_bulk_gets_no_other_wire(
     assert "lookup" not in fake_node.calls
 
 
-def test_a_client_that_wants_grpc_does_not_try_bulk(fake_node: FakeNode, bulk_port: ServeBulk) -> None:
+def test_a_client_that_wants_grpc_does_not_try_bulk(
+    fake_node: FakeNode, bulk_port: ServeBulk
+) -> None:
     bulk = bulk_port(scripted())
     fake_node.bulk_port = bulk.port
     with Client(config(fake_node, wire="grpc")) as client:
@@ -95,7 +105,9 @@ def fallen_back(fake: Any, unserved_port: int) -> tuple[NodeChannel, Clock]:
     return link, clock
 
 
-def test_after_a_while_bulk_is_tried_again(fake_node: FakeNode, unserved_port: int, bulk_port: ServeBulk) -> None:
+def test_after_a_while_bulk_is_tried_again(
+    fake_node: FakeNode, unserved_port: int, bulk_port: ServeBulk
+) -> None:
     link, clock = fallen_back(fake_node, unserved_port)
     fake_node.bulk_port = bulk_port(scripted()).port
     clock.now += BETTER_RETRY_S - 1
@@ -115,7 +127,9 @@ def looked_up(link: Any, deadline: Deadline) -> int:
 def test_a_better_wire_is_tried_beside_the_one_that_works(
     fake_node: FakeNode, unserved_port: int, silent_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that hangs: calls neither wait for it nor lose their channel, and nobody starts a second try."""
+    """One that hangs: calls neither wait for it nor lose their channel, and nobody starts a second
+    try.
+    """
     link, clock = fallen_back(fake_node, unserved_port)
     clock.now += BETTER_RETRY_S
     fake_node.bulk_port = silent_port
@@ -149,7 +163,9 @@ def test_a_call_that_is_under_way_ends_on_the_wire_it_began_on(
     link, clock = fallen_back(fake_node, unserved_port)
     fake_node.hold = threading.Event()
     results: list[Any] = []
-    under_way = threading.Thread(target=lambda: results.append(link.run(looked_up, NAMESPACE, Deadline(20))))
+    under_way = threading.Thread(
+        target=lambda: results.append(link.run(looked_up, NAMESPACE, Deadline(20)))
+    )
     under_way.start()
     eventually(lambda: "lookup" in fake_node.calls)
     fake_node.bulk_port = bulk_port(scripted()).port
@@ -169,11 +185,15 @@ def test_a_call_that_is_under_way_ends_on_the_wire_it_began_on(
 
 @pytest.mark.parametrize("how", ["dropped", "closed"])
 def test_a_link_that_goes_lets_its_calls_end(fake_node: FakeNode, how: str) -> None:
-    """One call that fails, or the client's end, is no reason to cut off another that is about to be answered."""
+    """One call that fails, or the client's end, is no reason to cut off another that is about to be
+    answered.
+    """
     link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
     fake_node.hold = threading.Event()
     results: list[Any] = []
-    under_way = threading.Thread(target=lambda: results.append(link.run(looked_up, NAMESPACE, Deadline(20))))
+    under_way = threading.Thread(
+        target=lambda: results.append(link.run(looked_up, NAMESPACE, Deadline(20)))
+    )
     under_way.start()
     eventually(lambda: "lookup" in fake_node.calls)
     if how == "closed":
@@ -220,7 +240,9 @@ def test_a_call_that_loses_its_link_does_not_wait_for_another_that_connects(
     second = threading.Thread(target=run, args=(losing, 0.5))
     second.start()
     monkeypatch.setattr(link._negotiation, "open", hang)
-    first = threading.Thread(target=run, args=(lambda link, deadline: losing(link, lose.set() or deadline), 20.0))
+    first = threading.Thread(
+        target=run, args=(lambda link, deadline: losing(link, lose.set() or deadline), 20.0)
+    )
     first.start()
     assert connecting.wait(10.0)
     second.join(10.0)
@@ -238,7 +260,14 @@ def test_a_namespace_the_node_forgot_is_opened_again(fake_node: FakeNode) -> Non
         client.lookup(NAMESPACE, KEYS)
         fake_node.opened.clear()
         assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
-    assert fake_node.calls == ["hello", "open_namespace", "lookup", "lookup", "open_namespace", "lookup"]
+    assert fake_node.calls == [
+        "hello",
+        "open_namespace",
+        "lookup",
+        "lookup",
+        "open_namespace",
+        "lookup",
+    ]
 
 
 def test_a_namespace_that_stays_unknown_is_an_error_and_no_loop(fake_node: FakeNode) -> None:
@@ -250,7 +279,10 @@ def test_a_namespace_that_stays_unknown_is_an_error_and_no_loop(fake_node: FakeN
 
 def test_another_protocol_version_is_said_at_connect(fake_node: FakeNode) -> None:
     fake_node.version = PROTOCOL_VERSION + 1
-    with Client(config(fake_node)) as client, pytest.raises(ProtocolError, match=f"this node {PROTOCOL_VERSION + 1}"):
+    with (
+        Client(config(fake_node)) as client,
+        pytest.raises(ProtocolError, match=f"this node {PROTOCOL_VERSION + 1}"),
+    ):
         client.lookup(NAMESPACE, KEYS)
 
 
@@ -269,7 +301,9 @@ def test_a_refusal_is_an_answer_and_closes_the_breaker(
     link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"), clock)
 
     def lookup(link: Any, deadline: Deadline) -> Any:
-        return link.wire.call("lookup", pb.LookupRequest(namespace=NAMESPACE.digest, prefix_hashes=KEYS), deadline)
+        return link.wire.call(
+            "lookup", pb.LookupRequest(namespace=NAMESPACE.digest, prefix_hashes=KEYS), deadline
+        )
 
     def fail(link: Any, deadline: Deadline) -> Any:
         raise Unavailable("slow")  # no deadline: after that the link looks whether the node lives
@@ -286,7 +320,9 @@ def test_a_refusal_is_an_answer_and_closes_the_breaker(
     link.close()
 
 
-def test_a_full_pool_of_our_own_does_not_close_the_breaker(fake_node: FakeNode, bulk_port: ServeBulk) -> None:
+def test_a_full_pool_of_our_own_does_not_close_the_breaker(
+    fake_node: FakeNode, bulk_port: ServeBulk
+) -> None:
     """It says nothing about the node: the call whose turn it was to try never reached it."""
     clock = Clock()
     fake_node.bulk_port = bulk_port(scripted()).port
@@ -362,7 +398,9 @@ def test_threads_that_lose_one_link_make_one_new_link(fake_node: FakeNode) -> No
         assert client.stats.connects <= 2
 
 
-def test_a_node_that_refuses_connections_costs_nothing_while_the_breaker_is_open(unserved_port: int) -> None:
+def test_a_node_that_refuses_connections_costs_nothing_while_the_breaker_is_open(
+    unserved_port: int,
+) -> None:
     settings = ClientConfig(address=f"127.0.0.1:{unserved_port}", timeout_s=2.0)
     with Client(settings) as client:
         with pytest.raises(Unavailable):
@@ -373,7 +411,9 @@ def test_a_node_that_refuses_connections_costs_nothing_while_the_breaker_is_open
 
 
 def test_a_refused_put_over_grpc_leaves_no_thread_behind(fake_node: FakeNode) -> None:
-    """gRPC's sending thread must not wait for verdicts that never come, for as long as the deadline."""
+    """gRPC's sending thread must not wait for verdicts that never come, for as long as the
+    deadline.
+    """
     wire = GrpcWire(fake_node.address)
     request = pb.PutRequest(namespace=NAMESPACE.digest, prefix_hashes=KEYS, page_nbytes=4096)
     wire.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(5))

@@ -9,11 +9,15 @@ from kvstore.pb import kvstore_pb2 as pb
 LAYOUT = PageLayout(
     16,
     (
-        LayerGroup("full", (0, 2), (Plane("k", "bfloat16", (8, 128)), Plane("v", "float8_e5m2", (8, 64)))),
+        LayerGroup(
+            "full", (0, 2), (Plane("k", "bfloat16", (8, 128)), Plane("v", "float8_e5m2", (8, 64)))
+        ),
         LayerGroup("index", (1,), (Plane("row", "uint8", (132,), 16),)),
     ),
 )
-NAMESPACE = Namespace("m", LAYOUT, "t", "r", 1, 2, 3, 4, 5, 6, "salt é", 2**64 - 1, "0123456789abcdef")
+NAMESPACE = Namespace(
+    "m", LAYOUT, "t", "r", 1, 2, 3, 4, 5, 6, "salt é", 2**64 - 1, "0123456789abcdef"
+)
 
 
 def test_a_namespace_survives_the_wire() -> None:
@@ -25,7 +29,9 @@ def test_a_namespace_survives_the_wire() -> None:
 
 def test_every_field_of_the_message_is_used() -> None:
     message = namespace_message(NAMESPACE)
-    assert {field.name for field, _ in message.ListFields()} == set(pb.Namespace.DESCRIPTOR.fields_by_name)
+    assert {field.name for field, _ in message.ListFields()} == set(
+        pb.Namespace.DESCRIPTOR.fields_by_name
+    )
 
 
 @pytest.mark.parametrize("field", ["layout", "model", "tenant", "tp_size", "pp_size", "cp_size"])
@@ -58,7 +64,9 @@ def test_what_is_not_just_a_chunk_is_left_to_protobuf() -> None:
     whole = pb.PutFrame(chunk=pb.PageChunk(data=b"page bytes")).SerializeToString()
     begin = pb.PutFrame(begin=pb.PutRequest(namespace=b"n" * 16)).SerializeToString()
     empty = pb.PutFrame(chunk=pb.PageChunk()).SerializeToString()
-    more = pb.PageChunk(data=b"page").SerializeToString() + b"\x50\x01"  # a field that a later version may have
+    more = (
+        pb.PageChunk(data=b"page").SerializeToString() + b"\x50\x01"
+    )  # a field that a later version may have
     later = whole[:1] + bytes([len(more)]) + more
     assert pb.PutFrame.FromString(later).chunk.data == b"page"
     for frame in (
@@ -79,7 +87,9 @@ def test_what_is_not_just_a_chunk_is_left_to_protobuf() -> None:
 
 def test_counts_of_two_nodes_are_sums_and_nothing_is_left_out() -> None:
     one = pb.NamespaceInfo(page_count=1, disk_page_count=2, counters=pb.Counters(pages_put=3))
-    two = pb.NamespaceInfo(page_count=10, disk_page_count=20, counters=pb.Counters(pages_put=30, miss_absent=40))
+    two = pb.NamespaceInfo(
+        page_count=10, disk_page_count=20, counters=pb.Counters(pages_put=30, miss_absent=40)
+    )
     add_counts(one, two)
     counters = pb.Counters(pages_put=33, miss_absent=40)
     assert one == pb.NamespaceInfo(page_count=11, disk_page_count=22, counters=counters)

@@ -37,7 +37,9 @@ def test_a_verdict_that_nobody_knows_is_an_error_of_ours() -> None:
         put_outcomes([77])
 
 
-def test_a_node_that_takes_no_keys_is_not_used(fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_takes_no_keys_is_not_used(
+    fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(type(fake_node).Hello.__globals__, "LIMITS", pb.Limits())
     with (
         Client(ClientConfig(address=fake_node.address, wire="grpc")) as client,

@@ -11,7 +11,9 @@ import kvstore
 def loaded_by(statement: str) -> set[str]:
     """Top-level packages that are loaded after it in a new process."""
     script = f"import sys\n{statement}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
     return set(done.stdout.split())
 
 

@@ -1,4 +1,6 @@
-"""Pages whose bytes lie in several pieces of memory: cut anywhere they are the same pages, over every wire."""
+"""Pages whose bytes lie in several pieces of memory: cut anywhere they are the same pages, over
+every wire.
+"""
 
 import itertools
 import random
@@ -8,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from kvstore import ByteRange, Client, InvalidRequest, Namespace, PutOutcome, opaque_layout, prefix_hashes
+from kvstore import (
+    ByteRange,
+    Client,
+    InvalidRequest,
+    Namespace,
+    PutOutcome,
+    opaque_layout,
+    prefix_hashes,
+)
 from kvstore.buffers import chunks, copy_segments, page_segments, segments_nbytes, zip_segments
 from kvstore.transports.frames import _VIEWS_MAX
 
@@ -17,10 +27,16 @@ POISON = 0xA5
 
 
 class Scattered:
-    """Memory of an engine, poisoned; `pieces`: of each page, in the page's order, anywhere, with gaps between them."""
+    """Memory of an engine, poisoned; `pieces`: of each page, in the page's order, anywhere, with
+    gaps between them.
+    """
 
     def __init__(self, rng: random.Random, sizes: Sequence[Sequence[int]]) -> None:
-        flat = [(page, place, nbytes) for page, some in enumerate(sizes) for place, nbytes in enumerate(some)]
+        flat = [
+            (page, place, nbytes)
+            for page, some in enumerate(sizes)
+            for place, nbytes in enumerate(some)
+        ]
         rng.shuffle(flat)
         gap = 3
         self._memory = bytearray([POISON]) * (sum(nbytes + gap for _, _, nbytes in flat) + gap)
@@ -32,7 +48,9 @@ class Scattered:
             found[page, place] = memoryview(self._memory)[at : at + nbytes]
             self._gaps[at + nbytes : at + nbytes + gap] = b"1" * gap
             at += nbytes + gap
-        self.pieces = [[found[page, place] for place in range(len(some))] for page, some in enumerate(sizes)]
+        self.pieces = [
+            [found[page, place] for place in range(len(some))] for page, some in enumerate(sizes)
+        ]
 
     def write(self, pages: Sequence[bytes]) -> None:
         for pieces, page in zip(self.pieces, pages, strict=True):
@@ -74,13 +92,24 @@ def pages(rng: random.Random) -> list[bytes]:
 HASHES = prefix_hashes(list(range(COUNT)), 1)
 
 
-# One piece; two, as K and V of a pool; as many as layers; more than a system call takes; and all at once.
-COUNTS = [(1,) * COUNT, (2,) * COUNT, (64,) * COUNT, (_VIEWS_MAX + 100,) * COUNT, (1, 2, 3, 700, 5000)]
+# One piece; two, as K and V of a pool; as many as layers; more than a system call takes; and all at
+# once.
+COUNTS = [
+    (1,) * COUNT,
+    (2,) * COUNT,
+    (64,) * COUNT,
+    (_VIEWS_MAX + 100,) * COUNT,
+    (1, 2, 3, 700, 5000),
+]
 
 
 @pytest.mark.parametrize("counts", COUNTS)
 def test_pages_are_sent_from_pieces_and_received_into_others(
-    client: Client, namespace: Namespace, rng: random.Random, pages: list[bytes], counts: tuple[int, ...]
+    client: Client,
+    namespace: Namespace,
+    rng: random.Random,
+    pages: list[bytes],
+    counts: tuple[int, ...],
 ) -> None:
     source, target = poisoned(rng, NBYTES, *counts), poisoned(rng, NBYTES, *reversed(counts))
     source.write(pages)
@@ -88,7 +117,10 @@ def test_pages_are_sent_from_pieces_and_received_into_others(
     whole = [bytearray(NBYTES) for _ in HASHES]
     assert client.get(namespace, HASHES, whole) == [True] * COUNT
     assert whole == pages
-    assert client.get(namespace, HASHES, [tuple(pieces) for pieces in target.pieces], prefix=True) == [True] * COUNT
+    assert (
+        client.get(namespace, HASHES, [tuple(pieces) for pieces in target.pieces], prefix=True)
+        == [True] * COUNT
+    )
     assert target.read() == pages
     assert source.read() == pages
     source.check()
@@ -113,7 +145,13 @@ def test_misses_and_what_is_behind_the_first_one_touch_no_piece(
 ) -> None:
     client.put(namespace, [*HASHES[:2], *HASHES[3:]], [*pages[:2], *pages[3:]])
     target = poisoned(rng, NBYTES, *(5,) * COUNT)
-    assert client.get(namespace, HASHES, target.pieces, prefix=True) == [True, True, False, False, False]
+    assert client.get(namespace, HASHES, target.pieces, prefix=True) == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert target.read() == [*pages[:2], *[bytes([POISON]) * NBYTES] * 3]
     assert client.get(namespace, HASHES, target.pieces) == [True, True, False, True, True]
     assert target.read() == [*pages[:2], bytes([POISON]) * NBYTES, *pages[3:]]
@@ -125,16 +163,22 @@ def test_ranges_come_one_after_the_other_into_pieces(
 ) -> None:
     client.put(namespace, HASHES, pages)
     edges = sorted(rng.sample(range(NBYTES + 1), 8))
-    ranges = [ByteRange(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    ranges = [
+        ByteRange(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)
+    ]
     target = poisoned(rng, sum(part.nbytes for part in ranges), *(6,) * COUNT)
     assert client.get_ranges(namespace, HASHES, ranges, target.pieces) == [True] * COUNT
-    wanted = [b"".join(page[part.offset : part.offset + part.nbytes] for part in ranges) for page in pages]
+    wanted = [
+        b"".join(page[part.offset : part.offset + part.nbytes] for part in ranges) for page in pages
+    ]
     assert target.read() == wanted
     target.check()
 
 
 @pytest.mark.parametrize("ask", ["put", "get"])
-def test_pieces_that_are_no_page_are_refused_and_not_touched(client: Client, namespace: Namespace, ask: str) -> None:
+def test_pieces_that_are_no_page_are_refused_and_not_touched(
+    client: Client, namespace: Namespace, ask: str
+) -> None:
     call: Callable[..., Any] = getattr(client, ask)
     for wrong in ([bytearray(NBYTES - 1), bytearray(2)], [], [bytearray(NBYTES), bytearray(1)]):
         with pytest.raises(InvalidRequest, match=f"buffer 1 has .* expected {NBYTES}"):
@@ -146,7 +190,9 @@ def test_pieces_that_are_no_page_are_refused_and_not_touched(client: Client, nam
 
 def test_empty_pieces_are_none(client: Client, namespace: Namespace, pages: list[bytes]) -> None:
     half = NBYTES // 2
-    assert client.put(namespace, HASHES[:1], [[b"", pages[0][:half], b"", pages[0][half:], b""]]) == [PutOutcome.STORED]
+    assert client.put(
+        namespace, HASHES[:1], [[b"", pages[0][:half], b"", pages[0][half:], b""]]
+    ) == [PutOutcome.STORED]
     into = [bytearray(n) for n in (0, half, 0, 0, NBYTES - half, 0)]
     assert client.get(namespace, HASHES[:1], [into]) == [True]
     assert b"".join(into) == pages[0]
@@ -167,9 +213,17 @@ def test_memory_that_may_not_be_written_is_refused_where_bytes_arrive(page: Any)
 
 
 def views(rng: random.Random, data: bytes) -> list[memoryview]:
-    sizes = [] if not data else cut(rng, len(data), rng.randrange(1, 9)) if len(data) > 9 else [len(data)]
+    sizes = (
+        []
+        if not data
+        else cut(rng, len(data), rng.randrange(1, 9))
+        if len(data) > 9
+        else [len(data)]
+    )
     starts = itertools.accumulate(sizes, initial=0)
-    return [memoryview(data)[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    return [
+        memoryview(data)[start : start + size] for start, size in zip(starts, sizes, strict=False)
+    ]
 
 
 def test_groups_have_their_sizes_and_all_bytes_in_order(rng: random.Random) -> None:

@@ -64,11 +64,15 @@ WIRES = ("shm", "bulk", "grpc")
 def clients(node: Restartable) -> Iterator[list[Client]]:
     """One over each wire: a restart is the same for all."""
     with contextlib.ExitStack() as stack:
-        configs = [ClientConfig(address=node.address, wire=wire, backoff_s_max=0.05) for wire in WIRES]
+        configs = [
+            ClientConfig(address=node.address, wire=wire, backoff_s_max=0.05) for wire in WIRES
+        ]
         yield [stack.enter_context(Client(config)) for config in configs]
 
 
-def test_after_a_restart_the_next_call_works_and_misses(node: Restartable, clients: list[Client]) -> None:
+def test_after_a_restart_the_next_call_works_and_misses(
+    node: Restartable, clients: list[Client]
+) -> None:
     """The very next call, with no error in between: the namespace is opened again too."""
     for number, client in enumerate(clients):
         put(client, keys_of(number, 10 + number))
@@ -81,7 +85,9 @@ def test_after_a_restart_the_next_call_works_and_misses(node: Restartable, clien
     assert tuple(client.wire_name for client in clients) == WIRES
 
 
-def test_while_the_node_is_down_calls_fail_and_afterwards_they_work(node: Restartable, clients: list[Client]) -> None:
+def test_while_the_node_is_down_calls_fail_and_afterwards_they_work(
+    node: Restartable, clients: list[Client]
+) -> None:
     for number, client in enumerate(clients):
         put(client, keys_of(number))
     node.process.kill()
@@ -92,7 +98,9 @@ def test_while_the_node_is_down_calls_fail_and_afterwards_they_work(node: Restar
         assert client.wire_name == "none"
     node.restart()
     for number, client in enumerate(clients):
-        assert eventually(lambda client=client, number=number: get(client, keys_of(number))) == [False]
+        assert eventually(lambda client=client, number=number: get(client, keys_of(number))) == [
+            False
+        ]
     assert tuple(client.wire_name for client in clients) == WIRES
 
 
@@ -107,8 +115,12 @@ def eventually(call: Callable[[], Any]) -> Any:
             threading.Event().wait(0.02)
 
 
-def test_threads_that_share_a_client_get_over_a_restart(node: Restartable, clients: list[Client]) -> None:
-    """Only errors of ours, no wrong byte, and all threads work again afterwards: four for each wire."""
+def test_threads_that_share_a_client_get_over_a_restart(
+    node: Restartable, clients: list[Client]
+) -> None:
+    """Only errors of ours, no wrong byte, and all threads work again afterwards: four for each
+    wire.
+    """
     stop = threading.Event()
     failures: list[BaseException] = []
     rounds = [0] * 4 * len(clients)
@@ -129,7 +141,9 @@ def test_threads_that_share_a_client_get_over_a_restart(node: Restartable, clien
 
     def wait_for_more() -> None:
         wanted, end = [count + 3 for count in rounds], time.monotonic() + 30.0
-        while any(count < want for count, want in zip(rounds, wanted, strict=True)) and not failures:
+        while (
+            any(count < want for count, want in zip(rounds, wanted, strict=True)) and not failures
+        ):
             assert time.monotonic() < end, "a thread does not get over it"
             threading.Event().wait(0.01)
 
@@ -154,7 +168,9 @@ def test_a_node_that_talks_a_lot_is_not_stopped_by_it(node: Restartable) -> None
     process = node.process
     with Client(ClientConfig(address=process.address, timeout_s=30.0)) as client:
         put(client, keys_of(1))
-        for _ in range(800):  # the node logs a line of 120 bytes when each ends; a pipe takes 64 KiB
+        for _ in range(
+            800
+        ):  # the node logs a line of 120 bytes when each ends; a pipe takes 64 KiB
             with socket.create_connection(("127.0.0.1", process.bulk_port)) as sock:
                 sock.settimeout(5.0)
                 sock.sendall(b"this is no frame")

@@ -75,18 +75,28 @@ def test_ranges_are_found_in_the_parts_that_arrive(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(300):
         page = content(rng.randrange(1, 256 * 70))
-        edges = sorted(rng.sample(range(page.nbytes + 1), min(2 * rng.randrange(1, 5), (page.nbytes + 1) // 2 * 2)))
+        edges = sorted(
+            rng.sample(
+                range(page.nbytes + 1), min(2 * rng.randrange(1, 5), (page.nbytes + 1) // 2 * 2)
+            )
+        )
         ranges = [(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
         rng.shuffle(ranges)
         sealed = SealedRanges(page.nbytes, ranges)
-        arrived = memoryview(b"".join(page[offset : offset + nbytes] for offset, nbytes in sealed.runs))
+        arrived = memoryview(
+            b"".join(page[offset : offset + nbytes] for offset, nbytes in sealed.runs)
+        )
         assert arrived.nbytes == sealed.nbytes == sum(nbytes for _, nbytes in sealed.runs)
-        assert [bytes(some) for some in sealed.pick(arrived)] == [bytes(page[a : a + n]) for a, n in ranges]
+        assert [bytes(some) for some in sealed.pick(arrived)] == [
+            bytes(page[a : a + n]) for a, n in ranges
+        ]
         seals = Seals(KEY, page.nbytes, sealed.numbers)
         assert seals.fits(HASH, (arrived,), Seals(KEY, page.nbytes).made(HASH, (page,)))
 
 
-def test_other_threads_run_while_a_page_is_sealed(others_run: Callable[[Callable[[], object]], bool]) -> None:
+def test_other_threads_run_while_a_page_is_sealed(
+    others_run: Callable[[Callable[[], object]], bool],
+) -> None:
     page = memoryview(bytes(4 << 20))
     seals = Seals(KEY, page.nbytes)
     assert others_run(lambda: seals.made(HASH, (page,)))
@@ -101,7 +111,9 @@ def test_a_namespace_has_a_key_of_its_own_and_the_id_says_nothing_of_the_secret(
         PageKeys(SECRET[1:])
 
 
-def test_a_stored_page_is_longer_by_its_seal_and_no_digest_of_an_unkeyed_namespace_changes() -> None:
+def test_a_stored_page_is_longer_by_its_seal_and_no_digest_of_an_unkeyed_namespace_changes() -> (
+    None
+):
     plain = Namespace("m", opaque_layout(1000))
     keyed = Namespace("m", opaque_layout(1000), key_id=PageKeys(SECRET).key_id)
     other = Namespace("m", opaque_layout(1000), key_id=PageKeys(SECRET[::-1]).key_id)
@@ -130,7 +142,9 @@ def test_a_file_and_a_variable_give_the_same_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "00" * 31, "00" * 33, "zz" * 32, "0" * 5000, "é" * 64])
 def test_what_is_no_secret_is_refused_and_not_repeated(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"pages\.key (does not hold 64 hex digits|has more than 4096)") as refused:
+    with pytest.raises(
+        ConfigError, match=r"pages\.key (does not hold 64 hex digits|has more than 4096)"
+    ) as refused:
         page_keys(ClientConfig(page_key_file=key_file(tmp_path, text)))
     assert not text or text not in str(refused.value)
     if text:

@@ -1,4 +1,6 @@
-"""Pages between callers' buffers and the arena, step by step: of which bytes the checksum is, how long a step is."""
+"""Pages between callers' buffers and the arena, step by step: of which bytes the checksum is, how
+long a step is.
+"""
 
 import contextlib
 import os
@@ -13,7 +15,9 @@ from kvstore.transports import shm
 from kvstore.transports.shm import CROWDED_BELOW, STEP_NBYTES, _Pace, _read_page, _write_page
 
 NBYTES = 4 * STEP_NBYTES
-Copying = Callable[[memoryview, memoryview], contextlib.AbstractContextManager[Callable[[int, int], None]]]
+Copying = Callable[
+    [memoryview, memoryview], contextlib.AbstractContextManager[Callable[[int, int], None]]
+]
 
 
 def changing_the_source(owner: bytearray) -> Copying:
@@ -32,19 +36,25 @@ def changing_the_source(owner: bytearray) -> Copying:
     return changed
 
 
-def test_a_page_that_its_writer_changes_meanwhile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_its_writer_changes_meanwhile_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The slot has neither the old page nor the new one: who hashed the slot would vouch for that."""
     page, slot = bytearray(os.urandom(NBYTES)), memoryview(bytearray(NBYTES))
     monkeypatch.setattr(shm, "copying", changing_the_source(page))
     assert _write_page(slot, (memoryview(page),)) != leaves(slot)
 
 
-def test_the_checksum_of_what_is_read_is_that_of_the_callers_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checksum_of_what_is_read_is_that_of_the_callers_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whatever becomes of the slot meanwhile."""
     slot, buffer = bytearray(os.urandom(NBYTES)), memoryview(bytearray(NBYTES))
     stored = bytes(slot)
     monkeypatch.setattr(shm, "copying", changing_the_source(slot))
-    assert _read_page((buffer,), [memoryview(slot).toreadonly()]) == leaves(buffer) == leaves(stored)
+    assert (
+        _read_page((buffer,), [memoryview(slot).toreadonly()]) == leaves(buffer) == leaves(stored)
+    )
     assert buffer == stored != slot
 
 
@@ -65,7 +75,9 @@ def test_a_step_that_waited_makes_the_next_one_all_that_is_left(nbytes: int) -> 
     assert pace.end_of_step(STEP_NBYTES, 64 * STEP_NBYTES) == 2 * STEP_NBYTES
 
 
-def test_beside_a_thread_that_computes_the_gil_is_asked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_a_thread_that_computes_the_gil_is_asked_for_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Time as such a thread makes it pass: 5 ms from one look at the clock to the next."""
     pieces: list[tuple[int, int]] = []
 

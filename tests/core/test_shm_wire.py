@@ -1,5 +1,6 @@
-"""The shared-memory wire against a node that answers wrongly, dies or comes back: an error of ours each
-time, never a byte outside the map, and never another node's memory."""
+"""The shared-memory wire against a node that answers wrongly, dies or comes back: an error of ours
+each time, never a byte outside the map, and never another node's memory.
+"""
 
 import errno
 import fcntl
@@ -16,7 +17,15 @@ import pytest
 from fake_node import FakeNode
 from waiting import OthersRun
 
-from kvstore import Client, ClientConfig, Namespace, ProtocolError, PutOutcome, Unavailable, opaque_layout
+from kvstore import (
+    Client,
+    ClientConfig,
+    Namespace,
+    ProtocolError,
+    PutOutcome,
+    Unavailable,
+    opaque_layout,
+)
 from kvstore.buffers import HELD_NBYTES_MAX
 from kvstore.checksum import checksum, root
 from kvstore.config import PROTOCOL_VERSION
@@ -46,7 +55,9 @@ def arena_fd(nbytes: int = ARENA, seals: int = fcntl.F_SEAL_SHRINK) -> int:
 class UnixNode:
     """Greets with this reply and this descriptor, then sends one answer per request."""
 
-    def __init__(self, path: str, hello: pb.HelloReply, fd: int | None, answers: list[pb.BulkReply]) -> None:
+    def __init__(
+        self, path: str, hello: pb.HelloReply, fd: int | None, answers: list[pb.BulkReply]
+    ) -> None:
         self.heard: list[str | None] = []
         self._hello, self._fd, self._answers = hello, fd, answers
         self._listener = socket.socket(socket.AF_UNIX)
@@ -93,7 +104,9 @@ class UnixNode:
             os.close(self._fd)
 
 
-HELLO = pb.HelloReply(protocol_version=PROTOCOL_VERSION, instance_id=b"fakenode", arena_nbytes=ARENA)
+HELLO = pb.HelloReply(
+    protocol_version=PROTOCOL_VERSION, instance_id=b"fakenode", arena_nbytes=ARENA
+)
 NO_FD = -1
 
 
@@ -106,10 +119,19 @@ def unix_node() -> Iterator[ServeShm]:
     made: list[tuple[UnixNode, ShmWire]] = []
     with tempfile.TemporaryDirectory() as directory:
 
-        def make(*answers: pb.BulkReply, hello: pb.HelloReply = HELLO, fd: int = 0) -> tuple[UnixNode, ShmWire]:
+        def make(
+            *answers: pb.BulkReply, hello: pb.HelloReply = HELLO, fd: int = 0
+        ) -> tuple[UnixNode, ShmWire]:
             path = f"{directory}/{len(made)}.sock"
             node = UnixNode(path, hello, None if fd == NO_FD else fd or arena_fd(), list(answers))
-            made.append((node, ShmWire(path, b"fakenode", ClientConfig(timeout_s=20.0, connect_timeout_s=20.0))))
+            made.append(
+                (
+                    node,
+                    ShmWire(
+                        path, b"fakenode", ClientConfig(timeout_s=20.0, connect_timeout_s=20.0)
+                    ),
+                )
+            )
             return made[-1]
 
         yield make
@@ -121,7 +143,10 @@ def unix_node() -> Iterator[ServeShm]:
 @pytest.mark.parametrize(
     ("make_fd", "said"),
     [
-        (lambda: arena_fd(ARENA // 2), f"an arena of {ARENA // 2} bytes and said that it has {ARENA}"),
+        (
+            lambda: arena_fd(ARENA // 2),
+            f"an arena of {ARENA // 2} bytes and said that it has {ARENA}",
+        ),
         (lambda: arena_fd(ARENA * 2), f"an arena of {ARENA * 2} bytes"),
         (lambda: arena_fd(seals=fcntl.F_SEAL_GROW), "could shrink"),
         (lambda: os.open("/dev/zero", os.O_RDWR), "an arena of 0 bytes"),
@@ -149,15 +174,27 @@ WRONG: dict[str, tuple[str, pb.BulkReply]] = {
         "put",
         pb.BulkReply(put=pb.PutReply(verdicts=[WRITE, EXISTS], offsets=[ARENA - PAGE + 1])),
     ),
-    "a slot at 2^64-1": ("put", pb.BulkReply(put=pb.PutReply(verdicts=[WRITE, EXISTS], offsets=[(1 << 64) - 1]))),
-    "no slot for a WRITE": ("put", pb.BulkReply(put=pb.PutReply(verdicts=[WRITE, WRITE], offsets=[0]))),
+    "a slot at 2^64-1": (
+        "put",
+        pb.BulkReply(put=pb.PutReply(verdicts=[WRITE, EXISTS], offsets=[(1 << 64) - 1])),
+    ),
+    "no slot for a WRITE": (
+        "put",
+        pb.BulkReply(put=pb.PutReply(verdicts=[WRITE, WRITE], offsets=[0])),
+    ),
     "one verdict for two": ("put", pb.BulkReply(put=pb.PutReply(verdicts=[WRITE], offsets=[0]))),
     "a hit outside the arena": (
         "get",
         pb.BulkReply(get=pb.GetReply(hits=[True, False], checksums=[b"c" * 16], offsets=[ARENA])),
     ),
-    "a hit without a slot": ("get", pb.BulkReply(get=pb.GetReply(hits=[True, False], checksums=[b"c" * 16]))),
-    "a hit without a checksum": ("get", pb.BulkReply(get=pb.GetReply(hits=[True, False], offsets=[0]))),
+    "a hit without a slot": (
+        "get",
+        pb.BulkReply(get=pb.GetReply(hits=[True, False], checksums=[b"c" * 16])),
+    ),
+    "a hit without a checksum": (
+        "get",
+        pb.BulkReply(get=pb.GetReply(hits=[True, False], offsets=[0])),
+    ),
     "one hit for two": ("get", pb.BulkReply(get=pb.GetReply(hits=[False]))),
 }
 
@@ -168,7 +205,9 @@ def test_a_wrong_answer_touches_nothing_and_lets_go(unix_node: ServeShm, what: s
     node, wire = unix_node(answer)
     pages = [(memoryview(bytearray(b"1" * PAGE)),) for _ in KEYS]
     with pytest.raises(ProtocolError):
-        wire.put(PUT, pages, Deadline(20)) if op == "put" else wire.get(GET, pages, [0, 1], Deadline(20))
+        wire.put(PUT, pages, Deadline(20)) if op == "put" else wire.get(
+            GET, pages, [0, 1], Deadline(20)
+        )
     while "release" not in node.heard:
         threading.Event().wait(0.03)
     assert wire.arena.memory == bytes(ARENA)
@@ -180,18 +219,30 @@ def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: ServeShm)
     node, wire = unix_node(
         pb.BulkReply(put=pb.PutReply(verdicts=[WRITE, WRITE], offsets=[PAGE, 3 * PAGE])),
         pb.BulkReply(commit=pb.CommitReply(stored=2)),
-        pb.BulkReply(get=pb.GetReply(hits=[True, True], checksums=[good[0], good[0]], offsets=[PAGE, 3 * PAGE])),
+        pb.BulkReply(
+            get=pb.GetReply(
+                hits=[True, True], checksums=[good[0], good[0]], offsets=[PAGE, 3 * PAGE]
+            )
+        ),
     )
-    assert wire.put(PUT, [(memoryview(page),), (memoryview(other),)], Deadline(20)) == [WRITE, WRITE]
+    assert wire.put(PUT, [(memoryview(page),), (memoryview(other),)], Deadline(20)) == [
+        WRITE,
+        WRITE,
+    ]
     assert wire.arena.memory[: 5 * PAGE] == bytes(PAGE) + page + bytes(PAGE) + other + bytes(PAGE)
     buffers = [bytearray(PAGE), bytearray(PAGE)]
-    assert wire.get(GET, [(memoryview(buffer),) for buffer in buffers], [0, 1], Deadline(20)) == ([True, False], [1])
+    assert wire.get(GET, [(memoryview(buffer),) for buffer in buffers], [0, 1], Deadline(20)) == (
+        [True, False],
+        [1],
+    )
     assert buffers[0] == page
     while node.heard != ["put", "commit", "get", "release"]:
         threading.Event().wait(0.03)
 
 
-@pytest.mark.parametrize("nbytes", [1, HELD_NBYTES_MAX + 1, STEP_NBYTES, 2 * STEP_NBYTES + 7, 9 * STEP_NBYTES + 1])
+@pytest.mark.parametrize(
+    "nbytes", [1, HELD_NBYTES_MAX + 1, STEP_NBYTES, 2 * STEP_NBYTES + 7, 9 * STEP_NBYTES + 1]
+)
 def test_pages_of_many_steps_and_parts_are_copied_and_hashed_exactly(nbytes: int) -> None:
     page = memoryview(os.urandom(nbytes))
     slot, buffer = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
@@ -207,8 +258,10 @@ def test_pages_of_many_steps_and_parts_are_copied_and_hashed_exactly(nbytes: int
 def test_other_threads_run_while_pages_are_copied_either_way(
     others_run: OthersRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copies alone: a checksum gives up the GIL anyway. What is read lies in read-only views, and so may what is
-    written."""
+    """The copies alone: a checksum gives up the GIL anyway.
+
+    What is read lies in read-only views, and so may what is written.
+    """
 
     class NoChecksum:
         def __init__(self, page_nbytes: int) -> None: ...
@@ -224,12 +277,16 @@ def test_other_threads_run_while_pages_are_copied_either_way(
     assert others_run(lambda: _write_page(buffer, (page.toreadonly(),)))
 
 
-def test_other_threads_run_while_an_arena_is_entered(others_run: OthersRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_run_while_an_arena_is_entered(
+    others_run: OthersRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one step here: between two of them others run in any case."""
     monkeypatch.setattr("kvstore.transports.mapped_memory._POPULATE_STEP_NBYTES", 1 << 30)
     fd, stop = arena_fd(64 << 20), Event()
     stop.set()
-    maps = iter([ArenaMap(fd, 64 << 20) for _ in range(50)])  # which keeps them: others run while one is unmapped
+    maps = iter(
+        [ArenaMap(fd, 64 << 20) for _ in range(50)]
+    )  # which keeps them: others run while one is unmapped
     assert others_run(lambda: next(maps).populate(stop))
     os.close(fd)
 
@@ -237,10 +294,14 @@ def test_other_threads_run_while_an_arena_is_entered(others_run: OthersRun, monk
 def test_another_nodes_socket_is_left_alone(
     fake_node: FakeNode, unix_node: ServeShm, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on every host of a cluster that has a node of its own at the default path. Nothing is wrong, so
-    nothing is said, and nothing is tried again and again."""
+    """As on every host of a cluster that has a node of its own at the default path.
+
+    Nothing is wrong, so nothing is said, and nothing is tried again and again.
+    """
     other, wire = unix_node(
-        hello=pb.HelloReply(protocol_version=PROTOCOL_VERSION, instance_id=b"another!", arena_nbytes=ARENA)
+        hello=pb.HelloReply(
+            protocol_version=PROTOCOL_VERSION, instance_id=b"another!", arena_nbytes=ARENA
+        )
     )
     fake_node.shm_socket = wire._path
     refused = pytest.raises(Unavailable, match="another node's")
@@ -259,10 +320,15 @@ def test_a_socket_that_is_here_and_fails_is_warned_of(
 ) -> None:
     _, wire = unix_node(fd=arena_fd(ARENA // 2))
     fake_node.shm_socket = wire._path
-    with Client(ClientConfig(address=fake_node.address)) as client, caplog.at_level(logging.WARNING):
+    with (
+        Client(ClientConfig(address=fake_node.address)) as client,
+        caplog.at_level(logging.WARNING),
+    ):
         client.open(NAMESPACE)
         assert client.wire_name == "grpc"
-    assert any("no shared memory, which is slower" in record.getMessage() for record in caplog.records)
+    assert any(
+        "no shared memory, which is slower" in record.getMessage() for record in caplog.records
+    )
 
 
 # ---- nodes that go and come --------------------------------------------------------------
@@ -274,7 +340,11 @@ def start() -> Iterator[Callable[..., NodeProcess]]:
 
     def run(port: int = 0) -> NodeProcess:
         flags = ("--port", str(port)) if port else ()
-        nodes.append(NodeProcess("--ram-bytes", "16MiB", "--extent-bytes", "1MiB", "--drain-s", "0.2", *flags))
+        nodes.append(
+            NodeProcess(
+                "--ram-bytes", "16MiB", "--extent-bytes", "1MiB", "--drain-s", "0.2", *flags
+            )
+        )
         return nodes[-1]
 
     yield run
@@ -289,8 +359,10 @@ def store(client: Client, content: bytes) -> None:
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_a_node_that_comes_back_is_mapped_anew(start: Callable[..., NodeProcess], how: str) -> None:
-    """Killed, it leaves its socket's file behind; the new one takes the place. Who still reads the old
-    map reads what was there."""
+    """Killed, it leaves its socket's file behind; the new one takes the place.
+
+    Who still reads the old map reads what was there.
+    """
     node = start()
     port = int(node.address.rpartition(":")[2])
     with Client(ClientConfig(address=node.address, wire="shm", backoff_s_max=0.01)) as client:
@@ -370,9 +442,13 @@ def entered_nbytes() -> int:
     return entered
 
 
-def test_a_closed_clients_map_is_emptied_before_it_is_unmapped(start: Callable[..., NodeProcess]) -> None:
-    """Unmapping keeps the GIL for as long as there are pages in it, seconds for a large arena. A view that somebody
-    still has keeps its bytes."""
+def test_a_closed_clients_map_is_emptied_before_it_is_unmapped(
+    start: Callable[..., NodeProcess],
+) -> None:
+    """Unmapping keeps the GIL for as long as there are pages in it, seconds for a large arena.
+
+    A view that somebody still has keeps its bytes.
+    """
     gc.collect()
     node = start()
     client = Client(ClientConfig(address=node.address, wire="shm"))
@@ -402,7 +478,9 @@ def test_a_socket_of_another_user_is_trusted_only_where_its_place_was_named(
     named.close()
     monkeypatch.setattr("kvstore.transports.shm.os.pidfd_open", refuse)
     with pytest.raises(Unavailable, match="shared memory needs pidfd_open"):
-        ShmWire(wire._path, b"fakenode", ClientConfig(shm_dir=os.path.dirname(wire._path))).connect(Deadline(20))
+        ShmWire(wire._path, b"fakenode", ClientConfig(shm_dir=os.path.dirname(wire._path))).connect(
+            Deadline(20)
+        )
 
 
 def refuse(pid: int) -> int:

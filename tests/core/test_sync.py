@@ -1,4 +1,5 @@
-"""`kvstore.sync` and the pools made of it: interrupts, no more threads, and forks leave nothing taken.
+"""`kvstore.sync` and the pools made of it: interrupts, no more threads, and forks leave nothing
+taken.
 
 make longer:  INTERRUPTS=20000 python -m pytest tests/core/test_sync.py
 """
@@ -62,7 +63,9 @@ def test_a_holder_at_the_address_of_a_collected_one_does_not_hide_what_that_had(
     assert sorted(ended) == list(range(0, 100, 2))
 
 
-def test_a_pool_that_could_start_no_thread_starts_one_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_could_start_no_thread_starts_one_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pool = ThreadPool(2, "kvstore-test")
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
@@ -132,7 +135,9 @@ def test_calls_in_the_main_thread_share_one_helper_thread(monkeypatch: pytest.Mo
 
 def run(program: str, *arguments: object) -> str:
     command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
-    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, timeout=300).stdout
+    return subprocess.run(
+        command, check=True, text=True, stdout=subprocess.PIPE, timeout=300
+    ).stdout
 
 
 def test_interrupts_in_quick_succession_never_leave_work_in_the_callers_buffers() -> None:

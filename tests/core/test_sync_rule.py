@@ -1,9 +1,11 @@
-"""Code that may run in a caller's thread uses `kvstore.sync` where `threading` would leave a lock taken for ever.
+"""Code that may run in a caller's thread uses `kvstore.sync` where `threading` would leave a lock
+taken for ever.
 
-A signal handler that raises while the main thread is inside `threading.Condition` (or anything made of one) leaves its
-lock taken. One that raises inside `contextlib.ExitStack.__exit__` leaves a cycle: the exception's traceback, that
-frame, and the exception in a local of it. What the stack holds is kept until the next garbage collection.
-So such things stand only where no signal handler runs, or where they hold nothing, each with the reason.
+A signal handler that raises while the main thread is inside `threading.Condition` (or anything made
+of one) leaves its lock taken. One that raises inside `contextlib.ExitStack.__exit__` leaves a
+cycle: the exception's traceback, that frame, and the exception in a local of it. What the stack
+holds is kept until the next garbage collection. So such things stand only where no signal handler
+runs, or where they hold nothing, each with the reason.
 """
 
 import ast
@@ -15,14 +17,31 @@ ROOT = Path(__file__).parent.parent.parent
 # Made of a Condition of Python's own, or, as Thread.start, waiting for one; or leaving a cycle.
 FORBIDDEN = {
     "contextlib": {"ExitStack"},
-    "threading": {"Condition", "Semaphore", "BoundedSemaphore", "Event", "Barrier", "Timer", "Thread"},
-    "concurrent.futures": {"Future", "ThreadPoolExecutor", "wait", "as_completed", "ProcessPoolExecutor"},
+    "threading": {
+        "Condition",
+        "Semaphore",
+        "BoundedSemaphore",
+        "Event",
+        "Barrier",
+        "Timer",
+        "Thread",
+    },
+    "concurrent.futures": {
+        "Future",
+        "ThreadPoolExecutor",
+        "wait",
+        "as_completed",
+        "ProcessPoolExecutor",
+    },
     "queue": {"Queue", "LifoQueue", "PriorityQueue"},
 }
 TOOLS = "tool: the main thread is the program's own, which ends with the first interrupt"
 # Modules and what of it they may use, and why.
 ALLOWED = {
-    "kvstore/sync.py": ({"Thread", "Future"}, "it is where these are made safe: another thread starts the thread"),
+    "kvstore/sync.py": (
+        {"Thread", "Future"},
+        "it is where these are made safe: another thread starts the thread",
+    ),
     "kvstore/cluster/follower.py": (
         {"Thread"},
         "started by `run_in_helper_thread`, and waited for by an Event of kvstore.sync",
@@ -40,8 +59,14 @@ ALLOWED = {
     "kvstore/doctor/checks.py": ({"Event", "Thread"}, TOOLS),
     "kvstore/doctor/pages.py": ({"Condition"}, TOOLS),
     "kvstore/tools/bench.py": ({"Event", "ThreadPoolExecutor", "wait"}, TOOLS),
-    "gpu_agent/transfer_path.py": ({"ExitStack"}, "entered and left by threads of the agent's executors"),
-    "gpu_agent/engines/transformers_paged.py": ({"ExitStack"}, "holds the engine's pause, nothing of the store's"),
+    "gpu_agent/transfer_path.py": (
+        {"ExitStack"},
+        "entered and left by threads of the agent's executors",
+    ),
+    "gpu_agent/engines/transformers_paged.py": (
+        {"ExitStack"},
+        "holds the engine's pause, nothing of the store's",
+    ),
     "gpu_agent/lookup_cache.py": ({"Thread"}, "started by `run_in_helper_thread`"),
     "gpu_agent/kernels/arena_lock.py": ({"Thread"}, "started by `run_in_helper_thread`"),
 }
@@ -54,12 +79,17 @@ MODULES = [
 
 
 def used(source: str) -> set[str]:
-    """Forbidden things that a module makes or calls. Names in annotations do no harm."""
+    """Forbidden things that a module makes or calls.
+
+    Names in annotations do no harm.
+    """
     tree, names = ast.parse(source), dict[str, str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in FORBIDDEN:
             names |= {
-                alias.asname or alias.name: alias.name for alias in node.names if alias.name in FORBIDDEN[node.module]
+                alias.asname or alias.name: alias.name
+                for alias in node.names
+                if alias.name in FORBIDDEN[node.module]
             }
     found = set()
     for node in ast.walk(tree):
@@ -85,7 +115,9 @@ def test_a_module_uses_nothing_that_an_interrupt_leaves_taken(path: Path) -> Non
     allowed, reason = ALLOWED.get(str(path.relative_to(ROOT)), (set(), ""))
     found = used(path.read_text())
     extra = found - allowed
-    assert not extra, f"use kvstore.sync, kvstore.threads or a with statement in place of {sorted(extra)}"
+    assert not extra, (
+        f"use kvstore.sync, kvstore.threads or a with statement in place of {sorted(extra)}"
+    )
     assert found == allowed, f"ALLOWED has more than is used: {reason}"
 
 

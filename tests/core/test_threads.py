@@ -1,4 +1,6 @@
-"""What a pool can start no thread for, or was interrupted over, is never done behind its caller's back."""
+"""What a pool can start no thread for, or was interrupted over, is never done behind its caller's
+back.
+"""
 
 import concurrent.futures
 import signal
@@ -39,7 +41,9 @@ def test_what_it_began_is_told(pool: concurrent.futures.Executor) -> None:
     assert isinstance(failed.exception(10.0), ValueError)
 
 
-def test_without_a_thread_it_never_happens(pool: concurrent.futures.Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_it_never_happens(
+    pool: concurrent.futures.Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     happened: list[int] = []
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
     with monkeypatch.context() as patch:
@@ -98,7 +102,9 @@ def test_an_interrupt_is_raised_when_all_has_ended(pool: concurrent.futures.Exec
     assert done.done()
 
 
-def test_pool_whose_thread_can_not_start_shuts_down_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_whose_thread_can_not_start_shuts_down_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pool = ThreadPool(1, "test")
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
@@ -108,4 +114,6 @@ def test_pool_whose_thread_can_not_start_shuts_down_at_once(monkeypatch: pytest.
     ended.start()
     ended.join(10)
     assert not ended.is_alive()
-    assert refused.value.__traceback__ is not None  # it is held until here, with all that its frames refer to
+    assert (
+        refused.value.__traceback__ is not None
+    )  # it is held until here, with all that its frames refer to

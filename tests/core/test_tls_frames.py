@@ -42,13 +42,17 @@ def greeted(connected: Connected, ours: Authority) -> tuple[TlsFrameSocket, ssl.
     server.arm(20.0)
     made: list[ssl.SSLSocket] = []
     context = client_context(ours)
-    thread = beside(lambda: made.append(context.wrap_socket(connected[1], server_hostname="127.0.0.1")))
+    thread = beside(
+        lambda: made.append(context.wrap_socket(connected[1], server_hostname="127.0.0.1"))
+    )
     server.handshake()
     thread.join()
     return server, made[0]
 
 
-def test_pythons_tls_understands_ours_in_both_directions(connected: Connected, ours: Authority) -> None:
+def test_pythons_tls_understands_ours_in_both_directions(
+    connected: Connected, ours: Authority
+) -> None:
     server, peer = greeted(connected, ours)
     with peer:
         assert peer.version() == "TLSv1.3"
@@ -56,12 +60,18 @@ def test_pythons_tls_understands_ours_in_both_directions(connected: Connected, o
         thread = beside(lambda: peer.sendall(pack_fixed(2, len(sent)) + b"ab" + sent))
         assert server.recv_frame(100) == (b"ab", len(sent))
         came = bytearray(len(sent))
-        parts = [memoryview(came)[:5], memoryview(came)[5 : 5 + STEP_NBYTES], memoryview(came)[5 + STEP_NBYTES :]]
+        parts = [
+            memoryview(came)[:5],
+            memoryview(came)[5 : 5 + STEP_NBYTES],
+            memoryview(came)[5 + STEP_NBYTES :],
+        ]
         server.recv_all(parts, lambda: 20.0)
         thread.join()
         assert came == sent
 
-        thread = beside(lambda: (server.send_frame(b"h", len(sent)), server.send_all(parts, lambda: 20.0)))
+        thread = beside(
+            lambda: (server.send_frame(b"h", len(sent)), server.send_all(parts, lambda: 20.0))
+        )
         back = bytearray()
         while len(back) < FIXED_NBYTES + 1 + len(sent):
             back += peer.recv(1 << 20)
@@ -105,7 +115,9 @@ def test_a_byte_changed_on_the_way_is_an_error_and_no_byte_is_handed_out(ours: A
         sock.close()
 
 
-def test_an_idle_connection_is_quiet_until_something_comes(connected: Connected, ours: Authority) -> None:
+def test_an_idle_connection_is_quiet_until_something_comes(
+    connected: Connected, ours: Authority
+) -> None:
     server, peer = greeted(connected, ours)
     with peer:
         assert server.quiet
@@ -124,7 +136,9 @@ def test_an_idle_connection_is_quiet_until_something_comes(connected: Connected,
     wait_until(lambda: not server.quiet)  # the peer has hung up
 
 
-def test_a_node_of_ours_sends_nothing_of_its_own_accord(connected: Connected, ours: Authority) -> None:
+def test_a_node_of_ours_sends_nothing_of_its_own_accord(
+    connected: Connected, ours: Authority
+) -> None:
     """Tickets for later would look like an answer to nobody's question."""
     client = TlsFrameSocket(connected[0], client_context(ours), "localhost")
     server = TlsFrameSocket(connected[1], server_context(ours))
@@ -158,7 +172,9 @@ def test_who_is_shut_down_by_another_thread_reads_no_cipher_as_plain_bytes(
     assert buffer == bytes(1 << 20)
 
 
-def test_a_handshake_that_never_ends_has_the_time_that_was_armed(connected: Connected, ours: Authority) -> None:
+def test_a_handshake_that_never_ends_has_the_time_that_was_armed(
+    connected: Connected, ours: Authority
+) -> None:
     server = TlsFrameSocket(connected[0], server_context(ours))
     for sent in (b"", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc"):
         connected[1].sendall(sent)
@@ -168,7 +184,13 @@ def test_a_handshake_that_never_ends_has_the_time_that_was_armed(connected: Conn
 
 
 @pytest.mark.parametrize(
-    "sent", [b"\0" * 64, pack_fixed(5, 0) + b"hello", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\0\4\xff\0\0\0"]
+    "sent",
+    [
+        b"\0" * 64,
+        pack_fixed(5, 0) + b"hello",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\0\4\xff\0\0\0",
+    ],
 )
 def test_what_is_no_tls_is_an_error(connected: Connected, ours: Authority, sent: bytes) -> None:
     server = TlsFrameSocket(connected[0], server_context(ours))
@@ -178,7 +200,9 @@ def test_what_is_no_tls_is_an_error(connected: Connected, ours: Authority, sent:
         server.handshake()
 
 
-def test_a_peer_that_hangs_up_amid_a_handshake_is_a_connection_error(connected: Connected, ours: Authority) -> None:
+def test_a_peer_that_hangs_up_amid_a_handshake_is_a_connection_error(
+    connected: Connected, ours: Authority
+) -> None:
     server = TlsFrameSocket(connected[0], server_context(ours))
     server.arm(20.0)
     connected[1].close()
@@ -215,7 +239,9 @@ def test_a_server_that_is_not_believed_is_told_so(
     assert "alert" in str(failed[0]) or wrong == "version"
 
 
-def test_the_certificate_of_a_client_is_known_after_the_handshake(connected: Connected, ours: Authority) -> None:
+def test_the_certificate_of_a_client_is_known_after_the_handshake(
+    connected: Connected, ours: Authority
+) -> None:
     context = server_context(ours)
     context.load_verify_locations(str(ours.path))
     context.verify_mode = ssl.CERT_REQUIRED

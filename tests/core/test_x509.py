@@ -41,15 +41,23 @@ def made(
     return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-@pytest.mark.parametrize("year", [2049, 2050])  # DER has two forms of a time, before 2050 and from then on
+@pytest.mark.parametrize(
+    "year", [2049, 2050]
+)  # DER has two forms of a time, before 2050 and from then on
 def test_dates_are_seconds_of_unix_time(year: int) -> None:
     utc = datetime.timezone.utc
     ends = datetime.datetime(year, 12, 31, 23, 59, 58)
-    assert validity(made(ends=ends)) == (BEGINS.replace(tzinfo=utc).timestamp(), ends.replace(tzinfo=utc).timestamp())
+    assert validity(made(ends=ends)) == (
+        BEGINS.replace(tzinfo=utc).timestamp(),
+        ends.replace(tzinfo=utc).timestamp(),
+    )
 
 
 def test_of_a_chain_the_dates_are_the_first_certificates() -> None:
-    later, sooner = made(ends=datetime.datetime(2040, 1, 1)), made(ends=datetime.datetime(2030, 1, 1))
+    later, sooner = (
+        made(ends=datetime.datetime(2040, 1, 1)),
+        made(ends=datetime.datetime(2030, 1, 1)),
+    )
     assert validity(later + sooner) == validity(later)
     assert first_expiry(later + sooner) == validity(sooner)[1]
 
@@ -86,12 +94,24 @@ def test_alternative_names_that_can_not_be_read_are_no_names() -> None:
 @pytest.mark.parametrize(
     ("common", "alternatives", "early"),
     [
-        ("admin", [x509.DNSName("admin.example"), x509.IPAddress(ipaddress.ip_address("10.0.0.1"))], False),
+        (
+            "admin",
+            [x509.DNSName("admin.example"), x509.IPAddress(ipaddress.ip_address("10.0.0.1"))],
+            False,
+        ),
         ("admin\0.example", [], True),
         ("admin", [x509.DNSName("admin\0.example")], True),
         ("admin", [x509.UniformResourceIdentifier("spiffe://admin\0.example")], True),
-        ("admin", [x509.RegisteredID(x509.NameOID.COMMON_NAME), x509.RFC822Name("admin\0@example")], True),
-        ("admin", [x509.OtherName(x509.NameOID.COMMON_NAME, b"\x0c\x01\0"), x509.DNSName("admin")], False),
+        (
+            "admin",
+            [x509.RegisteredID(x509.NameOID.COMMON_NAME), x509.RFC822Name("admin\0@example")],
+            True,
+        ),
+        (
+            "admin",
+            [x509.OtherName(x509.NameOID.COMMON_NAME, b"\x0c\x01\0"), x509.DNSName("admin")],
+            False,
+        ),
     ],
 )
 def test_a_name_with_a_nul_is_seen(common: str, alternatives: Any, early: bool, form: Any) -> None:
@@ -99,5 +119,9 @@ def test_a_name_with_a_nul_is_seen(common: str, alternatives: Any, early: bool, 
 
 
 def test_names_of_certificates(ours: Authority) -> None:
-    assert hosts(Path(pair(ours, "node")["tls_cert"]).read_bytes()) == ["localhost", "127.0.0.1", "::1"]
+    assert hosts(Path(pair(ours, "node")["tls_cert"]).read_bytes()) == [
+        "localhost",
+        "127.0.0.1",
+        "::1",
+    ]
     assert hosts(ours.path.read_bytes()) == []

@@ -1,5 +1,6 @@
-"""Nodes with a disk tier in this process, without a keeper, on a fake file layer that fails when told to; and with
-one, in which faults are planted."""
+"""Nodes with a disk tier in this process, without a keeper, on a fake file layer that fails when
+told to; and with one, in which faults are planted.
+"""
 
 import contextlib
 import os
@@ -79,14 +80,19 @@ def clock() -> Clock:
 @pytest.fixture
 def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault]:
     fault = Fault(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(fault.sitecustomize), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(fault.sitecustomize), os.environ.get("PYTHONPATH", "")])
+    )
     yield fault
     fault.clear()
 
 
 @pytest.fixture
 def kept(tmp_path: Path, fault: Fault) -> Iterator[Node]:
-    """A node in this process, its keeper in one of its own. Nobody may be left at the end."""
+    """A node in this process, its keeper in one of its own.
+
+    Nobody may be left at the end.
+    """
     others = set(children(os.getpid()))  # a node that other tests share, say
     node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")))
     node.start()

@@ -38,7 +38,9 @@ def test_who_waits_for_room_in_the_queue_and_leaves_does_not_wait_on(
     layer.writing.set()
 
 
-def test_who_waits_over_a_connection_that_ends_does_not_wait_on(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
+def test_who_waits_over_a_connection_that_ends_does_not_wait_on(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start(flush_s=WAITS_S)
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)
@@ -48,7 +50,9 @@ def test_who_waits_over_a_connection_that_ends_does_not_wait_on(nodes: Nodes, la
     before = node.sessions.count
     connection = FrameSocket(socket.create_connection(("127.0.0.1", node.bulk.port)))
     connection.arm(5.0)
-    put = pb.PutRequest(namespace=pages.digest, prefix_hashes=pages.keys(1), page_nbytes=pages.nbytes, durable=True)
+    put = pb.PutRequest(
+        namespace=pages.digest, prefix_hashes=pages.keys(1), page_nbytes=pages.nbytes, durable=True
+    )
     connection.send_frame(pb.BulkRequest(put=put).SerializeToString())
     wait_until(lambda: node.sessions.count == before + 1)
     time.sleep(0.5)

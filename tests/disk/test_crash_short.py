@@ -12,7 +12,9 @@ CYCLES = 3  # the last is on a disk that is too small
 
 
 @pytest.mark.parametrize("disk", ["plain", "encrypted"])
-def test_a_node_that_is_killed_under_load_loses_nothing_it_promised(tmp_path: Path, seed: int, disk: str) -> None:
+def test_a_node_that_is_killed_under_load_loses_nothing_it_promised(
+    tmp_path: Path, seed: int, disk: str
+) -> None:
     flags = ["--encrypted"] if disk == "encrypted" else []
     done = subprocess.run(
         [sys.executable, str(HARNESS), "--cycles", str(CYCLES), "--dir", str(tmp_path), *flags],
@@ -25,4 +27,6 @@ def test_a_node_that_is_killed_under_load_loses_nothing_it_promised(tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
     assert f"{CYCLES} cycles" in done.stdout
-    assert " 0 durable pages checked" not in done.stdout, "the load was killed before it stored anything"
+    assert " 0 durable pages checked" not in done.stdout, (
+        "the load was killed before it stored anything"
+    )

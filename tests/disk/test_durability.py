@@ -90,7 +90,9 @@ def test_a_failed_durable_put_leaves_the_clients_link_and_its_hits_alone(
     assert node.sessions.count <= 2
 
 
-def test_every_part_of_a_large_durable_put_must_be_safe(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
+def test_every_part_of_a_large_durable_put_must_be_safe(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     """A put that the client sends in parts fails if a later part does."""
     node = nodes.start(batch_keys_max=4)
     client = nodes.connect(node)
@@ -206,4 +208,9 @@ def test_a_disk_that_is_full_and_hangs_does_not_make_the_list_of_waiting_pages_g
 
 def test_a_queue_larger_than_ram_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="disk_queue_nbytes"):
-        NodeConfig(ram_nbytes=1 << 20, extent_nbytes=1 << 16, disk_queue_nbytes=2 << 20, data_dir=str(tmp_path))
+        NodeConfig(
+            ram_nbytes=1 << 20,
+            extent_nbytes=1 << 16,
+            disk_queue_nbytes=2 << 20,
+            data_dir=str(tmp_path),
+        )

@@ -20,10 +20,16 @@ from node.disk.scrub import scrub
 from node.server import Node
 
 MIB = 1 << 20
-# Pages of a few bytes, of odd ones, of more than a unit, of whole units and of more than are read at a time.
+# Pages of a few bytes, of odd ones, of more than a unit, of whole units and of more than are read
+# at a time.
 SIZES = (1, 4096, 8192 + 5, MIB + 5000, 2 * MIB, 9 * MIB + 77)
 LARGE: dict[str, Any] = {
-    **{"ram_nbytes": 64 * MIB, "extent_nbytes": 16 * MIB, "disk_nbytes": 128 * MIB, "disk_extent_nbytes": 16 * MIB},
+    **{
+        "ram_nbytes": 64 * MIB,
+        "extent_nbytes": 16 * MIB,
+        "disk_nbytes": 128 * MIB,
+        "disk_extent_nbytes": 16 * MIB,
+    },
     "batch_nbytes_max": 32 * MIB,
 }
 
@@ -45,7 +51,9 @@ def test_pages_come_back_after_a_restart_and_are_nowhere_in_the_directory(
     pages.drop_from_ram(node)
     assert pages.get(client, keys) == [True] * 3
     node = nodes.restart(node, **LARGE, **key)
-    assert not found_in(nodes.data_dir, [b"a secret model", b"a secret salt", KEY, KEY.hex().encode()])
+    assert not found_in(
+        nodes.data_dir, [b"a secret model", b"a secret salt", KEY, KEY.hex().encode()]
+    )
     if nbytes >= 64:
         assert not found_in(nodes.data_dir, pieces(pages, keys))
     client = nodes.connect(node)
@@ -62,24 +70,38 @@ def test_a_plain_directory_has_what_these_tests_look_for(nodes: Nodes) -> None:
     keys = pages.keys(1, 2, 3)
     pages.put(nodes.connect(node), keys, durable=True)
     nodes.stop(node)
-    there = {needle for needle, _ in found_in(nodes.data_dir, [*pieces(pages, keys), b"a secret model"])}
+    there = {
+        needle for needle, _ in found_in(nodes.data_dir, [*pieces(pages, keys), b"a secret model"])
+    }
     assert there == {*pieces(pages, keys), b"a secret model"}
 
 
-def test_parts_of_a_page_are_read_and_deciphered_without_the_rest(nodes: Nodes, key: dict[str, str]) -> None:
+def test_parts_of_a_page_are_read_and_deciphered_without_the_rest(
+    nodes: Nodes, key: dict[str, str]
+) -> None:
     node = nodes.start(**LARGE, **key)
     pages = Pages("ranges", 9 * MIB + 77)
     keys = pages.keys(1, 2)
     client = nodes.connect(node)
     pages.put(client, keys, durable=True)
-    for ranges in ([(0, 10)], [(MIB - 5, 10)], [(3 * MIB + 1, 2 * MIB)], [(9 * MIB, 77)], [(5, 1), (8 * MIB + 9, 9)]):
+    for ranges in (
+        [(0, 10)],
+        [(MIB - 5, 10)],
+        [(3 * MIB + 1, 2 * MIB)],
+        [(9 * MIB, 77)],
+        [(5, 1), (8 * MIB + 9, 9)],
+    ):
         pages.drop_from_ram(node)
         assert ask(client, pages, keys, *ranges) == [True, True]
     assert node.disk.counters.pages_read_in_part == 10
 
 
-def test_a_slot_that_is_written_again_tells_nothing_of_what_was_there(nodes: Nodes, key: dict[str, str]) -> None:
-    """The same bytes at the same place under the same key, but of another page: no unit is as it was."""
+def test_a_slot_that_is_written_again_tells_nothing_of_what_was_there(
+    nodes: Nodes, key: dict[str, str]
+) -> None:
+    """The same bytes at the same place under the same key, but of another page: no unit is as it
+    was.
+    """
     node = nodes.start(**{**LARGE, "disk_nbytes": 16 * MIB}, **key)
     pages = Pages("again", MIB)
     client, zeros = nodes.connect(node), bytes(MIB)
@@ -94,7 +116,9 @@ def test_a_slot_that_is_written_again_tells_nothing_of_what_was_there(nodes: Nod
     client.flush()
     assert node.disk.records.offset(node.disk._find(pages.digest, second)) == offset
     after = (nodes.data_dir / "extents" / "000000").read_bytes()
-    alike = [at for at in range(offset, offset + MIB, 16) if before[at : at + 16] == after[at : at + 16]]
+    alike = [
+        at for at in range(offset, offset + MIB, 16) if before[at : at + 16] == after[at : at + 16]
+    ]
     assert not alike
     assert len({after[at : at + 16] for at in range(offset, offset + MIB, 16)}) == MIB // 16
 
@@ -129,7 +153,10 @@ def test_a_namespace_whose_key_is_damaged_is_lost_and_no_other(
     rows.put([(namespace_key(number), wrapped[:40] + bytes([wrapped[40] ^ 1]) + wrapped[41:])], [])
     rows.close()
     node = nodes.start(**key)
-    assert f"row {number} of namespaces is damaged, its pages are dropped: its wrapped key is damaged" in caplog.text
+    assert (
+        f"row {number} of namespaces is damaged, its pages are dropped: its wrapped key is damaged"
+        in caplog.text
+    )
     client = nodes.connect(node)
     assert lost.get(client, lost.keys(1, 2)) == [False, False]
     assert kept.get(client, kept.keys(1, 2)) == [True, True]
@@ -139,8 +166,15 @@ def test_a_namespace_whose_key_is_damaged_is_lost_and_no_other(
 
 
 def test_a_node_killed_with_its_keeper_has_its_durable_pages(tmp_path: Path, fault: Fault) -> None:
-    """`kill -9` of the keeper, which has the page keys with each order; the next one needs none from it."""
-    config = NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data"), encrypt_key_file=key_file(tmp_path / "key"))
+    """`kill -9` of the keeper, which has the page keys with each order; the next one needs none
+    from it.
+    """
+    config = NodeConfig(
+        **PORTS,
+        **SMALL,
+        data_dir=str(tmp_path / "data"),
+        encrypt_key_file=key_file(tmp_path / "key"),
+    )
     node = Node(config)
     node.start()
     try:
@@ -167,7 +201,9 @@ def test_a_node_killed_with_its_keeper_has_its_durable_pages(tmp_path: Path, fau
 
 def test_the_key_of_a_directory_is_in_no_command_line(tmp_path: Path) -> None:
     path = key_file(tmp_path / "key")
-    node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data"), encrypt_key_file=path))
+    node = Node(
+        NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data"), encrypt_key_file=path)
+    )
     try:
         line = Path(f"/proc/{keeper_of(node)}/cmdline").read_bytes()
         assert node.disk is not None

@@ -29,17 +29,24 @@ def test_what_is_wrapped_opens_under_its_key_and_in_its_row_only() -> None:
     assert b"a description" not in wrapped
     damaged = [(vault, b"N\0\2", wrapped), (Locked(OTHER_KEY), b"N\0\1", wrapped)]
     damaged += [(vault, b"N\0\1", wrapped[:cut]) for cut in (0, 11, 12, 27, len(wrapped) - 1)]
-    damaged += [(vault, b"N\0\1", wrapped[:at] + b"\0\1\2" + wrapped[at + 3 :]) for at in range(0, len(wrapped) - 3, 7)]
+    damaged += [
+        (vault, b"N\0\1", wrapped[:at] + b"\0\1\2" + wrapped[at + 3 :])
+        for at in range(0, len(wrapped) - 3, 7)
+    ]
     for other, row_key, value in damaged:
         with pytest.raises(InvalidRequest, match="damaged"):
             other.unwrap(row_key, value)
 
 
 @pytest.mark.parametrize(
-    ("mode", "remedy"), [(0o644, "o-r"), (0o604, "o-r"), (0o602, "o-w"), (0o420, "g-w"), (0o666, "g-w,o-rw")]
+    ("mode", "remedy"),
+    [(0o644, "o-r"), (0o604, "o-r"), (0o602, "o-w"), (0o420, "g-w"), (0o666, "g-w,o-rw")],
 )
 def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=rf"encrypt_key_file=.* is open to others .*{mode:04o}\); chmod {remedy} /"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"encrypt_key_file=.* is open to others .*{mode:04o}\); chmod {remedy} /",
+    ):
         open_vault(key_file(tmp_path / "key", mode=mode), "")
 
 

@@ -1,5 +1,6 @@
-"""A disk that fails in every way we can think of: no wrong byte, RAM serves on, the node says why, and
-`recover` brings the tier back."""
+"""A disk that fails in every way we can think of: no wrong byte, RAM serves on, the node says why,
+and `recover` brings the tier back.
+"""
 
 import errno
 import os
@@ -32,7 +33,9 @@ def assert_serving(client: Client) -> None:
 # ---- transfers that do less than they should -----------------------------------------------
 
 
-def test_short_writes_and_reads_are_continued(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
+def test_short_writes_and_reads_are_continued(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(4))
@@ -60,7 +63,9 @@ def test_an_extent_that_lost_its_end_yields_misses(nodes: Nodes, pages: Pages) -
     keys = pages.keys(*range(12))
     pages.put(nodes.connect(node), keys, durable=True)
     nodes.stop(node)
-    extents = [path for path in sorted((nodes.data_dir / "extents").iterdir()) if path.stat().st_size]
+    extents = [
+        path for path in sorted((nodes.data_dir / "extents").iterdir()) if path.stat().st_size
+    ]
     assert len(extents) == 2
     os.truncate(extents[0], 8192)
     extents[1].unlink()
@@ -78,7 +83,9 @@ def test_an_extent_that_lost_its_end_yields_misses(nodes: Nodes, pages: Pages) -
 # ---- errors --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("operation", "code"), [("write", errno.EIO), ("sync", errno.EIO), ("allocate", errno.ENOSPC)])
+@pytest.mark.parametrize(
+    ("operation", "code"), [("write", errno.EIO), ("sync", errno.EIO), ("allocate", errno.ENOSPC)]
+)
 def test_a_failing_disk_keeps_durable_pages_in_ram_and_recovers(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, operation: str, code: int
 ) -> None:
@@ -100,7 +107,9 @@ def test_a_failing_disk_keeps_durable_pages_in_ram_and_recovers(
 
 
 @pytest.mark.parametrize("operation", ["write", "sync", "read"])
-def test_recover_fails_while_the_disk_does(nodes: Nodes, layer: FaultyLayer, pages: Pages, operation: str) -> None:
+def test_recover_fails_while_the_disk_does(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, operation: str
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     node.disk.poison("broken by the test")
@@ -133,7 +142,9 @@ def test_an_error_while_reading_is_a_miss_and_the_page_is_back_after_recover(
     assert pages.get(client, keys) == [True] * 4
 
 
-def test_a_page_that_was_removed_while_the_disk_was_down_stays_removed(nodes: Nodes, pages: Pages) -> None:
+def test_a_page_that_was_removed_while_the_disk_was_down_stays_removed(
+    nodes: Nodes, pages: Pages
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(4))
@@ -243,7 +254,11 @@ def test_a_damaged_page_is_dropped_by_the_read_that_meets_it(
     assert client.stats.corrupt_pages == 0, "the node noticed, not the client"
     status = client.node_status()
     assert (status.disk.pages_corrupt, status.disk.page_count, status.state) == (3, 0, "SERVING")
-    assert (status.totals.pages_got, status.totals.nbytes_got, status.totals.pages_get_missed) == (0, 0, 3)
+    assert (status.totals.pages_got, status.totals.nbytes_got, status.totals.pages_get_missed) == (
+        0,
+        0,
+        3,
+    )
     layer.heal()
     assert pages.get(client, keys) == [False] * 3
     assert pages.put(client, keys, durable=True) == [STORED] * 3
@@ -251,7 +266,9 @@ def test_a_damaged_page_is_dropped_by_the_read_that_meets_it(
     assert pages.get(client, keys) == [True] * 3
 
 
-def test_a_ranged_read_of_a_damaged_page_is_a_miss(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
+def test_a_ranged_read_of_a_damaged_page_is_a_miss(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     """The damage is in the first sector, the range in the second."""
     node = nodes.start()
     client = nodes.connect(node)
@@ -260,7 +277,9 @@ def test_a_ranged_read_of_a_damaged_page_is_a_miss(nodes: Nodes, layer: FaultyLa
     pages.drop_from_ram(node)
     with open(nodes.data_dir / "extents" / "000000", "r+b") as file:
         file.write(b"?")
-    assert client.get_ranges(pages.namespace, [key], [ByteRange(5000, 10)], [bytearray(10)]) == [False]
+    assert client.get_ranges(pages.namespace, [key], [ByteRange(5000, 10)], [bytearray(10)]) == [
+        False
+    ]
     assert client.node_status().disk.pages_corrupt == 1
 
 
@@ -294,7 +313,10 @@ def test_a_scrub_finds_damage_and_goes_on_from_its_cursor(nodes: Nodes, pages: P
         replies.append(client.scrub(cursor, 3 * 8192))
         cursor = replies[-1].next_cursor
     assert [reply.nbytes for reply in replies] == [3 * 8192, 3 * 8192, 2 * 8192]
-    assert (sum(reply.intact for reply in replies), sum(reply.damaged for reply in replies)) == (7, 1)
+    assert (sum(reply.intact for reply in replies), sum(reply.damaged for reply in replies)) == (
+        7,
+        1,
+    )
     disk = client.node_status().disk
     assert (disk.pages_corrupt, disk.pages_scrubbed, disk.page_count) == (1, 8, 7)
     pages.drop_from_ram(node)
@@ -353,7 +375,9 @@ def test_a_durable_put_to_a_disk_that_hangs_ends_by_the_flush_deadline(
     assert pages.on_disk(node, pages.keys(1)) == [True]
 
 
-def test_ram_serves_while_a_read_from_disk_hangs(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
+def test_ram_serves_while_a_read_from_disk_hangs(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)

@@ -1,6 +1,8 @@
-"""A tenant that is forgotten: its pages are nowhere in RAM, its rows and keys in no file, and others have theirs.
+"""A tenant that is forgotten: its pages are nowhere in RAM, its rows and keys in no file, and
+others have theirs.
 
-A plain disk may keep the bytes of its pages, which the reply says. An encrypted one has no key for them.
+A plain disk may keep the bytes of its pages, which the reply says. An encrypted one has no key for
+them.
 """
 
 import threading
@@ -20,7 +22,12 @@ from node.server import Node
 
 MIB = 1 << 20
 SIZES = {
-    **{"ram_nbytes": 8 * MIB, "extent_nbytes": MIB, "disk_nbytes": 16 * MIB, "disk_extent_nbytes": MIB},
+    **{
+        "ram_nbytes": 8 * MIB,
+        "extent_nbytes": MIB,
+        "disk_nbytes": 16 * MIB,
+        "disk_extent_nbytes": MIB,
+    },
     "batch_nbytes_max": 4 * MIB,
 }
 SECRETS = [b"a secret model", b"a secret salt"]
@@ -44,7 +51,9 @@ def in_ram(node: Node, needles: Iterable[bytes]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("nbytes", [4096, 8192 + 5, 300_000])
-def test_nothing_of_it_is_found_and_all_of_the_others(nodes: Nodes, settings: dict[str, Any], nbytes: int) -> None:
+def test_nothing_of_it_is_found_and_all_of_the_others(
+    nodes: Nodes, settings: dict[str, Any], nbytes: int
+) -> None:
     node = nodes.start(**settings)
     client = nodes.connect(node)
     gone, kept = of(Pages, "gone", nbytes), Pages("kept", nbytes, tenant="kept")
@@ -74,7 +83,9 @@ def test_nothing_of_it_is_found_and_all_of_the_others(nodes: Nodes, settings: di
     assert not found_in(nodes.data_dir / "rows", SECRETS)
 
 
-def test_what_is_on_disk_and_too_large_for_this_life_is_forgotten_too(nodes: Nodes, settings: dict[str, Any]) -> None:
+def test_what_is_on_disk_and_too_large_for_this_life_is_forgotten_too(
+    nodes: Nodes, settings: dict[str, Any]
+) -> None:
     """A node with smaller extents does not open the namespace, and has its pages."""
     node = nodes.start(**settings)
     client = nodes.connect(node)
@@ -114,14 +125,18 @@ def test_nothing_behind_a_page_comes_to_the_disk(nodes: Nodes) -> None:
     assert not found_in(nodes.data_dir, behind(first, keys))
 
 
-def test_a_key_that_is_destroyed_makes_noise_of_what_was_copied_before(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_key_that_is_destroyed_makes_noise_of_what_was_copied_before(
+    nodes: Nodes, tmp_path: Path
+) -> None:
     """Who has the bytes of the disk, and the operator's key, has nothing."""
     settings = {**SIZES, "encrypt_key_file": key_file(tmp_path / "key")}
     node = nodes.start(**settings)
     client = nodes.connect(node)
     gone = of(Pages, "gone")
     gone.put(client, gone.keys(1), durable=True)
-    node = nodes.restart(node, **settings)  # its row is in a file that RocksDB does not write again by itself
+    node = nodes.restart(
+        node, **settings
+    )  # its row is in a file that RocksDB does not write again by itself
     client = nodes.connect(node)
     spaces = node.disk._index.spaces
     number = spaces.known(gone.digest)
@@ -134,7 +149,9 @@ def test_a_key_that_is_destroyed_makes_noise_of_what_was_copied_before(nodes: No
     assert spaces.keys[spaces.known(gone.digest)] != page_key
 
 
-def test_a_put_that_is_under_way_stores_nothing_and_the_next_one_does(nodes: Nodes, settings: dict[str, Any]) -> None:
+def test_a_put_that_is_under_way_stores_nothing_and_the_next_one_does(
+    nodes: Nodes, settings: dict[str, Any]
+) -> None:
     node = nodes.start(**settings)
     client = nodes.connect(node)
     gone = of(Pages, "gone")
@@ -170,14 +187,18 @@ def test_a_page_that_was_removed_before_its_commit_is_not_shown_to_the_disk(
     gone = of(Pages, "gone")
     gone.put(client, gone.keys(1))
     offered: list[bytes] = []
-    monkeypatch.setattr(node.disk, "offer", lambda pages, urgent: offered.extend(p.prefix_hash for p in pages) or 0)
+    monkeypatch.setattr(
+        node.disk, "offer", lambda pages, urgent: offered.extend(p.prefix_hash for p in pages) or 0
+    )
     reservation = node.tier.reserve(gone.digest, gone.keys(2, 3), gone.nbytes)
     node.tier.remove(gone.digest, gone.keys(2))
     node.tier.commit(reservation, [bytes(16)] * 2)
     assert offered == gone.keys(3)
 
 
-def test_a_slot_that_is_read_to_the_end_is_told_as_left(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_that_is_read_to_the_end_is_told_as_left(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("node.serving.erasure.BUSY_S", 0.2)
     node = nodes.start(**SIZES)
     client = nodes.connect(node)
@@ -189,7 +210,10 @@ def test_a_slot_that_is_read_to_the_end_is_told_as_left(nodes: Nodes, monkeypatc
         held += filter(None, node.tier.acquire(pages.digest, keys[:1], False, pages.nbytes).pages)
     try:
         told = client.forget("gone")
-        assert (told.left, list(told.why)) == (1, ["1 slots of RAM are still being read or written"])
+        assert (told.left, list(told.why)) == (
+            1,
+            ["1 slots of RAM are still being read or written"],
+        )
         assert in_ram(node, pieces(gone, keys[:1]))
         assert not in_ram(node, pieces(gone, keys[1:]))
     finally:
@@ -271,7 +295,9 @@ def test_no_tenant_is_no_tenant(nodes: Nodes, pages: Pages, wire: str) -> None:
     assert pages.get(client, pages.keys(1)) == [True]
 
 
-def test_pages_are_served_while_a_tenant_is_forgotten(nodes: Nodes, settings: dict[str, Any]) -> None:
+def test_pages_are_served_while_a_tenant_is_forgotten(
+    nodes: Nodes, settings: dict[str, Any]
+) -> None:
     node = nodes.start(**settings)
     client = nodes.connect(node)
     kept = Pages("kept", tenant="kept")

@@ -16,7 +16,9 @@ LONGEST = 100_000  # bytecodes under one lock; once it took some 15 for each row
 
 def expire(node: Any, count: int) -> list[bytes]:
     """Rows as a start finds them whose time to live is over; their keys."""
-    rows = [PageRow(1, n.to_bytes(32, "big"), 4096 * n, 4096, 1, 1, 2, bytes(16)) for n in range(count)]
+    rows = [
+        PageRow(1, n.to_bytes(32, "big"), 4096 * n, 4096, 1, 1, 2, bytes(16)) for n in range(count)
+    ]
     node.disk.rows.write({}, rows, [])
     pairs = [(row.key, row.value()) for row in rows]
     with node.disk._lock:
@@ -123,7 +125,11 @@ def test_removing_a_namespace_without_pages_looks_at_no_records(
     empty.put(client, empty.keys(1), durable=True)
     client.remove(empty.namespace, empty.keys(1))
     is_published = node.disk.records.is_published
-    monkeypatch.setattr(node.disk.records, "is_published", lambda *key: (looked_at.append(key), is_published(*key))[1])
+    monkeypatch.setattr(
+        node.disk.records,
+        "is_published",
+        lambda *key: (looked_at.append(key), is_published(*key))[1],
+    )
     for digest in (empty.digest, Pages("unknown").digest):
         assert node.disk.remove_namespace(digest) == 0
     assert looked_at == []

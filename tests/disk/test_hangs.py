@@ -1,4 +1,6 @@
-"""A disk that hangs where a keeper begins, is tried again or is left: whoever waits for it does so for a while."""
+"""A disk that hangs where a keeper begins, is tried again or is left: whoever waits for it does so
+for a while.
+"""
 
 import os
 import signal
@@ -28,7 +30,9 @@ from node.server import Node
 
 @pytest.fixture
 def client(kept: Node) -> Iterator[Client]:
-    with Client(ClientConfig(address=f"127.0.0.1:{kept.grpc.port}", wire="bulk", timeout_s=20.0)) as client:
+    with Client(
+        ClientConfig(address=f"127.0.0.1:{kept.grpc.port}", wire="bulk", timeout_s=20.0)
+    ) as client:
         yield client
 
 
@@ -40,10 +44,17 @@ def kill_keeper(node: Node) -> None:
 
 @pytest.mark.parametrize("phase", ["begin", "sync pages", "sync rows"])
 def test_a_recover_on_a_disk_that_still_hangs_fails_and_may_be_tried_again(
-    kept: Node, client: Client, fault: Fault, pages: Pages, monkeypatch: pytest.MonkeyPatch, phase: str
+    kept: Node,
+    client: Client,
+    fault: Fault,
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
+    phase: str,
 ) -> None:
-    """In the start of the new keeper, its trial, and the sync behind that. It waited for ever, and no other could be
-    tried."""
+    """In the start of the new keeper, its trial, and the sync behind that.
+
+    It waited for ever, and no other could be tried.
+    """
     pages.put(client, pages.keys(1), durable=True)
     kill_keeper(kept)
     fault.plant(phase, "hang")
@@ -109,12 +120,17 @@ def test_a_start_on_a_disk_that_hangs_ends_after_a_time_and_says_why(
 def test_rows_that_do_not_come_at_the_start_leave_a_ram_node(
     fault: Fault, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.disk.io_process.START_S", 4.0)  # on a busy machine a keeper needs two to begin
+    monkeypatch.setattr(
+        "node.disk.io_process.START_S", 4.0
+    )  # on a busy machine a keeper needs two to begin
     fault.plant("scan", "hang")
     node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")))
     node.start()
     with Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}")) as client:
-        assert client.node_status().disk.reason == "the rows can not be read: the disk hangs: no answer in 4 s"
+        assert (
+            client.node_status().disk.reason
+            == "the rows can not be read: the disk hangs: no answer in 4 s"
+        )
         pages.put(client, pages.keys(1))
         assert pages.get(client, pages.keys(1)) == [True]
     fault.clear()
@@ -143,7 +159,9 @@ def test_a_scrub_that_hangs_in_a_read_does_not_hold_up_a_stop(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.scrub.STOP_S", 0.2)
-    monkeypatch.setattr("node.disk.scrub.ROUND_PAUSE_S", 0.05)  # the first round may come before the page
+    monkeypatch.setattr(
+        "node.disk.scrub.ROUND_PAUSE_S", 0.05
+    )  # the first round may come before the page
     node = nodes.start(scrub_nbytes_per_s=1 << 30)
     pages.put(nodes.connect(node), pages.keys(1), durable=True)
     layer.reading.clear()
@@ -153,7 +171,9 @@ def test_a_scrub_that_hangs_in_a_read_does_not_hold_up_a_stop(
     assert time.monotonic() - begun < 20.0
 
 
-def test_a_writer_that_hangs_is_waited_for_once(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
+def test_a_writer_that_hangs_is_waited_for_once(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     """For its flush and for its thread, each as long as for both."""
     node = nodes.start(flush_s=1.0)
     client = nodes.connect(node)
@@ -166,7 +186,9 @@ def test_a_writer_that_hangs_is_waited_for_once(nodes: Nodes, layer: FaultyLayer
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
-def test_a_signal_ends_a_node_in_which_a_read_hangs(fault: Fault, pages: Pages, tmp_path: Path, wire: str) -> None:
+def test_a_signal_ends_a_node_in_which_a_read_hangs(
+    fault: Fault, pages: Pages, tmp_path: Path, wire: str
+) -> None:
     """Python waits at its end for the threads of pools, which gRPC's calls are in."""
     arguments = [*flags(SMALL), "--data-dir", str(tmp_path / "data")]
     process = NodeProcess(*arguments)
@@ -188,8 +210,10 @@ def test_a_signal_ends_a_node_in_which_a_read_hangs(fault: Fault, pages: Pages, 
 def test_flushes_that_gave_up_leave_nothing_behind_and_cost_no_sync(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each left a barrier in the queue for as long as the disk hung, and then had its own sync. Also with pages in
-    between."""
+    """Each left a barrier in the queue for as long as the disk hung, and then had its own sync.
+
+    Also with pages in between.
+    """
     monkeypatch.setattr("node.disk.writer.IDLE_S", 30.0)
     node = nodes.start()
     client = nodes.connect(node)
@@ -228,14 +252,21 @@ def stub(hung: Node) -> Iterator[KVStoreStub]:
 
 def durable_put(pages: Pages) -> Iterator[pb.PutFrame]:
     """Of what is stored already: it has no more to do than to wait."""
-    begin = pb.PutRequest(namespace=pages.digest, prefix_hashes=pages.keys(1), page_nbytes=pages.nbytes, durable=True)
+    begin = pb.PutRequest(
+        namespace=pages.digest, prefix_hashes=pages.keys(1), page_nbytes=pages.nbytes, durable=True
+    )
     return iter([pb.PutFrame(begin=begin)])
 
 
-def test_nobody_waits_for_the_disk_for_a_caller_who_has_left(hung: Node, stub: KVStoreStub, pages: Pages) -> None:
+def test_nobody_waits_for_the_disk_for_a_caller_who_has_left(
+    hung: Node, stub: KVStoreStub, pages: Pages
+) -> None:
     """They held the places of gRPC's transfers, and of flushes, for flush_s."""
     transfers, flushes = hung.grpc.calls.transfers, hung.service._long_calls["flush"]
-    calls = [stub.Put(durable_put(pages), timeout=30.0), stub.Flush.future(pb.FlushRequest(), timeout=30.0)]
+    calls = [
+        stub.Put(durable_put(pages), timeout=30.0),
+        stub.Flush.future(pb.FlushRequest(), timeout=30.0),
+    ]
     wait_until(lambda: transfers.used == flushes.used == 1)
     for call in calls:
         call.cancel()

@@ -1,5 +1,7 @@
-"""Pages whose hashes are alike: the same first bytes, counters, one the start of another. They are
-different pages, and none is ever told, dropped or refused for another."""
+"""Pages whose hashes are alike: the same first bytes, counters, one the start of another.
+
+They are different pages, and none is ever told, dropped or refused for another.
+"""
 
 import time
 from typing import Any

@@ -1,4 +1,5 @@
-"""The keeper: whatever happens to it, RAM serves on, nothing that is wrong is served, nothing is left behind.
+"""The keeper: whatever happens to it, RAM serves on, nothing that is wrong is served, nothing is
+left behind.
 
 Faults are planted as `planted.py` says. For a disk that hangs for ever see `test_hangs.py`.
 """
@@ -31,14 +32,16 @@ from node.memory.arena import Arena
 from node.server import Node
 
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
-# What a get or put in RAM may take while the disk hangs: far less than those that wait for it would, far more
-# than it takes on a machine that is busy with other tests.
+# What a get or put in RAM may take while the disk hangs: far less than those that wait for it
+# would, far more than it takes on a machine that is busy with other tests.
 RAM_S_MAX = 1.5
 
 
 @pytest.fixture
 def client(kept: Node) -> Iterator[Client]:
-    with Client(ClientConfig(address=f"127.0.0.1:{kept.grpc.port}", wire="bulk", timeout_s=20.0)) as client:
+    with Client(
+        ClientConfig(address=f"127.0.0.1:{kept.grpc.port}", wire="bulk", timeout_s=20.0)
+    ) as client:
         yield client
 
 
@@ -98,7 +101,10 @@ def test_a_stalled_write_of_rows_is_not_seen_by_gets_and_puts_in_ram(
 def test_a_keeper_that_stands_still_is_not_seen_by_gets_and_puts_in_ram(
     kept: Node, client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who needs it, to list or to scrub, is told so before long. Slow is not broken."""
+    """Who needs it, to list or to scrub, is told so before long.
+
+    Slow is not broken.
+    """
     assert pages.put(client, pages.keys(1), durable=True) == [STORED]
     os.kill(keeper_of(kept), signal.SIGSTOP)
     assert longest_in_ram(client, pages) < RAM_S_MAX
@@ -120,12 +126,15 @@ def test_a_keeper_that_stands_still_is_not_seen_by_gets_and_puts_in_ram(
 def test_calls_that_wait_for_a_disk_that_hangs_do_not_stop_the_client_from_reading_ram(
     kept: Node, client: Client, pages: Pages
 ) -> None:
-    """A durable put that took too long opened the breaker: no page in RAM could be had for four times as long. The node
-    knows how long its caller waits, and answers before."""
+    """A durable put that took too long opened the breaker: no page in RAM could be had for four
+    times as long. The node knows how long its caller waits, and answers before.
+    """
     assert pages.put(client, pages.keys(1), durable=True) == [STORED]
     os.kill(keeper_of(kept), signal.SIGSTOP)
     with pytest.raises(Exhausted, match="not durable in the time"):
-        client.put(pages.namespace, pages.keys(2), [bytes(pages.nbytes)], Keep(durable=True), timeout_s=6.0)
+        client.put(
+            pages.namespace, pages.keys(2), [bytes(pages.nbytes)], Keep(durable=True), timeout_s=6.0
+        )
     assert pages.get(client, pages.keys(1)) == [True]
     with pytest.raises(Exhausted, match="not durable in the time"):
         client.flush(timeout_s=6.0)
@@ -147,7 +156,11 @@ def test_a_node_without_descriptors_goes_on_writing_and_reading_its_disk(
         assert pages.get(client, pages.keys(*range(20))) == [True] * 20
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (opened + 100, opened + 100))
         status = client.node_status()
-        assert (status.state, status.disk.page_count, status.disk.pages_read) == ("SERVING", 200, 20)
+        assert (status.state, status.disk.page_count, status.disk.pages_read) == (
+            "SERVING",
+            200,
+            20,
+        )
 
 
 # ---- a keeper that is killed ---------------------------------------------------------------
@@ -231,7 +244,8 @@ def test_a_node_that_stops_while_its_disk_hangs_does_so_in_time_and_kills_its_ke
         pool = stack.enter_context(ThreadPoolExecutor(6))
         patience: dict[str, Any] = {"timeout_s": 60.0, "connect_timeout_s": 20.0}
         configs = [
-            ClientConfig(f"127.0.0.1:{node.grpc.port}", wire=wire, **patience) for wire in ("shm", "bulk", "grpc")
+            ClientConfig(f"127.0.0.1:{node.grpc.port}", wire=wire, **patience)
+            for wire in ("shm", "bulk", "grpc")
         ]
         clients = [stack.enter_context(Client(config)) for config in configs]
         for client in clients:
@@ -267,8 +281,17 @@ def test_a_signal_to_the_whole_group_ends_the_node_when_all_is_written(
     fault: Fault, pages: Pages, tmp_path: Path
 ) -> None:
     """As Ctrl-C in a terminal does, and some supervisors."""
-    command = [sys.executable, "-m", "node.main", *flags(PORTS | SMALL), "--data-dir", str(tmp_path / "data")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "node.main",
+        *flags(PORTS | SMALL),
+        "--data-dir",
+        str(tmp_path / "data"),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         assert process.stdout is not None
         address = process.stdout.readline().split("grpc=")[1].split()[0]
         with Client(ClientConfig(address=address, wire="bulk", timeout_s=20.0)) as client:

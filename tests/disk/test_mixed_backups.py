@@ -1,5 +1,7 @@
-"""Data directories put together of pieces that do not belong together: rows of one day, extents of another, or of
-another node. Each hit is compared byte by byte, and nothing may break. `SEEDS=1000` for a longer run."""
+"""Data directories put together of pieces that do not belong together: rows of one day, extents of
+another, or of another node. Each hit is compared byte by byte, and nothing may break. `SEEDS=1000`
+for a longer run.
+"""
 
 import os
 import random
@@ -31,10 +33,20 @@ class Storm:
     """Several lives of nodes on one directory, each of which leaves a backup."""
 
     def __init__(
-        self, nodes: Nodes, make_pages: type[Pages], folder: Path, randomly: random.Random, **settings: Any
+        self,
+        nodes: Nodes,
+        make_pages: type[Pages],
+        folder: Path,
+        randomly: random.Random,
+        **settings: Any,
     ) -> None:
         self.nodes, self.folder, self.randomly, self.settings = nodes, folder, randomly, settings
-        self.spaces = [make_pages("a"), make_pages("b", tenant="b"), make_pages("c", 5000), make_pages("a", salt="s")]
+        self.spaces = [
+            make_pages("a"),
+            make_pages("b", tenant="b"),
+            make_pages("c", 5000),
+            make_pages("a", salt="s"),
+        ]
         self.backups: list[Path] = []
 
     def live(self, name: str) -> None:

@@ -1,4 +1,6 @@
-"""What a node writes is for its own user only, whatever the umask; an older directory is told, not changed."""
+"""What a node writes is for its own user only, whatever the umask; an older directory is told, not
+changed.
+"""
 
 import os
 import stat
@@ -33,13 +35,26 @@ def test_all_that_a_node_writes_is_for_its_user_only(tmp_path: Path) -> None:
             pages.put(client, pages.keys(*range(8)))
             client.flush()
         assert "open to other users" not in process.said
-    NodeProcess(*FLAGS, "--audit-log", str(audit), "--identities", str(identities), inside=WIDE).stop()
+    NodeProcess(
+        *FLAGS, "--audit-log", str(audit), "--identities", str(identities), inside=WIDE
+    ).stop()
     there = [data, *data.rglob("*"), audit]
-    assert {path.name for path in there} >= {"data", "rows", "extents", "lock", "keeper.lock", "audit.log"}
+    assert {path.name for path in there} >= {
+        "data",
+        "rows",
+        "extents",
+        "lock",
+        "keeper.lock",
+        "audit.log",
+    }
     assert len(list((data / "rows").iterdir())) > 3
     too_open = {str(path): oct(mode(path)) for path in there if mode(path) & 0o077}
     assert not too_open
-    assert all(mode(path) == (0o700 if path.is_dir() else 0o600) for path in there if path.parent != data / "rows")
+    assert all(
+        mode(path) == (0o700 if path.is_dir() else 0o600)
+        for path in there
+        if path.parent != data / "rows"
+    )
 
 
 def test_an_older_directory_is_named_with_the_remedy_and_left_as_it_is(tmp_path: Path) -> None:
@@ -78,7 +93,9 @@ def test_an_older_directory_is_named_with_the_remedy_and_left_as_it_is(tmp_path:
         (0o777, 0o700, True),  # others may rename what is in it
     ],
 )
-def test_open_to_others_is_what_others_can_reach(tmp_path: Path, top: int, inside: int, is_open: bool) -> None:
+def test_open_to_others_is_what_others_can_reach(
+    tmp_path: Path, top: int, inside: int, is_open: bool
+) -> None:
     data = tmp_path / "data"
     (data / "rows").mkdir(parents=True)
     os.chmod(data / "rows", inside)

@@ -1,4 +1,6 @@
-"""Orders to a keeper, byte for byte: what comes out is what went in, and what is cut off or too long is refused."""
+"""Orders to a keeper, byte for byte: what comes out is what went in, and what is cut off or too
+long is refused.
+"""
 
 import contextlib
 import errno
@@ -41,14 +43,19 @@ def test_orders_come_out_as_they_went_in() -> None:
     assert io_protocol.unpack_slots(io_protocol.pack_slots(SLOTS)) == SLOTS
     assert io_protocol.unpack_rows(io_protocol.pack_rows(PAIRS, GONE)) == (PAIRS, GONE)
     assert [pair[:2] for pair in io_protocol.unpack_pairs(io_protocol.pack_pairs(PAIRS))] == PAIRS
-    assert io_protocol.unpack_question(io_protocol.pack_question(1 << 20, b"P\0\1")) == (1 << 20, b"P\0\1")
+    assert io_protocol.unpack_question(io_protocol.pack_question(1 << 20, b"P\0\1")) == (
+        1 << 20,
+        b"P\0\1",
+    )
     task = Task(4, 5, 6, 1 << 44, 1 << 30, True, "1f0ac5d2", "INFO", "/a b/c")
     assert Task.from_arguments(task.arguments()) == task
     opened = Opened(1 << 30, 7, True, 1 << 63, 1 << 63)
     assert Opened.unpack(opened.pack()) == opened
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), OSError("rows: a word")])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), OSError("rows: a word")]
+)
 def test_an_error_of_the_keeper_is_the_same_at_the_node(error: OSError) -> None:
     found = io_protocol.unpack_error(io_protocol.pack_error(error))
     assert (found.errno, str(found)) == (error.errno, str(error))
@@ -67,14 +74,18 @@ def test_orders_that_are_cut_off_are_refused() -> None:
             assert found not in whole, f"{cut} bytes say what {len(body)} did"
 
 
-def test_a_frame_that_says_too_much_is_refused_before_it_is_believed(ends: tuple[socket.socket, Channel]) -> None:
+def test_a_frame_that_says_too_much_is_refused_before_it_is_believed(
+    ends: tuple[socket.socket, Channel],
+) -> None:
     sock, channel = ends
     sock.sendall((io_protocol.BODY_NBYTES_MAX + 1).to_bytes(4, "little") + bytes(9))
     with pytest.raises(Broken, match="at most"):
         channel.recv(1.0)
 
 
-def test_a_frame_that_comes_late_is_not_lost_in_between(ends: tuple[socket.socket, Channel]) -> None:
+def test_a_frame_that_comes_late_is_not_lost_in_between(
+    ends: tuple[socket.socket, Channel],
+) -> None:
     sock, channel = ends
     other, theirs = socket.socketpair()
     with other, theirs:
@@ -92,7 +103,9 @@ def test_a_frame_that_comes_late_is_not_lost_in_between(ends: tuple[socket.socke
 
 
 def test_who_waits_at_a_channel_hears_that_it_is_closed_here() -> None:
-    """The other end may be a keeper that SIGKILL does not end while it is in a call of the disk, and closes nothing."""
+    """The other end may be a keeper that SIGKILL does not end while it is in a call of the disk,
+    and closes nothing.
+    """
     ours, theirs = socket.socketpair()
     channel, ended = Channel(ours), threading.Event()
 
@@ -110,7 +123,12 @@ def test_who_waits_at_a_channel_hears_that_it_is_closed_here() -> None:
 
 @pytest.mark.parametrize(
     ("offset", "arena_offset", "nbytes"),
-    [(4 << 16, 0, 4096), ((1 << 16) - 4096, 0, 8192), (0, (1 << 20) - 4096, 8192), (0, 1 << 20, 4096)],
+    [
+        (4 << 16, 0, 4096),
+        ((1 << 16) - 4096, 0, 8192),
+        (0, (1 << 20) - 4096, 8192),
+        (0, 1 << 20, 4096),
+    ],
 )
 def test_a_slot_outside_of_an_extent_or_of_the_arena_is_not_written(
     ends: tuple[socket.socket, Channel], offset: int, arena_offset: int, nbytes: int
@@ -118,7 +136,9 @@ def test_a_slot_outside_of_an_extent_or_of_the_arena_is_not_written(
     outside = Slot(arena_offset, nbytes, DiskLocation(offset, None))
     last, written = Slot((1 << 20) - 4096, 4096, DiskLocation((4 << 16) - 4096, None)), list[Slot]()
     sizes = {"extent_nbytes": 1 << 16, "extent_count": 4, "arena_nbytes": 1 << 20}
-    directory: Any = SimpleNamespace(**sizes, files=SimpleNamespace(write_all=written.extend), close=lambda: None)
+    directory: Any = SimpleNamespace(
+        **sizes, files=SimpleNamespace(write_all=written.extend), close=lambda: None
+    )
     node, channel = Channel(ends[0]), ends[1]
     node.send(1, Kind.WRITE_PAGES, io_protocol.pack_slots([last]))
     node.send(2, Kind.WRITE_PAGES, io_protocol.pack_slots([last, outside]))

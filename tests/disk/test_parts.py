@@ -84,12 +84,19 @@ def test_only_the_leaves_of_a_range_are_read_and_its_bytes_are_right(
     assert (status.disk.pages_read, status.disk.pages_read_in_part) == (0, 2)
     assert status.disk.nbytes_read == 2 * LEAF * len(touched)
     assert (status.totals.pages_got, status.totals.pages_get_missed) == (2, 1)
-    assert [(page.in_ram, page.on_disk) for page in client.stat(large.namespace, stored)] == [(False, True)] * 2
+    assert [(page.in_ram, page.on_disk) for page in client.stat(large.namespace, stored)] == [
+        (False, True)
+    ] * 2
 
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_what_is_asked_for_more_than_once_is_read_once(
-    node: Node, nodes: Nodes, large: Pages, stored: list[bytes], wire: str, monkeypatch: pytest.MonkeyPatch
+    node: Node,
+    nodes: Nodes,
+    large: Pages,
+    stored: list[bytes],
+    wire: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client, log = nodes.connect(node, wire), read_log(node, monkeypatch)
     assert ask(client, large, [*stored, *stored, stored[0]], (LEAF, 10)) == [True] * 5
@@ -104,7 +111,11 @@ def test_nearly_all_of_a_page_is_read_whole_and_is_then_in_ram(
     assert ask(client, large, stored, (0, PAGE - LEAF)) == [True, True]
     assert ask(client, large, stored, (1, 1)) == [True, True]
     status = client.node_status()
-    assert (status.disk.pages_read, status.disk.pages_read_in_part, status.ram.page_count) == (2, 0, 2)
+    assert (status.disk.pages_read, status.disk.pages_read_in_part, status.ram.page_count) == (
+        2,
+        0,
+        2,
+    )
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -124,7 +135,9 @@ def test_a_damaged_leaf_is_a_miss_for_those_who_touch_it(
     assert ask(client, large, stored, (6 * LEAF - 1, 1)) == [True, True]
 
 
-def test_leaves_are_there_after_a_restart(nodes: Nodes, node: Node, large: Pages, stored: list[bytes]) -> None:
+def test_leaves_are_there_after_a_restart(
+    nodes: Nodes, node: Node, large: Pages, stored: list[bytes]
+) -> None:
     client = nodes.connect(nodes.restart(node))
     assert ask(client, large, stored, (LEAF - 1, 2)) == [True, True]
     assert client.node_status().disk.pages_read_in_part == 2

@@ -1,5 +1,6 @@
-"""Ranges of pages that are on disk only, beside whatever else happens there: writers, a disk that hangs, a keeper that
-ends, a RAM that is full."""
+"""Ranges of pages that are on disk only, beside whatever else happens there: writers, a disk that
+hangs, a keeper that ends, a RAM that is full.
+"""
 
 import concurrent.futures
 import functools
@@ -33,7 +34,9 @@ def test_a_place_on_disk_is_not_used_again_while_a_part_of_it_is_read(
     client, other = nodes.connect(node), nodes.connect(node)
     hits: list[bool] = []
     layer.reading.clear()
-    reader = threading.Thread(target=lambda: hits.extend(ask(client, large, stored[:1], (LEAF, LEAF))))
+    reader = threading.Thread(
+        target=lambda: hits.extend(ask(client, large, stored[:1], (LEAF, LEAF)))
+    )
     reader.start()
     assert layer.waiting.acquire(timeout=10.0)
     assert other.remove(large.namespace, stored) == [True, True]
@@ -63,7 +66,9 @@ def test_a_page_that_is_replaced_while_its_row_is_asked_for_is_a_miss(
     with monkeypatch.context() as patch:
         patch.setattr(rows, "page", late)
         buffer = bytearray(LEAF)
-        assert client.get_ranges(large.namespace, stored[:1], [ByteRange(0, LEAF)], [buffer]) == [False]
+        assert client.get_ranges(large.namespace, stored[:1], [ByteRange(0, LEAF)], [buffer]) == [
+            False
+        ]
     large.drop_from_ram(node)
     assert client.get_ranges(large.namespace, stored[:1], [ByteRange(0, LEAF)], [buffer]) == [True]
     assert buffer == bytes(LEAF)
@@ -87,7 +92,9 @@ def test_a_page_that_is_removed_while_its_row_is_asked_for_is_a_miss(
     assert client.node_status().disk.pages_corrupt == 0
 
 
-def test_bytes_are_right_beside_puts_and_removals(nodes: Nodes, node: Node, large: Pages, seed: int) -> None:
+def test_bytes_are_right_beside_puts_and_removals(
+    nodes: Nodes, node: Node, large: Pages, seed: int
+) -> None:
     """RAM has room for 16 pages, the disk for 32, and there are 40."""
     keys, stop, status = large.keys(*range(40)), threading.Event(), nodes.connect(node).node_status
 
@@ -107,14 +114,23 @@ def test_bytes_are_right_beside_puts_and_removals(nodes: Nodes, node: Node, larg
 
     def read(client: Client, rng: random.Random) -> None:
         offset = rng.randrange(PAGE)
-        ask(client, large, rng.choices(keys, k=4), (offset, rng.randint(1, min(9000, PAGE - offset))))
+        ask(
+            client,
+            large,
+            rng.choices(keys, k=4),
+            (offset, rng.randint(1, min(9000, PAGE - offset))),
+        )
 
     works = [(put, "bulk"), (remove, "bulk"), (get, "bulk"), *((read, wire) for wire in WIRES)]
     with concurrent.futures.ThreadPoolExecutor(len(works)) as pool:
         workers = [pool.submit(worker, number, *work) for number, work in enumerate(works)]
         stop.wait(2.0)
         try:  # longer on a busy machine
-            wait_until(lambda: status().disk.pages_read_in_part > 0 or any(ended.done() for ended in workers))
+            wait_until(
+                lambda: (
+                    status().disk.pages_read_in_part > 0 or any(ended.done() for ended in workers)
+                )
+            )
         finally:
             stop.set()
     for ended in workers:
@@ -250,7 +266,9 @@ def test_rows_that_do_not_come_make_a_miss_and_hang_nobody_else(
     with monkeypatch.context() as patch:
         patch.setattr(node.disk.rows, "page", silent)
         hits: list[bool] = []
-        first = threading.Thread(target=lambda: hits.extend(ask(client, large, stored[:1], (LEAF, 1))))
+        first = threading.Thread(
+            target=lambda: hits.extend(ask(client, large, stored[:1], (LEAF, 1)))
+        )
         first.start()
         wait_for_hang(node)
         assert client.lookup(large.namespace, stored).present == (False, False)
@@ -281,14 +299,21 @@ def kept_pages(kept: Node, nodes: Nodes, pages: Pages) -> tuple[Client, list[byt
 
 def test_the_keeper_tells_the_leaves(kept: Node, nodes: Nodes, large: Pages) -> None:
     client, keys = kept_pages(kept, nodes, large)
-    assert ask(client, large, [*keys, *large.keys(4)], (3 * LEAF - 1, 2)) == [True, True, True, False]
+    assert ask(client, large, [*keys, *large.keys(4)], (3 * LEAF - 1, 2)) == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert client.node_status().disk.pages_read_in_part == 3
     assert kept.disk is not None
     assert kept.disk.rows.page(b"P\0\1" + bytes(32)) is None
     client.close()
 
 
-def test_without_its_keeper_a_range_on_disk_is_a_miss(kept: Node, nodes: Nodes, large: Pages) -> None:
+def test_without_its_keeper_a_range_on_disk_is_a_miss(
+    kept: Node, nodes: Nodes, large: Pages
+) -> None:
     client, keys = kept_pages(kept, nodes, large)
     os.kill(keeper_of(kept), signal.SIGKILL)
     assert ask(client, large, keys, (LEAF, 1)) == [False] * 3

@@ -14,10 +14,14 @@ from node.server import Node
 def test_a_list_on_a_disk_that_hangs_ends_before_its_client_leaves_the_node_alone(
     kept: Node, fault: Fault, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends by the node's answer, and not by the client's deadline, which says that the node hangs."""
+    """It ends by the node's answer, and not by the client's deadline, which says that the node
+    hangs.
+    """
     assert ClientConfig().timeout_s >= QUESTION_S + 1.0
     monkeypatch.setattr("node.disk.io_process.QUESTION_S", 1.0)
-    with Client(ClientConfig(address=f"127.0.0.1:{kept.grpc.port}", wire="bulk", timeout_s=20.0)) as client:
+    with Client(
+        ClientConfig(address=f"127.0.0.1:{kept.grpc.port}", wire="bulk", timeout_s=20.0)
+    ) as client:
         pages.put(client, pages.keys(1), durable=True)
         fault.plant("scan", "hang")
         with pytest.raises(Exhausted, match="the disk has not answered for 1 s; ask again later"):

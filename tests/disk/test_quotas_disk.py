@@ -29,7 +29,9 @@ class Shelf:
 
     def limit(self, **quotas: int) -> None:
         limits = {name: Limits(count * PAGE) for name, count in quotas.items()}
-        self.records.accounts.set_limits(lambda name: limits.get(name, Limits()), sum(quotas.values()) * PAGE)
+        self.records.accounts.set_limits(
+            lambda name: limits.get(name, Limits()), sum(quotas.values()) * PAGE
+        )
         for used_s, record in self.records.strays(1, self.records.number_end):
             self.records.regroup(record, used_s)
 
@@ -88,7 +90,9 @@ def test_a_quota_that_is_lowered_or_comes_while_pages_are_there() -> None:
     assert shelf.present(LOUD, *range(32)) == [*range(8, 32)], "the oldest first"
     shelf.limit(loud=8, quiet=40)
     shelf.put(LOUD, 50)
-    assert shelf.present(LOUD, *range(60)) == [*range(25, 32), 50], "in the order in which they were used before"
+    assert shelf.present(LOUD, *range(60)) == [*range(25, 32), 50], (
+        "in the order in which they were used before"
+    )
     shelf.limit()
     assert shelf.records.check() == []
 
@@ -119,7 +123,9 @@ def test_what_was_there_at_the_start_is_counted() -> None:
     shelf.limit(loud=8)
     for slot in range(16):
         number = LOUD if slot % 2 else QUIET
-        assert shelf.records.restore(PageRow(number, key(slot), slot * PAGE, PAGE, 0, slot, 0, bytes(16)))
+        assert shelf.records.restore(
+            PageRow(number, key(slot), slot * PAGE, PAGE, 0, slot, 0, bytes(16))
+        )
     shelf.records.restored()
     assert [account.nbytes for account in shelf.accounts.values()] == [8 * PAGE, 8 * PAGE, 0]
     shelf.put(LOUD, 100)
@@ -138,7 +144,9 @@ def test_a_random_life_takes_nothing_from_who_is_within_his_quota(seed: int) -> 
         name, nbytes = rng.randrange(200), rng.choice([1, 1, 1, 2, 3]) * PAGE
         record = shelf.records.find(number, key(name))
         before = {n: shelf.present(n, *range(200)) for n in NAMES}
-        within = {n for n, account in shelf.accounts.items() if account.nbytes_max and not account.is_over}
+        within = {
+            n for n, account in shelf.accounts.items() if account.nbytes_max and not account.is_over
+        }
         if not record:
             shelf.put(number, name, nbytes=nbytes)
         elif rng.random() < 0.2:
@@ -153,7 +161,9 @@ def test_a_random_life_takes_nothing_from_who_is_within_his_quota(seed: int) -> 
         else:
             shelf.records.touch(record, shelf.now_s)
         for other in within - {number}:
-            assert set(before[other]) <= set(shelf.present(other, *range(200))), "lost a page to another"
+            assert set(before[other]) <= set(shelf.present(other, *range(200))), (
+                "lost a page to another"
+            )
         if step % 20 == 0:
             assert shelf.records.check() == []
 

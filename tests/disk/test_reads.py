@@ -60,17 +60,26 @@ def test_while_one_hangs_pages_on_disk_are_misses_and_those_in_ram_are_there(
     time.sleep(0.25)
     assert client.lookup(pages.namespace, [*on_disk, *in_ram]).present == (False, False, True)
     assert pages.get(client, [on_disk[1], *in_ram]) == [False, True]
-    assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == sorted([*on_disk, *in_ram])
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == sorted(
+        [*on_disk, *in_ram]
+    )
     assert [stat.on_disk for stat in client.stat(pages.namespace, on_disk)] == [True, True]
-    assert node.disk.safe(pages.digest, on_disk) == [True, True]  # a durable put of theirs has nothing to wait for
+    assert node.disk.safe(pages.digest, on_disk) == [
+        True,
+        True,
+    ]  # a durable put of theirs has nothing to wait for
     layer.reading.set()
     first.join(10.0)
     assert pages.get(client, on_disk) == [True, True]
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_who_gave_up_on_it_is_served_again_at_once(nodes: Nodes, layer: FaultyLayer, pages: Pages, wire: str) -> None:
-    """The node says that it lives: the client does not leave it alone for four times what the disk cost."""
+def test_who_gave_up_on_it_is_served_again_at_once(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages, wire: str
+) -> None:
+    """The node says that it lives: the client does not leave it alone for four times what the disk
+    cost.
+    """
     node = nodes.start()
     client = nodes.connect(node, timeout_s=1.0, connect_timeout_s=1.0, wire=wire)
     pages.put(client, pages.keys(1), durable=True)
@@ -122,7 +131,9 @@ def test_a_large_page_that_comes_is_no_read_that_hangs(nbytes: int, verified: bo
             found = read.leaves(files, DiskLocation(8192, None), nbytes)
         else:
             found = read.page(files, DiskLocation(8192, None), memoryview(bytearray(end)), nbytes)
-        clock.now += HANGS_S + 1.0  # as long as what comes behind it takes, that is no fault of the disk
+        clock.now += (
+            HANGS_S + 1.0
+        )  # as long as what comes behind it takes, that is no fault of the disk
         assert not reads.hang
     assert found == leaves(bytes(nbytes))
     assert not any(files.hung)
@@ -184,7 +195,9 @@ def hanging(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> Iterator[tuple[An
     first.join(20.0)
 
 
-def wait_for(node: Any, digest: bytes, keys: list[bytes], gone: Any = lambda: False) -> tuple[list[bool], float]:
+def wait_for(
+    node: Any, digest: bytes, keys: list[bytes], gone: Any = lambda: False
+) -> tuple[list[bool], float]:
     began = time.monotonic()
     with node.sessions.open(Caller("another", gone)) as session:
         hits = [page is not None for page in session.acquire(digest, keys, False, 1)]
@@ -224,7 +237,10 @@ def test_gets_from_a_disk_that_hangs_leave_transfers_to_others(
     monkeypatch.setattr("node.disk.reads.HANGS_S", 3600.0)
     node, client = hanging[0], nodes.connect(hanging[0], "grpc", timeout_s=20.0)
     hasty = [nodes.connect(node, "grpc", timeout_s=20.0) for _ in range(3)]
-    threads = [threading.Thread(target=lambda c=c: suppressed(lambda: pages.get(c, pages.keys(1)))) for c in hasty]
+    threads = [
+        threading.Thread(target=lambda c=c: suppressed(lambda: pages.get(c, pages.keys(1))))
+        for c in hasty
+    ]
     for thread in threads:
         thread.start()
     end = time.monotonic() + 10.0

@@ -1,5 +1,6 @@
-"""Whatever reads a page from disk gives its record back, whichever way that ends: one that stays in use is never
-evicted, and its slot never free."""
+"""Whatever reads a page from disk gives its record back, whichever way that ends: one that stays in
+use is never evicted, and its slot never free.
+"""
 
 import time
 from collections.abc import Generator

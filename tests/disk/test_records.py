@@ -1,4 +1,7 @@
-"""The records of pages on disk against a naive model of them. KVSTORE_MODEL_STEPS=20000 makes for a longer life."""
+"""The records of pages on disk against a naive model of them.
+
+KVSTORE_MODEL_STEPS=20000 makes for a longer life.
+"""
 
 import os
 import random
@@ -82,7 +85,8 @@ class Play:
         self.now_s = 1000
         self.doomed: list[int] = []  # removed while in use
         self.met: Counter[str] = Counter()
-        # Few distinct starts and a few lengths: keys of two namespaces share them, and so do keys of one.
+        # Few distinct starts and a few lengths: keys of two namespaces share them, and so do keys
+        # of one.
         starts = [self.rng.randbytes(8) for _ in range(120)]
         self.keys = [
             (number, start + self.rng.randbytes(nbytes))
@@ -100,7 +104,9 @@ class Play:
         key = self.rng.choice(some or self.keys)
         record = self.records.find(*key)
         assert record == self.known(key)
-        choices: list[Any] = [self.touch, self.remove, self.pin, self.use] if record else [self.store] * 3
+        choices: list[Any] = (
+            [self.touch, self.remove, self.pin, self.use] if record else [self.store] * 3
+        )
         self.rng.choice([*choices * 3, self.end_use])(key, record)
 
     def store(self, key: tuple[int, bytes], _: int) -> None:
@@ -122,12 +128,16 @@ class Play:
         if self.rng.random() < 0.1:
             self.records.cancel(record)
             return
-        self.records.publish(record, checksum(b"", key_seed(b"", key[1])), self.now_s, self.now_s + 5)
+        self.records.publish(
+            record, checksum(b"", key_seed(b"", key[1])), self.now_s, self.now_s + 5
+        )
         self.model.add(key, record, size, self.now_s)
         assert self.records.expiry_s(record) == self.now_s + 5
 
     def check_victims(self, victims: list[int], size: int) -> None:
-        """The oldest of our size, or all that is in the place of a block of a size whose oldest page is older."""
+        """The oldest of our size, or all that is in the place of a block of a size whose oldest
+        page is older.
+        """
         model, slots = self.model, self.records.slots
         assert all(model.may_go(victim) for victim in victims)
         ours = model.oldest(size, self.now_s)
@@ -138,7 +148,9 @@ class Play:
         others = {model.oldest(model.size[victim], self.now_s) for victim in victims}
         assert not ours or any(model.used_s[other] < model.used_s[ours] for other in others)
         area = slots.area(self.records.offset(victims[0]), slots.level(size))
-        assert sorted(victims) == sorted(owner for block in slots.blocks_in(area) for owner in block.owners if owner)
+        assert sorted(victims) == sorted(
+            owner for block in slots.blocks_in(area) for owner in block.owners if owner
+        )
 
     def touch(self, _: tuple[int, bytes], record: int) -> None:
         self.records.touch(record, self.now_s)
@@ -180,12 +192,19 @@ class Play:
         for size in SIZES:
             listed = (record for record in records.records() if record not in model.pinned)
             ours = [record for record in listed if model.size[record] == size]
-            assert ours == [record for record in model.order if model.size[record] == size], "exact LRU"
-        doomed_nbytes = sum(records.slots.block_of(records.offset(r)).kind.slot_nbytes for r in self.doomed)
+            assert ours == [record for record in model.order if model.size[record] == size], (
+                "exact LRU"
+            )
+        doomed_nbytes = sum(
+            records.slots.block_of(records.offset(r)).kind.slot_nbytes for r in self.doomed
+        )
         present = [*model.order, *model.pinned]
         assert records.slots.used_nbytes == sum(model.size[r] for r in present) + doomed_nbytes
         places = [(records.offset(r), records.offset(r) + model.size[r]) for r in present]
-        assert all(end <= start for (_, end), (start, _) in zip(sorted(places), sorted(places)[1:], strict=False))
+        assert all(
+            end <= start
+            for (_, end), (start, _) in zip(sorted(places), sorted(places)[1:], strict=False)
+        )
 
 
 def test_records_do_what_a_naive_model_does(seed: int) -> None:
@@ -197,9 +216,10 @@ def test_records_do_what_a_naive_model_does(seed: int) -> None:
     while play.doomed:
         play.end_use()
     play.check()
-    assert all(play.met[what] > 5 for what in ("oldest went", "another size gave way", "removed while in use")), (
-        play.met
-    )
+    assert all(
+        play.met[what] > 5
+        for what in ("oldest went", "another size gave way", "removed while in use")
+    ), play.met
 
 
 def test_a_record_that_is_removed_while_it_is_read_keeps_its_slot_until_the_read_ends() -> None:
@@ -226,7 +246,9 @@ def test_pinned_and_busy_records_are_no_victims() -> None:
     assert records.victims(1, 4096, 50) == [stored[2]]
     records.pin(stored[2], 200)
     assert records.victims(1, 4096, 50) == []
-    assert records.victims(1, 12288, 50) == [], "a place with a pinned page does not change its size"
+    assert records.victims(1, 12288, 50) == [], (
+        "a place with a pinned page does not change its size"
+    )
     assert records.victims(1, 4096, 100) == [stored[0]], "its pin is over"
     records.end_use(stored[1])
     assert records.victims(1, 4096, 100) == [stored[1]], "it is older"
@@ -245,7 +267,9 @@ def test_a_colder_extent_of_another_size_serves_the_new_one() -> None:
     assert records.check() == []
 
 
-def restored_row(namespace: int, prefix_hash: bytes, slot_nbytes: int, offset: int, used_s: int = 5) -> PageRow:
+def restored_row(
+    namespace: int, prefix_hash: bytes, slot_nbytes: int, offset: int, used_s: int = 5
+) -> PageRow:
     return PageRow(namespace, prefix_hash, offset, slot_nbytes, 0, used_s, 0, bytes(16))
 
 
@@ -253,7 +277,9 @@ def test_restore_refuses_a_slot_that_is_taken_or_outside() -> None:
     records = PageTable(4 * 8192, 8192)
     assert records.restore(restored_row(1, b"a" * 16, 4096, 4096))
     assert not records.restore(restored_row(1, b"b" * 16, 4096, 4096)), "the slot is taken"
-    assert not records.restore(restored_row(1, b"b" * 16, 8192, 0)), "the extent has another slot size"
+    assert not records.restore(restored_row(1, b"b" * 16, 8192, 0)), (
+        "the extent has another slot size"
+    )
     assert not records.restore(restored_row(1, b"b" * 16, 4096, 8192 + 100)), "no slot starts there"
     assert not records.restore(restored_row(1, b"b" * 16, 4096, 4 * 8192)), "beyond the region"
     assert records.restore(restored_row(2, b"a" * 16, 8192, 3 * 8192))
@@ -273,8 +299,10 @@ def test_what_is_restored_in_any_order_goes_in_the_order_of_its_uses() -> None:
 
 
 def test_a_record_takes_about_64_bytes_beside_its_hash() -> None:
-    """Whether the table has just grown or is nearly full; slots and their owners included. The longest hashes waste
-    the most."""
+    """Whether the table has just grown or is nearly full; slots and their owners included.
+
+    The longest hashes waste the most.
+    """
     nbytes, record_count = 64, 100_000
     records = PageTable(1 << 30, 1 << 26)
     rng = random.Random(7)
@@ -288,13 +316,16 @@ def test_a_record_takes_about_64_bytes_beside_its_hash() -> None:
             arrays += [segment.places for segment in segments]
             total_nbytes = sum(map(sys.getsizeof, [*arrays, *segments, records._table.segments]))
             total_nbytes += records._hashes.nbytes
-            assert total_nbytes <= (64 + nbytes) * count, f"{total_nbytes / count} for each of {count} records"
+            assert total_nbytes <= (64 + nbytes) * count, (
+                f"{total_nbytes / count} for each of {count} records"
+            )
 
 
 @pytest.mark.parametrize("restored", [False, True])
 def test_large_pages_take_less_than_240_bytes_of_memory_each(restored: bool) -> None:
-    """Of 1 MiB each in extents of 64 MiB: the objects of their blocks, and what a start needs for a while. What
-    docs/operations.md tells operators."""
+    """Of 1 MiB each in extents of 64 MiB: the objects of their blocks, and what a start needs for a
+    while. What docs/operations.md tells operators.
+    """
     count, page_nbytes = 8192, 1 << 20
     records, rng = PageTable(count * page_nbytes, 64 << 20), random.Random(5)
     places = rng.sample(range(count), count)
@@ -302,7 +333,9 @@ def test_large_pages_take_less_than_240_bytes_of_memory_each(restored: bool) -> 
     try:
         for place in places:
             if restored:
-                assert records.restore(restored_row(1, rng.randbytes(32), page_nbytes, place * page_nbytes))
+                assert records.restore(
+                    restored_row(1, rng.randbytes(32), page_nbytes, place * page_nbytes)
+                )
             else:
                 records.publish(records.reserve(1, rng.randbytes(32), page_nbytes), bytes(16), 5)
         if restored:
@@ -321,7 +354,9 @@ def test_what_was_restored_of_two_sizes_leaves_the_colder_one_first() -> None:
         size, used_s = (4096, 100 + number) if number < 4 else (8192, 10 + number)
         for slot in range(8192 // size):
             assert records.restore(
-                restored_row(1, bytes([number, slot]) * 8, size, number * 8192 + slot * size, used_s)
+                restored_row(
+                    1, bytes([number, slot]) * 8, size, number * 8192 + slot * size, used_s
+                )
             )
     records.restored()
     assert [records.used_s(record) for record in records.victims(1, 12288 - 4096, 200)][:1] == [14]
@@ -330,8 +365,12 @@ def test_what_was_restored_of_two_sizes_leaves_the_colder_one_first() -> None:
 
 
 @pytest.mark.parametrize("restored", [False, True])
-def test_no_page_waits_for_the_whole_table_to_grow(monkeypatch: pytest.MonkeyPatch, restored: bool) -> None:
-    """Of the records that are there already a new one moves at most a segment full, however many there are."""
+def test_no_page_waits_for_the_whole_table_to_grow(
+    monkeypatch: pytest.MonkeyPatch, restored: bool
+) -> None:
+    """Of the records that are there already a new one moves at most a segment full, however many
+    there are.
+    """
     moved, put = [0], RecordTable._put
 
     def counted(*args: Any) -> None:
@@ -354,8 +393,14 @@ def test_no_page_waits_for_the_whole_table_to_grow(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_segment_that_a_start_fills_is_split_before_it_is_full() -> None:
-    """One without a free place would be searched for ever. `check` does not look."""
-    marks = [0, *((number * 0x9E3779B1 & 0xFFFFFFFE) for number in range(1, 1001))]  # all of the segment of even ones
+    """One without a free place would be searched for ever.
+
+    `check` does not look.
+    """
+    marks = [
+        0,
+        *((number * 0x9E3779B1 & 0xFFFFFFFE) for number in range(1, 1001)),
+    ]  # all of the segment of even ones
     table = RecordTable(marks.__getitem__)
     table.expect(1000)
     table.fill(range(1, 1001))

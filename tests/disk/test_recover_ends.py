@@ -1,4 +1,6 @@
-"""What a recover leaves behind: no limit for what is ordered later, and nothing that no sync had covered."""
+"""What a recover leaves behind: no limit for what is ordered later, and nothing that no sync had
+covered.
+"""
 
 import os
 import signal
@@ -18,14 +20,18 @@ from node.server import Node
 
 @pytest.fixture
 def client(kept: Node) -> Iterator[Client]:
-    with Client(ClientConfig(address=f"127.0.0.1:{kept.grpc.port}", wire="bulk", timeout_s=20.0)) as client:
+    with Client(
+        ClientConfig(address=f"127.0.0.1:{kept.grpc.port}", wire="bulk", timeout_s=20.0)
+    ) as client:
         yield client
 
 
 def test_the_limit_of_a_recover_ends_with_it(
     kept: Node, client: Client, fault: Fault, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a minute later every write that waited for its disk was taken for one that hangs, and the tier stopped."""
+    """Half a minute later every write that waited for its disk was taken for one that hangs, and
+    the tier stopped.
+    """
     assert kept.disk is not None
     pages.put(client, pages.keys(1), durable=True)
     os.kill(keeper_of(kept), signal.SIGKILL)
@@ -41,11 +47,15 @@ def test_the_limit_of_a_recover_ends_with_it(
 def test_what_no_sync_had_covered_when_the_keeper_ended_is_forgotten(
     kept: Node, client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keeper's successor can not sync what it has not written itself: such pages passed for safe."""
+    """The keeper's successor can not sync what it has not written itself: such pages passed for
+    safe.
+    """
     disk = kept.disk
     assert disk is not None
     with monkeypatch.context() as patch:
-        patch.setattr("node.disk.writer.IDLE_S", 60.0)  # from the next wait on nothing is synced without need
+        patch.setattr(
+            "node.disk.writer.IDLE_S", 60.0
+        )  # from the next wait on nothing is synced without need
         pages.put(client, pages.keys(1), durable=True)
         pages.put(client, pages.keys(2))
         wait_until(lambda: disk.present(pages.digest, pages.keys(2)) == [True])

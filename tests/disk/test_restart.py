@@ -36,7 +36,9 @@ def test_a_new_directory_outlives_power_loss(tmp_path: Path) -> None:
     assert synced == ["new", ".", "new/data/extents", "new/data"]
 
 
-def test_a_graceful_stop_writes_what_is_in_ram_only(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
+def test_a_graceful_stop_writes_what_is_in_ram_only(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start(disk_queue_nbytes=64 << 10)
     client = nodes.connect(node)
     layer.writing.clear()
@@ -49,7 +51,11 @@ def test_a_graceful_stop_writes_what_is_in_ram_only(nodes: Nodes, layer: FaultyL
 
 @pytest.mark.parametrize("count", [3, 4])
 def test_a_stop_checks_tiers_of_few_pages_only(
-    nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int
+    nodes: Nodes,
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    count: int,
 ) -> None:
     """A check looks at every page: that of two million took ten seconds, with nothing to write."""
     monkeypatch.setattr("node.server.CHECKED_MAX", 3, raising=False)
@@ -69,11 +75,14 @@ def test_a_stop_checks_tiers_of_few_pages_only(
         nodes.stop(node)
     assert checked == (["disk", "RAM"] if count == 3 else [])
     assert [
-        f"4 pages in the {where} tier are not checked: more than 3" in caplog.messages for where in ("RAM", "disk")
+        f"4 pages in the {where} tier are not checked: more than 3" in caplog.messages
+        for where in ("RAM", "disk")
     ] == [count == 4] * 2
 
 
-def test_a_write_that_was_interrupted_leaves_free_space(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
+def test_a_write_that_was_interrupted_leaves_free_space(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     """The bytes are in the file, the row is not: as if the process had been killed in between."""
     node = nodes.start()
     client = nodes.connect(node)
@@ -91,7 +100,10 @@ def test_a_write_that_was_interrupted_leaves_free_space(nodes: Nodes, layer: Fau
 def test_a_start_tells_how_many_rows_it_dropped_and_why(
     nodes: Nodes, pages: Pages, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Most pages of a directory went once, and nobody was told. A time to live that is over is no loss."""
+    """Most pages of a directory went once, and nobody was told.
+
+    A time to live that is over is no loss.
+    """
     node = nodes.start()
     keys = pages.keys(*range(9))
     pages.put(nodes.connect(node), keys[:3], durable=True)
@@ -118,7 +130,9 @@ def test_a_start_tells_how_many_rows_it_dropped_and_why(
     assert "dropped" not in caplog.text
 
 
-def test_a_smaller_disk_forgets_what_lies_beyond_and_gives_the_files_back(nodes: Nodes, pages: Pages) -> None:
+def test_a_smaller_disk_forgets_what_lies_beyond_and_gives_the_files_back(
+    nodes: Nodes, pages: Pages
+) -> None:
     node = nodes.start(disk_nbytes=2 << 20)
     client = nodes.connect(node)
     keys = pages.keys(*range(200))
@@ -132,7 +146,9 @@ def test_a_smaller_disk_forgets_what_lies_beyond_and_gives_the_files_back(nodes:
     assert sum(path.stat().st_size for path in (nodes.data_dir / "extents").iterdir()) <= 1 << 20
 
 
-def test_a_node_whose_extents_became_too_small_for_a_namespace_starts_without_it(nodes: Nodes, pages: Pages) -> None:
+def test_a_node_whose_extents_became_too_small_for_a_namespace_starts_without_it(
+    nodes: Nodes, pages: Pages
+) -> None:
     node = nodes.start()
     large = Pages("large", 65_536)
     client = nodes.connect(node)
@@ -166,8 +182,12 @@ def test_namespaces_of_an_earlier_run_are_known_and_numbers_are_used_again(
     assert max(number for number, _ in node.disk.rows.namespaces()) <= 5
 
 
-def test_a_node_with_more_ram_keeps_the_extents_of_its_directory(nodes: Nodes, pages: Pages) -> None:
-    """By default extents on disk follow those of RAM, but a directory that has some keeps their size."""
+def test_a_node_with_more_ram_keeps_the_extents_of_its_directory(
+    nodes: Nodes, pages: Pages
+) -> None:
+    """By default extents on disk follow those of RAM, but a directory that has some keeps their
+    size.
+    """
     sizes = {"disk_extent_nbytes": 0, "disk_nbytes": 128 << 20}
     node = nodes.start(**sizes)
     keys = pages.keys(*range(8))
@@ -183,7 +203,9 @@ def test_a_disk_smaller_than_an_extent_is_refused(nodes: Nodes, pages: Pages) ->
     node = nodes.start(disk_extent_nbytes=0, disk_nbytes=64 << 20)
     pages.put(nodes.connect(node), pages.keys(1), durable=True)
     nodes.stop(node)
-    with pytest.raises(ConfigError, match="disk_nbytes=33554432 is less than one extent of 67108864"):
+    with pytest.raises(
+        ConfigError, match="disk_nbytes=33554432 is less than one extent of 67108864"
+    ):
         nodes.start(disk_extent_nbytes=0, disk_nbytes=32 << 20)
     node = nodes.start(disk_extent_nbytes=0, disk_nbytes=64 << 20)
     assert pages.get(nodes.connect(node), pages.keys(1)) == [True]
@@ -193,11 +215,15 @@ def test_more_extents_than_the_process_may_open_are_refused(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.data_dir.resource.getrlimit", lambda which: (256, 512))
-    with pytest.raises(ConfigError, match=r"32 extents on disk need 544 open files, 512 are allowed"):
+    with pytest.raises(
+        ConfigError, match=r"32 extents on disk need 544 open files, 512 are allowed"
+    ):
         nodes.start()
     raised: list[tuple[int, int]] = []
     monkeypatch.setattr("node.disk.data_dir.resource.getrlimit", lambda which: (256, 4096))
-    monkeypatch.setattr("node.disk.data_dir.resource.setrlimit", lambda which, limits: raised.append(limits))
+    monkeypatch.setattr(
+        "node.disk.data_dir.resource.setrlimit", lambda which, limits: raised.append(limits)
+    )
     nodes.start()
     assert raised[0] == (544, 4096), "before those for connections"
 

@@ -25,7 +25,16 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "format.json"
 
 def row(number: int, namespace: int = 1, nbytes: int = 32) -> PageRow:
     prefix_hash = number.to_bytes(8, "big") * (nbytes // 8)
-    return PageRow(namespace, prefix_hash, number * 4096, 4096, 1_000_000, 1_000_001, 0, bytes([number % 256]) * 16)
+    return PageRow(
+        namespace,
+        prefix_hash,
+        number * 4096,
+        4096,
+        1_000_000,
+        1_000_001,
+        0,
+        bytes([number % 256]) * 16,
+    )
 
 
 @pytest.fixture
@@ -44,7 +53,9 @@ def rows(tmp_path: Path) -> Iterator[Rows]:
 
 @pytest.mark.parametrize("nbytes", [16, 32, 64])
 def test_a_row_comes_back_as_it_was(nbytes: int) -> None:
-    ours = row(7, 65535, nbytes)._replace(offset=(1 << 44) - 4096, used_s=(1 << 32) - 1, expiry_s=(1 << 32) - 1)
+    ours = row(7, 65535, nbytes)._replace(
+        offset=(1 << 44) - 4096, used_s=(1 << 32) - 1, expiry_s=(1 << 32) - 1
+    )
     assert parse_page_row(ours.key, ours.value()) == ours
 
 
@@ -58,7 +69,9 @@ def test_a_row_comes_back_as_it_was(nbytes: int) -> None:
         (0, 11, False),  # without a time to live it does not matter when it was written
     ],
 )
-def test_a_row_of_the_future_counts_as_one_whose_time_is_over(expiry_s: int, ahead_s: int, is_over: bool) -> None:
+def test_a_row_of_the_future_counts_as_one_whose_time_is_over(
+    expiry_s: int, ahead_s: int, is_over: bool
+) -> None:
     ours = row(7)._replace(expiry_s=expiry_s)
     assert ours.is_expired(ours.stored_s - ahead_s) == is_over
 
@@ -66,10 +79,14 @@ def test_a_row_of_the_future_counts_as_one_whose_time_is_over(expiry_s: int, ahe
 def test_a_row_is_what_the_format_says() -> None:
     """docs/FORMAT.md by its example, made here without the project's code."""
     example = json.loads(GOLDEN.read_text())["row"]
-    prefix_hash, page_checksum = bytes.fromhex(example["prefix_hash"]), bytes.fromhex(example["checksum"])
+    prefix_hash, page_checksum = (
+        bytes.fromhex(example["prefix_hash"]),
+        bytes.fromhex(example["checksum"]),
+    )
     key = b"P" + struct.pack(">H", example["namespace"]) + prefix_hash
     value = struct.pack(
-        "<QQIII", *(example[name] for name in ("offset", "slot_nbytes", "stored_s", "used_s", "expiry_s"))
+        "<QQIII",
+        *(example[name] for name in ("offset", "slot_nbytes", "stored_s", "used_s", "expiry_s")),
     )
     value += page_checksum + bytes.fromhex(example["leaves"])
     value += struct.pack(">Q", xxhash.xxh3_64_intdigest(key + value))
@@ -77,15 +94,25 @@ def test_a_row_is_what_the_format_says() -> None:
     ours = parse_page_row(key, value)
     assert ours is not None
     assert (ours.key, ours.value()) == (key, value)
-    assert (ours.namespace, ours.prefix_hash, ours.checksum) == (example["namespace"], prefix_hash, page_checksum)
+    assert (ours.namespace, ours.prefix_hash, ours.checksum) == (
+        example["namespace"],
+        prefix_hash,
+        page_checksum,
+    )
     assert ours.leaves.hex() == example["leaves"]
-    assert ours[2:7] == tuple(example[name] for name in ("offset", "slot_nbytes", "stored_s", "used_s", "expiry_s"))
+    assert ours[2:7] == tuple(
+        example[name] for name in ("offset", "slot_nbytes", "stored_s", "used_s", "expiry_s")
+    )
 
 
 def test_slots_lie_where_the_format_says() -> None:
-    """Where they may lie changed without a new format once: most pages of a directory were lost at the start."""
+    """Where they may lie changed without a new format once: most pages of a directory were lost at
+    the start.
+    """
     example = json.loads(GOLDEN.read_text())["disk_blocks"]
-    assert example["format"] == FORMAT_VERSION, "a new format, or another place for slots, needs an example of its own"
+    assert example["format"] == FORMAT_VERSION, (
+        "a new format, or another place for slots, needs an example of its own"
+    )
     extent_nbytes = example["extent_nbytes"]
     for text, block_nbytes in example["block_nbytes_by_slot_nbytes"].items():
         slot_nbytes = int(text)
@@ -97,7 +124,9 @@ def test_slots_lie_where_the_format_says() -> None:
             found.append(offset)
         blocks = range(0, 2 * extent_nbytes, block_nbytes)
         assert sorted(found) == [
-            start + within for start in blocks for within in range(0, block_nbytes - slot_nbytes + 1, slot_nbytes)
+            start + within
+            for start in blocks
+            for within in range(0, block_nbytes - slot_nbytes + 1, slot_nbytes)
         ], f"slots of {slot_nbytes}"
 
 
@@ -143,7 +172,9 @@ def test_a_batch_that_was_cut_off_is_there_wholly_or_not_at_all(tmp_path: Path) 
     """The log of the database is cut at many places, as a crash would."""
     rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
     rows.write({1: b"n"}, [row(number) for number in range(10)], [])
-    rows.write({}, [row(number) for number in range(10, 30)], [row(number).key for number in range(5)])
+    rows.write(
+        {}, [row(number) for number in range(10, 30)], [row(number).key for number in range(5)]
+    )
     rows.sync()
     (log,) = [path for path in (tmp_path / "rows").glob("*.log") if path.stat().st_size]
     length, seen = log.stat().st_size, set()
@@ -159,8 +190,12 @@ def test_a_batch_that_was_cut_off_is_there_wholly_or_not_at_all(tmp_path: Path) 
     assert seen == {0, 10, 25}
 
 
-def test_rows_of_a_killed_run_are_in_a_synced_table_when_the_next_has_opened_them(tmp_path: Path) -> None:
-    """Not in a log that the killed run left unsynced and nobody will sync: RocksDB syncs the tables that it writes."""
+def test_rows_of_a_killed_run_are_in_a_synced_table_when_the_next_has_opened_them(
+    tmp_path: Path,
+) -> None:
+    """Not in a log that the killed run left unsynced and nobody will sync: RocksDB syncs the tables
+    that it writes.
+    """
     rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
     rows.write({1: b"n"}, [row(number) for number in range(10)], [])
     shutil.copytree(tmp_path / "rows", tmp_path / "killed")
@@ -198,7 +233,11 @@ def test_a_flipped_bit_in_the_database_never_yields_a_changed_row(tmp_path: Path
     wanted = [row(number) for number in range(50)]
     rows.write({1: b"n"}, wanted, [])
     rows.close()
-    (log,) = [path for path in (tmp_path / "rows").glob("*") if path.suffix in (".log", ".sst") and path.stat().st_size]
+    (log,) = [
+        path
+        for path in (tmp_path / "rows").glob("*")
+        if path.suffix in (".log", ".sst") and path.stat().st_size
+    ]
     refused = fewer = 0
     for place in range(40, log.stat().st_size, log.stat().st_size // 10):
         copy = tmp_path / f"flip{place}"
@@ -232,14 +271,21 @@ def test_another_extent_size_is_refused_with_both_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, FORMAT_VERSION - 1, FORMAT_VERSION + 1])
-def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
-    """And left as it is: rows of format 1, whose keys had 8 bytes of the hash, would be taken for others."""
+def test_another_format_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    """And left as it is: rows of format 1, whose keys had 8 bytes of the hash, would be taken for
+    others.
+    """
     with monkeypatch.context() as older:
         older.setattr("node.disk.rows.FORMAT_VERSION", version)
         rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
         rows.write({1: b"n"}, [row(1)], [])
         rows.close()
-    with pytest.raises(ConfigError, match=rf"format '{version}' by another version.*reads format 5.*another directory"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"format '{version}' by another version.*reads format 5.*another directory",
+    ):
         Rows(tmp_path / "rows", EXTENT_NBYTES)
     monkeypatch.setattr("node.disk.rows.FORMAT_VERSION", version)
     rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
@@ -247,7 +293,9 @@ def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.M
     rows.close()
 
 
-def test_a_refused_directory_keeps_its_extents_and_is_free_for_the_next(tmp_path: Path, arena: Arena) -> None:
+def test_a_refused_directory_keeps_its_extents_and_is_free_for_the_next(
+    tmp_path: Path, arena: Arena
+) -> None:
     def open_dir(extent_nbytes: int) -> None:
         DataDir(tmp_path, 1 << 22, extent_nbytes, arena.fd).close()
 
@@ -261,10 +309,30 @@ def test_a_refused_directory_keeps_its_extents_and_is_free_for_the_next(tmp_path
     open_dir(EXTENT_NBYTES)
 
 
-def test_a_second_process_on_the_directory_is_refused_with_a_clear_message(tmp_path: Path, arena: Arena) -> None:
+def test_a_second_process_on_the_directory_is_refused_with_a_clear_message(
+    tmp_path: Path, arena: Arena
+) -> None:
     directory = ProcessStorage(tmp_path, 1 << 22, EXTENT_NBYTES, arena.fd)
-    ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0", "--ram-bytes", "1MiB")
-    sizes = ("--extent-bytes", "64KiB", "--disk-bytes", "4MiB", "--disk-extent-bytes", str(EXTENT_NBYTES))
+    ports = (
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+        "--bulk-port",
+        "0",
+        "--metrics-port",
+        "0",
+        "--ram-bytes",
+        "1MiB",
+    )
+    sizes = (
+        "--extent-bytes",
+        "64KiB",
+        "--disk-bytes",
+        "4MiB",
+        "--disk-extent-bytes",
+        str(EXTENT_NBYTES),
+    )
     command = [sys.executable, "-m", "node.main", *ports, *sizes, "--data-dir", str(tmp_path)]
     second = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     assert second.returncode == 2
@@ -274,7 +342,9 @@ def test_a_second_process_on_the_directory_is_refused_with_a_clear_message(tmp_p
 
 
 @pytest.mark.parametrize("kind", [DataDir, ProcessStorage])
-def test_a_data_dir_that_is_no_directory_is_refused(tmp_path: Path, arena: Arena, kind: Any) -> None:
+def test_a_data_dir_that_is_no_directory_is_refused(
+    tmp_path: Path, arena: Arena, kind: Any
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can not be used"):
         kind(tmp_path / "file", 1 << 22, EXTENT_NBYTES, arena.fd)

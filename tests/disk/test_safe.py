@@ -1,6 +1,7 @@
 """When a page counts as safe: when a sync began after its last write, whoever wrote or synced it.
 
-`test_power_short.py` loses the power at random; here is one test for each way in which it could be forgotten.
+`test_power_short.py` loses the power at random; here is one test for each way in which it could be
+forgotten.
 """
 
 import errno
@@ -26,7 +27,11 @@ class Trail:
         self.calls: list[str] = []
         for name in ("write", "sync"):
             call = getattr(layer, name)
-            setattr(layer, name, lambda *args, call=call, name=name: (self.calls.append(name), call(*args))[1])
+            setattr(
+                layer,
+                name,
+                lambda *args, call=call, name=name: (self.calls.append(name), call(*args))[1],
+            )
 
     def assert_synced(self) -> None:
         """A sync began after the last write ended."""
@@ -38,8 +43,12 @@ def without_idle_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.disk.writer.IDLE_S", 30.0)
 
 
-def write_between(node: Any, monkeypatch: pytest.MonkeyPatch, digest: bytes, keys: list[bytes]) -> None:
-    """Another client's flush writes these pages, and has not synced them, right behind the next barrier."""
+def write_between(
+    node: Any, monkeypatch: pytest.MonkeyPatch, digest: bytes, keys: list[bytes]
+) -> None:
+    """Another client's flush writes these pages, and has not synced them, right behind the next
+    barrier.
+    """
     durability = node.service.durability
     barrier, done = durability._barrier, []
 
@@ -60,7 +69,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.005)
 
 
-def put_in_ram_only(node: Any, pages: Pages, client: Any, keys: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def put_in_ram_only(
+    node: Any, pages: Pages, client: Any, keys: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(node.disk.writer, "offer", lambda pages, urgent: 0)
         pages.put(client, keys)
@@ -84,7 +95,11 @@ def test_a_durable_put_is_not_acknowledged_for_a_page_that_another_wrote_behind_
 @pytest.mark.usefixtures("without_idle_syncs")
 @pytest.mark.parametrize("still_in_ram", [True, False])
 def test_a_flush_does_not_return_for_a_page_that_another_wrote_behind_its_barrier(
-    nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch, still_in_ram: bool
+    nodes: Nodes,
+    layer: FaultyLayer,
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
+    still_in_ram: bool,
 ) -> None:
     """Also if RAM has evicted the page by the time the flush looks for what is left."""
     node = nodes.start()
@@ -207,7 +222,10 @@ def test_a_sync_that_works_after_one_that_failed_makes_nothing_safe_until_a_reco
 def test_recover_waits_for_the_store_that_is_under_way(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or a failed sync of one would be what the other believes in. A disk that hangs is told, not waited for."""
+    """Or a failed sync of one would be what the other believes in.
+
+    A disk that hangs is told, not waited for.
+    """
     node = nodes.start()
     client = nodes.connect(node)
     layer.writing.clear()
@@ -247,8 +265,9 @@ def test_an_idle_writer_syncs_a_removal(nodes: Nodes, pages: Pages) -> None:
 def test_a_page_whose_removal_was_not_synced_is_removed_once_more_after_recover(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sync that failed may have lost the deletion of its row, and one that works afterwards does not bring it
-    back: after a power loss the page would be there."""
+    """The sync that failed may have lost the deletion of its row, and one that works afterwards
+    does not bring it back: after a power loss the page would be there.
+    """
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(4))
@@ -323,7 +342,9 @@ def test_nobody_joins_a_barrier_whose_sync_has_begun(
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(pages.put, client, pages.keys(1), durable=True)
         assert begun.wait(10.0)
-        others = [pool.submit(pages.put, client, pages.keys(number), durable=True) for number in (2, 3)]
+        others = [
+            pool.submit(pages.put, client, pages.keys(number), durable=True) for number in (2, 3)
+        ]
         wait_until(lambda: sum(not isinstance(item, Page) for item in node.disk.writer._queue) > 0)
         assert not any(call.done() for call in (first, *others))
         go_on.set()

@@ -1,4 +1,6 @@
-"""A node that runs out of descriptors, memory or threads: no fault of the disk, and over when it is over."""
+"""A node that runs out of descriptors, memory or threads: no fault of the disk, and over when it is
+over.
+"""
 
 import contextlib
 import errno
@@ -54,7 +56,11 @@ def test_a_writer_that_lacks_memory_or_threads_leaves_the_disk_alone(
     def fail(*_: object) -> None:
         raise error
 
-    for part, call in ((node.disk.files, "write_all"), (node.disk.rows, "write"), (node.disk.files, "sync")):
+    for part, call in (
+        (node.disk.files, "write_all"),
+        (node.disk.rows, "write"),
+        (node.disk.files, "sync"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(part, call, fail)
             with pytest.raises(Exhausted, match="memory or descriptors"):
@@ -120,7 +126,9 @@ def test_a_list_that_can_not_be_read_to_its_end_for_want_of_descriptors_is_no_sh
         with pytest.raises(Exhausted, match="not all rows could be read"):
             list(client.list_pages(pages.namespace))
         assert_disk_serves(client)
-    assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == sorted(pages.keys(*range(4)))
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == sorted(
+        pages.keys(*range(4))
+    )
 
 
 def test_a_background_scrub_that_lacks_memory_goes_on_later(
@@ -159,17 +167,30 @@ def test_a_sync_that_ran_out_of_memory_has_lost_writes_as_any_other(
 @pytest.mark.parametrize("code", SHORT, ids=map(os.strerror, SHORT))
 def test_what_rocksdb_says_about_a_shortage_is_understood(code: int) -> None:
     with pytest.raises(OSError, match=os.strerror(code)) as caught, _DiskErrors():
-        raise Exception(f"IO error: {os.strerror(code)}: While open a file for appending: rows/000012.log")
+        raise Exception(
+            f"IO error: {os.strerror(code)}: While open a file for appending: rows/000012.log"
+        )
     assert is_shortage(caught.value)
     with pytest.raises(OSError, match=r"^rows: IO error: No space") as other, _DiskErrors():
-        raise Exception("IO error: No space left on device: While appending to file: rows/000012.log")
+        raise Exception(
+            "IO error: No space left on device: While appending to file: rows/000012.log"
+        )
     assert not is_shortage(other.value)
 
 
 def test_idle_connections_that_take_all_descriptors_do_not_stop_the_disk(tmp_path: Path) -> None:
     """The node may open only a few more files; each page here needs an extent of its own."""
     pages = Pages("large", 64 << 10)
-    sizes = ("--ram-bytes", "8MiB", "--extent-bytes", "64KiB", "--disk-bytes", "4MiB", "--disk-extent-bytes", "64KiB")
+    sizes = (
+        "--ram-bytes",
+        "8MiB",
+        "--extent-bytes",
+        "64KiB",
+        "--disk-bytes",
+        "4MiB",
+        "--disk-extent-bytes",
+        "64KiB",
+    )
     idle: list[socket.socket] = []
     with (
         NodeProcess(*sizes, "--data-dir", str(tmp_path)) as node,

@@ -1,4 +1,6 @@
-"""Namespaces on disk: they keep their pages over restarts, whatever became of their numbers and rows."""
+"""Namespaces on disk: they keep their pages over restarts, whatever became of their numbers and
+rows.
+"""
 
 from typing import Any
 
@@ -14,8 +16,9 @@ from node.disk.page_table import PageTable
 def test_durable_pages_stay_when_their_namespace_was_forgotten_empty_and_came_back(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes back under another number, and its first row must not win: that of number 4, say, when
-    it has number 2 now."""
+    """It comes back under another number, and its first row must not win: that of number 4, say,
+    when it has number 2 now.
+    """
     monkeypatch.setattr("node.disk.index.KEPT", 4)
     node = nodes.start()
     client = nodes.connect(node)
@@ -78,7 +81,9 @@ def listed(client: Any) -> set[bytes]:
     return {namespace.digest for namespace, _ in client.namespaces()}
 
 
-def test_namespaces_with_pages_are_listed_after_a_restart_however_many_empty_ones_there_were(nodes: Nodes) -> None:
+def test_namespaces_with_pages_are_listed_after_a_restart_however_many_empty_ones_there_were(
+    nodes: Nodes,
+) -> None:
     node = nodes.start(namespaces_max=8)
     client = nodes.connect(node)
     kept = [Pages("kept", salt=str(number)) for number in range(2)]
@@ -99,7 +104,9 @@ def test_namespaces_with_pages_are_listed_after_a_restart_however_many_empty_one
     assert len(list(node.disk.rows.namespaces())) == 2, "what is empty leaves no row behind"
 
 
-def test_namespaces_with_pages_are_listed_and_found_by_a_node_that_may_open_fewer(nodes: Nodes) -> None:
+def test_namespaces_with_pages_are_listed_and_found_by_a_node_that_may_open_fewer(
+    nodes: Nodes,
+) -> None:
     node = nodes.start(namespaces_max=16)  # half for one peer
     client = nodes.connect(node)
     spaces = [Pages("salted", salt=str(number)) for number in range(8)]
@@ -111,7 +118,9 @@ def test_namespaces_with_pages_are_listed_and_found_by_a_node_that_may_open_fewe
     for pages in spaces:
         assert pages.get(client, pages.keys(1)) == [True]
     another = Pages("one more")
-    with pytest.raises(Exhausted, match=r"8 namespaces of 127\.0\.0\.1 with pages are open, .* allowed are 2 "):
+    with pytest.raises(
+        Exhausted, match=r"8 namespaces of 127\.0\.0\.1 with pages are open, .* allowed are 2 "
+    ):
         another.put(client, another.keys(1))
 
 

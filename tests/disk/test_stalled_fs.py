@@ -1,7 +1,9 @@
-"""A data directory on a file system that stalls, as one of a file server that is away: RAM serves, calls end in time.
+"""A data directory on a file system that stalls, as one of a file server that is away: RAM serves,
+calls end in time.
 
-The planted hangs of test_hangs.py hold up Python; here the kernel holds up whatever touches the files, also RocksDB's
-own threads, and no signal ends what waits. Needs root, /dev/fuse, and python3-fuse for /usr/bin/python3 (Debian).
+The planted hangs of test_hangs.py hold up Python; here the kernel holds up whatever touches the
+files, also RocksDB's own threads, and no signal ends what waits. Needs root, /dev/fuse, and
+python3-fuse for /usr/bin/python3 (Debian).
 """
 
 import contextlib
@@ -24,17 +26,27 @@ from kvstore.tools.node_process import NodeProcess
 
 PYTHON, SCRIPT = "/usr/bin/python3", Path(__file__).parents[1] / "helpers" / "stalling_fs.py"
 CALL_S, LATE_S, STOP_S = 3.0, 5.0, 40.0
-# A node that stops waits so long for its pages to be on disk; then for its keeper, and for the end of that.
+# A node that stops waits so long for its pages to be on disk; then for its keeper, and for the end
+# of that.
 SETTINGS = {**SMALL, "flush_s": 2.0}
 
 
 def has_fuse() -> bool:
-    if not os.access("/dev/fuse", os.R_OK | os.W_OK) or not os.access(PYTHON, os.X_OK) or os.geteuid():
+    if (
+        not os.access("/dev/fuse", os.R_OK | os.W_OK)
+        or not os.access(PYTHON, os.X_OK)
+        or os.geteuid()
+    ):
         return False
-    return subprocess.run([PYTHON, "-c", "import fuse"], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run([PYTHON, "-c", "import fuse"], capture_output=True, check=False).returncode
+        == 0
+    )
 
 
-pytestmark = pytest.mark.skipif(not has_fuse(), reason="needs root, /dev/fuse and Debian's python3-fuse")
+pytestmark = pytest.mark.skipif(
+    not has_fuse(), reason="needs root, /dev/fuse and Debian's python3-fuse"
+)
 
 
 LONGER = "half a minute of waiting that begins as the first case: `make test-hostile` has it"
@@ -49,8 +61,16 @@ class Mount:
         self._control.touch()
         (folder / "directory").mkdir()
         self.point.mkdir()
-        command = [PYTHON, str(SCRIPT), str(self.point), str(folder / "directory"), str(self._control)]
-        self.server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command = [
+            PYTHON,
+            str(SCRIPT),
+            str(self.point),
+            str(folder / "directory"),
+            str(self._control),
+        ]
+        self.server = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         wait_until(lambda: os.path.ismount(self.point) or self.server.poll() is not None, 20.0)
         if self.server.poll() is not None:
             pytest.skip("this system lets nobody mount")
@@ -104,11 +124,21 @@ def client(process: NodeProcess) -> Iterator[Client]:
 
 def command_of(mount: Mount) -> list[str]:
     ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0")
-    return [sys.executable, "-m", "node.main", *ports, *flags(SETTINGS), "--data-dir", str(mount.path)]
+    return [
+        sys.executable,
+        "-m",
+        "node.main",
+        *ports,
+        *flags(SETTINGS),
+        "--data-dir",
+        str(mount.path),
+    ]
 
 
 def health(process: NodeProcess) -> int:
-    with urllib.request.urlopen(f"http://127.0.0.1:{process.metrics_port}/health", timeout=20.0) as answer:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{process.metrics_port}/health", timeout=20.0
+    ) as answer:
         return int(answer.status)
 
 
@@ -117,7 +147,9 @@ def health(process: NodeProcess) -> int:
     [
         "write fsync rename create unlink open mkdir",
         "fsync",
-        pytest.param("write", marks=pytest.mark.skipif("KVSTORE_HOSTILE" not in os.environ, reason=LONGER)),
+        pytest.param(
+            "write", marks=pytest.mark.skipif("KVSTORE_HOSTILE" not in os.environ, reason=LONGER)
+        ),
     ],
 )
 def test_node_on_a_file_system_that_stalls_serves_from_ram_and_ends(
@@ -151,7 +183,10 @@ def test_reads_of_a_file_system_that_stalls_are_misses_and_come_back(
     pages.put(client, in_ram)
     mount.stall("read")
     began = time.monotonic()
-    with Client(ClientConfig(process.address, wire="bulk", timeout_s=CALL_S)) as first, pytest.raises(DeadlineExceeded):
+    with (
+        Client(ClientConfig(process.address, wire="bulk", timeout_s=CALL_S)) as first,
+        pytest.raises(DeadlineExceeded),
+    ):
         pages.get(first, on_disk)  # whoever begins the read that hangs waits for it
     assert time.monotonic() - began < CALL_S + LATE_S
     assert mount.holds_up()
@@ -182,7 +217,9 @@ def test_start_on_a_file_system_that_dies_says_so(mount: Mount) -> None:
     """Closing the lock failed, too, and that error hid the first."""
     mount.stall("create")
     command = command_of(mount)
-    starting = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    starting = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     wait_until(mount.holds_up, 30.0)
     mount.server.kill()
     _, said = starting.communicate(timeout=STOP_S)

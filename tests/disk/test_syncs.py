@@ -15,7 +15,9 @@ from node.disk.io_process import ProcessStorage
 from node.memory.arena import Arena
 
 
-def test_a_new_directory_is_synced_by_the_node_that_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_directory_is_synced_by_the_node_that_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a node it is there before the keeper is, which syncs what it makes itself."""
     synced, sync = list[str](), FileLayer.sync_directory
 

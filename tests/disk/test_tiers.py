@@ -19,7 +19,9 @@ STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
 # ---- promotion and reads -------------------------------------------------------------------
 
 
-def test_several_readers_of_one_page_on_disk_load_it_once(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
+def test_several_readers_of_one_page_on_disk_load_it_once(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(3))
@@ -45,7 +47,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
     raise AssertionError("waited in vain")
 
 
-def test_a_page_that_occurs_twice_in_a_get_is_loaded_once(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
+def test_a_page_that_occurs_twice_in_a_get_is_loaded_once(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(1, 2)
@@ -64,7 +68,11 @@ def test_a_page_on_disk_is_a_miss_while_ram_is_full_of_pins(nodes: Nodes, pages:
     pages.drop_from_ram(node)
     pages.put(client, pinned, durable=True)  # 128 x 8 KiB: all of RAM
     assert all(client.pin(pages.namespace, pinned[:64], 1000.0))  # no more than half
-    held = [page for page in node.tier.acquire(pages.namespace.digest, pinned[64:], False, 0).pages if page]
+    held = [
+        page
+        for page in node.tier.acquire(pages.namespace.digest, pinned[64:], False, 0).pages
+        if page
+    ]
     assert client.lookup(pages.namespace, keys).present == (True,) * 4
     assert pages.get(client, keys) == [False] * 4
     assert client.node_status().disk.pages_corrupt == 0
@@ -74,7 +82,9 @@ def test_a_page_on_disk_is_a_miss_while_ram_is_full_of_pins(nodes: Nodes, pages:
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_a_ranged_read_of_a_page_on_disk_sends_the_ranges(nodes: Nodes, pages: Pages, wire: str) -> None:
+def test_a_ranged_read_of_a_page_on_disk_sends_the_ranges(
+    nodes: Nodes, pages: Pages, wire: str
+) -> None:
     node = nodes.start()
     client = nodes.connect(node, wire)
     keys = pages.keys(1, 2)
@@ -82,13 +92,19 @@ def test_a_ranged_read_of_a_page_on_disk_sends_the_ranges(nodes: Nodes, pages: P
     pages.drop_from_ram(node)
     buffers = [bytearray(30) for _ in range(3)]
     ranges = [ByteRange(10, 10), ByteRange(8000, 20)]
-    assert client.get_ranges(pages.namespace, [*keys, *pages.keys(3)], ranges, buffers) == [True, True, False]
+    assert client.get_ranges(pages.namespace, [*keys, *pages.keys(3)], ranges, buffers) == [
+        True,
+        True,
+        False,
+    ]
     for key, buffer in zip(keys, buffers, strict=False):
         content = pages.content(key)
         assert buffer == content[10:20] + content[8000:8020]
 
 
-def test_a_get_larger_than_what_is_free_in_ram_still_reads_every_page(nodes: Nodes, pages: Pages) -> None:
+def test_a_get_larger_than_what_is_free_in_ram_still_reads_every_page(
+    nodes: Nodes, pages: Pages
+) -> None:
     node = nodes.start(disk_nbytes=4 << 20)
     client = nodes.connect(node)
     keys = pages.keys(*range(256))  # twice the RAM
@@ -99,7 +115,9 @@ def test_a_get_larger_than_what_is_free_in_ram_still_reads_every_page(nodes: Nod
     assert client.node_status().disk.pages_evicted == 0
 
 
-def test_pages_on_disk_only_are_looked_up_told_and_listed_like_others(nodes: Nodes, pages: Pages) -> None:
+def test_pages_on_disk_only_are_looked_up_told_and_listed_like_others(
+    nodes: Nodes, pages: Pages
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys, others = pages.keys(*range(40)), Pages("other")
@@ -229,7 +247,9 @@ def test_removing_a_namespace_frees_its_space_in_both_tiers(nodes: Nodes, pages:
 # ---- eviction and pins ---------------------------------------------------------------------
 
 
-def test_the_disk_evicts_by_use_and_its_rows_agree_after_a_restart(nodes: Nodes, pages: Pages) -> None:
+def test_the_disk_evicts_by_use_and_its_rows_agree_after_a_restart(
+    nodes: Nodes, pages: Pages
+) -> None:
     node = nodes.start(disk_nbytes=1 << 20)  # 128 pages
     client = nodes.connect(node)
     keys = pages.keys(*range(160))
@@ -292,8 +312,12 @@ def test_pins_may_keep_half_of_the_disk_and_no_more(nodes: Nodes, pages: Pages) 
     assert all(client.pin(pages.namespace, keys[:64], 1000.0))
     with pytest.raises(Exhausted, match="half of disk_nbytes"):
         client.pin(pages.namespace, keys[60:80], 1000.0)
-    assert [stat.pin_ttl_ms > 0 for stat in client.stat(pages.namespace, keys[:80])] == [True] * 64 + [False] * 16
-    assert all(client.pin(pages.namespace, keys[:64], 2000.0)), "those that are pinned may be pinned for longer"
+    assert [stat.pin_ttl_ms > 0 for stat in client.stat(pages.namespace, keys[:80])] == [
+        True
+    ] * 64 + [False] * 16
+    assert all(client.pin(pages.namespace, keys[:64], 2000.0)), (
+        "those that are pinned may be pinned for longer"
+    )
     assert all(client.unpin(pages.namespace, keys[:32]))
     client.remove(pages.namespace, keys[32:64])
     assert node.disk.records._order.pinned_nbytes == 0
@@ -317,7 +341,9 @@ def test_a_pin_of_a_page_on_disk_only_is_told_and_ended(nodes: Nodes, pages: Pag
 # ---- time to live --------------------------------------------------------------------------
 
 
-def test_a_time_to_live_holds_in_ram_on_disk_and_after_promotion(nodes: Nodes, pages: Pages, clock: Clock) -> None:
+def test_a_time_to_live_holds_in_ram_on_disk_and_after_promotion(
+    nodes: Nodes, pages: Pages, clock: Clock
+) -> None:
     node = nodes.start()
     clock.govern(node)
     client = nodes.connect(node)
@@ -328,7 +354,9 @@ def test_a_time_to_live_holds_in_ram_on_disk_and_after_promotion(nodes: Nodes, p
     assert pages.get(client, mortal[:2]) == [True] * 2  # these two are in RAM again
     clock.now_s += 9
     assert pages.get(client, mortal[:1]) == [True]
-    assert [stat.ttl_ms for stat in client.stat(pages.namespace, mortal + eternal[:1])] == [1000] * 3 + [0]
+    assert [stat.ttl_ms for stat in client.stat(pages.namespace, mortal + eternal[:1])] == [
+        1000
+    ] * 3 + [0]
     clock.now_s += 1
     assert pages.get(client, mortal) == [False] * 3
     assert client.lookup(pages.namespace, mortal + eternal).present == (False,) * 3 + (True,) * 3
@@ -351,7 +379,9 @@ def test_a_time_to_live_goes_on_over_a_restart(
     assert client.stat(pages.namespace, keys)[1].ttl_ms > 1000 * 3600 * 24 * 365
     nodes.stop(node)
     since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-    monkeypatch.setattr("node.clock._EPOCH_S", since_boot_s - 2_500_000_000)  # a process that starts then
+    monkeypatch.setattr(
+        "node.clock._EPOCH_S", since_boot_s - 2_500_000_000
+    )  # a process that starts then
     node = nodes.start()
     client = nodes.connect(node)
     assert pages.get(client, keys[:1]) == [False]

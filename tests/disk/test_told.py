@@ -1,4 +1,6 @@
-"""What a node with a disk tells to whoever watches it: docs/operations.md, "A disk that fails" and "What to watch"."""
+"""What a node with a disk tells to whoever watches it: docs/operations.md, "A disk that fails" and
+"What to watch".
+"""
 
 import re
 import threading
@@ -16,14 +18,22 @@ from node.server import Node
 from node.serving.http_server import Asker
 from node.serving.metrics import metrics_text
 
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+SERVING, NOT_SERVING = (
+    health_pb2.HealthCheckResponse.SERVING,
+    health_pb2.HealthCheckResponse.NOT_SERVING,
+)
 
 
 def metrics(node: Node) -> dict[str, float]:
     """Of the whole node, made now."""
     node.metrics._cached.clear()
-    with urllib.request.urlopen(f"http://127.0.0.1:{node.metrics.port}/metrics", timeout=10.0) as reply:
-        return {name: float(value) for name, value in re.findall(r"^(\w+) (\S+)$", reply.read().decode(), re.MULTILINE)}
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{node.metrics.port}/metrics", timeout=10.0
+    ) as reply:
+        return {
+            name: float(value)
+            for name, value in re.findall(r"^(\w+) (\S+)$", reply.read().decode(), re.MULTILINE)
+        }
 
 
 def health(node: Node) -> tuple[int, int]:
@@ -31,7 +41,9 @@ def health(node: Node) -> tuple[int, int]:
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         names = ("", "kvstore.Disk")
-        return tuple(check(health_pb2.HealthCheckRequest(service=name), timeout=5.0).status for name in names)
+        return tuple(
+            check(health_pb2.HealthCheckRequest(service=name), timeout=5.0).status for name in names
+        )
 
 
 def test_metrics_and_health_tell_of_a_disk_that_stopped_and_works_again(
@@ -50,7 +62,10 @@ def test_metrics_and_health_tell_of_a_disk_that_stopped_and_works_again(
     layer.heal()
     found = metrics(node)
     assert (found["kvstore_disk_serving"], health(node)) == (1, (SERVING, SERVING))
-    counts = {name: found[f"kvstore_disk_pages_{name}_total"] for name in ("corrupt", "refused", "written", "evicted")}
+    counts = {
+        name: found[f"kvstore_disk_pages_{name}_total"]
+        for name in ("corrupt", "refused", "written", "evicted")
+    }
     assert counts == {"corrupt": 2, "refused": 1, "written": 2, "evicted": 0}
 
 
@@ -61,7 +76,9 @@ def test_pages_larger_than_the_extents_of_the_directory_stay_in_ram_and_cost_the
     node = nodes.start()
     keys = pages.keys(*range(50))
     pages.put(nodes.connect(node), keys, durable=True)
-    node = nodes.restart(node, disk_extent_nbytes=0, extent_nbytes=256 << 10, batch_nbytes_max=256 << 10)
+    node = nodes.restart(
+        node, disk_extent_nbytes=0, extent_nbytes=256 << 10, batch_nbytes_max=256 << 10
+    )
     client, large = nodes.connect(node), Pages("large", 128 << 10)
     assert large.put(client, large.keys(1)) == [PutOutcome.STORED]
     with pytest.raises(Exhausted, match="than the extents of data_dir"):
@@ -82,7 +99,9 @@ def test_a_list_that_waits_for_a_disk_that_hangs_is_answered_before_its_caller_g
     assert ClientConfig().timeout_s >= QUESTION_S + 0.5
 
 
-def test_an_extent_takes_all_of_its_place_when_its_first_page_comes(nodes: Nodes, pages: Pages) -> None:
+def test_an_extent_takes_all_of_its_place_when_its_first_page_comes(
+    nodes: Nodes, pages: Pages
+) -> None:
     node = nodes.start()
     extents = sorted((nodes.data_dir / "extents").iterdir())
     assert [path.stat().st_blocks for path in extents] == [0] * 32
@@ -92,7 +111,9 @@ def test_an_extent_takes_all_of_its_place_when_its_first_page_comes(nodes: Nodes
     assert taken[-1] >= 64 << 10
 
 
-def test_gets_that_wait_for_the_disk_are_told_and_timed_apart(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
+def test_gets_that_wait_for_the_disk_are_told_and_timed_apart(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start()
     client, keys = nodes.connect(node), pages.keys(1, 2)
     pages.put(client, keys, durable=True)

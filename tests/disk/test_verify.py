@@ -7,8 +7,12 @@ from kvstore import ByteRange, Exhausted
 from node.memory.inventory import Inventory
 
 
-def test_verify_of_more_pages_than_ram_has_room_for_reads_each_and_evicts_nobody(nodes: Nodes, pages: Pages) -> None:
-    """Pages of the disk took slots of RAM to be verified; those for which there was no room counted as absent."""
+def test_verify_of_more_pages_than_ram_has_room_for_reads_each_and_evicts_nobody(
+    nodes: Nodes, pages: Pages
+) -> None:
+    """Pages of the disk took slots of RAM to be verified; those for which there was no room counted
+    as absent.
+    """
     node = nodes.start(disk_nbytes=4 << 20)
     client = nodes.connect(node)
     keys = pages.keys(*range(300))
@@ -24,11 +28,15 @@ def test_verify_of_more_pages_than_ram_has_room_for_reads_each_and_evicts_nobody
     assert client.verify(pages.namespace, stored) == (len(stored), 0, 0)
     after = client.node_status().totals
     assert (after.pages_evicted, after.pages_got) == (before.pages_evicted, before.pages_got)
-    assert {page.prefix_hash for page in client.stat(pages.namespace, keys) if page.in_ram} == in_ram
+    assert {
+        page.prefix_hash for page in client.stat(pages.namespace, keys) if page.in_ram
+    } == in_ram
 
 
 @pytest.mark.usefixtures("small_leaves")
-def test_a_page_from_disk_is_verified_by_the_parts_that_are_read(nodes: Nodes, pages: Pages) -> None:
+def test_a_page_from_disk_is_verified_by_the_parts_that_are_read(
+    nodes: Nodes, pages: Pages
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     (key,) = pages.keys(1)
@@ -42,7 +50,9 @@ def test_a_page_from_disk_is_verified_by_the_parts_that_are_read(nodes: Nodes, p
     assert buffer == pages.content(key)[:100]
 
 
-def test_verify_drops_a_page_whose_copy_on_disk_is_damaged(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
+def test_verify_drops_a_page_whose_copy_on_disk_is_damaged(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(1, 2)
@@ -54,7 +64,9 @@ def test_verify_drops_a_page_whose_copy_on_disk_is_damaged(nodes: Nodes, layer: 
     assert not any(page.on_disk for page in client.stat(pages.namespace, keys))
 
 
-def test_what_can_not_be_read_is_not_said_to_be_absent(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
+def test_what_can_not_be_read_is_not_said_to_be_absent(
+    nodes: Nodes, layer: FaultyLayer, pages: Pages
+) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)

@@ -1,4 +1,5 @@
-"""Whether a Grafana lets in whom it should, has the dashboard and asks Prometheus: for tests/docker/monitoring.sh.
+"""Whether a Grafana lets in whom it should, has the dashboard and asks Prometheus: for
+tests/docker/monitoring.sh.
 
     python3 tests/docker/grafana.py http://127.0.0.1:3000 PASSWORD_FILE dashboard.json
 
@@ -32,7 +33,9 @@ def main(url: str, password_file: str, dashboard_file: str) -> str:
     who = f"admin:{password}"
     _await(lambda: _status(url, f"/api/dashboards/uid/{expected['uid']}", who) == 200)
     found = _ask(url, f"/api/dashboards/uid/{expected['uid']}", who)
-    titles = [[panel.get("title") for panel in some["panels"]] for some in (found["dashboard"], expected)]
+    titles = [
+        [panel.get("title") for panel in some["panels"]] for some in (found["dashboard"], expected)
+    ]
     if titles[0] != titles[1] or not found["meta"]["provisioned"]:
         return f"the dashboard has panels {titles[0]}, provisioned: {found['meta']['provisioned']}"
     query = urllib.parse.urlencode({"query": 'count(up{job="kvstore"})'})
@@ -56,8 +59,13 @@ def _await(condition: Callable[[], bool]) -> None:
 
 
 def _ask(url: str, path: str, who: str = "") -> Any:
-    """`who`: user:password. Raises OSError."""
-    credentials = {"Authorization": "Basic " + base64.b64encode(who.encode()).decode()} if who else {}
+    """`who`: user:password.
+
+    Raises OSError.
+    """
+    credentials = (
+        {"Authorization": "Basic " + base64.b64encode(who.encode()).decode()} if who else {}
+    )
     with OPENER.open(urllib.request.Request(url + path, headers=credentials), timeout=20) as answer:
         return json.load(answer)
 

@@ -1,9 +1,11 @@
-"""Whether two images, as `docker save` writes them, are the same: every file, and what is said about the whole.
+"""Whether two images, as `docker save` writes them, are the same: every file, and what is said
+about the whole.
 
     python3 tests/docker/same.py ONE.tar TWO.tar
 
-Status 0: they are; then it says whether the layers are, byte by byte, too. 1: what differs, a line for each.
-Not compared is when they were built, which the configuration says, and with it the image's own digest.
+Status 0: they are; then it says whether the layers are, byte by byte, too. 1: what differs, a line
+for each. Not compared is when they were built, which the configuration says, and with it the
+image's own digest.
 """
 
 import hashlib
@@ -40,7 +42,9 @@ def read(path: str) -> Image:
         for name in manifest["Layers"]:
             with tarfile.open(fileobj=_part(archive, name)) as layer:
                 files |= {member.name: _entry(layer, member) for member in layer}
-    about = {key: value for key, value in config.items() if key not in ("created", "history", "rootfs")}
+    about = {
+        key: value for key, value in config.items() if key not in ("created", "history", "rootfs")
+    }
     return Image(about, config["rootfs"]["diff_ids"], files)
 
 
@@ -68,8 +72,13 @@ def differences(one: Image, two: Image) -> list[str]:
         if first is None or second is None:
             lines.append(f"{name}: only in the {'second' if first is None else 'first'}")
         elif first != second:
-            unlike = [field for field in Entry._fields if getattr(first, field) != getattr(second, field)]
-            lines.append(f"{name}: " + ", ".join(f"{f} {getattr(first, f)} / {getattr(second, f)}" for f in unlike))
+            unlike = [
+                field for field in Entry._fields if getattr(first, field) != getattr(second, field)
+            ]
+            lines.append(
+                f"{name}: "
+                + ", ".join(f"{f} {getattr(first, f)} / {getattr(second, f)}" for f in unlike)
+            )
     return lines
 
 
@@ -83,7 +92,9 @@ def main(one: str, two: str) -> int:
     if lines:
         return 1
     layers = "the same, byte by byte" if first.layers == second.layers else "not the same bytes"
-    print(f"{len(first.files)} files are the same, with names, modes, owners, times and contents; layers are {layers}")
+    print(
+        f"{len(first.files)} files are the same, with names, modes, owners, times and contents; layers are {layers}"
+    )
     return 0
 
 

@@ -29,6 +29,8 @@ def doctor() -> Callable[..., Examined]:
 
     def examine(node: Node | None = None, **settings: Any) -> Examined:
         at = {} if node is None else {"address": f"127.0.0.1:{node.grpc.port}"}
-        return examined(ClientConfig(**{"timeout_s": 20.0, "connect_timeout_s": 10.0, **at, **settings}))
+        return examined(
+            ClientConfig(**{"timeout_s": 20.0, "connect_timeout_s": 10.0, **at, **settings})
+        )
 
     return examine

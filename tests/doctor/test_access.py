@@ -18,7 +18,10 @@ Doctor = Callable[..., Examined]
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """By role, and `path` of the file that a node reads. All of tenant team-a but the operator."""
+    """By role, and `path` of the file that a node reads.
+
+    All of tenant team-a but the operator.
+    """
     path = tmp_path_factory.mktemp("access") / "identities"
     made = {"path": str(path)}
     for name, tenant, fields in (
@@ -42,7 +45,9 @@ def node(start_node: StartNode, tokens: dict[str, str], ours: Authority) -> Node
 # ---- tokens ----------------------------------------------------------------------------------
 
 
-def test_an_operator_sees_all(node: Node, doctor: Doctor, ours: Authority, tokens: dict[str, str]) -> None:
+def test_an_operator_sees_all(
+    node: Node, doctor: Doctor, ours: Authority, tokens: dict[str, str]
+) -> None:
     found = doctor(node, tls_ca=str(ours.path), token=tokens["operator"])
     assert found.failed == set()
     assert found.of("who this is").found == "admin of all tenants there"
@@ -59,7 +64,9 @@ def test_a_writer_is_not_told_of_tiers_and_leaves_no_page(
     assert found.failed == set()
     assert found.of("memory and disk").state is State.SKIPPED
     assert found.of("clock", group="what").state is State.OK
-    assert found.of("disk", group="pages").state is State.SKIPPED  # the node itself says that it has none
+    assert (
+        found.of("disk", group="pages").state is State.SKIPPED
+    )  # the node itself says that it has none
     assert "its name stays" in found.of("removed").found
     assert node.tier.visible_count == 0
 
@@ -72,7 +79,9 @@ def test_a_tenants_administrator_removes_the_namespace(
     assert found.of("removed").found.endswith("and the namespace")
 
 
-def test_who_may_only_read_puts_nothing(node: Node, doctor: Doctor, ours: Authority, tokens: dict[str, str]) -> None:
+def test_who_may_only_read_puts_nothing(
+    node: Node, doctor: Doctor, ours: Authority, tokens: dict[str, str]
+) -> None:
     found = doctor(node, tls_ca=str(ours.path), token=tokens["read"])
     assert found.failed == set()
     assert found.of("round trip").state is State.SKIPPED
@@ -89,13 +98,17 @@ def test_who_may_other_models_only_is_told_so(
 
 
 @pytest.mark.parametrize("token", ["", "team-a." + "x" * 43])
-def test_a_token_that_the_node_does_not_know(node: Node, doctor: Doctor, ours: Authority, token: str) -> None:
+def test_a_token_that_the_node_does_not_know(
+    node: Node, doctor: Doctor, ours: Authority, token: str
+) -> None:
     found = doctor(node, tls_ca=str(ours.path), token=token)
     assert found.failed == {"gRPC"}
     assert "kvstore tokens list" in found.of("gRPC").remedy
 
 
-def test_a_token_file_that_can_not_be_used(node: Node, doctor: Doctor, ours: Authority, tmp_path: Path) -> None:
+def test_a_token_file_that_can_not_be_used(
+    node: Node, doctor: Doctor, ours: Authority, tmp_path: Path
+) -> None:
     path = tmp_path / "token"
     found = doctor(node, tls_ca=str(ours.path), token_file=str(path))
     assert found.failed == {"token", "gRPC"}
@@ -121,7 +134,9 @@ def test_a_node_that_speaks_no_tls(start_node: StartNode, doctor: Doctor, ours: 
     assert "speaks no TLS" in found.of("TLS").found
 
 
-def test_another_authority(node: Node, doctor: Doctor, strangers: Authority, tokens: dict[str, str]) -> None:
+def test_another_authority(
+    node: Node, doctor: Doctor, strangers: Authority, tokens: dict[str, str]
+) -> None:
     found = doctor(node, tls_ca=str(strangers.path), token=tokens["operator"])
     assert found.failed == {"TLS"}
     assert f"not from an authority in tls_ca={strangers.path}" in found.of("TLS").found
@@ -164,7 +179,9 @@ def test_a_client_without_the_certificate_that_is_asked_for(
     assert doctor(node, **of_client(ours)).failed == set()
 
 
-def test_an_own_certificate_that_has_expired(start_node: StartNode, doctor: Doctor, ours: Authority) -> None:
+def test_an_own_certificate_that_has_expired(
+    start_node: StartNode, doctor: Doctor, ours: Authority
+) -> None:
     ours.node("late", HERE, -0.5, force=True, since_days=1.0)
     found = doctor(start_node(**of_node(ours)), tls_ca=str(ours.path), **pair(ours, "late"))
     assert {"own certificate", "TLS"} <= found.failed

@@ -53,7 +53,10 @@ def test_findings_are_in_the_order_of_the_checks_and_say_whose_they_are() -> Non
         return ok("second", "said first")
 
     checks = [one("first", first, LONG_S)._replace(of="n1"), one("second", second, LONG_S)]
-    assert [(finding.of, finding.name) for finding in run_all(checks)] == [("n1", "first"), ("", "second")]
+    assert [(finding.of, finding.name) for finding in run_all(checks)] == [
+        ("n1", "first"),
+        ("", "second"),
+    ]
 
 
 def test_some_at_a_time() -> None:

@@ -45,11 +45,15 @@ def left(nodes: Sequence[Node]) -> int:
     count = 0
     for node in nodes:
         with node.tier.lock:
-            count += node.tier.visible_count + (MODEL in {index.value.model for index in node.tier.namespaces.all()})
+            count += node.tier.visible_count + (
+                MODEL in {index.value.model for index in node.tier.namespaces.all()}
+            )
     return count
 
 
-def test_all_members_are_well_and_pages_are_at_none_of_them_in_the_end(fleet: list[Node], doctor: Doctor) -> None:
+def test_all_members_are_well_and_pages_are_at_none_of_them_in_the_end(
+    fleet: list[Node], doctor: Doctor
+) -> None:
     found = doctor(fleet[0])
     assert found.failed == set()
     assert found.of("members").found == "3 of 3 answer here"
@@ -70,7 +74,9 @@ def test_all_members_are_well_and_pages_are_at_none_of_them_in_the_end(fleet: li
 def test_of_members_that_no_page_is_put_at_nothing_stays_open(
     fleet: list[Node], doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a hundred all descriptors would be taken, and the pages of the others could not be removed."""
+    """Of a hundred all descriptors would be taken, and the pages of the others could not be
+    removed.
+    """
     closed: list[str] = []
     closed_then: list[set[str]] = []
     close, clean = Wires.close, Pages.clean
@@ -112,7 +118,9 @@ def test_a_list_that_differs(fleet: list[Node], doctor: Doctor) -> None:
     assert "lists of members that differ" in found.of("view").found
 
 
-def test_who_does_not_hear_of_a_new_view(fleet: list[Node], doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_hear_of_a_new_view(
+    fleet: list[Node], doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cluster, "SETTLE_S", 0.01)
     fleet[0].membership.become(replace(view_of(fleet), number=2), "n0")
     found = doctor(fleet[0])
@@ -147,7 +155,10 @@ def test_one_member_alone(fleet: list[Node], doctor: Doctor) -> None:
 
 
 def test_a_registry_that_can_not_be_asked(fleet: list[Node], doctor: Doctor) -> None:
-    fleet[2].membership.registry = lambda: ("since 10 s: connection refused", ["n9: speaks protocol 9"])
+    fleet[2].membership.registry = lambda: (
+        "since 10 s: connection refused",
+        ["n9: speaks protocol 9"],
+    )
     found = doctor(fleet[0])
     assert found.of("registry").state is State.WARN
     assert "n2 can not ask its registry: since 10 s" in found.of("registry").found

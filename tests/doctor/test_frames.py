@@ -39,7 +39,9 @@ def test_a_socket_that_is_not_there(doctor: Callable[..., Examined]) -> None:
     assert "does not exist here" in found.of("frames").found
 
 
-def test_tls_by_frames(start_node: StartNode, doctor: Callable[..., Examined], ours: Authority) -> None:
+def test_tls_by_frames(
+    start_node: StartNode, doctor: Callable[..., Examined], ours: Authority
+) -> None:
     secured = start_node(**of_node(ours))
     found = doctor(**at_bulk(secured), **of_client(ours))
     assert not found.failed

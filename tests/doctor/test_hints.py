@@ -11,7 +11,9 @@ from kvstore.doctor.pages import _CAUSES, differences, hints
 from kvstore.pb import kvstore_pb2 as pb
 
 
-def layout(dtype: str = "bfloat16", page_tokens: int = 16, heads: int = 8, layers: int = 2) -> PageLayout:
+def layout(
+    dtype: str = "bfloat16", page_tokens: int = 16, heads: int = 8, layers: int = 2
+) -> PageLayout:
     planes = (Plane("k", dtype, (heads, 128)), Plane("v", dtype, (heads, 128)))
     return PageLayout(page_tokens, (LayerGroup("kv", tuple(range(layers)), planes),))
 
@@ -37,9 +39,14 @@ def info(page_count: int = 0, **counters: int) -> pb.NamespaceInfo:
         ({"layout": layout(layers=3)}, "layout.kv.layers (0..2, there 0..1)"),
     ],
 )
-def test_r15_a_reader_that_differs_from_the_writer_is_told_in_what(change: dict[str, Any], said: str) -> None:
+def test_r15_a_reader_that_differs_from_the_writer_is_told_in_what(
+    change: dict[str, Any], said: str
+) -> None:
     reader = dataclasses.replace(WRITER, **change)
-    known = [(WRITER, info(page_count=7, pages_asked=3, prefix_hits=3)), (reader, info(pages_asked=40, miss_absent=40))]
+    known = [
+        (WRITER, info(page_count=7, pages_asked=3, prefix_hits=3)),
+        (reader, info(pages_asked=40, miss_absent=40)),
+    ]
     (hint,) = hints(known)
     assert said in hint
     assert f"llama [{reader.digest.hex()[:12]}]: 0 of 40 pages asked hit" in hint
@@ -49,7 +56,11 @@ def test_r15_a_reader_that_differs_from_the_writer_is_told_in_what(change: dict[
 def test_r15_the_writer_that_differs_least_is_named() -> None:
     reader = dataclasses.replace(WRITER, salt="x")
     far = dataclasses.replace(WRITER, tp_size=8, revision="old", layout=layout("float16"))
-    known = [(far, info(page_count=9)), (WRITER, info(page_count=1)), (reader, info(pages_asked=1, miss_absent=1))]
+    known = [
+        (far, info(page_count=9)),
+        (WRITER, info(page_count=1)),
+        (reader, info(pages_asked=1, miss_absent=1)),
+    ]
     (hint,) = hints(known)
     assert WRITER.digest.hex()[:12] in hint
     assert far.digest.hex()[:12] not in hint
@@ -87,7 +98,9 @@ def test_many_differences_are_cut_and_counted() -> None:
         ({"pages_hit": 4, "miss_evicted": 1}, "the first one of each request is not"),
     ],
 )
-def test_r15_without_such_a_writer_the_commonest_miss_is_explained(counters: dict[str, int], said: str) -> None:
+def test_r15_without_such_a_writer_the_commonest_miss_is_explained(
+    counters: dict[str, int], said: str
+) -> None:
     (hint,) = hints([(WRITER, info(pages_asked=5, **counters))])
     assert said in hint
 
@@ -112,5 +125,7 @@ def test_r15_a_writer_whose_pages_are_on_disk_only_is_named_too() -> None:
 
 
 def test_r15_every_reason_of_a_miss_is_explained_and_shown() -> None:
-    reasons = {field.name for field in pb.Counters.DESCRIPTOR.fields if field.name.startswith("miss_")}
+    reasons = {
+        field.name for field in pb.Counters.DESCRIPTOR.fields if field.name.startswith("miss_")
+    }
     assert reasons == set(_CAUSES) == {f"miss_{reason}" for reason in MISS_REASONS}

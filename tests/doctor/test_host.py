@@ -38,7 +38,12 @@ def write(root: Path, path: str, text: str) -> None:
 
 
 def limits(root: Path, **values: str) -> None:
-    known = {"space": "unlimited", "locked": "unlimited", "locked_hard": "unlimited", "files": "524288"}
+    known = {
+        "space": "unlimited",
+        "locked": "unlimited",
+        "locked_hard": "unlimited",
+        "files": "524288",
+    }
     write(root, "proc/self/limits", LIMITS.format(**{**known, **values}))
 
 
@@ -75,7 +80,10 @@ def test_little_memory_in_all_or_in_this_container(root: Path) -> None:
     write(root, "sys/fs/cgroup/memory.max", f"{2 << 30}\n")
     write(root, "sys/fs/cgroup/memory.current", f"{1900 << 20}\n")
     found = of(root).memory()
-    assert (found.state, "148 MiB under the limit of 2,048 MiB" in found.found) == (State.WARN, True)
+    assert (found.state, "148 MiB under the limit of 2,048 MiB" in found.found) == (
+        State.WARN,
+        True,
+    )
     write(root, "sys/fs/cgroup/memory.max", "max\n")
     assert of(root).memory().state is State.OK
     write(root, "proc/meminfo", MEMINFO.format(available=100 << 10))
@@ -84,7 +92,9 @@ def test_little_memory_in_all_or_in_this_container(root: Path) -> None:
     assert of(root).memory().state is State.SKIPPED
 
 
-def test_shared_memory_that_is_limited_or_can_not_be_had(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_that_is_limited_or_can_not_be_had(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limits(root, space=str(4 << 30))
     found = of(root).shared_memory()
     assert (found.state, "4,096 MiB" in found.found) == (State.WARN, True)
@@ -96,7 +106,9 @@ def test_shared_memory_that_is_limited_or_can_not_be_had(root: Path, monkeypatch
     assert of(root).shared_memory().state is State.FAIL
 
 
-@pytest.mark.parametrize(("status", "nobody"), [(0x40, True), (0x2040, True), (0x2001, False), (0x20, False)])
+@pytest.mark.parametrize(
+    ("status", "nobody"), [(0x40, True), (0x2040, True), (0x2001, False), (0x20, False)]
+)
 def test_a_clock_that_nobody_sets_is_what_the_kernel_says(
     monkeypatch: pytest.MonkeyPatch, status: int, nobody: bool
 ) -> None:
@@ -130,7 +142,9 @@ def test_huge_pages_matter_where_a_node_runs(root: Path) -> None:
     assert of(root, serves=True).huge_pages().state is State.SKIPPED
 
 
-@pytest.mark.parametrize(("nobody", "state"), [(True, State.WARN), (False, State.OK), (None, State.SKIPPED)])
+@pytest.mark.parametrize(
+    ("nobody", "state"), [(True, State.WARN), (False, State.OK), (None, State.SKIPPED)]
+)
 def test_a_clock_that_nobody_sets(root: Path, nobody: bool | None, state: State) -> None:
     assert of(root, clock=lambda: nobody).clock().state is state
 

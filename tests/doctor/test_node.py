@@ -47,7 +47,9 @@ def test_all_is_well_and_nothing_is_left_behind(node: Node, doctor: Doctor) -> N
 
 def test_what_others_have_stays(node: Node, doctor: Doctor) -> None:
     other = Namespace("others", opaque_layout(64))
-    with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)) as client:
+    with Client(
+        ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)
+    ) as client:
         client.put(other, [bytes(16)], [bytes(64)])
         assert doctor(node).failed == set()
         assert client.lookup(other, [bytes(16)]).prefix_pages == 1
@@ -55,7 +57,9 @@ def test_what_others_have_stays(node: Node, doctor: Doctor) -> None:
 
 
 def test_pages_that_another_doctor_has_put_stay(node: Node, doctor: Doctor) -> None:
-    with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)) as client:
+    with Client(
+        ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)
+    ) as client:
         space = Pages(client.config, pb.HelloReply(), None).namespace
         client.put(space, [bytes(16)], [bytes(space.layout.page_nbytes)])
         assert "its name stays" in doctor(node).of("removed").found
@@ -80,10 +84,14 @@ def test_an_interrupt_leaves_nothing_behind(node: Node) -> None:
     wait_until(lambda: names(node) == set() and node.tier.visible_count == 0)
 
 
-def test_a_page_that_comes_back_with_other_bytes(node: Node, doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_comes_back_with_other_bytes(
+    node: Node, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put = Client.put
 
-    def damaged(self: Client, namespace: Namespace, keys: Any, pages: Any, *rest: Any, **more: Any) -> Any:
+    def damaged(
+        self: Client, namespace: Namespace, keys: Any, pages: Any, *rest: Any, **more: Any
+    ) -> Any:
         return put(self, namespace, keys, [bytes(len(page)) for page in pages], *rest, **more)
 
     monkeypatch.setattr(Client, "put", damaged)
@@ -95,7 +103,9 @@ def test_a_page_that_comes_back_with_other_bytes(node: Node, doctor: Doctor, mon
 def test_a_node_without_room(start_node: StartNode, doctor: Doctor) -> None:
     node = start_node(ram_nbytes=1 << 20, extent_nbytes=1 << 20)
     space = Namespace("pinned", opaque_layout(1 << 20))
-    with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)) as client:
+    with Client(
+        ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)
+    ) as client:
         client.put(space, [bytes(16)], [bytes(1 << 20)])
         with client.open_get(space, [bytes(16)]):  # a held page is not evicted
             found = doctor(node)
@@ -141,7 +151,10 @@ def test_a_node_that_hangs(doctor: Doctor) -> None:
 
 
 def test_one_of_two_addresses_is_dead(node: Node, doctor: Doctor) -> None:
-    """Which is said of that one. A node that is alone is no cluster of two."""
+    """Which is said of that one.
+
+    A node that is alone is no cluster of two.
+    """
     address = f"127.0.0.1:{node.grpc.port}"
     found = doctor(address=f"127.0.0.1:1,{address}")
     assert found.of("TCP", "127.0.0.1:1").state is State.FAIL
@@ -170,7 +183,9 @@ def test_a_socket_that_is_not_here(node: Node, doctor: Doctor, tmp_path: Path) -
     assert {"shm", "as a client"} <= wanted.failed
 
 
-def test_a_bulk_port_that_is_closed(node: Node, doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bulk_port_that_is_closed(
+    node: Node, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(node.service, "bulk_port", 1)
     found = doctor(node)
     assert found.failed == {"bulk"}
@@ -196,7 +211,12 @@ def test_a_page_is_read_from_disk(tmp_path: Path) -> None:
 
 def test_what_is_said_of_a_disk() -> None:
     def said(**told: Any) -> State:
-        known = {"state": "SERVING", "data_dir": "/data", "direct_io": True, "queue_nbytes_max": 100}
+        known = {
+            "state": "SERVING",
+            "data_dir": "/data",
+            "direct_io": True,
+            "queue_nbytes_max": 100,
+        }
         return disk(pb.NodeStatusReply(disk=pb.DiskStatus(**{**known, **told}))).state
 
     assert said() is State.OK
@@ -224,7 +244,9 @@ def test_a_clock_that_differs(ahead_s: float, within_s: float, state: State) -> 
     assert ("ahead of" if ahead_s > 0 else "behind") in found.found
 
 
-def test_a_nodes_clock_is_compared_with_ours(node: Node, doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nodes_clock_is_compared_with_ours(
+    node: Node, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("node.serving.status.time.time_ns", lambda: 1_000_000_000)
     assert doctor(node).of("clock", group="what").state is State.FAIL
 

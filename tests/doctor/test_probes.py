@@ -1,4 +1,6 @@
-"""Checks in a process of their own: of a data directory and of a GPU; one that hangs, dies or talks."""
+"""Checks in a process of their own: of a data directory and of a GPU; one that hangs, dies or
+talks.
+"""
 
 import errno
 import os
@@ -23,8 +25,16 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> str:
 
 
 def test_a_data_directory_as_it_is_here(tmp_path: Path) -> None:
-    found = list(probed("data directory", "kvstore.doctor.data_dir", [str(tmp_path)], LONG_S, "mend it"))
-    assert [finding.name for finding in found] == ["data directory", "file system", "room", "O_DIRECT", "speed"]
+    found = list(
+        probed("data directory", "kvstore.doctor.data_dir", [str(tmp_path)], LONG_S, "mend it")
+    )
+    assert [finding.name for finding in found] == [
+        "data directory",
+        "file system",
+        "room",
+        "O_DIRECT",
+        "speed",
+    ]
     assert found[0].state is State.OK
     assert "MB/s written" in found[-1].found
     assert list(tmp_path.iterdir()) == []
@@ -101,11 +111,14 @@ def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert data_dir.room(tmp_path).state is State.WARN
     Full.f_files = 0  # a file system that does not count them
     found = data_dir.room(tmp_path)
-    assert (found.state, found.found.rpartition(" ")[2]) == (State.OK, "1,945.6GiB"), "of 2,048, a twentieth for rows"
+    assert (found.state, found.found.rpartition(" ")[2]) == (State.OK, "1,945.6GiB"), (
+        "of 2,048, a twentieth for rows"
+    )
 
 
 @pytest.mark.parametrize(
-    ("sync_s", "write_s", "state"), [(0.001, 0.001, State.OK), (0.06, 0.001, State.WARN), (0.001, 0.02, State.WARN)]
+    ("sync_s", "write_s", "state"),
+    [(0.001, 0.001, State.OK), (0.06, 0.001, State.WARN), (0.001, 0.02, State.WARN)],
 )
 def test_a_slow_disk_by_a_clock_that_is_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync_s: float, write_s: float, state: State
@@ -133,7 +146,9 @@ def test_a_slow_disk_by_a_clock_that_is_ours(
     assert found.state is state
 
 
-def test_nothing_is_written_where_there_is_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_where_there_is_little_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A node on that disk would find it full, and stop its disk tier."""
     written: list[int] = []
     monkeypatch.setattr(data_dir, "_free_nbytes", lambda where: data_dir.ROOM_NBYTES - 1)
@@ -142,13 +157,19 @@ def test_nothing_is_written_where_there_is_little_room(tmp_path: Path, monkeypat
     assert (found["room"].state, found["speed"].state, written) == (State.FAIL, State.SKIPPED, [])
 
 
-def test_a_folder_that_one_may_not_look_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_one_may_not_look_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def closed(path: Path) -> bool:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "exists", closed)
     (found,) = findings(tmp_path / "data")
-    assert (found.state, "may not look into" in found.found, "node's user" in found.remedy) == (State.FAIL, True, True)
+    assert (found.state, "may not look into" in found.found, "node's user" in found.remedy) == (
+        State.FAIL,
+        True,
+        True,
+    )
 
 
 def test_one_that_can_not_even_be_killed_is_left_and_counts_as_far_as_it_came(
@@ -162,7 +183,9 @@ def test_one_that_can_not_even_be_killed_is_left_and_counts_as_far_as_it_came(
             processes.append(self)
 
     said = '{"name": "first", "state": "ok", "found": "there", "remedy": ""}'
-    name = module(tmp_path, monkeypatch, f"import time\nprint({said!r}, flush=True)\ntime.sleep(600)\n")
+    name = module(
+        tmp_path, monkeypatch, f"import time\nprint({said!r}, flush=True)\ntime.sleep(600)\n"
+    )
     monkeypatch.setattr(subprocess, "Popen", Stuck)
     try:
         for limit_s in (0.5, 4.0, 32.0):  # until a busy machine has begun it
@@ -177,9 +200,13 @@ def test_one_that_can_not_even_be_killed_is_left_and_counts_as_far_as_it_came(
             process.wait()
 
 
-def test_what_was_said_before_it_hung_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_said_before_it_hung_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = '{"name": "first", "state": "ok", "found": "there", "remedy": ""}'
-    name = module(tmp_path, monkeypatch, f"import time\nprint({said!r}, flush=True)\ntime.sleep(600)\n")
+    name = module(
+        tmp_path, monkeypatch, f"import time\nprint({said!r}, flush=True)\ntime.sleep(600)\n"
+    )
     for limit_s in (0.5, 4.0, 32.0):  # until a busy machine has begun it
         *before, last = probed("disk", name, [], limit_s, "mend the disk")
         assert (last.state, last.remedy) == (State.FAIL, "mend the disk")
@@ -209,10 +236,10 @@ def test_one_that_broke_before_it_had_told_all_is_a_failure_that_names_the_signa
     assert (last.state, last.found) == (State.FAIL, "it was ended by SIGSEGV")
 
 
-def test_one_that_broke_after_it_had_told_all_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = (
-        "from kvstore.doctor.checks import ok\nfrom kvstore.doctor.checks import tell\ntell([ok('first', 'there')])\n"
-    )
+def test_one_that_broke_after_it_had_told_all_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = "from kvstore.doctor.checks import ok\nfrom kvstore.doctor.checks import tell\ntell([ok('first', 'there')])\n"
     name = module(tmp_path, monkeypatch, told + BREAKS)
     first, last = probed("GPU", name, [], LONG_S, "another Python")
     assert first.state is State.OK
@@ -221,12 +248,14 @@ def test_one_that_broke_after_it_had_told_all_is_a_warning(tmp_path: Path, monke
     assert "SIGSEGV" in last.found
 
 
-def test_findings_of_one_that_ends_well_are_all_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = (
-        "from kvstore.doctor.checks import ok\nfrom kvstore.doctor.checks import tell\ntell([ok('first', 'there')])\n"
-    )
+def test_findings_of_one_that_ends_well_are_all_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = "from kvstore.doctor.checks import ok\nfrom kvstore.doctor.checks import tell\ntell([ok('first', 'there')])\n"
     name = module(tmp_path, monkeypatch, told)
-    assert [finding.name for finding in probed("GPU", name, [], LONG_S, "another Python")] == ["first"]
+    assert [finding.name for finding in probed("GPU", name, [], LONG_S, "another Python")] == [
+        "first"
+    ]
 
 
 @pytest.mark.parametrize(("status", "said"), [(3, "status 3"), (-9, "SIGKILL"), (-60, "signal 60")])

@@ -52,7 +52,9 @@ def test_a_view_that_reaches_a_member_a_moment_later_is_the_same() -> None:
     later = View("fleet", 2, MEMBERS, 2)
     behind = SimpleNamespace(hello=pb.HelloReply(view=VIEW.message), status=pb.NodeStatusReply())
     behind.ask_again = lambda: setattr(behind, "hello", pb.HelloReply(view=later.message))
-    ahead = SimpleNamespace(hello=pb.HelloReply(view=later.message), status=pb.NodeStatusReply(), ask_again=list)
+    ahead = SimpleNamespace(
+        hello=pb.HelloReply(view=later.message), status=pb.NodeStatusReply(), ask_again=list
+    )
     nodes: dict[str, Any] = {"n0": behind, "n1": ahead}
     found = {finding.name: finding for finding in members.findings(VIEW, nodes)}
     assert (found["view"].state, "number 2" in found["view"].found) == (State.OK, True)
@@ -82,14 +84,21 @@ def test_members_that_differ(other: View | None, said: str) -> None:
 
 def test_what_a_registry_says_is_told_to_few() -> None:
     assert of_members(VIEW, VIEW)["registry"].state is State.SKIPPED
-    found = of_members(VIEW, VIEW, peers=pb.PeersStatus(registry="no etcd answers", apart=["n7: another key"]))
+    found = of_members(
+        VIEW, VIEW, peers=pb.PeersStatus(registry="no etcd answers", apart=["n7: another key"])
+    )
     assert found["registry"].state is State.WARN
     assert "n0 can not ask its registry: no etcd answers" in found["registry"].found
     assert "n7: another key" in found["registry"].found
 
 
 @pytest.mark.parametrize(
-    ("wire", "said"), [("auto", "n1, by shared memory"), ("shm", "n1, by shared memory"), ("bulk", "none by wire bulk")]
+    ("wire", "said"),
+    [
+        ("auto", "n1, by shared memory"),
+        ("shm", "n1, by shared memory"),
+        ("bulk", "none by wire bulk"),
+    ],
 )
 def test_a_near_node_is_one_by_shared_memory(wire: str, said: str) -> None:
     found = members.near(VIEW, ClientConfig(wire=wire), {"n0": False, "n1": True})
@@ -104,7 +113,10 @@ def test_a_near_node_is_one_by_shared_memory(wire: str, said: str) -> None:
     [
         (pb.HelloReply(version=kvstore.__version__, protocol_version=PROTOCOL_VERSION), State.OK),
         (pb.HelloReply(version="0.0.9", protocol_version=PROTOCOL_VERSION), State.WARN),
-        (pb.HelloReply(version=kvstore.__version__, protocol_version=PROTOCOL_VERSION - 1), State.WARN),
+        (
+            pb.HelloReply(version=kvstore.__version__, protocol_version=PROTOCOL_VERSION - 1),
+            State.WARN,
+        ),
     ],
 )
 def test_versions(hello: pb.HelloReply, state: State) -> None:
@@ -114,7 +126,10 @@ def test_versions(hello: pb.HelloReply, state: State) -> None:
 def test_one_that_is_being_stopped_and_one_that_strangers_reach() -> None:
     assert members.state(pb.NodeStatusReply(state="SERVING")).state is State.OK
     assert members.state(pb.NodeStatusReply(state="DRAINING")).state is State.WARN
-    names = {finding.name: finding for finding in members.told(pb.NodeStatusReply(insecure="anybody may write"))}
+    names = {
+        finding.name: finding
+        for finding in members.told(pb.NodeStatusReply(insecure="anybody may write"))
+    }
     assert (names["strangers"].state, names["strangers"].found) == (State.WARN, "anybody may write")
     assert "strangers" not in {finding.name for finding in members.told(pb.NodeStatusReply())}
 

@@ -18,13 +18,20 @@ KEY = b"k" * 32
 
 
 class Client:
-    """`hits`: of one get after the other. `changes`: the bytes that it gives."""
+    """`hits`: of one get after the other.
 
-    def __init__(self, outcome: PutOutcome = PutOutcome.STORED, hits: Sequence[bool] = (True,), **about: Any) -> None:
+    `changes`: the bytes that it gives.
+    """
+
+    def __init__(
+        self, outcome: PutOutcome = PutOutcome.STORED, hits: Sequence[bool] = (True,), **about: Any
+    ) -> None:
         self.outcome, self.hits = outcome, list(hits)
         self.changes, self.corrupt = about.get("changes", False), about.get("corrupt", 0)
         self.there = SimpleNamespace(on_disk=about.get("on_disk", True))
-        self.checked = SimpleNamespace(dropped=about.get("dropped", 0), intact=about.get("intact", 1))
+        self.checked = SimpleNamespace(
+            dropped=about.get("dropped", 0), intact=about.get("intact", 1)
+        )
         self.content = b""
 
     @property
@@ -92,7 +99,9 @@ def test_pages_are_not_sealed_and_a_member_gets_one_that_it_owns_first(pages: Pa
     of_cluster = Pages(ClientConfig(), pb.HelloReply(), view)
     for member in members:
         keys = [of_cluster._key(member.id) for _ in range(8)]
-        assert {owners[0] for owners in view.owners.owners(of_cluster.namespace.digest, keys)} == {member.id}
+        assert {owners[0] for owners in view.owners.owners(of_cluster.namespace.digest, keys)} == {
+            member.id
+        }
 
 
 def test_when_all_is_removed_no_other_page_is_put(pages: Pages) -> None:

@@ -1,6 +1,7 @@
-"""Whoever can write a cluster's keys in etcd forges its view: members that are not there, that are at each other's
-addresses, of impossible weights, settings of nonsense. Calls have right bytes or misses, and end; when the keys are
-gone all is as it was. `SEEDS=50` for a longer run."""
+"""Whoever can write a cluster's keys in etcd forges its view: members that are not there, that are
+at each other's addresses, of impossible weights, settings of nonsense. Calls have right bytes or
+misses, and end; when the keys are gone all is as it was. `SEEDS=50` for a longer run.
+"""
 
 import json
 import os
@@ -19,7 +20,9 @@ from kvstore import Client, ClientConfig, KVStoreError, Namespace, opaque_layout
 from kvstore.tools.trace import page_content
 from node.server import Node
 
-pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
+pytestmark = pytest.mark.skipif(
+    shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)"
+)
 SEEDS = int(os.environ.get("SEEDS", "1"))
 NODES = ("n1", "n2", "n3")
 STEPS = 20
@@ -33,7 +36,9 @@ NONSENSE: list[Any] = ["", "[]", "{", "null", '"x"', "1" * 400, "[" * 400, '{"ad
 def member(randomly: random.Random, addresses: list[str]) -> str:
     """What might be written of a member."""
     fields: dict[str, Any] = {
-        "address": randomly.choice([*addresses, "127.0.0.1:9", "::1", "nowhere.invalid:1", "", "127.0.0.1:99999"]),
+        "address": randomly.choice(
+            [*addresses, "127.0.0.1:9", "::1", "nowhere.invalid:1", "", "127.0.0.1:99999"]
+        ),
         "weight": randomly.choice([1.0, 0.0, -1.0, 1e300, 1e-300, "nan", "inf", "x", None, True]),
         "zone": randomly.choice(["", "a", "a/b", "z" * 1000, 7]),
         "state": randomly.choice(["SERVING", "JOINING", "DRAINING", "GONE", 3]),
@@ -42,7 +47,12 @@ def member(randomly: random.Random, addresses: list[str]) -> str:
         "instance": "11" * 8,
     }
     if randomly.random() < 0.5:
-        fields |= {"weight": 1.0, "zone": "", "state": "SERVING", "address": randomly.choice(addresses)}
+        fields |= {
+            "weight": 1.0,
+            "zone": "",
+            "state": "SERVING",
+            "address": randomly.choice(addresses),
+        }
     if randomly.random() < 0.1:
         del fields[randomly.choice(list(fields))]
     return json.dumps(fields)
@@ -58,14 +68,18 @@ class Forger:
         return self.etcd.ctl("get", "--print-value-only", key).strip()
 
     def forge(self) -> None:
-        key, value = self.randomly.choice([self._member, self._member, self._config, self._removed])()
+        key, value = self.randomly.choice(
+            [self._member, self._member, self._config, self._removed]
+        )()
         self.forged.add(key)
         self.etcd.ctl("put", "--", key, value)
 
     def _member(self) -> tuple[str, str]:
         name = self.randomly.choice([*NODES, "n4", "n5", "a/b", "ü", "x" * 300])
         value = member(self.randomly, self.addresses)
-        return f"{PREFIX}/members/{name}", self.randomly.choice([value, value, value, *NONSENSE[:4]])
+        return f"{PREFIX}/members/{name}", self.randomly.choice(
+            [value, value, value, *NONSENSE[:4]]
+        )
 
     def _config(self) -> tuple[str, str]:
         settings = {
@@ -87,11 +101,16 @@ class Forger:
 
 
 def ask(client: Client, randomly: random.Random) -> int:
-    """How many hits there are; no call takes much longer than it may, and each hit has the right bytes."""
+    """How many hits there are; no call takes much longer than it may, and each hit has the right
+    bytes.
+    """
     some, hits = randomly.sample(KEYS, 10), 0
     contents = [page_content(SPACE.digest, key, 4096) for key in some]
     buffers = [bytearray(4096) for _ in some]
-    for call in (lambda: client.put(SPACE, some, contents), lambda: client.get(SPACE, some, buffers)):
+    for call in (
+        lambda: client.put(SPACE, some, contents),
+        lambda: client.get(SPACE, some, buffers),
+    ):
         began = time.monotonic()
         try:
             found = call()
@@ -107,7 +126,9 @@ def ask(client: Client, randomly: random.Random) -> int:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_forged_views_give_right_bytes_or_misses_and_pass(fleet: StartNode, etcd: RealEtcd, seed: int) -> None:
+def test_forged_views_give_right_bytes_or_misses_and_pass(
+    fleet: StartNode, etcd: RealEtcd, seed: int
+) -> None:
     randomly = random.Random(seed)
     nodes = [fleet(name, replicas=2) for name in NODES]
     wait_until(lambda: all(members(node) == list(NODES) for node in nodes))

@@ -16,7 +16,9 @@ from kvstore.cluster.view import State
 from kvstore.errors import ConfigError
 from node.server import Node
 
-pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
+pytestmark = pytest.mark.skipif(
+    shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)"
+)
 
 
 def registry(node: Node) -> str:
@@ -61,7 +63,9 @@ def test_etcd_lost_and_back(fleet: StartNode, etcd: RealEtcd, how: str) -> None:
         etcd.kill()
     wait_until(lambda: "the last view is kept" in registry(one), 30.0)
     space = Namespace(model=how, layout=opaque_layout(4096))
-    with Client(ClientConfig(address=f"127.0.0.1:{one.grpc.port}", connect_timeout_s=5.0)) as client:
+    with Client(
+        ClientConfig(address=f"127.0.0.1:{one.grpc.port}", connect_timeout_s=5.0)
+    ) as client:
         client.put(space, [bytes(32)], [bytes(4096)])
         assert client.lookup(space, [bytes(32)]).present == (True,)
     time.sleep(1.5 * LEASE_S)

@@ -1,4 +1,6 @@
-"""An etcd that asks for certificates on both sides, and for a password: what is wrong is said with its remedy."""
+"""An etcd that asks for certificates on both sides, and for a password: what is wrong is said with
+its remedy.
+"""
 
 import shutil
 import subprocess
@@ -39,7 +41,9 @@ class Authority:
             f"{name}.pem",
         )
         self._openssl(*request, *KEY)
-        (folder / "uses").write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
+        (folder / "uses").write_text(
+            "subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n"
+        )
 
     @property
     def path(self) -> str:
@@ -47,9 +51,21 @@ class Authority:
 
     def issue(self, name: str, days: int = 2) -> tuple[str, str]:
         """Paths of a certificate of this host, and of its key."""
-        self._openssl("req", "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr", *KEY)
-        signed = ("-CA", self.path, "-CAkey", f"{self._name}.key", "-CAcreateserial", "-extfile", "uses")
-        self._openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", "-days", str(days), *signed)
+        self._openssl(
+            "req", "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr", *KEY
+        )
+        signed = (
+            "-CA",
+            self.path,
+            "-CAkey",
+            f"{self._name}.key",
+            "-CAcreateserial",
+            "-extfile",
+            "uses",
+        )
+        self._openssl(
+            "x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", "-days", str(days), *signed
+        )
         return str(self._folder / f"{name}.pem"), str(self._folder / f"{name}.key")
 
     def _openssl(self, *words: str) -> None:
@@ -90,7 +106,12 @@ def start() -> Iterator[Callable[..., Node]]:
     with small_nodes() as small:
 
         def start(etcd: RealEtcd, *files: str, **settings: Any) -> Node:
-            known = {"cluster": f"etcd://{etcd.endpoint}/fleet", "member": "n1", "lease_s": 2, "cluster_wait_s": 1.0}
+            known = {
+                "cluster": f"etcd://{etcd.endpoint}/fleet",
+                "member": "n1",
+                "lease_s": 2,
+                "cluster_wait_s": 1.0,
+            }
             return small(**{**known, **dict(zip(ETCD_FILES, files, strict=False)), **settings})
 
         yield start
@@ -100,14 +121,18 @@ USER: dict[str, Any] = {"etcd_user": "root", "etcd_password": "pass"}
 
 
 def test_the_right_ones_work(start: Callable[..., Node], etcd: RealEtcd, ours: Authority) -> None:
-    assert members(start(etcd, ours.path, *ours.issue("node"), **USER, cluster_wait_s=30.0)) == ["n1"]
+    assert members(start(etcd, ours.path, *ours.issue("node"), **USER, cluster_wait_s=30.0)) == [
+        "n1"
+    ]
 
 
 def test_what_is_wrong_is_said(
     start: Callable[..., Node], etcd: RealEtcd, ours: Authority, strangers: Authority
 ) -> None:
     good, old, strange = ours.issue("good"), ours.issue("old", days=-1), strangers.issue("strange")
-    not_ours = r"etcd's certificate is not valid: .* not from the authority in etcd_ca .*local issuer"
+    not_ours = (
+        r"etcd's certificate is not valid: .* not from the authority in etcd_ca .*local issuer"
+    )
     not_taken = "etcd does not take this node's certificate: etcd_cert is not given, has expired, or is not from"
     for files, said in (
         ((strangers.path, *good), not_ours),
@@ -123,22 +148,31 @@ def test_what_is_wrong_is_said(
     ):
         with pytest.raises(ConfigError, match=said):
             start(etcd, *files, **USER)
-    for user in ({**USER, "etcd_password": "wrong"}, {"etcd_user": "nobody", "etcd_password": "pass"}):
+    for user in (
+        {**USER, "etcd_password": "wrong"},
+        {"etcd_user": "nobody", "etcd_password": "pass"},
+    ):
         with pytest.raises(ConfigError, match="see etcd_user, etcd_password"):
             start(etcd, ours.path, *good, **user)
 
 
-def test_an_etcd_whose_certificate_has_expired(start: Callable[..., Node], tmp_path: Path, ours: Authority) -> None:
+def test_an_etcd_whose_certificate_has_expired(
+    start: Callable[..., Node], tmp_path: Path, ours: Authority
+) -> None:
     etcd = start_etcd(tmp_path / "etcd", ours.path, *ours.issue("expires"))
     try:
         ours.issue("expires", days=-1)  # it reads them for each connection
-        with pytest.raises(ConfigError, match=r"etcd's certificate is not valid: it has expired.*has expired"):
+        with pytest.raises(
+            ConfigError, match=r"etcd's certificate is not valid: it has expired.*has expired"
+        ):
             start(etcd, ours.path, *ours.issue("good"))
     finally:
         etcd.kill()
 
 
-def test_tls_to_an_etcd_without(start: Callable[..., Node], tmp_path: Path, ours: Authority) -> None:
+def test_tls_to_an_etcd_without(
+    start: Callable[..., Node], tmp_path: Path, ours: Authority
+) -> None:
     plain = RealEtcd(tmp_path / "etcd")
     try:
         with pytest.raises(ConfigError, match="etcd does not speak TLS there; leave out etcd_ca"):

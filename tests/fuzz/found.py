@@ -1,6 +1,8 @@
-"""Inputs that were found once, and are refused or taken as they should be now: (target, input, what came of it).
+"""Inputs that were found once, and are refused or taken as they should be now: (target, input, what
+came of it).
 
-Each did harm where its bytes come from. A node did not start, or an engine's call raised what it does not know.
+Each did harm where its bytes come from. A node did not start, or an engine's call raised what it
+does not know.
 """
 
 from inside import SPACE
@@ -18,12 +20,20 @@ def _space_row(key: bytes) -> bytes:
 FOUND: list[tuple[str, bytes, str]] = [
     ("sizes, addresses", b"\0" + b"1e308t", "OverflowError out of parse_nbytes"),
     ("traces", _LINE % b"Infinity", "OverflowError out of read_trace"),
-    ("member lists", b"static:fleet/n=\xcea:1", "UnicodeEncodeError at every hello: an address that is no text"),
+    (
+        "member lists",
+        b"static:fleet/n=\xcea:1",
+        "UnicodeEncodeError at every hello: an address that is no text",
+    ),
     ("member.json", b"[" * 3000, "RecursionError at the start"),
     ("extent names", "²".encode(), "ValueError at the start: a digit that is no number"),
     ("format rows", b"\xff5 0", "extents of no bytes, then ZeroDivisionError at the start"),
     ("format rows", "\xff5 ".encode("latin-1") + "²".encode(), "ValueError at the start"),
-    ("disk rows", _space_row(b"\0\0\1") * 2, "OverflowError at the start: the number of a damaged row of a namespace"),
+    (
+        "disk rows",
+        _space_row(b"\0\0\1") * 2,
+        "OverflowError at the start: the number of a damaged row of a namespace",
+    ),
     ("disk rows", _space_row(b"\0\0"), "a namespace of number 0, which is no number"),
     ("large requests", b"\0\0\0\0H\xa6\xae\xbe\xae\0", "an operation that protobuf does not find"),
 ]

@@ -2,9 +2,9 @@
 
     python tests/fuzz/guided.py [--inputs N] [--target NAME] [--corpus DIR] [--list]
 
-Each target runs in a process of its own with a bounded address space, until it has had its share of the inputs. What
-is found is told once for each place, and kept in DIR/found/; the corpus of a target is DIR/NAME/. Ends with status 1
-if anything was found, with 2 if atheris is not here.
+Each target runs in a process of its own with a bounded address space, until it has had its share of
+the inputs. What is found is told once for each place, and kept in DIR/found/; the corpus of a
+target is DIR/NAME/. Ends with status 1 if anything was found, with 2 if atheris is not here.
 """
 
 import argparse
@@ -22,7 +22,9 @@ from typing import Any
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 INPUTS = 1_000_000
-MORE_NBYTES = 1 << 30  # of addresses, than a target has at its start: no input may ask for as much at once
+MORE_NBYTES = (
+    1 << 30
+)  # of addresses, than a target has at its start: no input may ask for as much at once
 PARSERS = ("kvstore", "node")  # what is guided by
 
 
@@ -55,7 +57,10 @@ class Run:
         name = re.sub(r"[^A-Za-z0-9]+", "-", f"{self._name} {found.kind} {found.where}")
         (self._folder / "found").mkdir(parents=True, exist_ok=True)
         (self._folder / "found" / name).write_bytes(found.data)
-        print(f"{found.kind} of {self._name}: {found.where}\n{found.data[:400]!r}\n{found.told}", flush=True)
+        print(
+            f"{found.kind} of {self._name}: {found.where}\n{found.data[:400]!r}\n{found.told}",
+            flush=True,
+        )
 
     def _tell(self) -> None:
         kinds = [found.kind for found in self._found.values()]
@@ -85,8 +90,16 @@ def run_one(name: str, inputs: int, seed: int, folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
     with Watch() as watch:
         run = Run(name, target, watch, inputs, folder)
-        options = [f"-max_len={target.nbytes_max}", "-len_control=0", f"-seed={seed}", "-timeout=30", "-rss_limit_mb=0"]
-        atheris.Setup([sys.argv[0], *options, "-print_final_stats=0", "-verbosity=0", str(corpus)], run.once)
+        options = [
+            f"-max_len={target.nbytes_max}",
+            "-len_control=0",
+            f"-seed={seed}",
+            "-timeout=30",
+            "-rss_limit_mb=0",
+        ]
+        atheris.Setup(
+            [sys.argv[0], *options, "-print_final_stats=0", "-verbosity=0", str(corpus)], run.once
+        )
         atheris.Fuzz()
 
 
@@ -104,7 +117,9 @@ def _file(name: str) -> str:
 def run_all(names: list[str], inputs: int, seed: int, folder: Path) -> bool:
     """Whether nothing was found."""
     share = -(-inputs // len(names))
-    print(f"{share:,} inputs for each of {len(names)} targets, KVSTORE_SEED={seed}, corpus and findings in {folder}")
+    print(
+        f"{share:,} inputs for each of {len(names)} targets, KVSTORE_SEED={seed}, corpus and findings in {folder}"
+    )
     columns = f"{'inputs':>9} {'per s':>8} {'crashes':>8} {'hangs':>6} {'memory':>7} {'state':>6} {'peak MiB':>9}"
     print(f"{'':18} {columns} {'slowest ms':>11}")
     good, total, began = True, 0, time.monotonic()
@@ -124,12 +139,28 @@ def run_all(names: list[str], inputs: int, seed: int, folder: Path) -> bool:
 
 
 def _run_in_process(name: str, inputs: int, seed: int, folder: Path) -> Any:
-    """What it told. One that ended otherwise has crashed as a whole, or its one input takes for ever."""
+    """What it told.
+
+    One that ended otherwise has crashed as a whole, or its one input takes for ever.
+    """
     report = folder / f"{_file(name)}.json"
     report.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--one", name, "--inputs", str(inputs), "--corpus", str(folder)]
+    command = [
+        sys.executable,
+        __file__,
+        "--one",
+        name,
+        "--inputs",
+        str(inputs),
+        "--corpus",
+        str(folder),
+    ]
     said = subprocess.run(
-        [*command, "--seed", str(seed)], capture_output=True, text=True, errors="replace", check=False
+        [*command, "--seed", str(seed)],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
     for line in said.stdout.splitlines():
         print(f"    {line}")
@@ -175,10 +206,16 @@ def main() -> int:
     if asked.list:
         print(*names, sep="\n")
     elif asked.target and asked.target not in names:
-        print(f"there is no target {asked.target!r}; there are: {', '.join(names)}", file=sys.stderr)
+        print(
+            f"there is no target {asked.target!r}; there are: {', '.join(names)}", file=sys.stderr
+        )
         return 2
     else:
-        return 0 if run_all([asked.target] if asked.target else names, asked.inputs, asked.seed, folder) else 1
+        return (
+            0
+            if run_all([asked.target] if asked.target else names, asked.inputs, asked.seed, folder)
+            else 1
+        )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""A node in this process that no thread serves: its connections are scripted, and a batch ends with a new one."""
+"""A node in this process that no thread serves: its connections are scripted, and a batch ends with
+a new one.
+"""
 
 import contextlib
 import os
@@ -14,7 +16,9 @@ from node.server import Node
 
 PAGE_NBYTES = 4096
 SPACE = Namespace("fuzz", opaque_layout(PAGE_NBYTES))
-OTHERS = Namespace("others", opaque_layout(PAGE_NBYTES), tenant="team-b")  # of another tenant, with pages of SECRET
+OTHERS = Namespace(
+    "others", opaque_layout(PAGE_NBYTES), tenant="team-b"
+)  # of another tenant, with pages of SECRET
 SECRET = b"\x5a" * PAGE_NBYTES
 KEYS = [bytes([number]) * 32 for number in range(8)]
 STORED = 4  # of them
@@ -96,7 +100,9 @@ def sent_descriptors() -> list[str]:
 
 
 def put(keys: list[bytes], **more: Any) -> pb.PutRequest:
-    return pb.PutRequest(namespace=SPACE.digest, prefix_hashes=keys, page_nbytes=PAGE_NBYTES, **more)
+    return pb.PutRequest(
+        namespace=SPACE.digest, prefix_hashes=keys, page_nbytes=PAGE_NBYTES, **more
+    )
 
 
 def commit(count: int, page: bytes = bytes(PAGE_NBYTES)) -> pb.CommitRequest:
@@ -120,10 +126,14 @@ def unary() -> dict[str, Any]:
         "remove": pb.RemoveRequest(namespace=SPACE.digest, prefix_hashes=KEYS[3:5]),
         "pin": pb.PinRequest(**some, ttl_ms=1000),
         "unpin": pb.UnpinRequest(**some),
-        "list": pb.ListRequest(namespace=SPACE.digest, key_prefix=b"\1", page_token=KEYS[0], limit=3),
+        "list": pb.ListRequest(
+            namespace=SPACE.digest, key_prefix=b"\1", page_token=KEYS[0], limit=3
+        ),
         "stat": pb.StatRequest(**some),
         "node_status": pb.NodeStatusRequest(),
-        "remove_namespace": pb.RemoveNamespaceRequest(namespace=opening("other").digest, removal=bytes(16)),
+        "remove_namespace": pb.RemoveNamespaceRequest(
+            namespace=opening("other").digest, removal=bytes(16)
+        ),
         "flush": pb.FlushRequest(),
         "scrub": pb.ScrubRequest(),
         "recover": pb.RecoverRequest(),
@@ -134,7 +144,9 @@ def unary() -> dict[str, Any]:
 
 
 def gets() -> list[pb.GetRequest]:
-    whole = pb.GetRequest(namespace=SPACE.digest, prefix_hashes=KEYS, prefix_only=True, near=True, wait_ms=9)
+    whole = pb.GetRequest(
+        namespace=SPACE.digest, prefix_hashes=KEYS, prefix_only=True, near=True, wait_ms=9
+    )
     ranges = [pb.ByteRange(offset=0, nbytes=16), pb.ByteRange(offset=4000, nbytes=96)]
     return [whole, pb.GetRequest(namespace=SPACE.digest, prefix_hashes=KEYS, ranges=ranges)]
 

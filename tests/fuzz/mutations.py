@@ -1,4 +1,6 @@
-"""Inputs made of others without looking at what they reach: the short run of `make test` has no more."""
+"""Inputs made of others without looking at what they reach: the short run of `make test` has no
+more.
+"""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +14,13 @@ EDGES = [
 ]
 WORDS = [
     *(b"-1", b"0", b"1e999", b"NaN", b"Infinity", b"1e308t", b"null", b"[]", b"{}", b"[" * 2000),
-    *(b"\xff" * 10, b"\x80" * 9 + b"\x01", b"\0" * 16, "²٣\ud800".encode("utf-8", "surrogatepass"), b"\\ud800"),
+    *(
+        b"\xff" * 10,
+        b"\x80" * 9 + b"\x01",
+        b"\0" * 16,
+        "²٣\ud800".encode("utf-8", "surrogatepass"),
+        b"\\ud800",
+    ),
 ]
 
 

@@ -22,14 +22,18 @@ SAID_NBYTES = 16  # a value so long must not come back in what is told of a line
 
 
 def identities() -> Target:
-    """What is told of a wrong line never says what stands there; nobody sees another tenant's that is not shared."""
+    """What is told of a wrong line never says what stands there; nobody sees another tenant's that
+    is not shared.
+    """
 
     def once(data: bytes) -> None:
         text = data.decode(errors="replace")
         found = parse(text)
         for word in text.split():
             value = word.partition("=")[2]
-            assert len(value) < SAID_NBYTES or not any(value in problem for problem in found.problems), "it is told"
+            assert len(value) < SAID_NBYTES or not any(
+                value in problem for problem in found.problems
+            ), "it is told"
         access = Access("")
         access._take(found)
         sharing = {share.tenant for share in found.shares}
@@ -39,13 +43,18 @@ def identities() -> Target:
                 assert not sees or tenant in sharing or principal.tenant in (ALL, tenant)
             access.why_no_arena(principal)
 
-    return Target(once, lambda: [b"\n".join(_lines()), *_lines(), b"token  \0 = #", b"token a hash=" + b"0" * 64])
+    return Target(
+        once,
+        lambda: [b"\n".join(_lines()), *_lines(), b"token  \0 = #", b"token a hash=" + b"0" * 64],
+    )
 
 
 def _lines() -> list[bytes]:
     expires = "2031-05-06T07:08:09Z"
     made = [
-        token_line("ci", TOKEN, tenant="team-a", role="write", models="llama-*,q[a-", expires=expires),
+        token_line(
+            "ci", TOKEN, tenant="team-a", role="write", models="llama-*,q[a-", expires=expires
+        ),
         token_line("op", TOKEN + "x", tenant=ALL, role="admin"),
         "certificate gpu-7 tenant=team-b role=read expires=0001-01-01T00:00:00+23:59",
         "tenant team-a ram=40GiB disk=400GiB",
@@ -87,7 +96,9 @@ def _of(first: bytes, fits: Any) -> Target:
         assert all(map(fits, replies(scripted.sent))), "an answer that is not for this one"
         tier = house.node.tier
         assert tier.visible_count == 2 * STORED, "pages came or went"
-        assert not any(info.pin_ttl_ms for info in Inventory(tier).stat(OTHERS.digest, KEYS)), "a pin"
+        assert not any(info.pin_ttl_ms for info in Inventory(tier).stat(OTHERS.digest, KEYS)), (
+            "a pin"
+        )
 
     def seeds() -> list[bytes]:
         return [FRAMES + talk for talk in (*conversations(), *of_others())]

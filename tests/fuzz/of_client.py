@@ -1,4 +1,6 @@
-"""Answers of a node that lies, as a client takes them over the bulk wire: an error of ours, or a miss."""
+"""Answers of a node that lies, as a client takes them over the bulk wire: an error of ours, or a
+miss.
+"""
 
 from typing import Any
 
@@ -30,8 +32,9 @@ class Deaf(BulkConnector):
 
 
 def answers() -> Target:
-    """The first byte says what was asked, the rest is the script of the node's answers, hello first. A page that
-    is taken for good is the one that was asked for."""
+    """The first byte says what was asked, the rest is the script of the node's answers, hello
+    first. A page that is taken for good is the one that was asked for.
+    """
     config = ClientConfig("127.0.0.1:1", wire="bulk", timeout_s=5.0)
     seeds = [key_seed(SPACE.digest, key) for key in ASKED]
     get = pb.GetRequest(namespace=SPACE.digest, prefix_hashes=ASKED)
@@ -44,7 +47,9 @@ def answers() -> Target:
         buffers = [bytearray(PAGE_NBYTES) for _ in ASKED]
         try:
             if op == "get":
-                hits, _ = wire.get(get, [(memoryview(buffer),) for buffer in buffers], seeds, Deadline(5.0))
+                hits, _ = wire.get(
+                    get, [(memoryview(buffer),) for buffer in buffers], seeds, Deadline(5.0)
+                )
                 assert all(page == PAGE for page, hit in zip(buffers, hits, strict=True) if hit), (
                     "a wrong page is a hit"
                 )
@@ -66,21 +71,31 @@ def answers() -> Target:
 def _scripts() -> list[bytes]:
     hello = b"\1" + reply(hello=pb.HelloReply(protocol_version=4, instance_id=bytes(8)))
     sums = [checksum(PAGE, key_seed(SPACE.digest, key)) for key in ASKED]
-    # A frame with a header and a payload is written as it is: the script's own steps have only one of them.
-    header = pb.BulkReply(get=pb.GetReply(hits=[True, False], checksums=sums[:1], ttls_ms=[9])).SerializeToString()
+    # A frame with a header and a payload is written as it is: the script's own steps have only one
+    # of them.
+    header = pb.BulkReply(
+        get=pb.GetReply(hits=[True, False], checksums=sums[:1], ttls_ms=[9])
+    ).SerializeToString()
     whole = b"\0" + stream(hello) + pack_fixed(len(header), PAGE_NBYTES) + header + PAGE
-    put_ = reply(put=pb.PutReply(verdicts=[pb.WRITE, pb.EXISTS])) + reply(commit=pb.CommitReply(stored=1))
+    put_ = reply(put=pb.PutReply(verdicts=[pb.WRITE, pb.EXISTS])) + reply(
+        commit=pb.CommitReply(stored=1)
+    )
     talks = {
         "put": put_,
         "get": reply(get=pb.GetReply(hits=[False, False])) + payload(PAGE_NBYTES, FILL),
         "lookup": reply(lookup=lookup_reply([True, False])),
-        "list": reply(list=pb.ListReply(pages=[pb.PageStat(prefix_hash=KEYS[0])], next_page_token=b"t")),
+        "list": reply(
+            list=pb.ListReply(pages=[pb.PageStat(prefix_hash=KEYS[0])], next_page_token=b"t")
+        ),
         "stat": reply(error=pb.Error(code=8, message="full")),
         "follow": reply(follow=pb.View()) + reply(follow=pb.View(cluster="c", number=2)),
         "greet": b"",
         "node_status": reply(node_status=pb.NodeStatusReply(disk=pb.DiskStatus(state="SERVING"))),
     }
-    return [bytes((OPS.index("get"),)) + whole, *(bytes((OPS.index(op),)) + hello + talk for op, talk in talks.items())]
+    return [
+        bytes((OPS.index("get"),)) + whole,
+        *(bytes((OPS.index(op),)) + hello + talk for op, talk in talks.items()),
+    ]
 
 
 TARGETS = {"answers": answers}

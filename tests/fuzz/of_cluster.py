@@ -49,7 +49,11 @@ def lists() -> Target:
     def once(data: bytes) -> None:
         use(static_view(data.decode(errors="surrogateescape")))
 
-    made = [b"static:fleet/n1=a:1,n2=b:2@rack*2.5", b"static:f/n1=[::1]:7440", b"static:f/n1=h*1e-320,n2=g*nan"]
+    made = [
+        b"static:fleet/n1=a:1,n2=b:2@rack*2.5",
+        b"static:f/n1=[::1]:7440",
+        b"static:f/n1=h*1e-320,n2=g*nan",
+    ]
     return Target(once, lambda: made, nbytes_max=512)
 
 
@@ -63,21 +67,33 @@ def roster() -> Target:
             gone = bites.number(1) == 255
             key = bites.sized(1).decode(errors="replace")  # as Etcd has it
             value = bites.sized(2)
-            entries.append((f"/kvstore/{FLEET}/{key}", None if gone else Entry(value, len(entries) + 1, 0)))
+            entries.append(
+                (f"/kvstore/{FLEET}/{key}", None if gone else Entry(value, len(entries) + 1, 0))
+            )
         half, known = len(entries) // 2, RegistryState(FLEET)
         known.reset(Reading(half, {key: entry for key, entry in entries[:half] if entry}))
         _look(known)
-        known.apply(Change(key, entry, number) for number, (key, entry) in enumerate(entries[half:], half))
+        known.apply(
+            Change(key, entry, number) for number, (key, entry) in enumerate(entries[half:], half)
+        )
         _look(known)
 
     def seeds() -> list[bytes]:
         config = _entry("config", Settings(2, 10).value())
-        members = [_entry(f"members/{m.id}", Registered(m, 4, "0011", "aabb").value()) for m in MEMBERS]
-        removed = _entry(f"removed/{SPACE.digest.hex()}", json.dumps({"removal": "00ff", "by": "n1"}).encode())
+        members = [
+            _entry(f"members/{m.id}", Registered(m, 4, "0011", "aabb").value()) for m in MEMBERS
+        ]
+        removed = _entry(
+            f"removed/{SPACE.digest.hex()}", json.dumps({"removal": "00ff", "by": "n1"}).encode()
+        )
         values = [Registered(m, 4, "0011", "aabb").value() for m in MEMBERS]
         odd = _entry("members/n4", values[0].replace(b"10.0.0.1", rb"\u00e4\u0000"))
         apart = _entry("members/n5", values[1].replace(b": 4,", b": 99,"))
-        return [config + b"".join(members) + removed, b"".join(members) + config, removed * 2 + config + odd + apart]
+        return [
+            config + b"".join(members) + removed,
+            b"".join(members) + config,
+            removed * 2 + config + odd + apart,
+        ]
 
     return Target(once, seeds, (ConfigError,))
 

@@ -12,7 +12,9 @@ from node.serving.http_server import HttpServer
 
 
 def console() -> Target:
-    """Of a reader: what is another tenant's is never told, strangers are told nothing, and nothing changes."""
+    """Of a reader: what is another tenant's is never told, strangers are told nothing, and nothing
+    changes.
+    """
     house = guarded()
 
     served = house.node.console
@@ -21,7 +23,9 @@ def console() -> Target:
 
     def once(data: bytes) -> None:
         answer = http_reply(server, ScriptedSocket(data))
-        ok = answer.startswith(b"HTTP/1.1 200 ")  # a refusal names the namespace that it was asked for
+        ok = answer.startswith(
+            b"HTTP/1.1 200 "
+        )  # a refusal names the namespace that it was asked for
         assert not ok or OTHERS.digest.hex().encode() not in answer, "told of another tenant"
         assert SECRET[:64] not in answer, "a page of another tenant"
         told = ok and (b"application/" in answer or b"event-stream" in answer)
@@ -43,10 +47,17 @@ def seeds() -> list[bytes]:
         *(("look-up", f'{{"namespace":"{space}","key":"{key}"}}') for space in (ours, others)),
         ("look-up", f'{{"namespace":"{ours}","key":"{key[:9]}"}}'),
         *(("bytes", f'{{"namespace":"{space}","key":"{key}",{part}}}') for space in (ours, others)),
-        *(("act", f'{{"act":"{act}","namespace":"{others}","key":"{key}"}}') for act in ("remove", "flush", "scrub")),
+        *(
+            ("act", f'{{"act":"{act}","namespace":"{others}","key":"{key}"}}')
+            for act in ("remove", "flush", "scrub")
+        ),
     ]
     made = [_asked(f"/console/{path}", body) for path, body in bodies]
-    return [*made, *(head.replace(TOKEN.encode(), b"x") for head in made), b"GET /console/ HTTP/1.1\r\nHost: a\r\n\r\n"]
+    return [
+        *made,
+        *(head.replace(TOKEN.encode(), b"x") for head in made),
+        b"GET /console/ HTTP/1.1\r\nHost: a\r\n\r\n",
+    ]
 
 
 def _asked(path: str, body: str) -> bytes:

@@ -1,6 +1,8 @@
-"""What a node finds on its disk: rows, the files of the data directory, the file that says who it is.
+"""What a node finds on its disk: rows, the files of the data directory, the file that says who it
+is.
 
-The checksums of rows are not keyed, so whoever has the disk writes rows that look right: most are made so here.
+The checksums of rows are not keyed, so whoever has the disk writes rows that look right: most are
+made so here.
 """
 
 import contextlib
@@ -17,7 +19,15 @@ from kvstore.checksum import CHECKSUM_NBYTES, row_checksum
 from kvstore.messages import namespace_message
 from node.cluster.membership import FILE_NAME, Identity
 from node.disk.extents import ExtentFiles
-from node.disk.rows import PageRow, format_row, namespace_key, numbered, page_at, parse_page_row, stored_extents
+from node.disk.rows import (
+    PageRow,
+    format_row,
+    namespace_key,
+    numbered,
+    page_at,
+    parse_page_row,
+    stored_extents,
+)
 from node.disk.tier import DiskTier
 from node.memory.lock_slices import StepBudget
 from node.memory.page import Namespaces
@@ -32,7 +42,10 @@ _NUMBERS = (8, 8, 4, 4, 4)  # bytes of offset, slot, stored, used, expiry
 
 
 class Planted:
-    """A directory whose rows somebody else wrote. Its files have zeros."""
+    """A directory whose rows somebody else wrote.
+
+    Its files have zeros.
+    """
 
     extent_nbytes, extent_count, direct = EXTENT_NBYTES, EXTENTS, False
 
@@ -41,7 +54,11 @@ class Planted:
         self.rows = self.files = self
 
     def _of(self, kind: bytes, start: bytes) -> Iterator[tuple[bytes, bytes]]:
-        return ((key, value) for key, value in self._rows.items() if key.startswith(kind) and key >= start)
+        return (
+            (key, value)
+            for key, value in self._rows.items()
+            if key.startswith(kind) and key >= start
+        )
 
     def namespaces(self) -> Iterator[tuple[int, bytes]]:
         return numbered(self._of(b"N", b""))
@@ -54,7 +71,9 @@ class Planted:
     def page(self, key: bytes) -> PageRow | None:
         return page_at(key, self.pages(key))
 
-    def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None:
+    def write(
+        self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]
+    ) -> None:
         for key in gone:
             self._rows.pop(key, None)
 
@@ -89,9 +108,16 @@ def rows() -> Target:
     first = _rows_of_a_life()[0]
 
     def once(data: bytes) -> None:
-        disk = DiskTier(Planted(planted(data)), lambda offset, nbytes: arena[offset : offset + nbytes], 1 << 20, _clock)
+        disk = DiskTier(
+            Planted(planted(data)),
+            lambda offset, nbytes: arena[offset : offset + nbytes],
+            1 << 20,
+            _clock,
+        )
         spaces = Namespaces(16, EXTENT_NBYTES)
-        spaces.account_of = UseOrder(SlotAllocator(EXTENT_NBYTES, EXTENT_NBYTES), StepBudget()).accounts.of
+        spaces.account_of = UseOrder(
+            SlotAllocator(EXTENT_NBYTES, EXTENT_NBYTES), StepBudget()
+        ).accounts.of
         disk.restore(lambda value, digest: spaces.open(value, digest, restored=True))
         assert disk.check() == []
         assert data != first or disk.records.count == 3
@@ -121,8 +147,12 @@ def planted(data: bytes) -> dict[bytes, bytes]:
         step = bites.number(1)
         if step == PAGE_ROW:
             key = b"P" + bites.number(2).to_bytes(2, "big") + bites.sized(1)
-            numbers = b"".join(bites.number(nbytes).to_bytes(nbytes, "little") for nbytes in _NUMBERS)
-            body = numbers + bites.take(CHECKSUM_NBYTES).ljust(CHECKSUM_NBYTES, b"\0") + bites.sized(1)
+            numbers = b"".join(
+                bites.number(nbytes).to_bytes(nbytes, "little") for nbytes in _NUMBERS
+            )
+            body = (
+                numbers + bites.take(CHECKSUM_NBYTES).ljust(CHECKSUM_NBYTES, b"\0") + bites.sized(1)
+            )
             found[key] = body + row_checksum(key + body)
         elif step == SPACE_ROW:
             key = b"N" + bites.sized(1)
@@ -141,11 +171,31 @@ def _rows_of_a_life() -> list[bytes]:
         PageRow(1, KEYS[0], 0, PAGE_NBYTES, 9, NOW_S, 0, bytes(16)),
         PageRow(1, KEYS[1], 8 * PAGE_NBYTES, PAGE_NBYTES, 9, 9, NOW_S + 9, bytes(16)),
         PageRow(2, KEYS[2], EXTENT_NBYTES, 3 * PAGE_NBYTES, 9, 9, 0, bytes(16), bytes(16)),
-        PageRow(2, KEYS[3], 3 * EXTENT_NBYTES + 3 * PAGE_NBYTES, 3 * PAGE_NBYTES, 9, 9, NOW_S - 9, bytes(16)),
+        PageRow(
+            2,
+            KEYS[3],
+            3 * EXTENT_NBYTES + 3 * PAGE_NBYTES,
+            3 * PAGE_NBYTES,
+            9,
+            9,
+            NOW_S - 9,
+            bytes(16),
+        ),
     ]
     rows = b"".join(map(_page_row, pages))
-    raw = b"\0" + bytes((len(pages[0].key),)) + pages[0].key + bytes((len(pages[0].value()),)) + pages[0].value()
-    return [spaces + rows, rows + spaces, spaces + raw, spaces + spaces.replace(b"\2\0\1", b"\2\0\3")]
+    raw = (
+        b"\0"
+        + bytes((len(pages[0].key),))
+        + pages[0].key
+        + bytes((len(pages[0].value()),))
+        + pages[0].value()
+    )
+    return [
+        spaces + rows,
+        rows + spaces,
+        spaces + raw,
+        spaces + spaces.replace(b"\2\0\1", b"\2\0\3"),
+    ]
 
 
 def _space_row(number: int, value: Namespace) -> bytes:
@@ -156,7 +206,9 @@ def _space_row(number: int, value: Namespace) -> bytes:
 def _page_row(row: PageRow) -> bytes:
     numbers = (row.namespace, *row[2:7])
     key = row.namespace.to_bytes(2, "little") + bytes((len(row.prefix_hash),)) + row.prefix_hash
-    packed = b"".join(n.to_bytes(size, "little") for n, size in zip(numbers[1:], _NUMBERS, strict=True))
+    packed = b"".join(
+        n.to_bytes(size, "little") for n, size in zip(numbers[1:], _NUMBERS, strict=True)
+    )
     return bytes((PAGE_ROW,)) + key + packed + row.checksum + bytes((len(row.leaves),)) + row.leaves
 
 
@@ -207,7 +259,9 @@ def extents() -> Target:
         finally:
             beside.unlink(missing_ok=True)
 
-    return Target(once, lambda: [b"000000", b"000007", b"trial", b"lost+found", "²".encode()], nbytes_max=64)
+    return Target(
+        once, lambda: [b"000000", b"000007", b"trial", b"lost+found", "²".encode()], nbytes_max=64
+    )
 
 
 def identity() -> Target:
@@ -221,7 +275,12 @@ def identity() -> Target:
         assert isinstance(known.applied, int)
 
     def seeds() -> list[bytes]:
-        known: dict[str, Any] = {"cluster": "fleet", "member": "n1", "token": "0011223344556677", "applied": 12}
+        known: dict[str, Any] = {
+            "cluster": "fleet",
+            "member": "n1",
+            "token": "0011223344556677",
+            "applied": 12,
+        }
         return [
             json.dumps(known).encode(),
             json.dumps(known | {"applied": 1 << 70}).encode(),
@@ -232,4 +291,10 @@ def identity() -> Target:
     return Target(once, seeds, nbytes_max=4096)
 
 
-TARGETS = {"disk rows": rows, "page rows": row, "format rows": form, "extent names": extents, "member.json": identity}
+TARGETS = {
+    "disk rows": rows,
+    "page rows": row,
+    "format rows": form,
+    "extent names": extents,
+    "member.json": identity,
+}

@@ -49,11 +49,17 @@ def conversations() -> list[bytes]:
     talks = [hello + request(**{op: message}) for op, message in unary().items()]
     talks += [hello + request(get=get) + request(release=pb.ReleaseRequest()) for get in gets()]
     talks += [
-        hello + request(put=put) + payload(n * PAGE_NBYTES) + request(commit=commit(n, b"\7" * PAGE_NBYTES))
+        hello
+        + request(put=put)
+        + payload(n * PAGE_NBYTES)
+        + request(commit=commit(n, b"\7" * PAGE_NBYTES))
         for put in puts()
         for n in (1, 2)
     ]
-    talks += [hello + request(put=puts()[0]) + request(commit=commit(2)), hello + b"\3" + b"\xff" * 12]
+    talks += [
+        hello + request(put=puts()[0]) + request(commit=commit(2)),
+        hello + b"\3" + b"\xff" * 12,
+    ]
     return talks
 
 
@@ -75,7 +81,10 @@ def bulk() -> Target:
 
 def bulk_connection(house: Inside, scripted: ScriptedSocket) -> None:
     """Served to its end."""
-    serve(BulkConnection(FrameSocket(_socket(scripted)), "fuzz", CALLER, house.node.service, 1.0), Server())
+    serve(
+        BulkConnection(FrameSocket(_socket(scripted)), "fuzz", CALLER, house.node.service, 1.0),
+        Server(),
+    )
 
 
 def _socket(scripted: ScriptedSocket) -> Any:
@@ -84,7 +93,9 @@ def _socket(scripted: ScriptedSocket) -> Any:
 
 def serve(connection: Any, server: Any) -> None:
     try:
-        with contextlib.suppress(ConnectionResetError):  # the script's end; a broken rule is ConnectionAbortedError
+        with contextlib.suppress(
+            ConnectionResetError
+        ):  # the script's end; a broken rule is ConnectionAbortedError
             connection.serve(server)
     finally:
         connection.close()
@@ -107,7 +118,9 @@ def shm() -> Target:
 
     def once(data: bytes) -> None:
         choice = data[0] % len(brought) if data else 0
-        scripted = ScriptedSocket(stream(data[1:]), brought[choice](), stranger if choice == 3 else peer)
+        scripted = ScriptedSocket(
+            stream(data[1:]), brought[choice](), stranger if choice == 3 else peer
+        )
         server: Any = Server(house.node.arena.fd)
         frames = DescriptorSocket(_socket(scripted))
         serve(ShmConnection(frames, CALLER, house.node.service, 1.0, server), server)
@@ -115,7 +128,11 @@ def shm() -> Target:
     def seeds() -> list[bytes]:
         talks = [b"\0" + FRAMES + talk for talk in conversations()]
         in_place = request(put=puts()[0]) + request(commit=commit(2)) + request(get=gets()[0])
-        return [*talks, b"\0" + FRAMES + in_place, *(bytes([choice]) + talks[0][1:] for choice in (1, 2, 3))]
+        return [
+            *talks,
+            b"\0" + FRAMES + in_place,
+            *(bytes([choice]) + talks[0][1:] for choice in (1, 2, 3)),
+        ]
 
     return Target(once, seeds, (ConnectionError,), house.check, house.close)
 
@@ -127,7 +144,9 @@ def fixed() -> Target:
     """The head of a frame; what is taken is within its limits."""
 
     def once(data: bytes) -> None:
-        header_nbytes, payload_nbytes = unpack_fixed(data[:FIXED_NBYTES].ljust(FIXED_NBYTES, b"\0"), MESSAGE_NBYTES_MAX)
+        header_nbytes, payload_nbytes = unpack_fixed(
+            data[:FIXED_NBYTES].ljust(FIXED_NBYTES, b"\0"), MESSAGE_NBYTES_MAX
+        )
         assert 0 <= header_nbytes <= MESSAGE_NBYTES_MAX
         assert 0 <= payload_nbytes < 1 << 64
 
@@ -135,14 +154,18 @@ def fixed() -> Target:
 
 
 def large() -> Target:
-    """Large requests, gone through by hand before protobuf sees them: both must find the same operation in them."""
+    """Large requests, gone through by hand before protobuf sees them: both must find the same
+    operation in them.
+    """
     house = Inside()
 
     def once(data: bytes) -> None:
         bites = Bites(data)
         shape, times = bites.number(1), bites.number(2)
         unit = bites.sized(1)
-        header = bites.take(bites.left) + unit * min(times, (REQUEST_NBYTES_FREE << shape % 2) // max(1, len(unit)))
+        header = bites.take(bites.left) + unit * min(
+            times, (REQUEST_NBYTES_FREE << shape % 2) // max(1, len(unit))
+        )
         op, inner = inside(header)
         message = pb.BulkRequest()
         try:
@@ -154,10 +177,18 @@ def large() -> Target:
 
     def seeds() -> list[bytes]:
         made = [pb.BulkRequest(get=get).SerializeToString() for get in gets()]
-        made += [pb.BulkRequest(**{op: message}).SerializeToString() for op, message in unary().items()]
-        many = [pb.GetRequest(prefix_hashes=[bytes(40)]), pb.GetRequest(ranges=[pb.ByteRange(offset=9, nbytes=300)])]
+        made += [
+            pb.BulkRequest(**{op: message}).SerializeToString() for op, message in unary().items()
+        ]
+        many = [
+            pb.GetRequest(prefix_hashes=[bytes(40)]),
+            pb.GetRequest(ranges=[pb.ByteRange(offset=9, nbytes=300)]),
+        ]
         units = [unit.SerializeToString() for unit in many]
-        nested = [struct.pack("<BHB", 1, 60000, len(unit)) + unit + _open_header(unit, 60000) for unit in units]
+        nested = [
+            struct.pack("<BHB", 1, 60000, len(unit)) + unit + _open_header(unit, 60000)
+            for unit in units
+        ]
         return [*nested, *(b"\0\0\0\0" + header for header in made)]
 
     return Target(once, seeds, check=house.check, close=house.close)

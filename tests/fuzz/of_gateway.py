@@ -31,18 +31,29 @@ def frames() -> Target:
     def once(data: bytes) -> None:
         gateway_connection(house, Socket(stream(data)))
 
-    return Target(once, lambda: _seeds([behalf()]), (ConnectionError, KVStoreError), house.check, house.close)
+    return Target(
+        once, lambda: _seeds([behalf()]), (ConnectionError, KVStoreError), house.check, house.close
+    )
 
 
 def strangers() -> Target:
-    """Whoever it says it is, without a token that is known: an answer is a refusal, and nothing changes."""
+    """Whoever it says it is, without a token that is known: an answer is a refusal, and nothing
+    changes.
+    """
     house = guarded()
 
     def once(data: bytes) -> None:
         sent = _asked(house, stream(data))
-        assert all(reply.WhichOneof("op") == "error" for reply in replies(sent)), "a stranger is answered"
+        assert all(reply.WhichOneof("op") == "error" for reply in replies(sent)), (
+            "a stranger is answered"
+        )
 
-    unknown = [b"", behalf(), behalf(authorization="Bearer x"), behalf(certificate=True, names=["reader"])]
+    unknown = [
+        b"",
+        behalf(),
+        behalf(authorization="Bearer x"),
+        behalf(certificate=True, names=["reader"]),
+    ]
     return Target(once, lambda: _seeds(unknown), check=house.check, close=house.close)
 
 
@@ -54,8 +65,12 @@ def readers() -> Target:
         first = stream(FRAMES + behalf(authorization=f"Bearer {TOKEN}"))
         sent = _asked(house, first + stream(data))
         assert SECRET[:64] not in sent, "a page of another tenant"
-        assert not any(OTHERS.digest in reply.SerializeToString() for reply in replies(sent)), "another tenant's"
-        assert not any(info.pin_ttl_ms for info in Inventory(house.node.tier).stat(OTHERS.digest, KEYS)), "a pin"
+        assert not any(OTHERS.digest in reply.SerializeToString() for reply in replies(sent)), (
+            "another tenant's"
+        )
+        assert not any(
+            info.pin_ttl_ms for info in Inventory(house.node.tier).stat(OTHERS.digest, KEYS)
+        ), "a pin"
 
     def seeds() -> list[bytes]:
         return [*_seeds([b"", behalf()]), *(FRAMES + talk for talk in of_others())]

@@ -1,4 +1,6 @@
-"""gRPC calls, as gRPC hands them to the servicer: messages in their wire form, a stream of them for each call."""
+"""gRPC calls, as gRPC hands them to the servicer: messages in their wire form, a stream of them for
+each call.
+"""
 
 import asyncio
 import socket
@@ -47,7 +49,9 @@ class Context:
 
 
 class Served:
-    """A gateway of a node, without gRPC: its calls are scripted, and its connections are the node's to serve."""
+    """A gateway of a node, without gRPC: its calls are scripted, and its connections are the node's
+    to serve.
+    """
 
     def __init__(self, house: Inside) -> None:
         node = house.node
@@ -72,8 +76,12 @@ class Details:
         self.method = method
 
 
-METHODS = sorted(f"/{OURS}/{method.name}" for method in pb.DESCRIPTOR.services_by_name["KVStore"].methods)
-METHODS = [name for name in METHODS if not name.endswith(ENDLESS)] + [f"/{REFLECTION}/ServerReflectionInfo"]
+METHODS = sorted(
+    f"/{OURS}/{method.name}" for method in pb.DESCRIPTOR.services_by_name["KVStore"].methods
+)
+METHODS = [name for name in METHODS if not name.endswith(ENDLESS)] + [
+    f"/{REFLECTION}/ServerReflectionInfo"
+]
 
 
 def calls() -> Target:
@@ -115,7 +123,9 @@ def _of(house: Inside, fits: Callable[[list[bytes]], bool]) -> Target:
         if not served:
             served.append(Served(house))
         handlers = served[0].servicer.handlers()
-        loop.run_until_complete(call(next(filter(None, (some.service(Details(name)) for some in handlers))), bites))
+        loop.run_until_complete(
+            call(next(filter(None, (some.service(Details(name)) for some in handlers))), bites)
+        )
 
     def check() -> list[str]:
         while served:
@@ -136,13 +146,23 @@ def _conversations() -> list[bytes]:
     talks += [_call("Get", get) for get in gets()]
     page = bytes(PAGE_NBYTES)
     for put in puts():
-        frames = [pb.PutFrame(begin=put), *(pb.PutFrame(chunk=pb.PageChunk(data=page[:n])) for n in (4096, 4000, 96))]
+        frames = [
+            pb.PutFrame(begin=put),
+            *(pb.PutFrame(chunk=pb.PageChunk(data=page[:n])) for n in (4096, 4000, 96)),
+        ]
         talks.append(_call("Put", *frames, pb.PutFrame(commit=commit(2))))
         talks.append(_call("Put", *frames[:2], pb.PutFrame(commit=commit(1))))
     asked = reflection_pb2.ServerReflectionRequest
-    names = [asked(list_services="*"), asked(file_containing_symbol=OURS), asked(file_by_filename="kvstore.proto")]
+    names = [
+        asked(list_services="*"),
+        asked(file_containing_symbol=OURS),
+        asked(file_by_filename="kvstore.proto"),
+    ]
     extension = reflection_pb2.ExtensionRequest(containing_type=f"{OURS}.x", extension_number=1)
-    return [*talks, _call("ServerReflectionInfo", *names, asked(file_containing_extension=extension))]
+    return [
+        *talks,
+        _call("ServerReflectionInfo", *names, asked(file_containing_extension=extension)),
+    ]
 
 
 def _unary_methods() -> dict[str, Any]:
@@ -170,8 +190,16 @@ def chunks() -> Target:
             assert message.chunk.data == found, "other bytes than protobuf finds"
 
     def seeds() -> list[bytes]:
-        made = [pb.PutFrame(chunk=pb.PageChunk(data=bytes(n))).SerializeToString() for n in (0, 1, 127, 128, 300)]
-        return [*made, b"\x12\x84\x80\x80\x80\x00\x0a\x82\x80\x80\x00ab", b"\x12\x03\x0a\x01", made[1] + made[1]]
+        made = [
+            pb.PutFrame(chunk=pb.PageChunk(data=bytes(n))).SerializeToString()
+            for n in (0, 1, 127, 128, 300)
+        ]
+        return [
+            *made,
+            b"\x12\x84\x80\x80\x80\x00\x0a\x82\x80\x80\x00ab",
+            b"\x12\x03\x0a\x01",
+            made[1] + made[1],
+        ]
 
     return Target(once, seeds, (DecodeError,), nbytes_max=512)
 

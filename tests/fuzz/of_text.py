@@ -22,7 +22,9 @@ CLIENT_FIELDS = dataclasses.fields(ClientConfig)
 
 
 def settings() -> Target:
-    """The first byte says which setting, of a node or a client; the rest is its text, as the environment has it."""
+    """The first byte says which setting, of a node or a client; the rest is its text, as the
+    environment has it.
+    """
 
     def once(data: bytes) -> None:
         number, text = (data[0] if data else 0), data[1:].decode(errors="surrogateescape")
@@ -33,7 +35,9 @@ def settings() -> Target:
         load(cls, "K", {}, {variable: text})
 
     def seeds() -> list[bytes]:
-        made = [(i * 2, f) for i, f in enumerate(NODE_FIELDS)] + [(i * 2 + 1, f) for i, f in enumerate(CLIENT_FIELDS)]
+        made = [(i * 2, f) for i, f in enumerate(NODE_FIELDS)] + [
+            (i * 2 + 1, f) for i, f in enumerate(CLIENT_FIELDS)
+        ]
         return [bytes((number,)) + _text(field).encode() for number, field in made]
 
     return Target(once, seeds, nbytes_max=256)
@@ -46,9 +50,22 @@ def _text(field: Any) -> str:
 PARSERS: list[tuple[Callable[[str], object], list[bytes]]] = [
     (parse_nbytes, [b"4GiB", b"512MiB", b" 64k", b"1e3", b"1_0", b"1e308t", b"-5b"]),
     (split_address, [b"host:7440", b"host", b"[::1]:7440", b"::1", b":1", b"a:65536"]),
-    (parse_address, [b"bulk://host:7441", b"bulk://[::1]:1", b"unix:/run/x.sock", b"unix:///x", b"unix:x", b"a:1"]),
+    (
+        parse_address,
+        [
+            b"bulk://host:7441",
+            b"bulk://[::1]:1",
+            b"unix:/run/x.sock",
+            b"unix:///x",
+            b"unix:x",
+            b"a:1",
+        ],
+    ),
     (endpoints_and_name, [b"etcd://a:2379,b/fleet", b"etcd://[::1]:2379/f", b"etcd://::1/f"]),
-    (lambda text: advertised(text, "127.0.0.1", 7440, []), [b"host:1", b"host", b"[fd00::1]", b"::1", b"bulk://a:1"]),
+    (
+        lambda text: advertised(text, "127.0.0.1", 7440, []),
+        [b"host:1", b"host", b"[fd00::1]", b"::1", b"bulk://a:1"],
+    ),
     (lambda text: parse_tokens(text, "--tokens"), [b"1, 2 3", b"[1, 2]", b"[[1]]", b"[true]"]),
     (parse_duration, [b"90s", b"1.5h", b"500ms", b"7d"]),
 ]
@@ -64,7 +81,9 @@ def words() -> Target:
                 raise
 
     def seeds() -> list[bytes]:
-        return [bytes((number,)) + text for number, (_, texts) in enumerate(PARSERS) for text in texts]
+        return [
+            bytes((number,)) + text for number, (_, texts) in enumerate(PARSERS) for text in texts
+        ]
 
     return Target(once, seeds, nbytes_max=256)
 
@@ -87,11 +106,16 @@ def traces() -> Target:
 
 
 def heads() -> Target:
-    """The metrics of a node that asks who you are; the input's first byte is how many bytes come at a time."""
+    """The metrics of a node that asks who you are; the input's first byte is how many bytes come at
+    a time.
+    """
     house = guarded()
     choose = metrics_text(house.node.service)
     server = MetricsServer(
-        "127.0.0.1", 0, lambda headers, peer: choose(headers, peer)._replace(body=lambda: b"metrics\n"), lambda: True
+        "127.0.0.1",
+        0,
+        lambda headers, peer: choose(headers, peer)._replace(body=lambda: b"metrics\n"),
+        lambda: True,
     )
 
     class Slow(ScriptedSocket):

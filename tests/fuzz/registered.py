@@ -1,4 +1,7 @@
-"""All targets, by name. A module `of_*.py` of this folder has some in TARGETS, and is named here."""
+"""All targets, by name.
+
+A module `of_*.py` of this folder has some in TARGETS, and is named here.
+"""
 
 from collections.abc import Callable
 
@@ -13,5 +16,17 @@ import of_grpc
 import of_text
 from watched import Target
 
-MODULES = (of_frames, of_grpc, of_gateway, of_access, of_client, of_disk, of_cluster, of_console, of_text)
-TARGETS: dict[str, Callable[[], Target]] = {name: make for module in MODULES for name, make in module.TARGETS.items()}
+MODULES = (
+    of_frames,
+    of_grpc,
+    of_gateway,
+    of_access,
+    of_client,
+    of_disk,
+    of_cluster,
+    of_console,
+    of_text,
+)
+TARGETS: dict[str, Callable[[], Target]] = {
+    name: make for module in MODULES for name, make in module.TARGETS.items()
+}

@@ -1,7 +1,8 @@
 """A socket without a kernel: what a peer sends is known beforehand, and what it is sent is kept.
 
-An input is a script. Its first byte says how it is read: even, the rest are the bytes of the stream as they are;
-odd, the rest are frames, so that a changed byte does not break the framing of all that follows:
+An input is a script. Its first byte says how it is read: even, the rest are the bytes of the stream
+as they are; odd, the rest are frames, so that a changed byte does not break the framing of all that
+follows:
 
     1 request u16 header      2 payload u16 fill u8      3 fixed u32 u64 rest       else  bytes u8
 """
@@ -95,7 +96,10 @@ def payload(nbytes: int, fill: int = 7) -> bytes:
 
 
 class ScriptedSocket:
-    """As much of `socket.socket` as frames need. `fds` come with the first byte, `peer` is what SO_PEERCRED says."""
+    """As much of `socket.socket` as frames need.
+
+    `fds` come with the first byte, `peer` is what SO_PEERCRED says.
+    """
 
     family = socket.AF_UNIX
 
@@ -120,13 +124,19 @@ class ScriptedSocket:
         self._left = self._left[part.nbytes :]
         return part.nbytes
 
-    def recvmsg_into(self, views: Sequence[memoryview], *_: object) -> tuple[int, list[Any], int, None]:
+    def recvmsg_into(
+        self, views: Sequence[memoryview], *_: object
+    ) -> tuple[int, list[Any], int, None]:
         return sum(self.recv_into(view) for view in views if self._left.nbytes), [], 0, None
 
-    def recvmsg(self, nbytes: int, *_: object) -> tuple[bytes, list[tuple[int, int, bytes]], int, None]:
+    def recvmsg(
+        self, nbytes: int, *_: object
+    ) -> tuple[bytes, list[tuple[int, int, bytes]], int, None]:
         part, self._left = bytes(self._left[:nbytes]), self._left[nbytes:]
         fds, self._fds = (self._fds, []) if part else ([], self._fds)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else []
+        rights = (
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else []
+        )
         return part, rights, 0, None
 
     def recv(self, nbytes: int, flags: int = 0) -> bytes:

@@ -1,4 +1,7 @@
-"""A few hundred inputs for every parser, and those that were once found. Many more: `make fuzz`."""
+"""A few hundred inputs for every parser, and those that were once found.
+
+Many more: `make fuzz`.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -31,7 +34,9 @@ def test_no_input_is_more_than_refused(make: Make, seed: int, name: str) -> None
     target, chance = make(name), random.Random(seed)
     data = b""
     with Watch() as watch:
-        for _, data in zip(range(INPUTS), inputs(chance, target.seeds(), target.nbytes_max), strict=False):
+        for _, data in zip(
+            range(INPUTS), inputs(chance, target.seeds(), target.nbytes_max), strict=False
+        ):
             found = watch.run(target, data)
             assert found is None, f"{found.kind} of {name} by {data!r}: {found.told}"
         assert watch.check(target, data) is None

@@ -34,7 +34,9 @@ def test_an_answer_and_what_is_documented_are_nothing() -> None:
     assert found(raises(ValueError("no")), (ValueError,)) == ""
 
 
-@pytest.mark.parametrize("error", [ValueError(), AssertionError(), RecursionError(), OverflowError(), OSError()])
+@pytest.mark.parametrize(
+    "error", [ValueError(), AssertionError(), RecursionError(), OverflowError(), OSError()]
+)
 def test_any_other_exception_is_a_crash(error: Exception) -> None:
     assert found(raises(error)) == "crash"
 
@@ -50,7 +52,9 @@ def test_what_the_node_logged_and_answered_is_a_crash() -> None:
     assert found(once) == "crash"
 
 
-def test_what_takes_too_long_is_a_hang_that_nothing_catches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_too_long_is_a_hang_that_nothing_catches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(watched, "CPU_S", 0.02)
 
     def once(data: bytes) -> None:
@@ -65,7 +69,9 @@ def test_what_takes_too_long_is_a_hang_that_nothing_catches(monkeypatch: pytest.
 
 def test_memory_that_is_not_there_or_too_much_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(raises(MemoryError())) == "memory"
-    peaks = iter([1 << 20, (1 << 20) + watched.GROWN_NBYTES, (1 << 20) + 2 * watched.GROWN_NBYTES + 1])
+    peaks = iter(
+        [1 << 20, (1 << 20) + watched.GROWN_NBYTES, (1 << 20) + 2 * watched.GROWN_NBYTES + 1]
+    )
     monkeypatch.setattr(watched, "peak_nbytes", lambda: next(peaks))
     with Watch() as watch:
         target = Target(lambda data: None, lambda: [])
@@ -77,7 +83,11 @@ def test_memory_that_is_not_there_or_too_much_at_once(monkeypatch: pytest.Monkey
 
 def test_what_is_left_in_a_node_is_found() -> None:
     target = TARGETS["bulk"]()
-    house = next(cell.cell_contents for cell in target.once.__closure__ or () if hasattr(cell.cell_contents, "node"))
+    house = next(
+        cell.cell_contents
+        for cell in target.once.__closure__ or ()
+        if hasattr(cell.cell_contents, "node")
+    )
     try:
         house.node.service.requests.take("fuzz", 7)
         assert target.check() == ["7 bytes of requests are left"]

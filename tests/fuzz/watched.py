@@ -31,8 +31,10 @@ def nothing_wrong() -> list[str]:
 
 @dataclass(frozen=True)
 class Target:
-    """`once` takes one input, or raises; `seeds` are inputs that it takes, the first one at least. `check` is asked
-    after each batch what does not hold any more, and begins anew."""
+    """`once` takes one input, or raises; `seeds` are inputs that it takes, the first one at least.
+
+    `check` is asked after each batch what does not hold any more, and begins anew.
+    """
 
     once: Callable[[bytes], None]
     seeds: Callable[[], Sequence[bytes]]
@@ -58,7 +60,9 @@ class Hang(BaseException):
 
 
 class Watch(logging.Handler):
-    """A context: inside, it is the only one that hears the log, and the timer of processor time is its own."""
+    """A context: inside, it is the only one that hears the log, and the timer of processor time is
+    its own.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -105,7 +109,12 @@ class Watch(logging.Handler):
     def _grown(self, data: bytes) -> Found | None:
         before, self.peak_nbytes = self.peak_nbytes, peak_nbytes()
         if self.peak_nbytes - before > GROWN_NBYTES:
-            return Found("memory", "grown", data, f"the process grew by {(self.peak_nbytes - before) >> 20} MiB")
+            return Found(
+                "memory",
+                "grown",
+                data,
+                f"the process grew by {(self.peak_nbytes - before) >> 20} MiB",
+            )
         return None
 
     def check(self, target: Target, last: bytes) -> Found | None:
@@ -125,7 +134,11 @@ def _hang(number: int, frame: FrameType | None) -> None:
 def _found(kind: str, error: BaseException, data: bytes) -> Found:
     """Its place is the innermost line of our own."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename.startswith(ROOT) and "/tests/fuzz/watched" not in frame.filename]
+    own = [
+        frame
+        for frame in frames
+        if frame.filename.startswith(ROOT) and "/tests/fuzz/watched" not in frame.filename
+    ]
     last = own[-1] if own else frames[-1]
     where = f"{type(error).__name__} at {last.filename.removeprefix(ROOT + '/')}:{last.lineno}"
     return Found(kind, where, data, "".join(traceback.format_exception(error)))

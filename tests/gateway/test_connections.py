@@ -36,7 +36,9 @@ def store(start_store: Callable[..., Store]) -> Store:
     return made
 
 
-def test_a_gateway_has_only_so_many_connections_to_its_node(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateway_has_only_so_many_connections_to_its_node(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Should strangers have taken it over: each is a thread of the node's."""
     monkeypatch.setattr(node.grpc.calls, "connections_max", 3)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -61,7 +63,9 @@ def test_a_gateway_has_only_so_many_connections_to_its_node(node: Node, monkeypa
     door.stop(0.0)
 
 
-def test_idle_connections_are_used_again_and_few_stay(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_are_used_again_and_few_stay(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("node.gateway.upstream.KEPT_MAX", 1)
     upstream = servicer_of(node).upstream
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
@@ -91,7 +95,10 @@ def test_a_connection_that_the_node_has_closed_costs_no_call(node: Node) -> None
 
 
 def allow(pid: int, count: int) -> tuple[int, int]:
-    """So many descriptors and no more may that process have. Returns what it might before."""
+    """So many descriptors and no more may that process have.
+
+    Returns what it might before.
+    """
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(count, before[1]), before[1]))
     return before
@@ -139,7 +146,9 @@ def test_a_get_goes_on_while_its_gateway_has_no_descriptors(store: Store) -> Non
     keys = store.stored(16)
     pid = store.pid
     with store.channel() as channel:
-        call = KVStoreStub(channel).Get(pb.GetRequest(namespace=SPACE.digest, prefix_hashes=keys), timeout=60.0)
+        call = KVStoreStub(channel).Get(
+            pb.GetRequest(namespace=SPACE.digest, prefix_hashes=keys), timeout=60.0
+        )
         assert list(next(call).begin.hits) == [True] * 16
         before = allow(pid, len(os.listdir(f"/proc/{pid}/fd")))
         try:

@@ -1,4 +1,5 @@
-"""A gateway that ends in the middle of a put or a get: nothing of it is left at the node, and nobody reads wrong bytes.
+"""A gateway that ends in the middle of a put or a get: nothing of it is left at the node, and
+nobody reads wrong bytes.
 
 The node is in this process, its gateway is one of its own.
 """
@@ -63,7 +64,9 @@ HOW = {"killed": kill, "hung": hang, "memory": fill}  # by what the node says of
 
 
 @contextlib.contextmanager
-def put_before_verdicts(store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+def put_before_verdicts(
+    store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     with store.channel() as channel, store.held_up("begin_put", patch) as entered:
         call = store.put(channel, key, frames)
         entered()
@@ -71,7 +74,9 @@ def put_before_verdicts(store: Store, key: bytes, frames: RequestStream, patch: 
 
 
 @contextlib.contextmanager
-def put_after_verdicts(store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+def put_after_verdicts(
+    store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     with store.channel() as channel:
         call = store.put(channel, key, frames)
         assert next(call).begin.verdicts == [pb.WRITE]
@@ -79,14 +84,18 @@ def put_after_verdicts(store: Store, key: bytes, frames: RequestStream, patch: p
 
 
 @contextlib.contextmanager
-def put_amid_its_bytes(store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+def put_amid_its_bytes(
+    store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     with put_after_verdicts(store, key, frames, patch) as call:
         frames.say(chunk(content(key)[: PAGE_NBYTES // 2]))
         yield call
 
 
 @contextlib.contextmanager
-def put_before_its_commit(store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+def put_before_its_commit(
+    store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     with put_after_verdicts(store, key, frames, patch) as call:
         frames.say(chunk(content(key)))
         yield call
@@ -96,14 +105,19 @@ def put_before_its_commit(store: Store, key: bytes, frames: RequestStream, patch
 def put_before_it_is_committed(
     store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
-    with put_before_its_commit(store, key, frames, patch) as call, store.held_up("commit_put", patch) as entered:
+    with (
+        put_before_its_commit(store, key, frames, patch) as call,
+        store.held_up("commit_put", patch) as entered,
+    ):
         frames.say(committed(key))
         entered()
         yield call
 
 
 @contextlib.contextmanager
-def put_before_its_answer(store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+def put_before_its_answer(
+    store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     held = store.held_up("commit_put", patch, behind=True)
     with put_before_its_commit(store, key, frames, patch) as call, held as entered:
         frames.say(committed(key))
@@ -112,20 +126,28 @@ def put_before_its_answer(store: Store, key: bytes, frames: RequestStream, patch
 
 
 @contextlib.contextmanager
-def get_before_its_reply(store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+def get_before_its_reply(
+    store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     keys = store.stored(1)
     with store.channel() as channel, store.held_up("begin_get", patch) as entered:
-        call = KVStoreStub(channel).Get(pb.GetRequest(namespace=SPACE.digest, prefix_hashes=keys), timeout=60.0)
+        call = KVStoreStub(channel).Get(
+            pb.GetRequest(namespace=SPACE.digest, prefix_hashes=keys), timeout=60.0
+        )
         entered()
         yield call
 
 
 @contextlib.contextmanager
-def get_amid_its_bytes(store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+def get_amid_its_bytes(
+    store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     """More bytes than sockets and gRPC take."""
     keys = store.stored(24)
     with store.channel() as channel:
-        call = KVStoreStub(channel).Get(pb.GetRequest(namespace=SPACE.digest, prefix_hashes=keys), timeout=60.0)
+        call = KVStoreStub(channel).Get(
+            pb.GetRequest(namespace=SPACE.digest, prefix_hashes=keys), timeout=60.0
+        )
         assert list(next(call).begin.hits) == [True] * 24
         next(call)
         yield call

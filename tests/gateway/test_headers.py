@@ -1,4 +1,6 @@
-"""Headers that no client of ours sends: who a caller is comes from one of them, and none comes into a log."""
+"""Headers that no client of ours sends: who a caller is comes from one of them, and none comes into
+a log.
+"""
 
 import base64
 import logging
@@ -35,7 +37,9 @@ def field(name: bytes, value: bytes) -> bytes:
 def status(node: Node, *headers: tuple[bytes, bytes]) -> int:
     """What a call with these headers ends with."""
     block = http2.block(http2.call_fields(METHOD)) + b"".join(field(*header) for header in headers)
-    call = http2.frame(http2.HEADERS, http2.END_HEADERS, 1, block) + http2.data_frames(1, http2.message(b""))
+    call = http2.frame(http2.HEADERS, http2.END_HEADERS, 1, block) + http2.data_frames(
+        1, http2.message(b"")
+    )
     with socket.create_connection(("127.0.0.1", node.grpc.port), 20.0) as sock:
         sock.sendall(http2.GREETING + call)
         data = b""
@@ -61,7 +65,10 @@ def status(node: Node, *headers: tuple[bytes, bytes]) -> int:
         ([(b"authorization", GOOD + b"\x00")], Code.UNAUTHENTICATED),
         ([(b"authorization", GOOD + "é".encode())], Code.UNAUTHENTICATED),
         ([(b"authorization", b"Bearer " + b"x" * 7000)], Code.UNAUTHENTICATED),
-        ([(b"x509_common_name", b"reader"), (b"forwarded", b"for=192.0.2.1")], Code.UNAUTHENTICATED),
+        (
+            [(b"x509_common_name", b"reader"), (b"forwarded", b"for=192.0.2.1")],
+            Code.UNAUTHENTICATED,
+        ),
         ([(b"authorization", GOOD), (b"traceparent", b"\xff" * 55)], 0),
     ],
 )

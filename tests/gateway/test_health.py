@@ -13,7 +13,10 @@ from waiting import wait_until
 from kvstore.tools.node_process import NodeProcess
 from node.gateway.server import SILENT_S_MAX
 
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+SERVING, NOT_SERVING = (
+    health_pb2.HealthCheckResponse.SERVING,
+    health_pb2.HealthCheckResponse.NOT_SERVING,
+)
 
 
 @pytest.fixture
@@ -35,7 +38,9 @@ def test_a_node_that_hangs_does_not_serve_until_it_goes_on(process: NodeProcess)
         began = time.monotonic()
         stop(process.pid)
         assert next(watch).status == NOT_SERVING
-        assert time.monotonic() - began > SILENT_S_MAX - 1.0, "a node may be late"  # it told so at most 0.5 s before
+        assert time.monotonic() - began > SILENT_S_MAX - 1.0, (
+            "a node may be late"
+        )  # it told so at most 0.5 s before
         assert status() == NOT_SERVING
         process.resume()
         assert next(watch).status == SERVING

@@ -28,7 +28,9 @@ def test_a_gateway_listens_at_addresses_of_ipv6(host: str, reached: list[str]) -
     try:
         for address in reached:
             with grpc.insecure_channel(f"{address}:{node.grpc.port}") as channel:
-                reply = KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=30.0, wait_for_ready=True)
+                reply = KVStoreStub(channel).Hello(
+                    pb.HelloRequest(), timeout=30.0, wait_for_ready=True
+                )
                 assert reply.instance_id == node.service.instance_id
     finally:
         node.stop()

@@ -32,7 +32,10 @@ from node.server import Node
 
 FLAGS = ("--ram-bytes", "64MiB", "--log-level", "INFO")
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+SERVING, NOT_SERVING = (
+    health_pb2.HealthCheckResponse.SERVING,
+    health_pb2.HealthCheckResponse.NOT_SERVING,
+)
 
 
 def channel_to(address: str) -> grpc.Channel:
@@ -83,17 +86,23 @@ def test_a_node_that_was_killed_has_its_port_again_at_once(stopped: bool) -> Non
             assert again.address.endswith(port)
 
 
-def test_a_stop_lets_running_calls_end_and_takes_no_new_ones(process: NodeProcess, frames: RequestStream) -> None:
+def test_a_stop_lets_running_calls_end_and_takes_no_new_ones(
+    process: NodeProcess, frames: RequestStream
+) -> None:
     key = b"k" * 32
     with channel_to(process.address) as channel, channel_to(process.address) as other:
         stub = KVStoreStub(channel)
         opened = pb.OpenNamespaceRequest(namespace=namespace_message(SPACE), digest=SPACE.digest)
         stub.OpenNamespace(opened, timeout=30.0)
-        request = pb.PutRequest(namespace=SPACE.digest, prefix_hashes=[key], page_nbytes=PAGE_NBYTES)
+        request = pb.PutRequest(
+            namespace=SPACE.digest, prefix_hashes=[key], page_nbytes=PAGE_NBYTES
+        )
         frames.say(pb.PutFrame(begin=request))
         put = stub.Put(iter(frames), timeout=60.0)
         assert next(put).begin.verdicts == [pb.WRITE]
-        watch = health_pb2_grpc.HealthStub(other).Watch(health_pb2.HealthCheckRequest(), timeout=60.0)
+        watch = health_pb2_grpc.HealthStub(other).Watch(
+            health_pb2.HealthCheckRequest(), timeout=60.0
+        )
         assert next(watch).status == SERVING
         os.kill(process.pid, signal.SIGTERM)
         assert next(watch).status == NOT_SERVING
@@ -120,7 +129,9 @@ def test_what_a_stop_interrupts_is_told_so(frames: RequestStream) -> None:
     """Behind `drain_s`."""
     with NodeProcess(*FLAGS, "--drain-s", "0.5") as node, channel_to(node.address) as channel:
         (pid,) = gateways(node.pid)
-        begin = pb.PutRequest(namespace=SPACE.digest, prefix_hashes=[b"k" * 32], page_nbytes=PAGE_NBYTES)
+        begin = pb.PutRequest(
+            namespace=SPACE.digest, prefix_hashes=[b"k" * 32], page_nbytes=PAGE_NBYTES
+        )
         opened = pb.OpenNamespaceRequest(namespace=namespace_message(SPACE), digest=SPACE.digest)
         KVStoreStub(channel).OpenNamespace(opened, timeout=30.0)
         frames.say(pb.PutFrame(begin=begin).SerializeToString())
@@ -158,18 +169,25 @@ def store(start_store: Callable[..., Store]) -> Store:
 
 
 @pytest.mark.parametrize("restarting", [False, True], ids=["serves", "while its gateway is away"])
-def test_a_second_node_on_a_port_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch, restarting: bool) -> None:
+def test_a_second_node_on_a_port_is_refused(
+    store: Store, monkeypatch: pytest.MonkeyPatch, restarting: bool
+) -> None:
     """Both would share it (SO_REUSEPORT), and callers would find another store each time."""
     if restarting:
         monkeypatch.setattr("node.gateway.supervisor.PAUSE_S", 3600.0)
         monkeypatch.setattr("node.gateway.supervisor.PAUSE_S_MAX", 3600.0)
         pauses, pause = threading.Event(), store.node.grpc.pause
         again = threading.Event()
-        monkeypatch.setattr(store.node.grpc, "pause", lambda seconds: (pauses.set(), again.wait(120.0), pause(0.0)))
+        monkeypatch.setattr(
+            store.node.grpc, "pause", lambda seconds: (pauses.set(), again.wait(120.0), pause(0.0))
+        )
         os.kill(store.pid, signal.SIGKILL)
         wait_until(pauses.is_set)
     port = store.node.grpc.port
-    with pytest.raises(ConfigError, match=f"gRPC port {port} on 127.0.0.1 can not be bound; is another node running"):
+    with pytest.raises(
+        ConfigError,
+        match=f"gRPC port {port} on 127.0.0.1 can not be bound; is another node running",
+    ):
         Node(NodeConfig(**{**SMALL, "port": port}), gateway_processes=True)
     command = [sys.executable, "-m", "node.main", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--bulk-port", "0", "--metrics-port", "0", "--ram-bytes", "64MiB"]
@@ -206,7 +224,10 @@ def test_grpc_can_have_an_interface_of_its_own() -> None:
         host, _, port = node.address.partition(":")
         assert host == "127.0.0.2"
         with channel_to(node.address) as channel:
-            assert KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=30.0).bulk_port == node.bulk_port
+            assert (
+                KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=30.0).bulk_port
+                == node.bulk_port
+            )
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", int(port)), 20.0).close()
         with pytest.raises(ConnectionRefusedError):
@@ -223,7 +244,10 @@ def test_grpc_is_served_at_addresses_of_ipv6(host: str) -> None:
         pytest.skip("there is no IPv6 here")
     with NodeProcess(*FLAGS, "--grpc-host", host, "--insecure") as node:
         with grpc.insecure_channel(f"[::1]:{node.address.rpartition(':')[2]}") as channel:
-            assert KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=30.0).bulk_port == node.bulk_port
+            assert (
+                KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=30.0).bulk_port
+                == node.bulk_port
+            )
         assert node.stop() == 0
 
 

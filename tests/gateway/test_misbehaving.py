@@ -66,8 +66,14 @@ class Fake:
         self.nodes: list[Node] = []
 
     def start(self, program: str, then: str = "", **settings: Any) -> Node:
-        """`first` is True in the gateway's first life. OBEY: from there on a good one."""
-        text, arguments = BEGIN + textwrap.dedent(program) + then, (str(self._folder), str(self.seen))
+        """`first` is True in the gateway's first life.
+
+        OBEY: from there on a good one.
+        """
+        text, arguments = (
+            BEGIN + textwrap.dedent(program) + then,
+            (str(self._folder), str(self.seen)),
+        )
 
         class Process(supervisor.GatewayProcess):
             def __init__(self, control: Any, door: Any, config: NodeConfig, held: Port) -> None:
@@ -152,7 +158,9 @@ def test_one_that_never_ends_a_line_is_ended_before_it_fills_the_node(fake: Fake
     )
     wait_until(lambda: len(fake.pids) == 2)
     wait_until(lambda: not is_running(fake.pids[0]))
-    assert int(Path(f"{fake.seen}.sent").read_text() or 0) < 16 << 20  # it may have been killed while it wrote
+    assert (
+        int(Path(f"{fake.seen}.sent").read_text() or 0) < 16 << 20
+    )  # it may have been killed while it wrote
     assert ends(node) == 1
 
 
@@ -219,7 +227,9 @@ def connections() -> int:
     return sum(thread.name.startswith("gateway-0-gateway") for thread in threading.enumerate())
 
 
-def test_a_stop_does_not_wait_for_one_that_starts(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_does_not_wait_for_one_that_starts(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervisor, "READY_S_MAX", 1000.0)
     node = fake.start(
         """
@@ -238,7 +248,9 @@ def test_a_stop_does_not_wait_for_one_that_starts(fake: Fake, monkeypatch: pytes
     fake.nodes.clear()
 
 
-def test_certificates_that_change_while_one_starts_reach_it(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_that_change_while_one_starts_reach_it(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pems = [Pems(b"old", b"old", b"old")]
     monkeypatch.setattr(supervisor.Gateways, "pems", property(lambda self: pems[0]))
 
@@ -267,7 +279,9 @@ def test_certificates_that_change_while_one_starts_reach_it(fake: Fake, monkeypa
     wait_until(lambda: told.exists() and told.read_text() == "new")
 
 
-def test_one_that_does_not_read_for_a_moment_hears_the_newest(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_not_read_for_a_moment_hears_the_newest(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the system keeps little for it."""
     monkeypatch.setattr("node.gateway.control.SEND_NBYTES", 106_496)
     node = fake.start("""
@@ -291,7 +305,9 @@ def test_one_that_does_not_read_for_a_moment_hears_the_newest(fake: Fake, monkey
     assert ends(node) == 0
 
 
-def test_what_can_not_be_started_leaves_no_descriptors(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_not_be_started_leaves_no_descriptors(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node = fake.start(
         """
         if first:

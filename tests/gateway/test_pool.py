@@ -1,5 +1,7 @@
-"""Calls at a time that share a gateway's connections, with gRPC's part played: many are cancelled at any moment, and
-the node refuses, hangs up and says more than sockets hold. Each call gets its own answer, or none."""
+"""Calls at a time that share a gateway's connections, with gRPC's part played: many are cancelled
+at any moment, and the node refuses, hangs up and says more than sockets hold. Each call gets its
+own answer, or none.
+"""
 
 import asyncio
 import os
@@ -63,7 +65,9 @@ class Storm:
         self.servicer = servicer
         self._rng = random.Random(seed)
         methods = servicer.handlers()[0]
-        self._methods = {op: methods.service(_Details(f"/kvstore.KVStore/{op.capitalize()}")) for op in OPS}
+        self._methods = {
+            op: methods.service(_Details(f"/kvstore.KVStore/{op.capitalize()}")) for op in OPS
+        }
         self.done: Counter[str] = Counter()
 
     async def run(self, numbers: "list[int]", cancels: bool) -> None:
@@ -75,7 +79,9 @@ class Storm:
         op, context = rng.choice(OPS), Context(plan, rng)
         call = asyncio.ensure_future(self._called(op, plan, context))
         if cancels and rng.random() < 0.4:
-            await asyncio.sleep(rng.choice((0.0, rng.random() * PAUSE_S_MAX, rng.random() * 10 * PAUSE_S_MAX)))
+            await asyncio.sleep(
+                rng.choice((0.0, rng.random() * PAUSE_S_MAX, rng.random() * 10 * PAUSE_S_MAX))
+            )
             call.cancel()
             await asyncio.wait([call])
             if call.cancelled():
@@ -86,21 +92,27 @@ class Storm:
             self._check(op, plan, context, reply)
             self.done[op] += 1
         else:
-            assert plan.fault or cancels, f"{plan.number} is refused: {context.code} {context.details}"
+            assert plan.fault or cancels, (
+                f"{plan.number} is refused: {context.code} {context.details}"
+            )
             assert context.code in ENDED, f"{context.code} {context.details}"
             if context.code is grpc.StatusCode.NOT_FOUND:
                 assert context.details == plan.name.decode()
             self.done["refused"] += 1
 
     async def _called(self, op: str, plan: Plan, context: Context) -> Any:
-        request = {"get": pb.GetRequest, "put": pb.PutRequest, "lookup": pb.LookupRequest}[op](namespace=plan.name)
+        request = {"get": pb.GetRequest, "put": pb.PutRequest, "lookup": pb.LookupRequest}[op](
+            namespace=plan.name
+        )
         if op == "lookup":
             return await self._methods[op].unary_unary(request.SerializeToString(), context)
         messages = self._pages(plan, context) if op == "put" else _only(request.SerializeToString())
         return await self._methods[op].stream_stream(messages, context)
 
     async def _pages(self, plan: Plan, context: Context) -> AsyncIterator[bytes]:
-        begin = pb.PutRequest(namespace=plan.name, prefix_hashes=[plan.name], page_nbytes=plan.nbytes)
+        begin = pb.PutRequest(
+            namespace=plan.name, prefix_hashes=[plan.name], page_nbytes=plan.nbytes
+        )
         yield pb.PutFrame(begin=begin).SerializeToString()
         await context.first.wait()
         page, at = plan.page, 0
@@ -112,7 +124,9 @@ class Storm:
         yield pb.PutFrame(commit=pb.CommitRequest(leaves=[plan.name])).SerializeToString()
 
     def _check(self, op: str, plan: Plan, context: Context, reply: Any) -> None:
-        assert not (plan.fault and not plan.late), f"{plan.number} is answered, which the node refused"
+        assert not (plan.fault and not plan.late), (
+            f"{plan.number} is answered, which the node refused"
+        )
         if op == "lookup":
             assert reply == plan.said
         elif op == "get":

@@ -1,4 +1,6 @@
-"""Whose rights a call has: those of the credential that came with it, whatever connection of the gateway carries it."""
+"""Whose rights a call has: those of the credential that came with it, whatever connection of the
+gateway carries it.
+"""
 
 import os
 import socket
@@ -45,7 +47,9 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Crew:
     made.join("a", "team-a", "write")
     made.join("b", "team-b", "write")
     made.join("late", "team-a", "write")
-    made.say("certificate team-a tenant=team-a role=write")  # the name in the certificate of `authorities`
+    made.say(
+        "certificate team-a tenant=team-a role=write"
+    )  # the name in the certificate of `authorities`
     return made
 
 
@@ -57,7 +61,9 @@ def node(start: Callable[..., Node], crew: Crew) -> Node:
 
 # ---- frames that only gateways may send ------------------------------------------------------
 
-ON_BEHALF = {"on_behalf": pb.OnBehalfRequest(address="127.0.0.1:9", certificate=True, names=["team-a"])}
+ON_BEHALF = {
+    "on_behalf": pb.OnBehalfRequest(address="127.0.0.1:9", certificate=True, names=["team-a"])
+}
 ADMIT = {"admit": pb.AdmitRequest(op="follow")}
 
 
@@ -84,7 +90,9 @@ def test_frames_of_gateways_are_refused_from_all_others(
             _receive_all(frames, replies)
     assert replies[-1].error.last
     assert "for the node's own gateways" in replies[-1].error.message or first
-    assert [reply.WhichOneof("op") for reply in replies] == (["error"] if first else ["hello", "error"])
+    assert [reply.WhichOneof("op") for reply in replies] == (
+        ["error"] if first else ["hello", "error"]
+    )
 
 
 def _receive_all(frames: FrameSocket, replies: list[Any]) -> None:
@@ -136,12 +144,17 @@ class Stranger:
         self._space = Namespace(MODEL, opaque_layout(PAGE_NBYTES), "team-a").digest
 
     def round(self, number: int) -> None:
-        asked: dict[str, Any] = {"namespace": self._space, "prefix_hashes": [number.to_bytes(4, "big") * 8]}
+        asked: dict[str, Any] = {
+            "namespace": self._space,
+            "prefix_hashes": [number.to_bytes(4, "big") * 8],
+        }
         with pytest.raises(Unauthenticated):
             self._wire.call("lookup", pb.LookupRequest(**asked), Deadline(30.0))
         with pytest.raises(Unauthenticated):
             self._wire.put(
-                pb.PutRequest(**asked, page_nbytes=PAGE_NBYTES), [(memoryview(bytes(PAGE_NBYTES)),)], Deadline(30.0)
+                pb.PutRequest(**asked, page_nbytes=PAGE_NBYTES),
+                [(memoryview(bytes(PAGE_NBYTES)),)],
+                Deadline(30.0),
             )
 
     def close(self) -> None:
@@ -149,14 +162,22 @@ class Stranger:
 
 
 def storm(node: Node, actors: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in a thread of its own; none is in step with the others, and each takes the connection that was used last,
-    whoever used it."""
+    """Each in a thread of its own; none is in step with the others, and each takes the connection
+    that was used last, whoever used it.
+    """
     taken: list[Any] = []
     take = GatewayConnection._take_caller
     monkeypatch.setattr("node.gateway.upstream.SEARCHED_MAX", 1)
-    monkeypatch.setattr(GatewayConnection, "_take_caller", lambda self, told: (taken.append(told), take(self, told))[1])
+    monkeypatch.setattr(
+        GatewayConnection,
+        "_take_caller",
+        lambda self, told: (taken.append(told), take(self, told))[1],
+    )
     with ThreadPoolExecutor(len(actors)) as pool:
-        running = [pool.submit(lambda one=one: [one.round(number) for number in range(ROUNDS)]) for one in actors]
+        running = [
+            pool.submit(lambda one=one: [one.round(number) for number in range(ROUNDS)])
+            for one in actors
+        ]
         for done in running:
             done.result()
     for one in actors:
@@ -170,7 +191,10 @@ def test_callers_on_pooled_connections_never_have_each_others_rights(
 ) -> None:
     crew.leave("late")
     taken_up(node, lambda: "late" not in names(node, "team-a"))
-    engines = [Engine(node, f"team-{one}", f"team-{other}", token=crew.tokens[one]) for one, other in ("ab", "ba") * 3]
+    engines = [
+        Engine(node, f"team-{one}", f"team-{other}", token=crew.tokens[one])
+        for one, other in ("ab", "ba") * 3
+    ]
     strangers = [Stranger(node, token) for token in (crew.tokens["late"], "team-a." + "x" * 43, "")]
     storm(node, [*engines, *strangers], monkeypatch)
 
@@ -178,7 +202,9 @@ def test_callers_on_pooled_connections_never_have_each_others_rights(
 def test_certificates_and_tokens_on_pooled_connections_are_told_apart(
     start: Callable[..., Node], crew: Crew, ours: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A token goes before a certificate; who shows the certificate alone has its rights, and no more."""
+    """A token goes before a certificate; who shows the certificate alone has its rights, and no
+    more.
+    """
     node = start(identities=str(crew.path), **of_node(ours))
     by_name, by_token = of_client(ours), {**of_client(ours), "token": crew.tokens["b"]}
     unknown = Engine(node, "team-a", "team-b", **{**pair(ours, "node"), "tls_ca": str(ours.path)})
@@ -221,11 +247,17 @@ def names(node: Node, tenant: str) -> set[str]:
     return {who.name for who in node.access.identities.tokens.values() if who.tenant == tenant}
 
 
-def test_a_large_request_of_a_stranger_is_refused_and_written_down(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_request_of_a_stranger_is_refused_and_written_down(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before the node has received it."""
     refused, taken, take = node.audit.refused_count, [], node.service.forms.take
-    monkeypatch.setattr(node.service.forms, "take", lambda *some: (taken.append(some), take(*some))[1])
-    large = pb.LookupRequest(namespace=bytes(16), prefix_hashes=[bytes(64)] * (2 * REQUEST_NBYTES_FREE // 64))
+    monkeypatch.setattr(
+        node.service.forms, "take", lambda *some: (taken.append(some), take(*some))[1]
+    )
+    large = pb.LookupRequest(
+        namespace=bytes(16), prefix_hashes=[bytes(64)] * (2 * REQUEST_NBYTES_FREE // 64)
+    )
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         with pytest.raises(grpc.RpcError) as caught:
             KVStoreStub(channel).Lookup(large, timeout=20.0)

@@ -16,13 +16,19 @@ from node.server import Node
 from node.serving.gateway import GatewayConnection
 from node.serving.limits import REQUEST_NBYTES_FREE
 
-REQUESTS = {f.name: getattr(pb, f.message_type.name)() for f in pb.BulkRequest.DESCRIPTOR.fields if f.message_type}
+REQUESTS = {
+    f.name: getattr(pb, f.message_type.name)()
+    for f in pb.BulkRequest.DESCRIPTOR.fields
+    if f.message_type
+}
 OF_PUTS_AND_GETS = ("commit", "release")  # nothing without a put or get that was admitted
 
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Rogue, str]]:
-    """A node that asks who you are, its rogue gateway, and the token of a reader, which it has seen."""
+    """A node that asks who you are, its rogue gateway, and the token of a reader, which it has
+    seen.
+    """
     path = tmp_path_factory.mktemp("rogue") / "identities"
     token = new_token("team-a")
     add(path, token_line("reader", token, tenant="team-a", role="read"))
@@ -43,7 +49,12 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Rog
         {"address": "192.0.2.1:5"},
         {"address": "192.0.2.1:5", "certificate": True},
         {"address": "192.0.2.1:5", "certificate": True, "names": ["boss", "node", ""]},
-        {"address": "192.0.2.1:5", "authorization": "Bearer boss", "certificate": True, "names": ["gpu-7"]},
+        {
+            "address": "192.0.2.1:5",
+            "authorization": "Bearer boss",
+            "certificate": True,
+            "names": ["gpu-7"],
+        },
         {"address": "192.0.2.1:5", "authorization": "the node itself"},
     ],
     ids=["nobody", "address", "no names", "unknown names", "wrong token", "no token"],
@@ -77,7 +88,10 @@ def test_with_a_readers_token_it_reads_and_does_no_more(secure: tuple[Node, Rogu
 def test_admit_gives_nothing_but_its_answer(secure: tuple[Node, Rogue, str]) -> None:
     with secure[1].connection(address="192.0.2.1:5", authorization=f"Bearer {secure[2]}") as frames:
         assert asked(frames, admit=pb.AdmitRequest(op="follow")).WhichOneof("op") == "admit"
-        assert asked(frames, admit=pb.AdmitRequest(op="reflection")).error.code == Code.PERMISSION_DENIED
+        assert (
+            asked(frames, admit=pb.AdmitRequest(op="reflection")).error.code
+            == Code.PERMISSION_DENIED
+        )
         assert asked(frames, flush=pb.FlushRequest()).error.code == Code.PERMISSION_DENIED
         assert asked(frames, admit=pb.AdmitRequest(op="flush")).error.code == Code.UNIMPLEMENTED
 
@@ -89,10 +103,15 @@ def test_of_a_frame_with_two_fields_one_counts(secure: tuple[Node, Rogue, str]) 
     both += pb.BulkRequest(list_namespaces=pb.ListNamespacesRequest()).SerializeToString()
     with secure[1].connection(address="192.0.2.1:5") as frames:
         frames.send_frame(both)
-        assert pb.BulkReply.FromString(frames.recv_frame(1 << 16)[0]).error.code == Code.UNAUTHENTICATED
+        assert (
+            pb.BulkReply.FromString(frames.recv_frame(1 << 16)[0]).error.code
+            == Code.UNAUTHENTICATED
+        )
 
 
-@pytest.mark.parametrize("address", ["tenant team-b:7", "tenant team-b", "[tenant team-b]:7", "", "node-7:7"])
+@pytest.mark.parametrize(
+    "address", ["tenant team-b:7", "tenant team-b", "[tenant team-b]:7", "", "node-7:7"]
+)
 def test_an_address_can_not_be_the_name_of_a_tenant(
     secure: tuple[Node, Rogue, str], monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
@@ -106,16 +125,24 @@ def test_an_address_can_not_be_the_name_of_a_tenant(
 
     monkeypatch.setattr(GatewayConnection, "_take_caller", spied)
     with secure[1].connection(address=address) as frames:
-        assert asked(frames, list_namespaces=pb.ListNamespacesRequest()).error.code == Code.UNAUTHENTICATED
+        assert (
+            asked(frames, list_namespaces=pb.ListNamespacesRequest()).error.code
+            == Code.UNAUTHENTICATED
+        )
     assert shares == ["gateway"]
 
 
 @pytest.mark.parametrize("op", ["on_behalf", "admit"])
-@pytest.mark.parametrize("nbytes", [10, REQUEST_NBYTES_FREE - 8, REQUEST_NBYTES_FREE - 2, REQUEST_NBYTES_FREE])
+@pytest.mark.parametrize(
+    "nbytes", [10, REQUEST_NBYTES_FREE - 8, REQUEST_NBYTES_FREE - 2, REQUEST_NBYTES_FREE]
+)
 def test_what_gateways_ask_is_refused_on_the_bulk_wire_whatever_its_size(
     secure: tuple[Node, Rogue, str], op: str, nbytes: int
 ) -> None:
-    """Large requests are taken apart by another way than small ones. Who is not known can send no more than a hello."""
+    """Large requests are taken apart by another way than small ones.
+
+    Who is not known can send no more than a hello.
+    """
     said = "x" * nbytes
     request = pb.OnBehalfRequest(address=said) if op == "on_behalf" else pb.AdmitRequest(op=said)
     with socket.create_connection(("127.0.0.1", secure[0].bulk.port)) as sock:
@@ -123,7 +150,10 @@ def test_what_gateways_ask_is_refused_on_the_bulk_wire_whatever_its_size(
         frames.arm(20.0)
         assert asked(frames, hello=pb.HelloRequest(token=secure[2])).WhichOneof("op") == "hello"
         reply = asked(frames, **{op: request})
-        assert (reply.error.code, reply.error.message) == (Code.UNIMPLEMENTED, f"{op} is for the node's own gateways")
+        assert (reply.error.code, reply.error.message) == (
+            Code.UNIMPLEMENTED,
+            f"{op} is for the node's own gateways",
+        )
 
 
 # ---- what it brings as connections -----------------------------------------------------------
@@ -152,14 +182,19 @@ def _datagrams() -> int:
 
 
 @pytest.mark.parametrize("make", [_file, _pipe, _unconnected, _listener, _datagrams])
-def test_a_connection_that_is_none_ends_alone(secure: tuple[Node, Rogue, str], make: Callable[[], int]) -> None:
+def test_a_connection_that_is_none_ends_alone(
+    secure: tuple[Node, Rogue, str], make: Callable[[], int]
+) -> None:
     _, rogue, token = secure
     fd = make()
     try:
         before = len(os.listdir("/proc/self/fd"))
         rogue.give(fd)
         with rogue.connection(address="192.0.2.1:5", authorization=f"Bearer {token}") as frames:
-            assert asked(frames, list_namespaces=pb.ListNamespacesRequest()).WhichOneof("op") == "list_namespaces"
+            assert (
+                asked(frames, list_namespaces=pb.ListNamespacesRequest()).WhichOneof("op")
+                == "list_namespaces"
+            )
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     finally:
         os.close(fd)

@@ -19,8 +19,12 @@ from node.gateway import sandbox
 from node.gateway.main import NICENESS, OOM_SCORE
 
 SECRET = "not-for-gateways-7f3a"
-LANDLOCK = sandbox._libc.syscall(sandbox._CREATE_RULESET, None, ctypes.c_size_t(0), sandbox._VERSION)
-landlocked = pytest.mark.skipif(LANDLOCK < 6, reason=f"Landlock {max(LANDLOCK, 0)} here; all of this needs version 6")
+LANDLOCK = sandbox._libc.syscall(
+    sandbox._CREATE_RULESET, None, ctypes.c_size_t(0), sandbox._VERSION
+)
+landlocked = pytest.mark.skipif(
+    LANDLOCK < 6, reason=f"Landlock {max(LANDLOCK, 0)} here; all of this needs version 6"
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,9 @@ def process(crew: Crew, tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
         flags = ("--ram-bytes", "64MiB", "--identities", str(crew.path))
         with NodeProcess(*flags, "--data-dir", str(data), "--disk-bytes", "128MiB") as node:
-            with Client(ClientConfig(node.address, token=crew.tokens["operator"], timeout_s=30.0)) as client:
+            with Client(
+                ClientConfig(node.address, token=crew.tokens["operator"], timeout_s=30.0)
+            ) as client:
                 client.node_status()  # so that there is a connection
             yield node
 
@@ -95,7 +101,9 @@ def test_a_gateways_process_has_entered_its_sandbox(process: NodeProcess) -> Non
 def test_where_there_is_too_little_for_all_gateways_are_served_last(process: NodeProcess) -> None:
     """Of processors, and of memory."""
     (pid,) = gateways(process.pid)
-    assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, process.pid) + NICENESS)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(
+        19, os.getpriority(os.PRIO_PROCESS, process.pid) + NICENESS
+    )
     assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == OOM_SCORE
 
 
@@ -153,12 +161,18 @@ ALLOWED = {"listen", "read Python", "random"}
 def tried(where: str, tmp_path: Path, crew: Crew, port: int) -> dict[str, str]:
     """`where`: in the sandbox or out of it."""
     (tmp_path / "file").write_text("a page")
-    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as node:
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    ) as node:
         with socket.create_server(("127.0.0.1", 0)) as bulk:
             numbers = map(str, (node.pid, port, bulk.getsockname()[1]))
             arguments = [str(tmp_path), str(crew.path), *numbers, where]
             done = subprocess.run(
-                [sys.executable, "-c", TRIES, *arguments], capture_output=True, text=True, timeout=60.0, check=False
+                [sys.executable, "-c", TRIES, *arguments],
+                capture_output=True,
+                text=True,
+                timeout=60.0,
+                check=False,
             )
         assert node.stdin is not None
         node.stdin.close()
@@ -172,7 +186,8 @@ def test_in_the_sandbox_nothing_is_to_be_had(tmp_path: Path, crew: Crew) -> None
     out, inside = tried("out", tmp_path, crew, port), tried("in", tmp_path, crew, port)
     assert out.keys() == inside.keys()
     assert {name for name, became in inside.items() if became == "done"} == ALLOWED
-    assert {name for name, became in out.items() if became != "done"} <= {"trace node", "read node's memory"}, (
-        "this host forbids it to everybody"
-    )
+    assert {name for name, became in out.items() if became != "done"} <= {
+        "trace node",
+        "read node's memory",
+    }, "this host forbids it to everybody"
     assert set(inside.values()) <= {"done", "PermissionError"}

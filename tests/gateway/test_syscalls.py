@@ -1,4 +1,6 @@
-"""System calls that a gateway's process does not get: in a process that refuses them, and in the same one before."""
+"""System calls that a gateway's process does not get: in a process that refuses them, and in the
+same one before.
+"""
 
 import json
 import os
@@ -12,7 +14,9 @@ import pytest
 from node.gateway.sandbox import _ARCHITECTURES
 from node.gateway.supervisor import import_paths
 
-pytestmark = pytest.mark.skipif(os.uname().machine not in _ARCHITECTURES, reason="a machine of another kind")
+pytestmark = pytest.mark.skipif(
+    os.uname().machine not in _ARCHITECTURES, reason="a machine of another kind"
+)
 
 # Prints what became of each try: "done", or the number of the error.
 TRIES = """
@@ -100,7 +104,12 @@ def test_calls_that_no_gateway_makes_are_refused(tmp_path: Path) -> None:
         victim.stdin.close()
     assert done.returncode == 0, done.stderr
     before, after, refused = json.loads(done.stdout)
-    hard_here = {"MPTCP", "TCP, fast", "TCP, fast, message", "listen to IPv6"}  # a system may have none of it
+    hard_here = {
+        "MPTCP",
+        "TCP, fast",
+        "TCP, fast, message",
+        "listen to IPv6",
+    }  # a system may have none of it
     assert {name for name, became in before.items() if became != "done"} <= hard_here
     assert {name for name, became in after.items() if became == 1} == set(refused)
     assert all(after[name] == before[name] for name in after if name not in refused)

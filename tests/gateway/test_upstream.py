@@ -1,4 +1,6 @@
-"""A gateway's connections to its node, without gRPC: who asks on them, and what closing one leaves behind."""
+"""A gateway's connections to its node, without gRPC: who asks on them, and what closing one leaves
+behind.
+"""
 
 import array
 import asyncio
@@ -109,11 +111,15 @@ def connected(door: socket.socket) -> Iterator[socket.socket]:
 def test_a_request_behind_a_caller_that_is_not_taken_is_not_served_for_the_one_before(
     door: socket.socket, people: People
 ) -> None:
-    """One answer for each request: another one would be taken for that of the next caller's request."""
+    """One answer for each request: another one would be taken for that of the next caller's
+    request.
+    """
     with connected(door) as ours:
         ours.sendall(frame("on_behalf", people.on_behalf("team-a")) + frame("hello", HELLO))
         assert answer(ours).hello.tenant == "team-a"
-        ours.sendall(frame("on_behalf", on_behalf_of("10.0.0.2:1", "", NAMES)) + frame("hello", HELLO))
+        ours.sendall(
+            frame("on_behalf", on_behalf_of("10.0.0.2:1", "", NAMES)) + frame("hello", HELLO)
+        )
         refused = answer(ours)
         assert refused.error.last
         assert "who calls is not understood" in refused.error.message
@@ -146,14 +152,20 @@ def test_what_a_large_request_takes_is_given_back_if_its_caller_changes_meanwhil
     node: Node, door: socket.socket, people: People, becomes: str
 ) -> None:
     requests, access = node.service.requests, node.service.gate.access
-    before, large = access.identities, pb.LookupRequest(namespace=bytes(16), prefix_hashes=[bytes(32)] * 3000)
+    before, large = (
+        access.identities,
+        pb.LookupRequest(namespace=bytes(16), prefix_hashes=[bytes(32)] * 3000),
+    )
     asked = frame("lookup", large.SerializeToString())
     with connected(door) as ours:
         ours.sendall(frame("on_behalf", people.on_behalf("team-a")) + asked[:PART_NBYTES])
         wait_until(lambda: requests.used > 0)
         revoke(people.path, "team-a")
         if becomes != "revoked":
-            add(people.path, token_line("team-a", people.tokens["team-a"], tenant=becomes, role="admin"))
+            add(
+                people.path,
+                token_line("team-a", people.tokens["team-a"], tenant=becomes, role="admin"),
+            )
         wait_until(lambda: (access.look(), access.identities is not before)[1])
         ours.sendall(asked[PART_NBYTES:])
         assert answer(ours).error.message
@@ -166,7 +178,9 @@ def test_what_a_large_request_takes_is_given_back_if_its_caller_changes_meanwhil
 
 
 def test_a_traced_request_of_any_size_is_understood(door: socket.socket, people: People) -> None:
-    """A frame of more than 64 KiB is one operation and nothing else, so that a trace has no place in it."""
+    """A frame of more than 64 KiB is one operation and nothing else, so that a trace has no place
+    in it.
+    """
     trace, request = bytes(25), pb.LookupRequest(namespace=bytes(16)).SerializeToString()
 
     async def run() -> None:
@@ -195,7 +209,9 @@ def silent_node(run: Callable[[Upstream], Awaitable[None]]) -> None:
 
 
 def test_a_connection_may_have_the_number_of_one_whose_send_was_just_cancelled() -> None:
-    """A put that is cancelled while the node does not take its bytes, and a call that begins in the same moment."""
+    """A put that is cancelled while the node does not take its bytes, and a call that begins in the
+    same moment.
+    """
 
     async def run(made: Upstream) -> None:
         numbers = []
@@ -234,16 +250,25 @@ def test_a_connection_may_have_the_number_of_one_whose_send_was_just_cancelled()
 
 
 def test_page_bytes_come_whole_to_a_gateway_that_was_stopped_for_a_while() -> None:
-    """The system cuts a receive short where a process is stopped, which is not the node's hanging up."""
+    """The system cuts a receive short where a process is stopped, which is not the node's hanging
+    up.
+    """
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-c", RECEIVER, str(theirs.fileno())]
-    with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, text=True) as receiver:
+    with (
+        ours,
+        subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, text=True
+        ) as receiver,
+    ):
         theirs.close()
         assert receiver.stdout is not None
         assert receiver.stdout.readline() == "begins\n"
         ours.sendall(bytes(PART_NBYTES))
         wait_until(lambda: unread(ours) == 0)
-        time.sleep(0.05)  # it waits in the kernel for the others: only the experiment is weaker if it does not yet
+        time.sleep(
+            0.05
+        )  # it waits in the kernel for the others: only the experiment is weaker if it does not yet
         stop(receiver.pid)
         os.kill(receiver.pid, signal.SIGCONT)
         ours.sendall(bytes(WHOLE_NBYTES - PART_NBYTES))

@@ -60,7 +60,9 @@ def mixed_pool() -> KVPool:
 
 @pytest.fixture
 def shm_client(shared_node: NodeProcess) -> Iterator[Client]:
-    with Client(ClientConfig(address=shared_node.address, wire="shm", connect_timeout_s=5.0)) as client:
+    with Client(
+        ClientConfig(address=shared_node.address, wire="shm", connect_timeout_s=5.0)
+    ) as client:
         yield client
 
 

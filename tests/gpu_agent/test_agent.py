@@ -77,7 +77,9 @@ def agent(client: Client, namespace: Namespace, token_pool: KVPool) -> Iterator[
 @pytest.fixture
 def dead_client() -> Iterator[Client]:
     """A client of an address where nobody listens."""
-    with Client(ClientConfig(address="127.0.0.1:9", timeout_s=1.0, connect_timeout_s=0.2)) as client:
+    with Client(
+        ClientConfig(address="127.0.0.1:9", timeout_s=1.0, connect_timeout_s=0.2)
+    ) as client:
         yield client
 
 
@@ -160,10 +162,14 @@ def test_a_pool_of_slots_and_blocks_comes_back(client: Client, mixed_pool: KVPoo
         assert agent.load(hashes(2), target, skip_tokens=4).done.result(WAIT_S).pages == 2
     for plane in mixed_pool.planes:
         skip = 4 // plane.piece.plane.unit_tokens
-        assert torch.equal(plane.bits[target[plane.space][skip:]], plane.bits[source[plane.space][skip:]])
+        assert torch.equal(
+            plane.bits[target[plane.space][skip:]], plane.bits[source[plane.space][skip:]]
+        )
 
 
-def test_a_store_that_is_down_is_a_miss(dead_client: Client, namespace: Namespace, token_pool: KVPool) -> None:
+def test_a_store_that_is_down_is_a_miss(
+    dead_client: Client, namespace: Namespace, token_pool: KVPool
+) -> None:
     before = [plane.bits.clone() for plane in token_pool.planes]
     with Agent(dead_client, namespace, token_pool) as agent:
         assert agent.lookup(hashes()) == 0
@@ -175,12 +181,20 @@ def test_a_store_that_is_down_is_a_miss(dead_client: Client, namespace: Namespac
         loaded = agent.load(hashes(), torch.arange(48)).done.result(WAIT_S)
         assert (loaded.pages, loaded.loaded) == (0, 0)
         assert loaded.error
-        assert (agent.stats.lookups_failed, agent.stats.pages_dropped, agent.stats.loads_failed) == (1, 6, 1)
+        assert (
+            agent.stats.lookups_failed,
+            agent.stats.pages_dropped,
+            agent.stats.loads_failed,
+        ) == (1, 6, 1)
         assert agent.check() == []
-    assert all(torch.equal(plane.bits, old) for plane, old in zip(token_pool.planes, before, strict=True))
+    assert all(
+        torch.equal(plane.bits, old) for plane, old in zip(token_pool.planes, before, strict=True)
+    )
 
 
-def test_a_node_that_dies_under_a_load_leaves_a_correct_count(token_pool: KVPool, namespace: Namespace) -> None:
+def test_a_node_that_dies_under_a_load_leaves_a_correct_count(
+    token_pool: KVPool, namespace: Namespace
+) -> None:
     source, target = torch.arange(48), torch.arange(48, 96)
     expected = pages_at(token_pool, source)
     before = pages_at(token_pool, target)
@@ -194,11 +208,16 @@ def test_a_node_that_dies_under_a_load_leaves_a_correct_count(token_pool: KVPool
                 super().scatter(*arguments, **named)
                 node.kill()
 
-        with Agent(client, namespace, token_pool, AgentConfig(staging_nbytes=4096), Killing()) as agent:
+        with Agent(
+            client, namespace, token_pool, AgentConfig(staging_nbytes=4096), Killing()
+        ) as agent:
             assert agent.save(hashes(), source).done.result(WAIT_S).stored == 6
             loaded = agent.load(hashes(), target).done.result(WAIT_S)
             count = loaded.pages
-            assert (count, loaded.loaded) in ((1, 1), (5, 5))  # the second part may have been fetched by then
+            assert (count, loaded.loaded) in (
+                (1, 1),
+                (5, 5),
+            )  # the second part may have been fetched by then
             assert loaded.error
             assert agent.lookup(hashes()) == 0
     assert torch.equal(pages_at(token_pool, target)[:count], expected[:count])
@@ -244,7 +263,9 @@ def test_slots_are_free_before_the_pages_are_stored(
         return leaf(part)
 
     monkeypatch.setattr(client, "put", gated_put)
-    monkeypatch.setattr("gpu_agent.transfer_path.leaf", gated_leaf)  # in place, that comes before the commit
+    monkeypatch.setattr(
+        "gpu_agent.transfer_path.leaf", gated_leaf
+    )  # in place, that comes before the commit
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 1 << 20)
     expected = pages_at(token_pool, torch.arange(48))
     with Agent(client, namespace, token_pool) as agent:
@@ -265,7 +286,9 @@ def test_a_chain_moved_in_chunks_is_touched_whole_once(
     """Chunk by chunk the tail would be the newest and its head the first to be evicted."""
     lookup, touched = client.lookup, []
 
-    def spy(namespace: Namespace, keys: list[bytes], touch: bool = False, timeout_s: float | None = None) -> object:
+    def spy(
+        namespace: Namespace, keys: list[bytes], touch: bool = False, timeout_s: float | None = None
+    ) -> object:
         if touch:
             touched.append(list(keys))
         return lookup(namespace, keys, touch, timeout_s)
@@ -279,12 +302,16 @@ def test_a_chain_moved_in_chunks_is_touched_whole_once(
     assert touched == [hashes()] * 3
 
 
-def test_a_full_node_stops_a_save_and_is_named(client: Client, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_node_stops_a_save_and_is_named(
+    client: Client, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
 
     def full_after_two(path: object, chunk: PageBatch, gathered: object) -> object:
         calls.append(len(chunk.prefix_hashes))
-        return [PutOutcome.STORED, PutOutcome.BUSY] + [PutOutcome.FULL] * (len(chunk.prefix_hashes) - 2)
+        return [PutOutcome.STORED, PutOutcome.BUSY] + [PutOutcome.FULL] * (
+            len(chunk.prefix_hashes) - 2
+        )
 
     monkeypatch.setattr(BufferedPath, "save", full_after_two)
     monkeypatch.setattr(MappedPath, "save", full_after_two)
@@ -300,7 +327,9 @@ def test_a_job_that_waited_past_its_deadline_ends_without_moving_anything(
     client: Client, namespace: Namespace, token_pool: KVPool
 ) -> None:
     transfer = GatedTransfer()
-    config = AgentConfig(workers=1, save_timeout_s=0.5)  # enough to come as far as the gate on a busy machine
+    config = AgentConfig(
+        workers=1, save_timeout_s=0.5
+    )  # enough to come as far as the gate on a busy machine
     with Agent(client, namespace, token_pool, config, transfer) as agent:
         first, second = (agent.save(hashes(salt=i), torch.arange(48)) for i in (0, 1))
         assert transfer.entered.wait(WAIT_S)
@@ -311,9 +340,13 @@ def test_a_job_that_waited_past_its_deadline_ends_without_moving_anything(
             assert "deadline" in str(job.done.result().reason)
 
 
-def test_close_answers_every_job_and_takes_no_more(client: Client, namespace: Namespace, token_pool: KVPool) -> None:
+def test_close_answers_every_job_and_takes_no_more(
+    client: Client, namespace: Namespace, token_pool: KVPool
+) -> None:
     transfer = GatedTransfer()
-    agent = Agent(client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer)
+    agent = Agent(
+        client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer
+    )
     running = agent.save(hashes(), torch.arange(48))
     queued = agent.save(hashes(salt=1), torch.arange(48))
     assert transfer.entered.wait(WAIT_S)
@@ -385,14 +418,24 @@ def test_configurations_that_can_not_work_end_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=r"workers=0 is outside 1\.\.64"):
         AgentConfig(workers=0)
-    with pytest.raises(ConfigError, match="pending_nbytes_max=4096 is smaller than staging_nbytes=8192"):
+    with pytest.raises(
+        ConfigError, match="pending_nbytes_max=4096 is smaller than staging_nbytes=8192"
+    ):
         AgentConfig(staging_nbytes=8192, pending_nbytes_max=4096)
     with pytest.raises(InvalidRequest, match="layout is not the namespace's layout"):
         Agent(client, namespace, mixed_pool)
-    with Agent(client, namespace, None) as agent, pytest.raises(InvalidRequest, match="name one in the call"):
+    with (
+        Agent(client, namespace, None) as agent,
+        pytest.raises(InvalidRequest, match="name one in the call"),
+    ):
         agent.save(hashes(1), torch.arange(8))
 
 
 def test_a_page_larger_than_the_staging_buffer_is_a_configuration_error(client: Client) -> None:
     with pytest.raises(ConfigError, match="staging_nbytes=4096 must hold a page of 8192 bytes"):
-        Agent(client, Namespace(model="m", layout=opaque_layout(8192)), None, AgentConfig(staging_nbytes=4096))
+        Agent(
+            client,
+            Namespace(model="m", layout=opaque_layout(8192)),
+            None,
+            AgentConfig(staging_nbytes=4096),
+        )

@@ -47,7 +47,9 @@ def test_use_returns_at_once_and_says_when_it_is_done() -> None:
     assert device.registered == [(address_of(arena), 8192)]
 
 
-def test_without_a_thread_copies_are_slow_and_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_copies_are_slow_and_it_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Or each save would wait for a page-lock that nobody makes."""
 
     def none_left(_: threading.Thread) -> None:
@@ -95,7 +97,9 @@ def test_the_old_arena_is_kept_while_a_job_runs() -> None:
     assert device.registered == [(address_of(second), 8192)]
 
 
-def test_memory_that_can_not_be_locked_is_said_once_and_used_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_can_not_be_locked_is_said_once_and_used_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Refusing(SimulatedDevice):
         asked = 0
 
@@ -114,7 +118,9 @@ def test_memory_that_can_not_be_locked_is_said_once_and_used_all_the_same(caplog
 
 
 def test_memory_is_unlocked_before_it_is_unmapped_with_the_transfer() -> None:
-    """What came to lie there afterwards, such as torch's pinned memory, was "already mapped" for CUDA."""
+    """What came to lie there afterwards, such as torch's pinned memory, was "already mapped" for
+    CUDA.
+    """
     device, arena = SimulatedDevice(1), memory()
     unmapped = weakref.ref(arena.obj)
     transfer = StagedTransfer(device)
@@ -144,7 +150,9 @@ class Keeping(SimulatedDevice):
         raise RuntimeError("can not be unlocked")
 
 
-def test_memory_that_can_not_be_unlocked_stays_mapped_when_the_lock_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_can_not_be_unlocked_stays_mapped_when_the_lock_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     never = list[memoryview]()
     monkeypatch.setattr(arena_lock, "_NEVER_UNMAPPED", never)
     arena = memory()
@@ -156,8 +164,12 @@ def test_memory_that_can_not_be_unlocked_stays_mapped_when_the_lock_is_gone(monk
     assert len(never) == 1
 
 
-def test_memory_of_an_earlier_run_that_can_not_be_unlocked_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_lock.log, "warning", lambda *_: None)  # a record of it would hold the memory, too
+def test_memory_of_an_earlier_run_that_can_not_be_unlocked_stays_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        arena_lock.log, "warning", lambda *_: None
+    )  # a record of it would hold the memory, too
     first, second, lock = memory(), memory(), ArenaLock(Keeping(1), contextlib.nullcontext)
     mapped = weakref.ref(first.obj)
     lock_down(lock, first)

@@ -26,7 +26,8 @@ KEYS = [bytes([i]) * 32 for i in range(4)]
 WAIT_S = 40.0
 
 
-# A process that asks needs no torch, which takes most of its start. With torch: test_homes.py starts the usual one.
+# A process that asks needs no torch, which takes most of its start. With torch: test_homes.py
+# starts the usual one.
 LIGHT = """
 import sys
 from unittest.mock import MagicMock
@@ -64,7 +65,11 @@ def store(shared_node: NodeProcess) -> Iterator[Client]:
 @pytest.fixture(scope="module", params=["threads", "process"])
 def asker(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[LookupBackend]:
     config = ClientConfig(address=shared_node.address)
-    asker: Any = ProcessLookups(config, COMMAND) if request.param == "process" else ThreadLookups(Client(config))
+    asker: Any = (
+        ProcessLookups(config, COMMAND)
+        if request.param == "process"
+        else ThreadLookups(Client(config))
+    )
     if request.param == "process":
         until(asker, lambda: asker._child.ready)
     yield asker
@@ -81,7 +86,9 @@ def test_a_block_is_there_if_every_shard_has_it(asker: LookupBackend, store: Cli
     assert ended(asker, asker.touch([([one, two], KEYS)], 5.0)) is None
 
 
-def test_a_namespace_is_asked_about_that_was_not_announced(asker: LookupBackend, store: Client) -> None:
+def test_a_namespace_is_asked_about_that_was_not_announced(
+    asker: LookupBackend, store: Client
+) -> None:
     late = namespace(epoch=7)
     store.put(late, KEYS[:1], [bytes(4096)])
     assert ended(asker, asker.look_up([([late], KEYS)], 5.0)) == (b"\1\0\0\0",)
@@ -89,7 +96,9 @@ def test_a_namespace_is_asked_about_that_was_not_announced(asker: LookupBackend,
 
 def test_questions_that_are_wrong_are_errors_of_ours(asker: LookupBackend) -> None:
     for wrong in ([b"abc"], [b"k" * 300]):
-        assert isinstance(ended(asker, asker.look_up([([namespace()], wrong)], 5.0)), InvalidRequest)
+        assert isinstance(
+            ended(asker, asker.look_up([([namespace()], wrong)], 5.0)), InvalidRequest
+        )
 
 
 def test_many_questions_have_each_their_own_answer(asker: LookupBackend, store: Client) -> None:
@@ -102,13 +111,21 @@ def test_many_questions_have_each_their_own_answer(asker: LookupBackend, store: 
 
 
 def test_the_usual_command_is_that_of_the_agents_process() -> None:
-    usual = [inspect.signature(kind).parameters["command"].default for kind in (ProcessLookups, ProcessBackend)]
+    usual = [
+        inspect.signature(kind).parameters["command"].default
+        for kind in (ProcessLookups, ProcessBackend)
+    ]
     assert usual == [()] * 2
     assert worker_process._command()[-2:] == ["-m", "gpu_agent.worker"]
 
 
-def test_the_namespaces_of_many_epochs_do_not_keep_it_from_starting_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine whose weights change every minute. What does not fit into the setup was raised into its scheduler."""
+def test_the_namespaces_of_many_epochs_do_not_keep_it_from_starting_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine whose weights change every minute.
+
+    What does not fit into the setup was raised into its scheduler.
+    """
     monkeypatch.setattr(frames, "BODY_NBYTES_MAX", 1 << 20)
     asker = ProcessLookups(ClientConfig(address="127.0.0.1:1"), COMMAND, SOON)
     until(asker, lambda: asker._child.ready)
@@ -140,7 +157,9 @@ def test_namespaces_that_another_process_was_told_of_are_known_by_the_next(
     asker.close()
 
 
-def test_its_death_is_a_miss_and_then_there_is_another(shared_node: NodeProcess, store: Client) -> None:
+def test_its_death_is_a_miss_and_then_there_is_another(
+    shared_node: NodeProcess, store: Client
+) -> None:
     name = namespace()
     store.put(name, KEYS[:2], [bytes(4096)] * 2)
     asker = ProcessLookups(ClientConfig(address=shared_node.address), COMMAND, SOON)
@@ -169,8 +188,9 @@ def test_its_death_is_a_miss_and_then_there_is_another(shared_node: NodeProcess,
 
 
 def test_a_process_that_dies_again_and_again_is_only_ever_a_miss() -> None:
-    """After 1,024 deaths in a row, which takes a day, the pause was too large a number, and each step of the engine
-    ended with that."""
+    """After 1,024 deaths in a row, which takes a day, the pause was too large a number, and each
+    step of the engine ended with that.
+    """
     never_later = WorkerTimeouts(restart_s_max=0.0)
     asker = ProcessLookups(ClientConfig(address="127.0.0.1:1"), ["/bin/false"], never_later)
     asker._child._deaths = 1023
@@ -181,7 +201,9 @@ def test_a_process_that_dies_again_and_again_is_only_ever_a_miss() -> None:
 def test_a_process_that_was_named_too_many_namespaces_is_replaced(
     shared_node: NodeProcess, store: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After thousands of weight updates: it answered nothing any more, until the engine was restarted."""
+    """After thousands of weight updates: it answered nothing any more, until the engine was
+    restarted.
+    """
     monkeypatch.setattr(lookup_client, "NAMESPACES_MAX", 4)
     monkeypatch.setattr(lookup_client, "NAMED", 2)
     names = [namespace(epoch) for epoch in range(6)]

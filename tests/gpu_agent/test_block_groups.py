@@ -4,14 +4,23 @@ import random
 
 import pytest
 
-from gpu_agent.blocks.groups import NULL_BLOCK, BlockGroup, first_ending, loaded_blocks, longest_prefix, unsaved_blocks
+from gpu_agent.blocks.groups import (
+    NULL_BLOCK,
+    BlockGroup,
+    first_ending,
+    loaded_blocks,
+    longest_prefix,
+    unsaved_blocks,
+)
 
 
 def test_a_full_group_needs_every_block() -> None:
     assert BlockGroup(32).first_block(1000) == 0
 
 
-@pytest.mark.parametrize(("end", "first"), [(32, 0), (40, 0), (64, 0), (72, 1), (96, 1), (104, 2), (128, 2)])
+@pytest.mark.parametrize(
+    ("end", "first"), [(32, 0), (40, 0), (64, 0), (72, 1), (96, 1), (104, 2), (128, 2)]
+)
 def test_a_window_group_needs_the_blocks_that_the_next_token_sees(end: int, first: int) -> None:
     assert BlockGroup(32, window_tokens=40).first_block(end) == first
 
@@ -32,16 +41,22 @@ def test_a_block_of_several_hashes_has_the_last_as_its_key() -> None:
 def test_a_prefix_ends_before_the_first_gap_of_a_full_group() -> None:
     groups = [BlockGroup(16)]
     assert longest_prefix(groups, [[True, True, False, True]], 0, 64, 16) == 32
-    assert longest_prefix(groups, [[False, True, True, True]], 16, 64, 16) == 64  # the engine has the gap
+    assert (
+        longest_prefix(groups, [[False, True, True, True]], 16, 64, 16) == 64
+    )  # the engine has the gap
     assert longest_prefix(groups, [[True] * 4], 0, 63, 16) == 48  # a token must be left
-    assert longest_prefix(groups, [[True] * 4], 8, 64, 16) == 8  # the engine's part ends within a block
+    assert (
+        longest_prefix(groups, [[True] * 4], 8, 64, 16) == 8
+    )  # the engine's part ends within a block
 
 
 def test_a_window_group_may_have_gaps_behind_its_window() -> None:
     groups = [BlockGroup(16), BlockGroup(16, window_tokens=31)]
     full, window = [True] * 8, [False] * 4 + [True] * 4
     assert longest_prefix(groups, [full, window], 0, 128, 16) == 128
-    assert longest_prefix(groups, [full[:5] + [False] * 3, window], 0, 128, 16) == 0  # 80 needs block 3
+    assert (
+        longest_prefix(groups, [full[:5] + [False] * 3, window], 0, 128, 16) == 0
+    )  # 80 needs block 3
     assert list(loaded_blocks(groups[1], 0, 128)) == [6, 7]
     assert list(loaded_blocks(groups[1], 112, 128)) == [7]
     assert list(loaded_blocks(groups[0], 112, 128)) == [7]
@@ -51,23 +66,34 @@ def test_random_groups_against_the_definition(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(300):
         groups = [
-            BlockGroup(rng.choice([16, 32]), rng.choice([0, 0, 20, 70]), rng.choice([0, 0, 64])) for _ in range(2)
+            BlockGroup(rng.choice([16, 32]), rng.choice([0, 0, 20, 70]), rng.choice([0, 0, 64]))
+            for _ in range(2)
         ]
-        present = [[rng.random() < 0.8 for _ in range(320 // group.block_tokens)] for group in groups]
+        present = [
+            [rng.random() < 0.8 for _ in range(320 // group.block_tokens)] for group in groups
+        ]
         local, limit = 32 * rng.randrange(4), rng.randrange(400)
 
-        def fits(end: int, local: int = local, groups: list[BlockGroup] = groups, present: list = present) -> bool:
+        def fits(
+            end: int, local: int = local, groups: list[BlockGroup] = groups, present: list = present
+        ) -> bool:
             for group, there in zip(groups, present, strict=True):
                 for block in range(end // group.block_tokens):
-                    seen = not group.window_tokens or (block + 1) * group.block_tokens > end - group.window_tokens
+                    seen = (
+                        not group.window_tokens
+                        or (block + 1) * group.block_tokens > end - group.window_tokens
+                    )
                     if group.chunk_tokens:
-                        seen &= (block + 1) * group.block_tokens > end // group.chunk_tokens * group.chunk_tokens
+                        seen &= (
+                            block + 1
+                        ) * group.block_tokens > end // group.chunk_tokens * group.chunk_tokens
                     if seen and (block + 1) * group.block_tokens > local and not there[block]:
                         return False
             return True
 
         expected = max(
-            [end for end in range(local, min(limit, 320) + 1, 32) if end > local and fits(end)], default=local
+            [end for end in range(local, min(limit, 320) + 1, 32) if end > local and fits(end)],
+            default=local,
         )
         assert longest_prefix(groups, present, local, limit, 32) == expected
 
@@ -100,13 +126,17 @@ def test_where_there_is_no_room_for_all_a_shorter_prefix_is_whole() -> None:
         )
         count = draw.randrange(len(ends) + 2)
         chosen = first_ending(groups, found, count)
-        assert sorted((number, block) for number, blocks in enumerate(chosen) for block in blocks) == sorted(
-            (number, block) for _, number, block in ends[:count]
-        )
+        assert sorted(
+            (number, block) for number, blocks in enumerate(chosen) for block in blocks
+        ) == sorted((number, block) for _, number, block in ends[:count])
     assert first_ending([BlockGroup(16)], [range(3, 9)], 2) == [range(3, 5)]
 
 
 def test_keys_of_a_run_and_of_single_blocks_are_those_of_all() -> None:
     group, hashes = BlockGroup(32), [bytes([i]) for i in range(9)]
-    assert group.keys_of(hashes, 16, range(1, 4)) == group.keys(hashes, 16)[1:4] == group.keys_of(hashes, 16, [1, 2, 3])
+    assert (
+        group.keys_of(hashes, 16, range(1, 4))
+        == group.keys(hashes, 16)[1:4]
+        == group.keys_of(hashes, 16, [1, 2, 3])
+    )
     assert group.keys_of(hashes, 16, range(2, 2)) == []

@@ -24,13 +24,19 @@ def hangs(store: Any, name: str) -> list[int]:
     return offered
 
 
-def test_where_loads_hang_few_requests_wait_for_one(stores: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path that lets lookups pass and no page: each request with a hit waited until its load's deadline."""
+def test_where_loads_hang_few_requests_wait_for_one(
+    stores: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that lets lookups pass and no page: each request with a hit waited until its load's
+    deadline.
+    """
     now = [1000.0]
     store = stores()
     store.scheduler._hits._hangs = CircuitBreaker("loads", PAUSE_S_MAX, lambda: now[0])
     store.save(FakeRequest("first", TOKENS), [1, 2, 3, 4, 5])
-    assert [hangs(store, f"gone {i}") for i in range(3)] == [[64, 64]] * 3  # a page that is gone is soon told
+    assert [hangs(store, f"gone {i}") for i in range(3)] == [
+        [64, 64]
+    ] * 3  # a page that is gone is soon told
     monkeypatch.setattr("gpu_agent.blocks.cost_model.HUNG_S", 0.0)
     assert hangs(store, "hangs") == [64, 64]
     for pause_s in (0.1, 0.2, 0.4):
@@ -60,8 +66,13 @@ class Clocked(HitPolicy):
         return self.takes(0, 100, alone=False, granted=False)
 
 
-def test_hits_are_none_for_as_long_as_a_load_hung_and_twice_as_long_after_the_next_up_to_a_minute() -> None:
-    """What `docs/engines/vllm.md` says. The breaker's own pauses, a tenth of a second and up, passed for it."""
+def test_hits_are_none_for_as_long_as_a_load_hung_and_twice_as_long_after_the_next_up_to_a_minute() -> (
+    None
+):
+    """What `docs/engines/vllm.md` says.
+
+    The breaker's own pauses, a tenth of a second and up, passed for it.
+    """
     hits = Clocked()
     for pause_s in (10.0, 20.0, 40.0, 60.0, 60.0):
         hits.failed(10.0)
@@ -80,13 +91,17 @@ def test_a_load_that_ends_well_ends_the_doubling() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "taken"), [(0.99, True), (1.0, False)])
-def test_a_load_that_failed_sooner_than_after_a_second_met_a_page_that_is_gone(seconds: float, taken: bool) -> None:
+def test_a_load_that_failed_sooner_than_after_a_second_met_a_page_that_is_gone(
+    seconds: float, taken: bool
+) -> None:
     hits = Clocked()
     hits.failed(seconds)
     assert hits.taken_after(0.0) == taken
 
 
-def test_a_load_that_fails_on_several_ranks_hung_once(stores: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_fails_on_several_ranks_hung_once(
+    stores: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reports name a request again while its other ranks end: each of them doubled the pause."""
     store, failed = stores(), list[float]()
     request = FakeRequest("one", TOKENS)

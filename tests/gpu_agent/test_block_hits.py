@@ -1,5 +1,6 @@
-"""Which hits an engine's scheduler takes, over thousands of requests: the store's answers and the ranks are played,
-and time where it matters."""
+"""Which hits an engine's scheduler takes, over thousands of requests: the store's answers and the
+ranks are played, and time where it matters.
+"""
 
 import random
 from typing import Any
@@ -26,14 +27,18 @@ class Request:
 
 
 class Answers:
-    """`gpu_agent.blocks.lookups.Lookups` whose answers are there at once: so many leading blocks are stored."""
+    """`gpu_agent.blocks.lookups.Lookups` whose answers are there at once: so many leading blocks
+    are stored.
+    """
 
     def __init__(self) -> None:
         self.stored = 1 << 30
         self._known: dict[str, Any] = {}
 
     def ask(self, request_id: str, question: Any, stands: Any = None) -> None:
-        self._known[request_id] = tuple(tuple(i < self.stored for i in range(len(keys))) for _, keys in question)
+        self._known[request_id] = tuple(
+            tuple(i < self.stored for i in range(len(keys))) for _, keys in question
+        )
 
     def answer(self, request_id: str) -> Any:
         return self._known.get(request_id, ())
@@ -107,11 +112,15 @@ def experienced(load_s: float) -> LoadCostModel:
             worth.ended(step, now)
         now += load_s
         worth.loaded(1, tokens, now - load_s, now)
-    worth._ended_at = worth._prompts_at = worth._loaded_at = 0.0  # the clock of the test goes on from here
+    worth._ended_at = worth._prompts_at = worth._loaded_at = (
+        0.0  # the clock of the test goes on from here
+    )
     return worth
 
 
-def test_what_a_step_computes_of_prompts_is_told_long_or_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_step_computes_of_prompts_is_told_long_or_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scheduler, told = scheduler_of(), list[Any]()
     requests = [Request(number, 64) for number in range(2)]
     for request in requests:
@@ -123,12 +132,17 @@ def test_what_a_step_computes_of_prompts_is_told_long_or_short(monkeypatch: pyte
     assert told == [([], False), ([], True), ([], True), ([(32, PROMPT_TOKENS_MIN)], False)]
 
 
-# ---- loads that hang -------------------------------------------------------------------------------
+# ---- loads that hang
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("patience_s", [60.0, 5.0])
-def test_loads_that_hang_are_noticed_though_clients_give_up_before(clock: Clock, patience_s: float) -> None:
-    """The request had been forgotten when its load ended, and each one after it waited for a load of its own."""
+def test_loads_that_hang_are_noticed_though_clients_give_up_before(
+    clock: Clock, patience_s: float
+) -> None:
+    """The request had been forgotten when its load ended, and each one after it waited for a load
+    of its own.
+    """
     scheduler = scheduler_of(clock=clock)
     waited = 0
     for number in range(100):
@@ -185,12 +199,15 @@ def test_no_hit_is_promised_while_nobody_can_load() -> None:
         scheduler.finished(request, request.tables)
 
 
-# ---- loads that are slow ---------------------------------------------------------------------------
+# ---- loads that are slow
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("polls", [1, 2, 50])
 def test_a_trial_of_a_hit_that_seems_slow_takes_place_though_the_request_waits(polls: int) -> None:
-    """vLLM asks for the head of its queue in every step until it has blocks: a trial was over at the second."""
+    """vLLM asks for the head of its queue in every step until it has blocks: a trial was over at
+    the second.
+    """
     scheduler = scheduler_of(experienced(load_s=10.0))
     loads = 0
     for number in range(600):
@@ -207,7 +224,9 @@ def test_a_trial_of_a_hit_that_seems_slow_takes_place_though_the_request_waits(p
 
 
 def test_a_longer_hit_of_the_same_request_is_decided_anew() -> None:
-    """1,000 tokens are computed before they are loaded; preempted, the request finds 32,000 of its own."""
+    """1,000 tokens are computed before they are loaded; preempted, the request finds 32,000 of its
+    own.
+    """
     scheduler = scheduler_of(experienced(load_s=2.0))
     answers: Any = scheduler._lookups
     request = Request(0, 2000)
@@ -219,7 +238,9 @@ def test_a_longer_hit_of_the_same_request_is_decided_anew() -> None:
 
 
 def busy(worth: LoadCostModel, load_s: float, hits: int) -> int:
-    """Hits of 1,000 tokens that are taken, where every step computes 2,048 tokens of somebody in 2 s."""
+    """Hits of 1,000 tokens that are taken, where every step computes 2,048 tokens of somebody in 2
+    s.
+    """
     taken, now, step = 0, 5000.0, 0
 
     def stepped() -> None:
@@ -251,7 +272,8 @@ def test_loads_beside_prompts_in_every_step_teach_that_they_are_slow() -> None:
     assert busy(LoadCostModel(), 60.0, 1000) < 200
 
 
-# ---- what a step does ------------------------------------------------------------------------------
+# ---- what a step does
+# ------------------------------------------------------------------------------
 
 
 def test_requests_that_may_not_be_stored_cost_a_step_nothing() -> None:
@@ -270,5 +292,7 @@ def test_requests_that_may_not_be_stored_cost_a_step_nothing() -> None:
         return requests[0].tables
 
     for _ in range(3):
-        scheduler.ran(Report(scheduler.step({request.request_id: 1 for request in requests}, table_of).step))
+        scheduler.ran(
+            Report(scheduler.step({request.request_id: 1 for request in requests}, table_of).step)
+        )
     assert tables == []

@@ -1,4 +1,6 @@
-"""What an engine's steps cost, and where there is no room: the scheduler's side and the ranks' side together."""
+"""What an engine's steps cost, and where there is no room: the scheduler's side and the ranks' side
+together.
+"""
 
 from typing import Any
 
@@ -25,7 +27,9 @@ def test_blocks_that_find_no_room_before_their_request_ends_are_counted(
     assert store.pins == []
 
 
-def test_a_table_is_read_only_when_there_are_blocks_to_save(stores: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_read_only_when_there_are_blocks_to_save(
+    stores: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a hundred running requests most end no block in a step, and each look costs the engine."""
     monkeypatch.setattr(request_module, "STAGED_BLOCKS", 4)
     store = stores()
@@ -36,14 +40,19 @@ def test_a_table_is_read_only_when_there_are_blocks_to_save(stores: MakeStore, m
     store.scheduler.allocated(request, table, 0)
     asked = []
     for tokens in (20, 11, 20, 19, 1, 56, 1):
-        store.scheduler.step({"r": tokens}, lambda _: asked.append(request.num_computed_tokens) or table)
+        store.scheduler.step(
+            {"r": tokens}, lambda _: asked.append(request.num_computed_tokens) or table
+        )
         request.num_computed_tokens += tokens
     assert asked == [0, 31, 51, 127]  # blocks of the prompt at once, later ones four by four
     assert len(store.pins) == 4
 
 
 def test_a_load_larger_than_the_limit_on_pending_bytes_is_carried_out(stores: MakeStore) -> None:
-    """Its blocks are allocated: they are the limit. It used to fail at once, and always would have."""
+    """Its blocks are allocated: they are the limit.
+
+    It used to fail at once, and always would have.
+    """
     store = stores(pending_nbytes_max=4096, staging_nbytes=4096, blocks_max=20)
     tokens = list(range(BLOCK * 20))
     request, table = FakeRequest("r", tokens), [list(range(1, 21))]

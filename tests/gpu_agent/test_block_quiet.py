@@ -1,5 +1,6 @@
-"""Steps in which no block ends cost the engine next to nothing: whom they hold is not looked at, and nothing is lost
-by that."""
+"""Steps in which no block ends cost the engine next to nothing: whom they hold is not looked at,
+and nothing is lost by that.
+"""
 
 import concurrent.futures
 import random
@@ -41,13 +42,20 @@ class Nothing:
 
 
 class Side:
-    """A scheduler's side whose tables are looked at, and how often. `looks`: at every request in every step."""
+    """A scheduler's side whose tables are looked at, and how often.
+
+    `looks`: at every request in every step.
+    """
 
     def __init__(self, looks: bool, blocks_max: int) -> None:
         self.looks, self.scarce, self.looked = looks, False, 0
-        plan = SavePlan(1, blocks_max, 4, lambda _: None, lambda _: None, scarce=lambda: self.scarce)
+        plan = SavePlan(
+            1, blocks_max, 4, lambda _: None, lambda _: None, scarce=lambda: self.scarce
+        )
         lookups = Lookups(Nothing(), 5.0)
-        self.scheduler = BlockScheduler([BlockGroup(BLOCK)], [[NAMESPACE]], BLOCK, BLOCK, lookups, plan)
+        self.scheduler = BlockScheduler(
+            [BlockGroup(BLOCK)], [[NAMESPACE]], BLOCK, BLOCK, lookups, plan
+        )
         self.jobs: list[int] = []
 
     def admit(self, request: FakeRequest, table: list[int], tokens: int = 0) -> None:
@@ -55,7 +63,9 @@ class Side:
         assert self.scheduler.matched(request, 0) == 0
         self.scheduler.allocated(request, [table], tokens)
 
-    def step(self, scheduled: dict[str, int], tables: dict[str, list[int]], clean: bool) -> list[Any]:
+    def step(
+        self, scheduled: dict[str, int], tables: dict[str, list[int]], clean: bool
+    ) -> list[Any]:
         if self.looks:
             self.scheduler._quiet = 0
 
@@ -72,7 +82,9 @@ class Side:
 
 
 @pytest.mark.parametrize("blocks_max", [6, 1000])
-def test_what_is_saved_and_when_is_what_it_would_be_with_a_look_at_everybody(seed: int, blocks_max: int) -> None:
+def test_what_is_saved_and_when_is_what_it_would_be_with_a_look_at_everybody(
+    seed: int, blocks_max: int
+) -> None:
     draw = random.Random(seed)
     sides = [Side(True, blocks_max), Side(False, blocks_max)]
     live: dict[str, FakeRequest] = {}
@@ -81,7 +93,9 @@ def test_what_is_saved_and_when_is_what_it_would_be_with_a_look_at_everybody(see
     for step in range(600):
         if len(live) < 5 and draw.random() < 0.1:
             name = f"r{step}"
-            live[name] = FakeRequest(name, [draw.randrange(1 << 30) for _ in range(draw.randrange(1, 150))])
+            live[name] = FakeRequest(
+                name, [draw.randrange(1 << 30) for _ in range(draw.randrange(1, 150))]
+            )
             tables[name] = [1 + step * 64 + block for block in range(64)]
             for side in sides:
                 side.scheduler.ask(live[name])
@@ -92,7 +106,11 @@ def test_what_is_saved_and_when_is_what_it_would_be_with_a_look_at_everybody(see
         for name, request in live.items():
             left = request.num_tokens - request.num_computed_tokens
             if draw.random() < 0.97:
-                scheduled[name] = min(left, draw.choice([1, 16, 64, 200])) if left > 1 else draw.choice([1] * 30 + [3])
+                scheduled[name] = (
+                    min(left, draw.choice([1, 16, 64, 200]))
+                    if left > 1
+                    else draw.choice([1] * 30 + [3])
+                )
         clean = draw.random() < 0.8
         for side in sides:
             side.scarce = scarce
@@ -106,7 +124,9 @@ def test_what_is_saved_and_when_is_what_it_would_be_with_a_look_at_everybody(see
                 request.tokens.append(draw.randrange(1 << 30))
             FakeRequest.__post_init__(request)
         for name in [
-            name for name, request in live.items() if request.num_computed_tokens > 900 or draw.random() < 0.003
+            name
+            for name, request in live.items()
+            if request.num_computed_tokens > 900 or draw.random() < 0.003
         ]:
             request = live.pop(name)
             ended += 1
@@ -149,7 +169,9 @@ def test_a_request_that_joins_a_quiet_step_is_looked_at() -> None:
     request.num_computed_tokens = 40
     side.step({"r": 1}, tables, True)
     request.num_computed_tokens = 41
-    side.admit(FakeRequest("s", list(range(100, 117)), BLOCK - 1), tables["s"])  # all but a token of it is cached
+    side.admit(
+        FakeRequest("s", list(range(100, 117)), BLOCK - 1), tables["s"]
+    )  # all but a token of it is cached
     side.step({"r": 1, "s": 1}, tables, True)
     request.num_computed_tokens = 42
     assert [part.blocks for parts in side.step({"r": 1}, tables, True) for part in parts] == [[11]]

@@ -38,10 +38,17 @@ def test_computed_blocks_come_back_in_other_blocks(stores: MakeStore) -> None:
     ended = second.loaded()
     assert (ended.finished, ended.failed, ended.wrong_blocks) == ({"s"}, set(), set())
     for mine, theirs in ((9, 11), (4, 12), (7, 13)):
-        assert all(torch.equal(a, b) for a, b in zip(first.content(mine), second.content(theirs), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(first.content(mine), second.content(theirs), strict=True)
+        )
     assert all(torch.equal(a, b) for a, b in zip(before, second.content(5), strict=True))
     counts = second.rank.take_counts()
-    assert (counts.loads, counts.pages_loaded, counts.loaded_nbytes) == (1, 3, 3 * second.pool.layout.page_nbytes)
+    assert (counts.loads, counts.pages_loaded, counts.loaded_nbytes) == (
+        1,
+        3,
+        3 * second.pool.layout.page_nbytes,
+    )
 
 
 def test_nothing_is_saved_of_a_step_that_was_not_seen(stores: MakeStore) -> None:
@@ -56,7 +63,9 @@ def test_nothing_is_saved_of_a_step_that_was_not_seen(stores: MakeStore) -> None
     assert following.saves == []
     store.run(orders)
     store.scheduler.ran(store.rank.report())
-    assert [part.blocks for order in store.scheduler.step({}, dict).saves for part in order.parts] == [[1, 2, 3, 4]]
+    assert [
+        part.blocks for order in store.scheduler.step({}, dict).saves for part in order.parts
+    ] == [[1, 2, 3, 4]]
 
 
 def test_blocks_are_pinned_until_they_have_been_read_and_a_drain_waits_for_that(
@@ -84,7 +93,9 @@ def test_blocks_are_pinned_until_they_have_been_read_and_a_drain_waits_for_that(
     assert store.pins == []
 
 
-def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(stores: MakeStore) -> None:
+def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(
+    stores: MakeStore,
+) -> None:
     store = stores()
     request = FakeRequest("r", TOKENS)
     store.save(request, [1, 2, 3, 4, 5])
@@ -100,15 +111,18 @@ def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(store
     again.num_computed_tokens = 16
     store.step((again, 54, [11, 12, 13, 14, 15]))
     store.settle()
-    assert store.lookups._backend._client.lookup(store.namespace, again.block_hashes).prefix_pages == 4
+    assert (
+        store.lookups._backend._client.lookup(store.namespace, again.block_hashes).prefix_pages == 4
+    )
     assert store.rank.take_counts().loads_failed == 1
 
 
 def test_nothing_is_stored_of_what_another_connector_still_loads_for_a_request_whose_load_failed(
     stores: MakeStore,
 ) -> None:
-    """It is never asked about again, so what it computed before it was preempted says nothing of its new blocks. vLLM
-    counts the tokens of a load as computed when it is ordered."""
+    """It is never asked about again, so what it computed before it was preempted says nothing of
+    its new blocks. vLLM counts the tokens of a load as computed when it is ordered.
+    """
     store = stores()
     request = FakeRequest("r", TOKENS)
     store.save(request, [1, 2, 3, 4, 5])
@@ -129,9 +143,14 @@ def test_nothing_is_stored_of_what_another_connector_still_loads_for_a_request_w
     assert client.lookup(store.namespace, again.block_hashes[1:]).prefix_pages == 0
 
 
-def test_what_a_load_left_behind_is_not_stored_while_a_rank_is_still_loading(stores: MakeStore) -> None:
-    """An engine hears of a load's failure when all ranks have ended it. A request that is aborted before that counts
-    its tokens as computed, and its blocks hold anything."""
+def test_what_a_load_left_behind_is_not_stored_while_a_rank_is_still_loading(
+    stores: MakeStore,
+) -> None:
+    """An engine hears of a load's failure when all ranks have ended it.
+
+    A request that is aborted before that counts its tokens as computed, and its blocks hold
+    anything.
+    """
     store, table = stores(), [1, 2, 3, 4, 5]
     request = FakeRequest("r", TOKENS)
     store.save(request, table)
@@ -160,14 +179,20 @@ def test_room_for_pins_is_shared_out_from_the_head(stores: MakeStore) -> None:
     store.step((request, 0, [1, 2, 3, 4, 5]))
     assert store.pins == [4]
     store.settle()
-    assert store.lookups._backend._client.lookup(store.namespace, request.block_hashes).prefix_pages == 4
+    assert (
+        store.lookups._backend._client.lookup(store.namespace, request.block_hashes).prefix_pages
+        == 4
+    )
 
 
 def test_a_rank_that_does_not_write_acknowledges_at_once(stores: MakeStore) -> None:
     store = stores(writes=False)
     request = FakeRequest("r", TOKENS)
     store.save(request, [1, 2, 3, 4, 5])
-    assert store.lookups._backend._client.lookup(store.namespace, request.block_hashes).prefix_pages == 0
+    assert (
+        store.lookups._backend._client.lookup(store.namespace, request.block_hashes).prefix_pages
+        == 0
+    )
 
 
 def test_the_null_block_is_neither_saved_nor_loaded(stores: MakeStore) -> None:
@@ -210,7 +235,9 @@ class Told(LoadCostModel):
         return self.verdict
 
 
-def test_a_hit_that_is_slower_than_computing_is_none_and_nothing_is_saved_again(stores: MakeStore) -> None:
+def test_a_hit_that_is_slower_than_computing_is_none_and_nothing_is_saved_again(
+    stores: MakeStore,
+) -> None:
     worth = Told()
     store, table = stores(worth=worth), [1, 2, 3, 4, 5]
     request = FakeRequest("r", TOKENS)
@@ -327,7 +354,12 @@ def test_reports_of_ranks_add_up() -> None:
     two.failed.add("r")
     two.finished["r"] = 1
     total = one.add(two)
-    assert (total.step, total.acknowledged, total.finished, total.failed) == (4, {7: 2}, {"r": 1}, {"r"})
+    assert (total.step, total.acknowledged, total.finished, total.failed) == (
+        4,
+        {7: 2},
+        {"r": 1},
+        {"r"},
+    )
 
 
 def test_layers_of_one_kind_are_a_group_named_for_it() -> None:
@@ -352,10 +384,14 @@ def test_layers_of_one_kind_are_a_group_named_for_it() -> None:
 
 def test_a_view_in_any_order_of_memory_makes_the_same_page() -> None:
     """`BLHNC` packs the layers of a block together; the page's bytes do not change."""
-    packed = torch.randint(0, 256, (8, 2, 2, 16, 4), dtype=torch.uint8)  # [blocks, layers, heads, tokens, cell]
+    packed = torch.randint(
+        0, 256, (8, 2, 2, 16, 4), dtype=torch.uint8
+    )  # [blocks, layers, heads, tokens, cell]
     views = {f"layers.{layer}": packed[:, layer] for layer in (0, 1)}
     apart = {name: view.contiguous() for name, view in views.items()}
     pools = [table_pool(some, 8, 16) for some in (views, apart)]
     assert pools[0].layout == pools[1].layout
-    assert all(torch.equal(a.bits, b.bits) for a, b in zip(pools[0].planes, pools[1].planes, strict=True))
+    assert all(
+        torch.equal(a.bits, b.bits) for a, b in zip(pools[0].planes, pools[1].planes, strict=True)
+    )
     assert pools[0].planes[0].bits.data_ptr() == packed.data_ptr()

@@ -25,7 +25,9 @@ def namespace(token_pool: KVPool) -> Namespace:
 
 @pytest.fixture
 def agent(shm_client: Client, namespace: Namespace, token_pool: KVPool) -> Iterator[Agent]:
-    with Agent(shm_client, namespace, token_pool, AgentConfig(workers=2, staging_nbytes=4096)) as agent:
+    with Agent(
+        shm_client, namespace, token_pool, AgentConfig(workers=2, staging_nbytes=4096)
+    ) as agent:
         yield agent
         assert agent.check() == []
 
@@ -81,7 +83,12 @@ def test_pages_that_are_stored_beside_others_that_were_are_those_of_their_keys(
 @pytest.mark.parametrize("bad", [0, 3, PAGES - 1])
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_a_load_ends_before_a_damaged_page_and_the_node_drops_it(
-    agent: Agent, shm_client: Client, namespace: Namespace, token_pool: KVPool, bad: int, by_layer: bool
+    agent: Agent,
+    shm_client: Client,
+    namespace: Namespace,
+    token_pool: KVPool,
+    bad: int,
+    by_layer: bool,
 ) -> None:
     save(agent)
     before, expected = pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE)
@@ -93,13 +100,17 @@ def test_a_load_ends_before_a_damaged_page_and_the_node_drops_it(
     found = pages_at(token_pool, TARGET)
     assert torch.equal(found[:bad], expected[:bad])
     assert torch.equal(found[bad:], before[bad:]), "slots behind the damaged page are untouched"
-    assert shm_client.lookup(namespace, hashes()).present == tuple(page != bad for page in range(PAGES))
+    assert shm_client.lookup(namespace, hashes()).present == tuple(
+        page != bad for page in range(PAGES)
+    )
 
 
 def test_layers_are_told_in_order_when_they_are_in_place(agent: Agent, token_pool: KVPool) -> None:
     save(agent)
     layers: list[tuple[int, Any]] = []
-    loaded = agent.load(hashes(), TARGET, placed=lambda *told: layers.append(told)).done.result(WAIT_S)
+    loaded = agent.load(hashes(), TARGET, placed=lambda *told: layers.append(told)).done.result(
+        WAIT_S
+    )
     assert loaded.pages == PAGES
     assert layers == [(layer, None) for layer in token_pool.layout.layers]
     assert torch.equal(pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE))
@@ -107,7 +118,11 @@ def test_layers_are_told_in_order_when_they_are_in_place(agent: Agent, token_poo
 
 @pytest.mark.parametrize("move", ["gather", "scatter"])
 def test_a_move_that_breaks_leaves_no_slot_reserved_or_held(
-    shm_client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, move: str
+    shm_client: Client,
+    namespace: Namespace,
+    token_pool: KVPool,
+    monkeypatch: pytest.MonkeyPatch,
+    move: str,
 ) -> None:
     class Broken(TorchTransfer):
         broken = False
@@ -123,13 +138,17 @@ def test_a_move_that_breaks_leaves_no_slot_reserved_or_held(
             super().scatter(*arguments, **named)
 
     transfer = Broken()
-    with Agent(shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer) as agent:
+    with Agent(
+        shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer
+    ) as agent:
         if move == "scatter":
             save(agent)
         transfer.broken = True
         job = agent.save(hashes(), SOURCE) if move == "gather" else agent.load(hashes(), TARGET)
         result = job.done.result(WAIT_S)
-        assert "illegal memory access" in str(getattr(result, "reason", None) or getattr(result, "error", None))
+        assert "illegal memory access" in str(
+            getattr(result, "reason", None) or getattr(result, "error", None)
+        )
         ram = shm_client.node_status().ram
         assert (ram.writing_count, ram.held_count) == (0, 0)
         transfer.broken = False
@@ -137,7 +156,9 @@ def test_a_move_that_breaks_leaves_no_slot_reserved_or_held(
         assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
 
 
-def test_no_page_is_hashed_any_more_when_its_slot_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_page_is_hashed_any_more_when_its_slot_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It may be another page's by then, or the arena not mapped any more."""
     begun, ended = threading.Event(), threading.Event()
 
@@ -161,7 +182,9 @@ def test_a_chain_longer_than_a_batch_travels_in_several(
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 2 * token_pool.layout.page_nbytes)
     save(agent)
     layers: list[int] = []
-    loaded = agent.load(hashes(), TARGET, 3, placed=lambda layer, _: layers.append(layer)).done.result(WAIT_S)
+    loaded = agent.load(
+        hashes(), TARGET, 3, placed=lambda layer, _: layers.append(layer)
+    ).done.result(WAIT_S)
     assert loaded.pages == PAGES
     assert layers == list(token_pool.layout.layers), "told once, with the last batch"
     assert torch.equal(pages_at(token_pool, TARGET[8:]), pages_at(token_pool, SOURCE[8:]))
@@ -179,7 +202,9 @@ def test_the_slots_of_a_save_are_not_given_back_before_its_last_batch_is_read(
             given_back.append(job.gathered.done())
             super().gather(*arguments)
 
-    with Agent(shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), Looking()) as agent:
+    with Agent(
+        shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), Looking()
+    ) as agent:
         job = agent.save(hashes(), SOURCE)
         ordered.set()
         assert job.done.result(WAIT_S).stored == PAGES
@@ -211,7 +236,9 @@ def test_the_next_part_of_a_load_is_fetched_while_one_is_placed(
 
     monkeypatch.setattr(gpu_agent.transfer_path.MappedPath, "fetch", told)
     transfer = Waiting()
-    with Agent(shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer) as agent:
+    with Agent(
+        shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer
+    ) as agent:
         save(agent)
         assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
     assert transfer.parts == 4  # 1, 2, 2 and 1 pages
@@ -222,9 +249,15 @@ def test_the_next_part_of_a_load_is_fetched_while_one_is_placed(
 
 @pytest.mark.parametrize("move", ["save", "load"])
 def test_nothing_moves_while_the_nodes_memory_is_being_locked(
-    shm_client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, move: str
+    shm_client: Client,
+    namespace: Namespace,
+    token_pool: KVPool,
+    monkeypatch: pytest.MonkeyPatch,
+    move: str,
 ) -> None:
-    """A GPU's driver would hold it up for as long as that takes, past every deadline; a terabyte takes minutes."""
+    """A GPU's driver would hold it up for as long as that takes, past every deadline; a terabyte
+    takes minutes.
+    """
     monkeypatch.setattr("gpu_agent.transfer_path.SAVE_WAIT_S", 0.01)
     monkeypatch.setattr("gpu_agent.transfer_path.LOAD_WAIT_S", 0.01)
 
@@ -238,7 +271,9 @@ def test_nothing_moves_while_the_nodes_memory_is_being_locked(
             return not self.locking
 
     transfer = Locking()
-    with Agent(shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer) as agent:
+    with Agent(
+        shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer
+    ) as agent:
         if move == "load":
             save(agent)
         transfer.locking = True

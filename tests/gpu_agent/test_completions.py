@@ -42,7 +42,9 @@ def test_no_wake_up_is_lost_between_threads(completions: Completions[int]) -> No
         producer.start()
     taken: list[int] = []
     while len(taken) < count:
-        assert readable(completions, 10.0), f"{len(taken)} of {count} came, the rest without a signal"
+        assert readable(completions, 10.0), (
+            f"{len(taken)} of {count} came, the rest without a signal"
+        )
         taken += completions.drain()
     for producer in producers:
         producer.join()

@@ -1,4 +1,7 @@
-"""A process that dies while the GPU's copy engine writes into the node's memory. Needs a GPU and CuPy."""
+"""A process that dies while the GPU's copy engine writes into the node's memory.
+
+Needs a GPU and CuPy.
+"""
 
 import os
 import signal
@@ -54,16 +57,21 @@ with client.open_put(namespace, prefix_hashes(list(range(pages)), 1)) as slots:
 
 
 def test_slots_of_a_killed_process_are_free_only_when_its_copies_have_ended() -> None:
-    """The node's memory holds just the victim's pages: whoever stores next gets the same slots at once when
-    they are free. A copy of the dead process that still ran would damage them."""
+    """The node's memory holds just the victim's pages: whoever stores next gets the same slots at
+    once when they are free. A copy of the dead process that still ran would damage them.
+    """
     flags = ("--ram-bytes", str(PAGES * PAGE_NBYTES), "--extent-bytes", str(PAGE_NBYTES))
     with (
-        NodeProcess(*flags, "--batch-bytes-max", str(PAGES * PAGE_NBYTES), "--log-level", "ERROR") as node,
+        NodeProcess(
+            *flags, "--batch-bytes-max", str(PAGES * PAGE_NBYTES), "--log-level", "ERROR"
+        ) as node,
         Client(ClientConfig(address=node.address, wire="shm", timeout_s=WAIT_S)) as client,
     ):
         for number in range(ROUNDS):
             kill_in_flight(node)
-            namespace = Namespace(model=f"after {number} {uuid.uuid4()}", layout=opaque_layout(PAGE_NBYTES))
+            namespace = Namespace(
+                model=f"after {number} {uuid.uuid4()}", layout=opaque_layout(PAGE_NBYTES)
+            )
             keys = prefix_hashes(list(range(PAGES)), 1)
             pages = [page_content(namespace.digest, key, PAGE_NBYTES) for key in keys]
             end = time.monotonic() + WAIT_S
@@ -80,7 +88,9 @@ def test_slots_of_a_killed_process_are_free_only_when_its_copies_have_ended() ->
 
 def kill_in_flight(node: NodeProcess) -> None:
     arguments = (node.address, f"victim {uuid.uuid4()}", str(PAGE_NBYTES), str(PAGES))
-    victim = subprocess.Popen([sys.executable, "-c", VICTIM, *arguments], stdout=subprocess.PIPE, text=True)
+    victim = subprocess.Popen(
+        [sys.executable, "-c", VICTIM, *arguments], stdout=subprocess.PIPE, text=True
+    )
     assert victim.stdout is not None
     assert victim.stdout.readline() == "copying\n"
     time.sleep(0.05)

@@ -1,5 +1,6 @@
-"""`make demo` with a small model: two processes, one node, equal logits, and an exit status that says when they
-are not."""
+"""`make demo` with a small model: two processes, one node, equal logits, and an exit status that
+says when they are not.
+"""
 
 import argparse
 import importlib.util
@@ -25,7 +26,9 @@ SMALL = ["--size", "tiny", "--tokens", "512"]
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "document.txt"
-    path.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(60)))
+    path.write_text(
+        "".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(60))
+    )
     return path
 
 
@@ -49,7 +52,10 @@ def client(shared_node: NodeProcess) -> Iterator[Client]:
 def test_a_second_process_answers_the_same_from_loaded_pages(
     text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This process is the first, which saves: it has transformers already. The second one is fresh."""
+    """This process is the first, which saves: it has transformers already.
+
+    The second one is fresh.
+    """
     demo, process = module(SCRIPT), module(PROCESS)
     fresh, roles = demo.run_child, []
 
@@ -63,29 +69,45 @@ def test_a_second_process_answers_the_same_from_loaded_pages(
                 return process.save_document(subject, client)
 
     monkeypatch.setattr(demo, "run_child", run_child)
-    monkeypatch.setattr(demo, "NODE_FLAGS", ("--ram-bytes", "16MiB"))  # a node writes all of its memory at its start
+    monkeypatch.setattr(
+        demo, "NODE_FLAGS", ("--ram-bytes", "16MiB")
+    )  # a node writes all of its memory at its start
     status = demo.main([*SMALL, "--text", str(text), "--json"])
     said = capsys.readouterr()
     assert (status, said.err, roles) == (0, "", ["save", "answer"]), said.out
     result = json.loads(said.out)
-    assert result["equal"] is result["kv_equal"] is result["logits_equal"] is result["tokens_equal"] is True
+    assert (
+        result["equal"]
+        is result["kv_equal"]
+        is result["logits_equal"]
+        is result["tokens_equal"]
+        is True
+    )
     assert result["kv_saved"] == result["kv_loaded"] == result["kv_computed"]
     assert result["pages_stored"] == result["pages"] == 8
     assert result["tokens_loaded"] == 512
     assert result["one_shot_difference_max"] < 1e-3
 
 
-def test_a_model_on_disk_with_its_own_tokenizer_is_restored(client: Client, text: Path, tmp_path: Path) -> None:
+def test_a_model_on_disk_with_its_own_tokenizer_is_restored(
+    client: Client, text: Path, tmp_path: Path
+) -> None:
     process = module(PROCESS)
     words = sorted({word for line in (text.read_text(), process.QUESTION) for word in line.split()})
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0} | {word: i + 1 for i, word in enumerate(words)}, "<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({"<unk>": 0} | {word: i + 1 for i, word in enumerate(words)}, "<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "tiny-on-disk")
     torch.manual_seed(3)
-    config = LlamaConfig(vocab_size=256, num_key_value_heads=2, dtype="bfloat16", **process.SIZES["tiny"])
+    config = LlamaConfig(
+        vocab_size=256, num_key_value_heads=2, dtype="bfloat16", **process.SIZES["tiny"]
+    )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "tiny-on-disk")
 
-    args = argparse.Namespace(model=str(tmp_path / "tiny-on-disk"), text=str(text), tokens=512, page_tokens=64)
+    args = argparse.Namespace(
+        model=str(tmp_path / "tiny-on-disk"), text=str(text), tokens=512, page_tokens=64
+    )
     subject = process.Subject(args, client)
     with subject.adapter:
         assert process.save_document(subject, client)["document_prefill_ms"] > 0
@@ -96,12 +118,18 @@ def test_a_model_on_disk_with_its_own_tokenizer_is_restored(client: Client, text
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"logits_equal": False}, {"tokens_equal": False}, {"tokens_loaded": 448}, {"kv_loaded": "b"}]
+    "wrong",
+    [{"logits_equal": False}, {"tokens_equal": False}, {"tokens_loaded": 448}, {"kv_loaded": "b"}],
 )
 def test_a_difference_is_an_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any]
 ) -> None:
-    good = {"logits_equal": True, "tokens_equal": True, "tokens_loaded": 512, "document_tokens": 512}
+    good = {
+        "logits_equal": True,
+        "tokens_equal": True,
+        "tokens_loaded": 512,
+        "document_tokens": 512,
+    }
     good |= {"kv_saved": "a", "kv_loaded": "a"}
 
     class NoNode:
@@ -122,11 +150,17 @@ def test_a_difference_is_an_exit_status(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["equal"] is False
 
 
-def test_a_child_that_fails_ends_the_demo_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_fails_ends_the_demo_with_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     demo = module(SCRIPT)
-    (tmp_path / "demo_process.py").write_text("import sys; print('words of', *sys.argv[1:4], file=sys.stderr); exit(3)")
+    (tmp_path / "demo_process.py").write_text(
+        "import sys; print('words of', *sys.argv[1:4], file=sys.stderr); exit(3)"
+    )
     monkeypatch.setattr(demo, "HERE", tmp_path)
-    with pytest.raises(SystemExit, match=r"that should save failed:\nwords of save --address 127.0.0.1:9$"):
+    with pytest.raises(
+        SystemExit, match=r"that should save failed:\nwords of save --address 127.0.0.1:9$"
+    ):
         demo.run_child("save", "127.0.0.1:9", demo.parser().parse_args(SMALL))
 
 

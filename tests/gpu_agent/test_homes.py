@@ -1,4 +1,6 @@
-"""Agents in the engine's process and in one of their own: the same orders, the same bytes, the same answers."""
+"""Agents in the engine's process and in one of their own: the same orders, the same bytes, the same
+answers.
+"""
 
 import dataclasses
 import secrets
@@ -22,18 +24,29 @@ WAIT_S = 30.0
 
 
 class Rank:
-    """Two cache groups over one buffer of memory each, and a home for their agents. Blocks 0..31 are an
-    engine's, 32..63 another's."""
+    """Two cache groups over one buffer of memory each, and a home for their agents.
+
+    Blocks 0..31 are an engine's, 32..63 another's.
+    """
 
     def __init__(self, kind: type[Any], address: str, device: str = "cpu", cell: int = 8) -> None:
-        packed = torch.randint(0, 256, (BLOCKS, 2, 2, BLOCK, cell), dtype=torch.uint8, device=device)
-        self.views = [{f"layers.{i}": packed[:, i] for i in (0, 1)}]  # all layers of a block together
+        packed = torch.randint(
+            0, 256, (BLOCKS, 2, 2, BLOCK, cell), dtype=torch.uint8, device=device
+        )
+        self.views = [
+            {f"layers.{i}": packed[:, i] for i in (0, 1)}
+        ]  # all layers of a block together
         apart = torch.randn((2, BLOCKS, 1, BLOCK, 4), device=device).bfloat16()
         self.views.append({f"layers.{i}": apart[i] for i in (0, 1)})
         pools = [table_pool(views, BLOCKS, BLOCK) for views in self.views]
-        self.places = [GroupPool(Namespace(f"homes {secrets.token_hex(8)}", pool.layout), pool) for pool in pools]
+        self.places = [
+            GroupPool(Namespace(f"homes {secrets.token_hex(8)}", pool.layout), pool)
+            for pool in pools
+        ]
         config = AgentConfig(staging_nbytes=1 << 20, pending_nbytes_max=1 << 22, hashers=2)
-        self.home: AgentBackend = kind([self.places[0], None, self.places[1]], ClientConfig(address=address), config)
+        self.home: AgentBackend = kind(
+            [self.places[0], None, self.places[1]], ClientConfig(address=address), config
+        )
         self.agents = self.home.agents(None)
 
     def done(self, *futures: Any) -> list[Any]:
@@ -56,7 +69,10 @@ class Rank:
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def keys(count: int) -> list[bytes]:
@@ -72,7 +88,9 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
         pytest.param((LocalBackend, "cpu", 8), id="threads"),
         pytest.param((ProcessBackend, "cpu", 8), id="process"),
         pytest.param((ProcessBackend, "cuda", 8), id="process-gpu", marks=GPU),
-        pytest.param((ProcessBackend, "cuda", 1 << 14), id="process-gpu-runs", marks=GPU),  # pages of 1 MiB, no kernel
+        pytest.param(
+            (ProcessBackend, "cuda", 1 << 14), id="process-gpu-runs", marks=GPU
+        ),  # pages of 1 MiB, no kernel
     ],
 )
 def rank(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Rank]:
@@ -128,11 +146,17 @@ def test_saves_and_loads_under_way_together_all_end(rank: Rank) -> None:
     chains = [keys(4) for _ in range(8)]
     saves = [rank.agents[0].save(chain, range(2 * i, 2 * i + 4)) for i, chain in enumerate(chains)]
     assert all(result.stored == 4 for result in rank.done(*(job.done for job in saves)))
-    # Each into blocks of its own, as an engine does: a GPU looks at what is in the blocks afterwards.
-    loads = [rank.agents[0].load(chain, range(32 + 4 * i, 36 + 4 * i)) for i, chain in enumerate(chains)]
+    # Each into blocks of its own, as an engine does: a GPU looks at what is in the blocks
+    # afterwards.
+    loads = [
+        rank.agents[0].load(chain, range(32 + 4 * i, 36 + 4 * i)) for i, chain in enumerate(chains)
+    ]
     assert all(result.pages == 4 for result in rank.done(*(job.done for job in loads)))
     for i in range(8):
-        assert same(rank.content(0, [*range(32 + 4 * i, 36 + 4 * i)]), rank.content(0, [*range(2 * i, 2 * i + 4)]))
+        assert same(
+            rank.content(0, [*range(32 + 4 * i, 36 + 4 * i)]),
+            rank.content(0, [*range(2 * i, 2 * i + 4)]),
+        )
 
 
 def test_orders_that_are_wrong_raise_at_once(rank: Rank) -> None:

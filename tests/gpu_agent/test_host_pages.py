@@ -27,7 +27,11 @@ def made_pool() -> KVPool:
 def made_pages(client: Client) -> HostPages:
     pool = made_pool()
     return HostPages(
-        client, Namespace(model=f"host-{uuid.uuid4()}", layout=pool.layout), pool, AgentConfig(workers=1), 8
+        client,
+        Namespace(model=f"host-{uuid.uuid4()}", layout=pool.layout),
+        pool,
+        AgentConfig(workers=1),
+        8,
     )
 
 
@@ -79,7 +83,12 @@ def test_a_flat_page_of_another_size_is_no_page(pages: HostPages) -> None:
 
 def test_nothing_is_asked_for_nothing(pages: HostPages) -> None:
     none = torch.zeros(0, dtype=torch.int64)
-    assert pages.save([], none, TIMEOUT_S) == pages.load([], none, TIMEOUT_S) == pages.present([], TIMEOUT_S) == []
+    assert (
+        pages.save([], none, TIMEOUT_S)
+        == pages.load([], none, TIMEOUT_S)
+        == pages.present([], TIMEOUT_S)
+        == []
+    )
     assert pages.put([], [], TIMEOUT_S) == pages.get([], [], TIMEOUT_S) == []
 
 
@@ -89,12 +98,16 @@ def test_without_a_node_everything_is_missing_at_once() -> None:
         start = time.monotonic()
         assert pages.save(HASHES, torch.arange(COUNT), 0.5) == [False] * COUNT
         assert pages.load(HASHES, torch.arange(COUNT), 0.5) == [False] * COUNT
-        assert pages.put(HASHES[:1], [torch.zeros(pages.page_nbytes, dtype=torch.uint8)], 0.5) == [False]
+        assert pages.put(HASHES[:1], [torch.zeros(pages.page_nbytes, dtype=torch.uint8)], 0.5) == [
+            False
+        ]
         assert time.monotonic() - start < 3.0
         pages.close(0.0)
 
 
-def test_calls_end_by_their_own_deadlines(pages: HostPages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_end_by_their_own_deadlines(
+    pages: HostPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not by the agent's, which are longer; the deadline is what reaches the client."""
     asked: list[Any] = []
 

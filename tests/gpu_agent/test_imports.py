@@ -9,7 +9,9 @@ import gpu_agent
 def loaded(code: str) -> set[str]:
     """Packages that are loaded after `code`, in a process of its own."""
     script = f"{code}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     return set(done.stdout.split())
 
 

@@ -33,7 +33,9 @@ def test_a_waiting_engine_obeys_sigterm_after_kernels_were_compiled() -> None:
     said = {}
     for how in ("kept", "left"):
         command = [sys.executable, "-c", textwrap.dedent(ENGINE), how, interrupts.__file__]
-        said[how] = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+        said[how] = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=60
+        ).stdout.strip()
     assert said == {"kept": "obeyed", "left": "ignored"}
 
 

@@ -33,13 +33,32 @@ def random_pool(seed: int) -> KVPool:
     for name in "abc"[: draw.randint(1, 3)]:
         planes = []
         for plane in "xyz"[: draw.randint(1, 3)]:
-            shape = draw.choice([(1,), (7,), (132,), (256,), (3, 5), (1, 66), (2, 3, 4), (4, 1, 8), (5, 2, 3), (2, 16)])
+            shape = draw.choice(
+                [
+                    (1,),
+                    (7,),
+                    (132,),
+                    (256,),
+                    (3, 5),
+                    (1, 66),
+                    (2, 3, 4),
+                    (4, 1, 8),
+                    (5, 2, 3),
+                    (2, 16),
+                ]
+            )
             planes.append(Plane(plane, draw.choice(DTYPES), shape, draw.choice((1, 4))))
-            spaces[name, plane] = draw.choice(("", f"{name}{plane}")) + f"of {planes[-1].unit_tokens}"
-        groups.append(LayerGroup(name, tuple(draw.sample(range(6), draw.randint(1, 3))), tuple(planes)))
+            spaces[name, plane] = (
+                draw.choice(("", f"{name}{plane}")) + f"of {planes[-1].unit_tokens}"
+            )
+        groups.append(
+            LayerGroup(name, tuple(draw.sample(range(6), draw.randint(1, 3))), tuple(planes))
+        )
         for layer in groups[-1].layers:
             for plane in planes:
-                tensors[name, layer, plane.name] = random_view(draw, (40, *plane.unit_shape), plane.dtype)
+                tensors[name, layer, plane.name] = random_view(
+                    draw, (40, *plane.unit_shape), plane.dtype
+                )
     return KVPool(PageLayout(8, tuple(groups)), tensors, spaces)
 
 
@@ -50,7 +69,9 @@ def random_view(draw: random.Random, shape: tuple[int, ...], dtype: str) -> torc
     wider = [size + draw.choice((0, 0, 1, 3, 8)) for size in shape]
     nbytes = torch.Size(wider).numel() * getattr(torch, dtype).itemsize
     whole = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).view(getattr(torch, dtype))
-    view = whole.view([wider[i] for i in order]).permute([order.index(i) for i in range(len(shape))])
+    view = whole.view([wider[i] for i in order]).permute(
+        [order.index(i) for i in range(len(shape))]
+    )
     for dim, (size, room) in enumerate(zip(shape, wider, strict=True)):
         view = view.narrow(dim, draw.randint(0, room - size), size)
     return view
@@ -62,8 +83,13 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def random_units(pool: KVPool, pages: int) -> dict[str, torch.Tensor]:
-    per_page = {name: pool.layout.page_tokens // space.unit_tokens for name, space in pool.spaces.items()}
-    return {name: torch.randperm(space.slots)[: pages * per_page[name]] for name, space in pool.spaces.items()}
+    per_page = {
+        name: pool.layout.page_tokens // space.unit_tokens for name, space in pool.spaces.items()
+    }
+    return {
+        name: torch.randperm(space.slots)[: pages * per_page[name]]
+        for name, space in pool.spaces.items()
+    }
 
 
 def slab(count: int, nbytes: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -101,7 +127,14 @@ extern "C" void run(int is_gather, const long long* a) {
 """
     )
     library = folder / "cpu.so"
-    options = ["-std=c++17", "-O1", "-Wno-unknown-pragmas", "-shared", "-fPIC", f"-I{SOURCE.parent}"]
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-Wno-unknown-pragmas",
+        "-shared",
+        "-fPIC",
+        f"-I{SOURCE.parent}",
+    ]
     subprocess.run([compiler, *options, str(folder / "cpu.cpp"), "-o", str(library)], check=True)
     run = ctypes.CDLL(str(library)).run
 
@@ -125,7 +158,15 @@ def test_quotients_are_exact_in_32_bits() -> None:
     for value in values + [draw.randrange(1, 1 << draw.randint(1, 31)) for _ in range(500)]:
         by = divisor(value)
         assert 0 <= by.magic < 1 << 32
-        numbers = [0, 1, value - 1, value, 2 * value - 1, (1 << 31) - 1, *(draw.randrange(1 << 31) for _ in range(50))]
+        numbers = [
+            0,
+            1,
+            value - 1,
+            value,
+            2 * value - 1,
+            (1 << 31) - 1,
+            *(draw.randrange(1 << 31) for _ in range(50)),
+        ]
         for n in (n for n in numbers if n < 1 << 31):
             assert quotient(n, by) == n // value, (n, value)
 
@@ -138,7 +179,11 @@ def test_quotients_are_exact_in_32_bits() -> None:
         ((4, 128), (256, 1), (256, ((4, 512),))),  # K heads beside V heads
         ((2, 4, 6), (64, 6, 1), (48, ((2, 128),))),
         ((2, 4, 6), (48, 12, 1), (12, ((8, 24),))),  # two dimensions become one
-        ((8, 16, 128), (128, 1024, 1), (256, ((16, 2048), (8, 256)))),  # [H, N, C] of [N, H, C] memory
+        (
+            (8, 16, 128),
+            (128, 1024, 1),
+            (256, ((16, 2048), (8, 256))),
+        ),  # [H, N, C] of [N, H, C] memory
         ((4, 3), (1, 4), (2, ((3, 8), (4, 2)))),  # transposed: rows of one element
     ],
 )
@@ -153,17 +198,30 @@ def words(*planes: Plane, page_align: int = 16, shift: int = 0) -> list[int]:
     tensors = {}
     for plane in planes:
         nbytes = 10 * plane.unit_nbytes
-        flat = torch.zeros(nbytes + shift, dtype=torch.uint8)[shift:].view(getattr(torch, plane.dtype))
+        flat = torch.zeros(nbytes + shift, dtype=torch.uint8)[shift:].view(
+            getattr(torch, plane.dtype)
+        )
         tensors["g", 0, plane.name] = flat.view(10, *plane.unit_shape)
     return Plan(KVPool(layout, tensors), page_align).planes[:, 3].tolist()
 
 
 def test_words_are_as_wide_as_every_address_allows() -> None:
-    for nbytes, word in [(2048, 16), (576, 16), (656, 16), (8448, 16), (264, 8), (132, 4), (578, 2), (3, 1)]:
+    for nbytes, word in [
+        (2048, 16),
+        (576, 16),
+        (656, 16),
+        (8448, 16),
+        (264, 8),
+        (132, 4),
+        (578, 2),
+        (3, 1),
+    ]:
         assert words(Plane("x", "uint8", (nbytes,))) == [word]
     assert words(Plane("x", "uint8", (64,)), shift=8) == [8]  # the pool's base
     assert words(Plane("x", "uint8", (64,)), page_align=4) == [4]  # the pages' addresses
-    after_odd = words(Plane("a", "uint8", (1,)), Plane("b", "uint8", (64,)), Plane("c", "uint8", (7,)))
+    after_odd = words(
+        Plane("a", "uint8", (1,)), Plane("b", "uint8", (64,)), Plane("c", "uint8", (7,))
+    )
     assert after_odd == [1, 4, 1]  # b begins at byte 4 of a page
 
 
@@ -194,14 +252,18 @@ def test_tiles_cover_the_page_once_and_spans_and_chunks_too(seed: int) -> None:
 def plan_of(page_tokens: int, layers: int, plane: Plane) -> Plan:
     layout = PageLayout(page_tokens, (LayerGroup("g", tuple(range(layers)), (plane,)),))
     tensors = {
-        ("g", i, plane.name): torch.empty(page_tokens, *plane.unit_shape, dtype=torch.uint8) for i in range(layers)
+        ("g", i, plane.name): torch.empty(page_tokens, *plane.unit_shape, dtype=torch.uint8)
+        for i in range(layers)
     }
     return Plan(KVPool(layout, tensors))
 
 
 def test_the_link_waits_for_a_small_chunk_only() -> None:
     """The first of a gather, the last of a scatter; a job that fits a buffer is one chunk."""
-    small, large = plan_of(1, 1, Plane("x", "uint8", (1024,))), plan_of(1, 1, Plane("x", "uint8", (6144,)))
+    small, large = (
+        plan_of(1, 1, Plane("x", "uint8", (1024,))),
+        plan_of(1, 1, Plane("x", "uint8", (6144,))),
+    )
     assert [c.page_count for c in small.gather_chunks(20, 8192)] == [2, 6, 6, 6]
     assert [c.page_count for c in small.gather_chunks(32, 16384)] == [4, 14, 14]
     assert [c.page_count for c in small.scatter_chunks(20, 8192)] == [6, 6, 6, 2]
@@ -213,15 +275,28 @@ def test_the_link_waits_for_a_small_chunk_only() -> None:
     assert sizes == [(0, 6144), (1, 6144), (2, 4096), (2, 2048)]
     one_tile = plan_of(1, 1, Plane("x", "uint8", (1600,)))
     assert [c.span.nbytes for c in one_tile.gather_chunks(4, 4096)] == [1600, 1600, 1600]
-    for cut in (one_tile.gather_chunks, one_tile.scatter_chunks):  # the quarter is more than a page, not than its row
+    for cut in (
+        one_tile.gather_chunks,
+        one_tile.scatter_chunks,
+    ):  # the quarter is more than a page, not than its row
         assert [c.span.nbytes for c in cut(5, 4 * 1601)] == [1600, 1600, 1600]
 
 
 def test_small_layers_travel_together() -> None:
     tp8 = plan_of(64, 10, Plane("kv", "uint8", (512,)))  # 32 KiB a layer
     assert [layers for layers, _ in tp8.layers] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
-    assert [[span.nbytes for span in spans] for _, spans in tp8.layers] == [[128 << 10], [128 << 10], [64 << 10]]
-    assert [c.layers for c in tp8.layer_chunks(2, 128 << 10)] == [(), (0, 1, 2, 3), (), (4, 5, 6, 7), (8, 9)]
+    assert [[span.nbytes for span in spans] for _, spans in tp8.layers] == [
+        [128 << 10],
+        [128 << 10],
+        [64 << 10],
+    ]
+    assert [c.layers for c in tp8.layer_chunks(2, 128 << 10)] == [
+        (),
+        (0, 1, 2, 3),
+        (),
+        (4, 5, 6, 7),
+        (8, 9),
+    ]
     llama = plan_of(64, 3, Plane("kv", "uint8", (4096,)))
     assert [layers for layers, _ in llama.layers] == [(0,), (1,), (2,)]
 
@@ -229,7 +304,9 @@ def test_small_layers_travel_together() -> None:
 def test_units_that_32_bits_can_not_count_are_refused_by_name() -> None:
     layout = PageLayout(1, (LayerGroup("g", (3,), (Plane("huge", "uint8", ((1 << 30) + 1,)),)),))
     pool = KVPool(layout, {("g", 3, "huge"): torch.empty(1, (1 << 30) + 1, dtype=torch.uint8)})
-    with pytest.raises(InvalidRequest, match="group g layer 3 plane huge: 1 rows of 1073741825 words of 1 bytes"):
+    with pytest.raises(
+        InvalidRequest, match="group g layer 3 plane huge: 1 rows of 1073741825 words of 1 bytes"
+    ):
         Plan(pool)
 
 
@@ -237,8 +314,12 @@ def test_units_that_32_bits_can_not_count_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_layout_moves_as_the_reference_moves_it(seed: int, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "FRAGMENT_NBYTES_MIN", (1, 2000, plans.FRAGMENT_NBYTES_MIN)[seed % 3])
+def test_any_layout_moves_as_the_reference_moves_it(
+    seed: int, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        plans, "FRAGMENT_NBYTES_MIN", (1, 2000, plans.FRAGMENT_NBYTES_MIN)[seed % 3]
+    )
     pool, other = random_pool(seed), random_pool(seed)
     transfer = StagedTransfer(SimulatedDevice(seed, kernel), buffer_nbytes=4096)
     table, skip = pool.unit_table(random_units(pool, 5), 5), random.Random(seed).choice((0, 4, 12))
@@ -249,7 +330,9 @@ def test_any_layout_moves_as_the_reference_moves_it(seed: int, kernel: Kernel, m
     assert torch.equal(whole, expected)
     fresh = list(torch.randint(0, 256, (5, nbytes), dtype=torch.uint8))
     storages = [[storage_bytes(p.bits) for p in each.planes] for each in (pool, other)]
-    for mine, theirs in zip(*storages, strict=True):  # the same bytes before, also between the units
+    for mine, theirs in zip(
+        *storages, strict=True
+    ):  # the same bytes before, also between the units
         theirs.copy_(mine)
     transfer.scatter(pool, table, fresh, None, skip, placed=(lambda *_: None) if seed % 2 else None)
     TorchTransfer().scatter(other, table, fresh, None, skip)
@@ -280,7 +363,9 @@ def test_pages_anywhere_are_reached_through_a_table(token_pool: KVPool, kernel: 
 def test_offsets_beyond_2_gib(kernel: Kernel) -> None:
     layout = PageLayout(4, (LayerGroup("g", (0,), (Plane("x", "uint8", (1152,)),)),))
     slots = (5 << 30) // 1152
-    pool = KVPool(layout, {("g", 0, "x"): torch.empty((slots, 1152), dtype=torch.uint8)})  # touched at a few places
+    pool = KVPool(
+        layout, {("g", 0, "x"): torch.empty((slots, 1152), dtype=torch.uint8)}
+    )  # touched at a few places
     far = torch.tensor([slots - 1, 1_900_000, 3_800_000, 7])
     fresh = [torch.randint(0, 256, (4 * 1152,), dtype=torch.uint8)]
     StagedTransfer(SimulatedDevice(0, kernel)).scatter(pool, pool.unit_table(far, 1), fresh, None)
@@ -298,9 +383,15 @@ def test_the_source_compiles_for_a_gpu(arch: str, tmp_path: Path) -> None:
     """With the runtime compiler that CuPy uses, or nvcc."""
     nvcc = shutil.which("nvcc")
     if nvcc:
-        subprocess.run([nvcc, f"-arch=sm_{arch}", "-cubin", "-o", str(tmp_path / "k"), str(SOURCE)], check=True)
+        subprocess.run(
+            [nvcc, f"-arch=sm_{arch}", "-cubin", "-o", str(tmp_path / "k"), str(SOURCE)], check=True
+        )
         return
-    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs nvcc, or cupy with NVRTC")
+    nvrtc = pytest.importorskip(
+        "cupy_backends.cuda.libs.nvrtc", reason="needs nvcc, or cupy with NVRTC"
+    )
     program = nvrtc.createProgram(SOURCE.read_text(), SOURCE.name, (), ())
-    nvrtc.compileProgram(program, ("--std=c++17", f"-arch=sm_{arch}", "--device-as-default-execution-space"))
+    nvrtc.compileProgram(
+        program, ("--std=c++17", f"-arch=sm_{arch}", "--device-as-default-execution-space")
+    )
     assert b"gather" in nvrtc.getCUBIN(program)

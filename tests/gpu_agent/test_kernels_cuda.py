@@ -1,4 +1,5 @@
-"""`CudaTransfer` on a GPU, byte for byte against `TorchTransfer`; the layouts themselves are in test_transfer.py.
+"""`CudaTransfer` on a GPU, byte for byte against `TorchTransfer`; the layouts themselves are in
+test_transfer.py.
 
 Every test draws fresh bytes and poisons what it writes to.
 """
@@ -31,15 +32,23 @@ def transfer(request: pytest.FixtureRequest) -> "cuda.CudaTransfer":
 def pool(request: pytest.FixtureRequest) -> KVPool:
     """Three layers of K and V in one tensor each, V behind K; the slots between are guards."""
     dtype, shape = ROWS[request.param]
-    layout = PageLayout(64, (LayerGroup("g", (0, 1, 2), (Plane("k", dtype, shape), Plane("v", dtype, shape))),))
+    layout = PageLayout(
+        64, (LayerGroup("g", (0, 1, 2), (Plane("k", dtype, shape), Plane("v", dtype, shape))),)
+    )
     nbytes = layout.groups[0].planes[0].unit_nbytes
-    whole = torch.randint(0, 256, (3, SLOTS, 2, nbytes), dtype=torch.uint8, device="cuda").view(getattr(torch, dtype))
+    whole = torch.randint(0, 256, (3, SLOTS, 2, nbytes), dtype=torch.uint8, device="cuda").view(
+        getattr(torch, dtype)
+    )
     parts = {"k": whole[:, :, 0], "v": whole[:, :, 1]}
-    return KVPool(layout, {("g", i, p): parts[p][i].view(SLOTS, *shape) for i in range(3) for p in "kv"})
+    return KVPool(
+        layout, {("g", i, p): parts[p][i].view(SLOTS, *shape) for i in range(3) for p in "kv"}
+    )
 
 
 @pytest.fixture(params=["pageable", "pinned", "registered"])
-def buffers(request: pytest.FixtureRequest, pool: KVPool, transfer: "cuda.CudaTransfer") -> Iterator[torch.Tensor]:
+def buffers(
+    request: pytest.FixtureRequest, pool: KVPool, transfer: "cuda.CudaTransfer"
+) -> Iterator[torch.Tensor]:
     """`[PAGES, page + guard]`, poisoned; the pages are `pages_of` it."""
     shape = (PAGES, pool.layout.page_nbytes + 64)
     if request.param == "registered":
@@ -76,7 +85,12 @@ def test_gather_fills_its_pages_and_nothing_else(
     told: list[object] = []
     pages = pages_of(buffers, pool)
     transfer.gather(
-        pool, pool.unit_table(units, PAGES), pages, transfer.fence(pool), lambda: told.append("gathered"), told.extend
+        pool,
+        pool.unit_table(units, PAGES),
+        pages,
+        transfer.fence(pool),
+        lambda: told.append("gathered"),
+        told.extend,
     )
     assert torch.equal(torch.stack(pages), reference(pool, units, PAGES))
     assert bool((buffers[:, pool.layout.page_nbytes :] == 0x5A).all())
@@ -86,7 +100,11 @@ def test_gather_fills_its_pages_and_nothing_else(
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("skip_tokens", [0, 37])
 def test_scatter_fills_its_slots_and_nothing_else(
-    transfer: "cuda.CudaTransfer", pool: KVPool, buffers: torch.Tensor, layerwise: bool, skip_tokens: int
+    transfer: "cuda.CudaTransfer",
+    pool: KVPool,
+    buffers: torch.Tensor,
+    layerwise: bool,
+    skip_tokens: int,
 ) -> None:
     units = torch.randperm(SLOTS)[: PAGES * 64]
     table, pages = pool.unit_table(units, PAGES), pages_of(buffers, pool)
@@ -95,7 +113,9 @@ def test_scatter_fills_its_slots_and_nothing_else(
     before = all_bytes(pool)
     TorchTransfer().scatter(pool, table, pages, None, skip_tokens)
     wanted = all_bytes(pool)
-    torch.empty(0, dtype=torch.uint8, device="cuda").set_(pool.planes[0].bits.untyped_storage()).copy_(before)
+    torch.empty(0, dtype=torch.uint8, device="cuda").set_(
+        pool.planes[0].bits.untyped_storage()
+    ).copy_(before)
     seen: dict[int, torch.Tensor] = {}
     engine = torch.cuda.Stream()
 
@@ -106,7 +126,9 @@ def test_scatter_fills_its_slots_and_nothing_else(
                 [p.bits[units[skip_tokens:].cuda()] for p in pool.planes if p.piece.layer == layer]
             )
 
-    transfer.scatter(pool, table, pages, transfer.fence(pool), skip_tokens, place if layerwise else None)
+    transfer.scatter(
+        pool, table, pages, transfer.fence(pool), skip_tokens, place if layerwise else None
+    )
     assert torch.equal(all_bytes(pool), wanted)
     engine.synchronize()
     assert list(seen) == ([0, 1, 2] if layerwise else [])
@@ -127,7 +149,9 @@ def test_a_gather_begins_behind_the_engine(pool: KVPool) -> None:
 
 
 def test_who_waits_for_the_engine_sleeps() -> None:
-    """As an agents' process does for most of a step: in a loop it would slow the engine by a third (vLLM, H200)."""
+    """As an agents' process does for most of a step: in a loop it would slow the engine by a third
+    (vLLM, H200).
+    """
     device = cuda.CudaTransfer().device
     for _ in range(3):
         torch.cuda._sleep(400_000_000)
@@ -147,7 +171,9 @@ def test_offsets_beyond_4_gib() -> None:
     transfer, nbytes = cuda.CudaTransfer(), 1152
     slots = (5 << 30) // nbytes
     layout = PageLayout(4, (LayerGroup("g", (0,), (Plane("x", "uint8", (nbytes,)),)),))
-    pool = KVPool(layout, {("g", 0, "x"): torch.zeros((slots, nbytes), dtype=torch.uint8, device="cuda")})
+    pool = KVPool(
+        layout, {("g", 0, "x"): torch.zeros((slots, nbytes), dtype=torch.uint8, device="cuda")}
+    )
     far = torch.tensor([slots - 1, 1_900_000, 3_800_000, 7])
     fresh, back = (
         torch.randint(0, 256, (1, 4 * nbytes), dtype=torch.uint8),
@@ -200,14 +226,23 @@ def test_what_can_not_be_served_is_refused_by_name() -> None:
 
 
 def test_memory_is_registered_once_and_known_by_its_range() -> None:
-    """What we know ourselves CUDA is not asked for: a refused call of the runtime is an error to its tools."""
+    """What we know ourselves CUDA is not asked for: a refused call of the runtime is an error to
+    its tools.
+    """
     host, whole = cuda.CudaTransfer(buffer_nbytes=64 << 10).device.host, mmap.mmap(-1, 1 << 20)
     address = torch.frombuffer(whole, dtype=torch.uint8).data_ptr()
     start, half = address + (1 << 18), 1 << 19
     assert not host.locked([start, start + 4096], 4096)
     host.register(start, half)
-    for first, nbytes in ((start, half), (address, 1 << 20), (start + 4096, 4096), (address, (1 << 18) + 1)):
-        with pytest.raises(ConfigError, match=f"can not page-lock {nbytes} bytes at 0x.* is registered already"):
+    for first, nbytes in (
+        (start, half),
+        (address, 1 << 20),
+        (start + 4096, 4096),
+        (address, (1 << 18) + 1),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"can not page-lock {nbytes} bytes at 0x.* is registered already"
+        ):
             host.register(first, nbytes)
     pinned = torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True)
     assert host.locked([start + half - 4096, start], 4096)

@@ -25,7 +25,9 @@ WAIT_S = 30.0
 
 
 def slab(count: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Poisoned memory, and pages of the token pool in it with bytes between them that nobody may touch."""
+    """Poisoned memory, and pages of the token pool in it with bytes between them that nobody may
+    touch.
+    """
     whole = torch.full((count, 1024 + 61), 0x5A, dtype=torch.uint8)
     return whole, [row[30 : 30 + 1024] for row in whole]
 
@@ -53,9 +55,13 @@ def test_a_transfer_refuses_what_it_can_not_serve(token_pool: KVPool) -> None:
     with pytest.raises(ConfigError, match="buffer_nbytes=100 must be at least 4096"):
         StagedTransfer(SimulatedDevice(0), buffer_nbytes=100)
     layout = PageLayout(4, (LayerGroup("g", (0,), (Plane("x", "uint8", (4,)),)),))
-    elsewhere = KVPool(layout, {("g", 0, "x"): torch.empty((8, 4), dtype=torch.uint8, device="meta")})
+    elsewhere = KVPool(
+        layout, {("g", 0, "x"): torch.empty((8, 4), dtype=torch.uint8, device="meta")}
+    )
     with pytest.raises(InvalidRequest, match="the pool is on meta, this transfer serves cpu"):
-        StagedTransfer(SimulatedDevice(0)).gather(elsewhere, elsewhere.unit_table(torch.arange(0), 0), [], None)
+        StagedTransfer(SimulatedDevice(0)).gather(
+            elsewhere, elsewhere.unit_table(torch.arange(0), 0), [], None
+        )
 
 
 # ---- one job -----------------------------------------------------------------------------
@@ -64,7 +70,10 @@ def test_a_transfer_refuses_what_it_can_not_serve(token_pool: KVPool) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_slots_are_free_when_gathered_and_no_sooner(seed: int, token_pool: KVPool) -> None:
     """Also when another job takes a lane's turn in between: a landing page starts one."""
-    transfer, units = StagedTransfer(SimulatedDevice(seed), buffer_nbytes=4096), torch.randint(0, 96, (30 * 8,))
+    transfer, units = (
+        StagedTransfer(SimulatedDevice(seed), buffer_nbytes=4096),
+        torch.randint(0, 96, (30 * 8,)),
+    )
     expected, (whole, pages) = gathered_by_torch(token_pool, units, 30), slab(30)
     free = False
 
@@ -86,10 +95,15 @@ def test_slots_are_free_when_gathered_and_no_sooner(seed: int, token_pool: KVPoo
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_slots_are_touched_behind_what_the_engine_had_enqueued(seed: int, token_pool: KVPool) -> None:
+def test_slots_are_touched_behind_what_the_engine_had_enqueued(
+    seed: int, token_pool: KVPool
+) -> None:
     """A save reads what it was still to write, a load leaves it what it was still to read."""
     device, table = SimulatedDevice(seed), token_pool.unit_table(torch.arange(96), 12)
-    transfer, pages = StagedTransfer(device, 4096), torch.randint(1, 256, (12, 1024), dtype=torch.uint8)
+    transfer, pages = (
+        StagedTransfer(device, 4096),
+        torch.randint(1, 256, (12, 1024), dtype=torch.uint8),
+    )
     read: list[torch.Tensor] = []
 
     def write(token: int) -> bool:
@@ -101,17 +115,24 @@ def test_slots_are_touched_behind_what_the_engine_had_enqueued(seed: int, token_
     transfer.gather(token_pool, table, list(pages), transfer.fence(token_pool))
     assert not pages.any()
 
-    device.engine.steps.append(lambda: read.extend(plane.bits.clone() for plane in token_pool.planes) or True)
+    device.engine.steps.append(
+        lambda: read.extend(plane.bits.clone() for plane in token_pool.planes) or True
+    )
     transfer.scatter(token_pool, table, list(pages + 1), transfer.fence(token_pool))
     device.engine.synchronize()
     assert not torch.stack(read).any()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_layers_event_covers_both_lanes(seed: int, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layers_event_covers_both_lanes(
+    seed: int, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three chunks a layer; the next layer's travel while the engine reads this one."""
     monkeypatch.setattr(plans, "FRAGMENT_NBYTES_MIN", 1)
-    transfer, table = StagedTransfer(SimulatedDevice(seed), 4096), token_pool.unit_table(torch.arange(96), 12)
+    transfer, table = (
+        StagedTransfer(SimulatedDevice(seed), 4096),
+        token_pool.unit_table(torch.arange(96), 12),
+    )
     pages = list(torch.randint(0, 256, (12, 1024), dtype=torch.uint8))
     placed: list[int] = []
 
@@ -121,7 +142,9 @@ def test_a_layers_event_covers_both_lanes(seed: int, token_pool: KVPool, monkeyp
         for plane in token_pool.planes:
             start = plane.piece.offset
             wanted = torch.stack([page[start : start + plane.piece.nbytes] for page in pages])
-            assert plane.piece.layer != layer or torch.equal(plane.bits.view(torch.uint8).flatten(), wanted.flatten())
+            assert plane.piece.layer != layer or torch.equal(
+                plane.bits.view(torch.uint8).flatten(), wanted.flatten()
+            )
 
     transfer.scatter(token_pool, table, pages, None, placed=place)
     assert placed == [0, 1]
@@ -130,7 +153,9 @@ def test_a_layers_event_covers_both_lanes(seed: int, token_pool: KVPool, monkeyp
 def test_layers_that_travel_together_share_an_event(token_pool: KVPool) -> None:
     events: list[object] = []
     transfer, table = StagedTransfer(SimulatedDevice(0)), token_pool.unit_table(torch.arange(8), 1)
-    transfer.scatter(token_pool, table, slab(1)[1], None, placed=lambda _, event: events.append(event))
+    transfer.scatter(
+        token_pool, table, slab(1)[1], None, placed=lambda _, event: events.append(event)
+    )
     assert len(events) == 2
     assert events[0] is events[1]
 
@@ -139,7 +164,9 @@ def test_layers_that_travel_together_share_an_event(token_pool: KVPool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_jobs_of_many_chunks_in_several_threads(seed: int, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_of_many_chunks_in_several_threads(
+    seed: int, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More chunks than may be ahead, both directions and more jobs than tickets at once."""
     monkeypatch.setattr(pipeline, "CHUNKS_AHEAD", 5)
     count = 4 * 5 * 2 + 9  # four pages to a buffer of 4 KiB
@@ -151,7 +178,9 @@ def test_jobs_of_many_chunks_in_several_threads(seed: int, token_pool: KVPool, m
     def save() -> None:
         whole, pages = slab(count)
         landed: list[int] = []
-        transfer.gather(token_pool, token_pool.unit_table(source, count), pages, None, landed=landed.extend)
+        transfer.gather(
+            token_pool, token_pool.unit_table(source, count), pages, None, landed=landed.extend
+        )
         wrong.extend([] if torch.equal(whole, expected) else ["bytes"])
         wrong.extend([] if landed == list(range(count)) else [landed])
 
@@ -170,7 +199,9 @@ def test_jobs_of_many_chunks_in_several_threads(seed: int, token_pool: KVPool, m
 
 
 class Toy:
-    """A job without pages: notes what has happened to its chunks, and the first index that a fill reads."""
+    """A job without pages: notes what has happened to its chunks, and the first index that a fill
+    reads.
+    """
 
     def __init__(self, count: int, **hooks: Callable[..., None]) -> None:
         self.filled: list[int] = []
@@ -196,9 +227,13 @@ class Toy:
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_job_is_complete_when_another_has_taken_a_turn(seed: int, turn: int, hooked: bool) -> None:
-    """Its last chunks may share a lane, its first two as well. The other one stands still behind
-    chunk `turn`: nothing that it waits for helps the first."""
+def test_a_job_is_complete_when_another_has_taken_a_turn(
+    seed: int, turn: int, hooked: bool
+) -> None:
+    """Its last chunks may share a lane, its first two as well.
+
+    The other one stands still behind chunk `turn`: nothing that it waits for helps the first.
+    """
     lanes, taken, gate = Pipeline(SimulatedDevice(seed), 4096), threading.Event(), threading.Event()
 
     def stand_still(*_: object) -> None:
@@ -241,7 +276,9 @@ def test_nothing_is_under_way_when_a_hook_has_raised(seed: int) -> None:
 def test_a_job_is_never_further_ahead_than_its_events() -> None:
     toy = Toy(3 * CHUNKS_AHEAD)
     Pipeline(SimulatedDevice(0), 4096).run(toy.job)
-    assert all(before >= number + 1 - CHUNKS_AHEAD for number, before in enumerate(toy.drained_before))
+    assert all(
+        before >= number + 1 - CHUNKS_AHEAD for number, before in enumerate(toy.drained_before)
+    )
 
 
 def test_a_buffer_has_one_owner_from_fill_to_drain() -> None:

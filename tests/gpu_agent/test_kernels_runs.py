@@ -1,4 +1,6 @@
-"""Pages that are one run of bytes in the engine's memory: the copy engine moves them, no kernel runs."""
+"""Pages that are one run of bytes in the engine's memory: the copy engine moves them, no kernel
+runs.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "RUN_NBYTES_MIN", 1)
 
 
-@pytest.mark.parametrize("chunk_nbytes", [4096, 9000, 1 << 20])  # a page is 2304 bytes: cut, or several together
+@pytest.mark.parametrize(
+    "chunk_nbytes", [4096, 9000, 1 << 20]
+)  # a page is 2304 bytes: cut, or several together
 @pytest.mark.parametrize("count", [1, 2, 11])
 def test_blocks_are_copied_as_they_lie(
     chunk_nbytes: int, count: int, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -33,7 +37,9 @@ def test_blocks_are_copied_as_they_lie(
     def gathered() -> None:
         told.append(torch.equal(pages, expected))
 
-    transfer.gather(pool, pool.unit_table(source, count), list(pages), None, gathered, landed.extend)
+    transfer.gather(
+        pool, pool.unit_table(source, count), list(pages), None, gathered, landed.extend
+    )
     assert torch.equal(pages, expected)
     assert told == [True]  # the slots are read when their bytes are elsewhere, not before
     assert landed == list(range(count))
@@ -46,7 +52,9 @@ def test_blocks_are_copied_as_they_lie(
     assert device.launches == 0
 
 
-def test_a_page_larger_than_a_chunk_is_copied_in_pieces(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_larger_than_a_chunk_is_copied_in_pieces(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(staged, "RUN_CHUNK_NBYTES", 4096)
     pool, device = packed_pool(layers=6, cell=64), SimulatedDevice(seed)  # 12 KiB
     transfer = StagedTransfer(device, 4096)
@@ -67,12 +75,16 @@ def test_what_the_engine_has_of_a_page_is_left_alone(token_pool: KVPool, seed: i
     before = [plane.bits.clone() for plane in token_pool.planes]
     table = token_pool.unit_table(torch.arange(16), 2)
     StagedTransfer(device, 4096).scatter(token_pool, table, pages, None, skip_tokens=3)
-    assert all(torch.equal(p.bits[:3], b[:3]) for p, b in zip(token_pool.planes, before, strict=True))
+    assert all(
+        torch.equal(p.bits[:3], b[:3]) for p, b in zip(token_pool.planes, before, strict=True)
+    )
     assert device.launches > 0
     pool = packed_pool()
     expected, blocks = blocks_at(pool, torch.arange(BLOCKS)), torch.tensor([3, 7, 5])
     fresh = torch.randint(0, 256, (3, pool.layout.page_nbytes), dtype=torch.uint8)
-    StagedTransfer(device, 4096).scatter(pool, pool.unit_table(blocks, 3), list(fresh), None, skip_tokens=16)
+    StagedTransfer(device, 4096).scatter(
+        pool, pool.unit_table(blocks, 3), list(fresh), None, skip_tokens=16
+    )
     expected[blocks[1:]] = fresh[1:]
     assert torch.equal(blocks_at(pool, torch.arange(BLOCKS)), expected)
 
@@ -83,7 +95,9 @@ def test_small_pages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch, seed: int) 
     pool, device = packed_pool(), SimulatedDevice(seed)
     assert run_of(pool) is not None
     pages = torch.zeros((2, pool.layout.page_nbytes), dtype=torch.uint8)
-    StagedTransfer(device, 4096).gather(pool, pool.unit_table(torch.tensor([5, 3]), 2), list(pages), None)
+    StagedTransfer(device, 4096).gather(
+        pool, pool.unit_table(torch.tensor([5, 3]), 2), list(pages), None
+    )
     assert torch.equal(pages, blocks_at(pool, torch.tensor([5, 3])))
     assert device.launches > 0
 
@@ -93,6 +107,8 @@ def test_layers_one_by_one_are_copied_too(seed: int) -> None:
     pages = torch.randint(0, 256, (3, pool.layout.page_nbytes), dtype=torch.uint8)
     layers: list[int] = []
     table = pool.unit_table(torch.tensor([2, 9, 4]), 3)
-    StagedTransfer(device, 4096).scatter(pool, table, list(pages), None, placed=lambda layer, _: layers.append(layer))
+    StagedTransfer(device, 4096).scatter(
+        pool, table, list(pages), None, placed=lambda layer, _: layers.append(layer)
+    )
     assert torch.equal(blocks_at(pool, torch.tensor([2, 9, 4])), pages)
     assert layers == [0, 1, 2]

@@ -19,7 +19,9 @@ SECRET = "5a" * 32
 
 @pytest.fixture(params=["shm", "bulk"])
 def client(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Client]:
-    config = ClientConfig(shared_node.address, wire=request.param, connect_timeout_s=20.0, timeout_s=30.0)
+    config = ClientConfig(
+        shared_node.address, wire=request.param, connect_timeout_s=20.0, timeout_s=30.0
+    )
     with Client(replace(config, page_key=SECRET)) as client:
         yield client
 
@@ -55,7 +57,9 @@ def test_a_load_ends_at_a_page_of_a_writer_without_the_key(
     agent: Agent, shared_node: NodeProcess, namespace: Namespace, token_pool: KVPool
 ) -> None:
     """It had stored it first."""
-    stranger_config = ClientConfig(shared_node.address, connect_timeout_s=20.0, timeout_s=30.0, page_key="6b" * 32)
+    stranger_config = ClientConfig(
+        shared_node.address, connect_timeout_s=20.0, timeout_s=30.0, page_key="6b" * 32
+    )
     with Client(stranger_config) as stranger:
         assert stranger._page_keys is not None
         stranger._page_keys.key_id = namespace.key_id  # a lie
@@ -74,7 +78,9 @@ def test_a_load_ends_at_a_page_of_a_writer_without_the_key(
     assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
 
 
-def test_with_a_key_namespaces_are_keyed(token_pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_key_namespaces_are_keyed(
+    token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = read_options({"model": "m"})
     assert plain.identity.namespace(token_pool.layout, "facts").key_id == ""
     monkeypatch.setenv("KVSTORE_PAGE_KEY", SECRET)
@@ -89,7 +95,11 @@ def test_with_a_key_namespaces_are_keyed(token_pool: KVPool, monkeypatch: pytest
 
 
 def test_a_secret_among_an_engines_arguments_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"page_key is a secret, and everybody .* set KVSTORE_PAGE_KEY") as refused:
+    with pytest.raises(
+        ConfigError, match=r"page_key is a secret, and everybody .* set KVSTORE_PAGE_KEY"
+    ) as refused:
         read_options({"model": "m", "page_key": SECRET})
     assert SECRET not in str(refused.value)
-    assert Identity(model="m", page_key=SECRET).key_id == Identity(model="n", page_key=SECRET).key_id
+    assert (
+        Identity(model="m", page_key=SECRET).key_id == Identity(model="n", page_key=SECRET).key_id
+    )

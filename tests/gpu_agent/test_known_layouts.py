@@ -60,7 +60,9 @@ def test_both_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     known = KnownLayouts(FakeClient())  # type: ignore[arg-type]
     for nbytes in range(1, LAYOUTS_MAX + 4):
         known.namespace(SCOPE, opaque_layout(nbytes))
-    assert [namespace.layout.page_nbytes for namespace in known.of(SCOPE)] == list(range(4, LAYOUTS_MAX + 4))
+    assert [namespace.layout.page_nbytes for namespace in known.of(SCOPE)] == list(
+        range(4, LAYOUTS_MAX + 4)
+    )
     monkeypatch.setattr(store, "SCOPES_MAX", 3)
     for revision in "23":
         known.namespace(replace(SCOPE, revision=revision), opaque_layout(1))

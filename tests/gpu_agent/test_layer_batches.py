@@ -10,7 +10,9 @@ class Told:
     def __init__(self, loads: int) -> None:
         self.ready: list[int] = []
         self.errors: list[str] = []
-        self.batch = LayerBatch([4, 5], loads, self.ready.append, lambda error: self.errors.append(str(error)))
+        self.batch = LayerBatch(
+            [4, 5], loads, self.ready.append, lambda error: self.errors.append(str(error))
+        )
 
 
 def over(pages: int, error: str | None = None) -> "concurrent.futures.Future[LoadResult]":

@@ -28,6 +28,8 @@ def test_placed_with_a_page_gone_is_not_called(
         agent.save(NAMES, source).done.result(WAIT_S)
         assert client.remove(namespace, [NAMES[gone]]) == [True]
         told: list[int] = []
-        result = agent.load(NAMES, target, placed=lambda layer, _: told.append(layer)).done.result(WAIT_S)
+        result = agent.load(NAMES, target, placed=lambda layer, _: told.append(layer)).done.result(
+            WAIT_S
+        )
     assert result.pages == gone
     assert told == []

@@ -1,8 +1,8 @@
 """Every engine's pool, read and written where the engine's own addressing says.
 
-A case allocates what the engine allocates, as flat bytes between guards, and makes a pool of it. Its
-`runs` say in plain Python, from the engine's formula and not from the pool's views, which bytes a
-page consists of. Row sizes are the engines' real ones; layers and slots are few.
+A case allocates what the engine allocates, as flat bytes between guards, and makes a pool of it.
+Its `runs` say in plain Python, from the engine's formula and not from the pool's views, which bytes
+a page consists of. Row sizes are the engines' real ones; layers and slots are few.
 """
 
 import math
@@ -22,7 +22,10 @@ Units = dict[str, list[int]]
 
 
 class Run(NamedTuple):
-    """Bytes of a page, in page order. `token`: the first one of the unit they are of."""
+    """Bytes of a page, in page order.
+
+    `token`: the first one of the unit they are of.
+    """
 
     buffer: int
     offset: int
@@ -34,7 +37,9 @@ class Case(NamedTuple):
     pool: KVPool
     buffers: list[torch.Tensor]
     runs: Callable[[Units], Iterator[Run]]
-    overlaid: bool = False  # the spaces name the same memory: a number belongs to one of them at a time
+    overlaid: bool = (
+        False  # the spaces name the same memory: a number belongs to one of them at a time
+    )
 
 
 class Memory:
@@ -58,7 +63,8 @@ def case(build: Callable[[], Case]) -> Callable[[], Case]:
     return build
 
 
-# ---- LightLLM: buffer b is [layers, slots + 1] rows --------------------------------------------------
+# ---- LightLLM: buffer b is [layers, slots + 1] rows
+# --------------------------------------------------
 
 
 def lightllm_runs(layers: int, slots: int, *row_nbytes: int) -> Callable[[Units], Iterator[Run]]:
@@ -81,15 +87,29 @@ def lightllm_memory_manager() -> Case:
 @case
 def lightllm_ppl_int8() -> Case:
     memory = Memory()
-    data, scale = memory.tensor(2, 41, 4, 128, dtype=torch.int8), memory.tensor(2, 41, 4, 16, dtype=torch.bfloat16)
-    return Case(lightllm.scaled_pool(data, scale, 8), memory.buffers, lightllm_runs(2, 40, 4 * 128, 4 * 16 * 2))
+    data, scale = (
+        memory.tensor(2, 41, 4, 128, dtype=torch.int8),
+        memory.tensor(2, 41, 4, 16, dtype=torch.bfloat16),
+    )
+    return Case(
+        lightllm.scaled_pool(data, scale, 8),
+        memory.buffers,
+        lightllm_runs(2, 40, 4 * 128, 4 * 16 * 2),
+    )
 
 
 @case
 def lightllm_ppl_int4() -> Case:
     memory = Memory()
-    data, scale = memory.tensor(2, 41, 4, 64, dtype=torch.int8), memory.tensor(2, 41, 4, 16, dtype=torch.float16)
-    return Case(lightllm.scaled_pool(data, scale, 8), memory.buffers, lightllm_runs(2, 40, 4 * 64, 4 * 16 * 2))
+    data, scale = (
+        memory.tensor(2, 41, 4, 64, dtype=torch.int8),
+        memory.tensor(2, 41, 4, 16, dtype=torch.float16),
+    )
+    return Case(
+        lightllm.scaled_pool(data, scale, 8),
+        memory.buffers,
+        lightllm_runs(2, 40, 4 * 64, 4 * 16 * 2),
+    )
 
 
 LATENT_ROWS = {
@@ -108,10 +128,13 @@ for _name, (_row, _dtype) in LATENT_ROWS.items():
     CASES[f"lightllm_{_name}"] = _latent
 
 
-# ---- SGLang: a buffer per layer, K before V ----------------------------------------------------------
+# ---- SGLang: a buffer per layer, K before V
+# ----------------------------------------------------------
 
 
-def slot_runs(space: str, unit_tokens: int, nbytes: int, buffers: Sequence[int], units: Units) -> Iterator[Run]:
+def slot_runs(
+    space: str, unit_tokens: int, nbytes: int, buffers: Sequence[int], units: Units
+) -> Iterator[Run]:
     for buffer in buffers:
         for unit, slot in enumerate(units[space]):
             yield Run(buffer, slot * nbytes, nbytes, unit * unit_tokens)
@@ -152,7 +175,9 @@ for _row, _dtype in ((576, torch.bfloat16), (576, torch.uint8), (656, torch.uint
     def _mla(row: int = _row, dtype: torch.dtype = _dtype) -> Case:
         memory = Memory()
         pool = sglang.mla_pool([memory.tensor(30, 1, row, dtype=dtype) for _ in range(2)], 8)
-        return Case(pool, memory.buffers, lambda u: slot_runs("token", 1, row * dtype.itemsize, [0, 1], u))
+        return Case(
+            pool, memory.buffers, lambda u: slot_runs("token", 1, row * dtype.itemsize, [0, 1], u)
+        )
 
     CASES[f"sglang_mla_{_row * _dtype.itemsize}_bytes"] = _mla
 
@@ -161,7 +186,11 @@ for _row, _dtype in ((576, torch.bfloat16), (576, torch.uint8), (656, torch.uint
 def sglang_dsa_with_an_indexer_in_some_layers() -> Case:
     memory = Memory()
     latents = [memory.tensor(448, 1, 656) for _ in range(3)]
-    pages = [memory.tensor(7, 8448), torch.empty(0, 8448, dtype=torch.uint8), memory.tensor(7, 8448)]
+    pages = [
+        memory.tensor(7, 8448),
+        torch.empty(0, 8448, dtype=torch.uint8),
+        memory.tensor(7, 8448),
+    ]
 
     def runs(units: Units) -> Iterator[Run]:
         yield from slot_runs("token", 1, 656, [0, 1, 2], units)
@@ -170,7 +199,8 @@ def sglang_dsa_with_an_indexer_in_some_layers() -> Case:
     return Case(sglang.dsa_pool(latents, pages, 128), memory.buffers, runs)
 
 
-# ---- vLLM: one buffer; strides from the order of the dimensions in memory ----------------------------
+# ---- vLLM: one buffer; strides from the order of the dimensions in memory
+# ----------------------------
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
@@ -216,7 +246,11 @@ def vllm_case(order: str, sizes: Dims, dtype: torch.dtype, block_tokens: int) ->
     flat = memory.tensor(math.prod(sizes), dtype=dtype)
     views = {layer: view(flat, step, sizes, layer) for layer in range(sizes.L)}
     pool = vllm.block_pool({"full": vllm.Blocks(views, block_tokens)}, 2 * block_tokens)
-    return Case(pool, memory.buffers, lambda u: cell_runs(step, sizes, dtype.itemsize, u["block"], block_tokens))
+    return Case(
+        pool,
+        memory.buffers,
+        lambda u: cell_runs(step, sizes, dtype.itemsize, u["block"], block_tokens),
+    )
 
 
 VLLM = {
@@ -230,17 +264,22 @@ VLLM = {
 }
 for _name, (_sizes, _dtype, _block_tokens) in VLLM.items():
     for _order in ORDERS:
-        CASES[f"vllm_{_name}_{_order}"] = lambda a=(_order, _sizes, _dtype, _block_tokens): vllm_case(*a)
+        CASES[f"vllm_{_name}_{_order}"] = lambda a=(_order, _sizes, _dtype, _block_tokens): (
+            vllm_case(*a)
+        )
 
 
 def sparse_attention(order: str, latent_block: int, indexer_block: int, indexer_at: int) -> Case:
-    """Latents (bf16) and indexer rows (132 bytes) of three layers in one buffer, by one block table.
-    In bytes: from block to block of either, and where the indexer begins."""
+    """Latents (bf16) and indexer rows (132 bytes) of three layers in one buffer, by one block
+    table. In bytes: from block to block of either, and where the indexer begins.
+    """
     memory, latent, row = Memory(), Dims(3, 9, 1, 4, 576), Dims(3, 9, 1, 4, 132)
     flat = memory.tensor(3 * 9 * 4 * (1152 + 132))
     latent_step = strides(order, latent)._replace(B=latent_block // 2)
     row_step = strides(order, row)._replace(B=indexer_block)
-    latents = {layer: view(flat.view(torch.bfloat16), latent_step, latent, layer) for layer in range(3)}
+    latents = {
+        layer: view(flat.view(torch.bfloat16), latent_step, latent, layer) for layer in range(3)
+    }
     rows = {layer: view(flat[indexer_at:], row_step, row, layer) for layer in range(3)}
 
     def runs(units: Units) -> Iterator[Run]:
@@ -252,7 +291,9 @@ def sparse_attention(order: str, latent_block: int, indexer_block: int, indexer_
 
 
 CASES["vllm_dsa_LBHNC"] = lambda: sparse_attention("LBHNC", 4 * 1152, 4 * 132, 3 * 9 * 4 * 1152)
-CASES["vllm_dsa_BLHNC"] = lambda: sparse_attention("BLHNC", 3 * 4 * 1284, 3 * 4 * 1284, 3 * 4 * 1152)
+CASES["vllm_dsa_BLHNC"] = lambda: sparse_attention(
+    "BLHNC", 3 * 4 * 1284, 3 * 4 * 1284, 3 * 4 * 1152
+)
 
 
 @case
@@ -292,7 +333,8 @@ def vllm_groups_of_other_shapes_and_dtypes() -> Case:
     return Case(vllm.block_pool(groups, 8), memory.buffers, runs)
 
 
-# ---- the tests ---------------------------------------------------------------------------------------
+# ---- the tests
+# ---------------------------------------------------------------------------------------
 
 
 def random_units(case: Case, seed: int) -> Units:
@@ -308,9 +350,14 @@ def random_units(case: Case, seed: int) -> Units:
 def page_runs(case: Case, units: Units, page: int) -> Iterator[Run]:
     """Runs of one page; tokens counted over all pages."""
     count = {name: len(numbers) // PAGES for name, numbers in units.items()}
-    own = {name: numbers[page * count[name] : (page + 1) * count[name]] for name, numbers in units.items()}
+    own = {
+        name: numbers[page * count[name] : (page + 1) * count[name]]
+        for name, numbers in units.items()
+    }
     for run in case.runs(own):
-        yield run._replace(offset=GUARD + run.offset, token=run.token + page * case.pool.layout.page_tokens)
+        yield run._replace(
+            offset=GUARD + run.offset, token=run.token + page * case.pool.layout.page_tokens
+        )
 
 
 def tables(units: Units) -> dict[str, torch.Tensor]:
@@ -331,13 +378,17 @@ def test_a_page_is_the_bytes_at_the_engines_addresses(name: str) -> None:
     memory = [bytes(buffer.tolist()) for buffer in case.buffers]
     for page in range(PAGES):
         runs = page_runs(case, units, page)
-        expected = b"".join(memory[run.buffer][run.offset : run.offset + run.nbytes] for run in runs)
+        expected = b"".join(
+            memory[run.buffer][run.offset : run.offset + run.nbytes] for run in runs
+        )
         assert bytes(pages[page].tolist()) == expected
 
 
 @pytest.mark.parametrize("skipped_units", [0, 1, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_pages_reach_other_slots_of_another_pool_and_nothing_else(name: str, skipped_units: int) -> None:
+def test_pages_reach_other_slots_of_another_pool_and_nothing_else(
+    name: str, skipped_units: int
+) -> None:
     source, target = CASES[name](), CASES[name]()  # other random bytes in each
     pages = gathered(source, random_units(source, 1))
     units = random_units(target, 2)

@@ -38,15 +38,23 @@ def test_another_range_of_layers_is_another_layout() -> None:
     second = sglang.mla_pool([rows(16, 1, 576)] * 2, 4, first_layer=2)
     assert (first.layout.layers, second.layout.layers) == ((0, 1), (2, 3))
     assert first.layout.fingerprint != second.layout.fingerprint
-    pages = [torch.zeros(3, 64 * 132, dtype=torch.uint8), torch.zeros(0, 64 * 132, dtype=torch.uint8)]
-    indexer = sglang.dsa_pool([rows(200, 1, 576)] * 2, pages[::-1], 64, first_layer=2).layout.groups[1]
+    pages = [
+        torch.zeros(3, 64 * 132, dtype=torch.uint8),
+        torch.zeros(0, 64 * 132, dtype=torch.uint8),
+    ]
+    indexer = sglang.dsa_pool(
+        [rows(200, 1, 576)] * 2, pages[::-1], 64, first_layer=2
+    ).layout.groups[1]
     assert (indexer.name, indexer.layers) == ("indexer", (3,))
 
 
 def test_the_order_of_groups_and_layers_in_a_mapping_is_no_part_of_a_layout() -> None:
     a, b = blocks(8, 2, 4, 16), blocks(8, 1, 4, 32)
     turned = vllm.Blocks(dict(reversed(a.views.items())), 4)
-    assert vllm.block_pool({"a": a, "b": b}, 8).layout == vllm.block_pool({"b": b, "a": turned}, 8).layout
+    assert (
+        vllm.block_pool({"a": a, "b": b}, 8).layout
+        == vllm.block_pool({"b": b, "a": turned}, 8).layout
+    )
 
 
 def test_the_shapes_alone_give_the_layout() -> None:
@@ -91,18 +99,33 @@ def test_blocks_of_several_kernel_blocks_are_indexed_by_block() -> None:
 def test_tables_of_their_own_have_slots_of_their_own() -> None:
     window = blocks(6, 2, 4, 16)._replace(space="window")
     pool = vllm.block_pool({"full": blocks(8, 2, 4, 16), "window": window}, 8)
-    assert {name: tuple(space) for name, space in pool.spaces.items()} == {"block": (4, 8), "window": (4, 6)}
+    assert {name: tuple(space) for name, space in pool.spaces.items()} == {
+        "block": (4, 8),
+        "window": (4, 6),
+    }
 
 
 REFUSED: list[tuple[Callable[[], KVPool], str]] = [
-    (lambda: lightllm.heads_pool(rows(17, 8, 16), 4), r"kv_buffer: shape is \[17, 8, 16\], expected \[layers, slots"),
-    (lambda: lightllm.heads_pool(rows(2, 17, 7, 16), 4), "kv_buffer: 7 heads; K and V need as many each"),
-    (lambda: lightllm.heads_pool(rows(2, 1, 8, 16), 4), r"group attention layer 0 plane kv: shape is \[0, 8, 16\]"),
+    (
+        lambda: lightllm.heads_pool(rows(17, 8, 16), 4),
+        r"kv_buffer: shape is \[17, 8, 16\], expected \[layers, slots",
+    ),
+    (
+        lambda: lightllm.heads_pool(rows(2, 17, 7, 16), 4),
+        "kv_buffer: 7 heads; K and V need as many each",
+    ),
+    (
+        lambda: lightllm.heads_pool(rows(2, 1, 8, 16), 4),
+        r"group attention layer 0 plane kv: shape is \[0, 8, 16\]",
+    ),
     (
         lambda: lightllm.scaled_pool(rows(2, 17, 8, 16), rows(2, 18, 8, 2), 4),
         r"scale buffer: shape is \[2, 18, 8, 2\], expected \[2, 17, 8, dim\]",
     ),
-    (lambda: lightllm.scaled_pool(rows(2, 17, 8, 16), rows(2, 17, 8), 4), r"scale buffer: shape is \[2, 17, 8\]"),
+    (
+        lambda: lightllm.scaled_pool(rows(2, 17, 8, 16), rows(2, 17, 8), 4),
+        r"scale buffer: shape is \[2, 17, 8\]",
+    ),
     (
         lambda: lightllm.latent_pool(rows(2, 17, 2, 576), 4),
         r"kv_buffer: shape is .*slots \+ 1, 1, row\]",
@@ -124,15 +147,22 @@ REFUSED: list[tuple[Callable[[], KVPool], str]] = [
         r"group attention: v_buffer\[0\]: shape is \[16, 64\], expected \[slots, heads, dim\]",
     ),
     (
-        lambda: sglang.mha_pool([rows(16, 4, 16), rows(16, 2, 16)], [rows(16, 4, 16)] * 2, 4, first_layer=5),
+        lambda: sglang.mha_pool(
+            [rows(16, 4, 16), rows(16, 2, 16)], [rows(16, 4, 16)] * 2, 4, first_layer=5
+        ),
         r"group attention layer 6 plane k: shape is \[16, 2, 16\], expected \[slots, 4, 16\]",
     ),
     (
-        lambda: sglang.mha_pool([rows(16, 4, 16)] * 2, [rows(16, 4, 16), rows(16, 4, 16, dtype=torch.float16)], 4),
+        lambda: sglang.mha_pool(
+            [rows(16, 4, 16)] * 2, [rows(16, 4, 16), rows(16, 4, 16, dtype=torch.float16)], 4
+        ),
         "group attention layer 1 plane v: dtype is torch.float16, the layout says bfloat16",
     ),
     (lambda: sglang.mla_pool([], 4), "group kv plane latent: 0 tensors for 0 layers"),
-    (lambda: sglang.mla_pool([rows(16, 576)], 4), r"kv_buffer\[0\]: shape is \[16, 576\], expected \[slots, 1, row\]"),
+    (
+        lambda: sglang.mla_pool([rows(16, 576)], 4),
+        r"kv_buffer\[0\]: shape is \[16, 576\], expected \[slots, 1, row\]",
+    ),
     (
         lambda: sglang.dsa_pool([rows(200, 1, 656)], [rows(3, 64, 132)], 64),
         r"index_buffer\[0\]: shape is \[3, 64, 132\], expected \[pages, page bytes\]",
@@ -165,13 +195,20 @@ REFUSED: list[tuple[Callable[[], KVPool], str]] = [
         lambda: vllm.block_pool({"full": blocks(10, 2, 4, 32, block_tokens=16)}, 16),
         "group full layer 0: 10 kernel blocks of 4 tokens are no whole blocks of 16 tokens",
     ),
-    (lambda: vllm.block_pool({"full": blocks(8, 2, 32, 8, block_tokens=16)}, 16), "8 kernel blocks of 32 tokens"),
     (
-        lambda: vllm.block_pool({"full": vllm.Blocks({3: rows(8, 2, 4, 8), 7: rows(8, 1, 4, 8)}, 4)}, 4),
+        lambda: vllm.block_pool({"full": blocks(8, 2, 32, 8, block_tokens=16)}, 16),
+        "8 kernel blocks of 32 tokens",
+    ),
+    (
+        lambda: vllm.block_pool(
+            {"full": vllm.Blocks({3: rows(8, 2, 4, 8), 7: rows(8, 1, 4, 8)}, 4)}, 4
+        ),
         r"group full layer 7 plane cell: shape is \[8, 1, 1, 4, 8\], expected \[slots, 1, 2, 4, 8\]",
     ),
     (
-        lambda: vllm.block_pool({"a": blocks(8, 2, 4, 8), "b": blocks(8, 2, 8, 8, block_tokens=8)}, 8),
+        lambda: vllm.block_pool(
+            {"a": blocks(8, 2, 4, 8), "b": blocks(8, 2, 8, 8, block_tokens=8)}, 8
+        ),
         "group b layer 0 plane cell: has 8 tokens per unit, others in its index space 'block' have 4",
     ),
     (
@@ -179,7 +216,9 @@ REFUSED: list[tuple[Callable[[], KVPool], str]] = [
         "page_tokens 6 is no multiple of unit_tokens 4",
     ),
     (
-        lambda: vllm.block_pool({"full": vllm.Blocks({0: rows(8, 2, 4, 8), 1: rows(8, 2, 4, 8).to("meta")}, 4)}, 4),
+        lambda: vllm.block_pool(
+            {"full": vllm.Blocks({0: rows(8, 2, 4, 8), 1: rows(8, 2, 4, 8).to("meta")}, 4)}, 4
+        ),
         "group full layer 1 plane cell: is on meta, others are on cpu",
     ),
     (

@@ -1,4 +1,6 @@
-"""LMCache's keys and shapes as names and layouts: everything that tells two objects apart is in the name."""
+"""LMCache's keys and shapes as names and layouts: everything that tells two objects apart is in the
+name.
+"""
 
 from dataclasses import replace
 
@@ -79,7 +81,9 @@ def test_whatever_differs_makes_another_name() -> None:
 def test_running_numbers_for_ranks_share_a_namespace() -> None:
     """As LMCache's bench has them: a namespace each would be a round trip each."""
     naming = Naming(IDENTITY, "bf16")
-    names = [naming.of(ObjectKey("bench-model", i, 0, i.to_bytes(16, "big")), LAYOUT) for i in range(200)]
+    names = [
+        naming.of(ObjectKey("bench-model", i, 0, i.to_bytes(16, "big")), LAYOUT) for i in range(200)
+    ]
     assert len({name.scope.digest for name in names}) == 1
     assert len({name.prefix_hash for name in names}) == 200
 

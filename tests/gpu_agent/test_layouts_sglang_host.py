@@ -11,7 +11,8 @@ from gpu_agent.layouts.sglang import host_pool, page_numbers
 from kvstore.errors import InvalidRequest
 
 PAGE, PAGES, LAYERS, HEADS, DIM = 4, 6, 3, 2, 8
-# layout -> (shape of the memory, dimension that slots or pages are counted in, slots of it per page)
+# layout -> (shape of the memory, dimension that slots or pages are counted in, slots of it per
+# page)
 ORDERS = {
     "layer_first": ((2, LAYERS, PAGE * PAGES, HEADS, DIM), 2, PAGE),
     "page_first": ((2, PAGE * PAGES, LAYERS, HEADS, DIM), 1, PAGE),
@@ -28,7 +29,9 @@ class Views:
 
     def __init__(self, layout: str) -> None:
         shape, self._dim, self._step = ORDERS[layout]
-        self.memory = torch.randint(0, 256, (*shape, 2), dtype=torch.uint8).view(torch.bfloat16).squeeze(-1)
+        self.memory = (
+            torch.randint(0, 256, (*shape, 2), dtype=torch.uint8).view(torch.bfloat16).squeeze(-1)
+        )
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
         page = self.memory.narrow(self._dim, index // PAGE * self._step, self._step)
@@ -41,7 +44,9 @@ class Segments:
     page_size, size = PAGE, PAGE * PAGES
 
     def __init__(self, gap: int = 0) -> None:
-        self.parts = [torch.randint(0, 256, (PAGES, width + gap), dtype=torch.uint8) for width in (24, 40)]
+        self.parts = [
+            torch.randint(0, 256, (PAGES, width + gap), dtype=torch.uint8) for width in (24, 40)
+        ]
         self.widths = (24, 40)
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
@@ -49,7 +54,9 @@ class Segments:
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         pages = (indices[::PAGE] // PAGE).tolist()
-        return [part[page].data_ptr() for page in pages for part in self.parts], list(self.widths) * len(pages)
+        return [part[page].data_ptr() for page in pages for part in self.parts], list(
+            self.widths
+        ) * len(pages)
 
 
 class Copies(Segments):
@@ -101,7 +108,8 @@ def test_segments_follow_each_other(host: Any) -> None:
     assert pool.layout.page_nbytes == 64
     for page in range(PAGES):
         expected = b"".join(
-            part[page][:width].numpy().tobytes() for part, width in zip(host.parts, host.widths, strict=True)
+            part[page][:width].numpy().tobytes()
+            for part, width in zip(host.parts, host.widths, strict=True)
         )
         assert gathered(pool, page) == expected
 

@@ -1,5 +1,8 @@
-"""Bytes per page of real models, from tensors of the real shapes without memory. The expected figures
-are the engines' own (size functions and page buffers) or arithmetic on their documents."""
+"""Bytes per page of real models, from tensors of the real shapes without memory.
+
+The expected figures are the engines' own (size functions and page buffers) or arithmetic on their
+documents.
+"""
 
 import pathlib
 from collections.abc import Callable
@@ -20,12 +23,19 @@ def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def lightllm_heads(layers: int, heads: int = 8, dtype: torch.dtype = BF16) -> Callable[[int], KVPool]:
-    return lambda page: lightllm.heads_pool(tensor(layers, SLOTS + 1, 2 * heads, 128, dtype=dtype), page)
+def lightllm_heads(
+    layers: int, heads: int = 8, dtype: torch.dtype = BF16
+) -> Callable[[int], KVPool]:
+    return lambda page: lightllm.heads_pool(
+        tensor(layers, SLOTS + 1, 2 * heads, 128, dtype=dtype), page
+    )
 
 
 def lightllm_scaled(layers: int, dim: int, scales: int = 16) -> Callable[[int], KVPool]:
-    data, scale = tensor(layers, SLOTS + 1, 16, dim, dtype=INT8), tensor(layers, SLOTS + 1, 16, scales)
+    data, scale = (
+        tensor(layers, SLOTS + 1, 16, dim, dtype=INT8),
+        tensor(layers, SLOTS + 1, 16, scales),
+    )
     return lambda page: lightllm.scaled_pool(data, scale, page)
 
 
@@ -34,9 +44,13 @@ def lightllm_latent(row: int, dtype: torch.dtype = BF16) -> Callable[[int], KVPo
 
 
 def lightllm_hybrid(page: int) -> KVPool:
-    """Every fourth of 48 layers attends: 2 heads of 256; the others have 16 k and 32 v heads of 128."""
+    """Every fourth of 48 layers attends: 2 heads of 256; the others have 16 k and 32 v heads of
+    128.
+    """
     kv, conv = tensor(12, SLOTS + 1, 2 * 2, 256), tensor(36, 1000, (16 + 16 + 32) * 128, 3)
-    return lightllm.hybrid_pool(kv, conv, tensor(36, 1000, 32, 128, 128, dtype=torch.float32), page, 4)
+    return lightllm.hybrid_pool(
+        kv, conv, tensor(36, 1000, 32, 128, 128, dtype=torch.float32), page, 4
+    )
 
 
 def sglang_heads(layers: int, heads: int = 8, dtype: torch.dtype = BF16) -> Callable[[int], KVPool]:
@@ -47,7 +61,9 @@ def sglang_heads(layers: int, heads: int = 8, dtype: torch.dtype = BF16) -> Call
 def sglang_window(page: int) -> KVPool:
     full, window = ([tensor(slots, 8, 128) for _ in range(16)] for slots in (SLOTS, 8192))
     return sglang.window_pool(
-        sglang.Heads(full, full, range(0, 32, 2)), sglang.Heads(window, window, range(1, 32, 2)), page
+        sglang.Heads(full, full, range(0, 32, 2)),
+        sglang.Heads(window, window, range(1, 32, 2)),
+        page,
     )
 
 
@@ -55,14 +71,20 @@ def sglang_latent(row: int, dtype: torch.dtype = BF16) -> Callable[[int], KVPool
     return lambda page: sglang.mla_pool([tensor(SLOTS + 64, 1, row, dtype=dtype)] * 61, page)
 
 
-def sglang_sparse(layers: int, row: int, dtype: torch.dtype, indexers: int) -> Callable[[int], KVPool]:
+def sglang_sparse(
+    layers: int, row: int, dtype: torch.dtype, indexers: int
+) -> Callable[[int], KVPool]:
     latents = [tensor(SLOTS + 64, 1, row, dtype=dtype)] * layers
     pages = [tensor(1000 if layer < indexers else 0, 8448, dtype=UINT8) for layer in range(layers)]
     return lambda page: sglang.dsa_pool(latents, pages, page)
 
 
-def blocks(layers: range, heads: int, tokens: int, cell: int, dtype: torch.dtype = BF16) -> vllm.Blocks:
-    return vllm.Blocks({layer: tensor(1000, heads, tokens, cell, dtype=dtype) for layer in layers}, tokens)
+def blocks(
+    layers: range, heads: int, tokens: int, cell: int, dtype: torch.dtype = BF16
+) -> vllm.Blocks:
+    return vllm.Blocks(
+        {layer: tensor(1000, heads, tokens, cell, dtype=dtype) for layer in layers}, tokens
+    )
 
 
 def vllm_blocks(**groups: vllm.Blocks) -> Callable[[int], KVPool]:
@@ -92,8 +114,12 @@ DOCUMENTED: dict[tuple[str, str, str], Callable[[int], KVPool]] = {
     ("SGLang", "DSA, packed fp8", "DeepSeek-V3.2"): sglang_sparse(61, 656, UINT8, 61),
     ("SGLang", "DSA, packed fp8, shared indexers", "GLM-5.2"): sglang_sparse(78, 656, UINT8, 21),
     ("vLLM", "GQA", "Llama-3-8B"): vllm_blocks(full=blocks(range(32), 8, 16, 256)),
-    ("vLLM", "GQA, int8 per token and head", "Llama-3-8B"): vllm_blocks(full=blocks(range(32), 8, 16, 264, INT8)),
-    ("vLLM", "GQA, int4 per token and head", "Llama-3-8B"): vllm_blocks(full=blocks(range(32), 8, 16, 136, UINT8)),
+    ("vLLM", "GQA, int8 per token and head", "Llama-3-8B"): vllm_blocks(
+        full=blocks(range(32), 8, 16, 264, INT8)
+    ),
+    ("vLLM", "GQA, int4 per token and head", "Llama-3-8B"): vllm_blocks(
+        full=blocks(range(32), 8, 16, 136, UINT8)
+    ),
     ("vLLM", "MLA", "DeepSeek-V3"): vllm_blocks(full=blocks(range(61), 1, 64, 576)),
     ("vLLM", "DSA, packed fp8", "DeepSeek-V3.2"): vllm_blocks(
         kv=blocks(range(61), 1, 64, 656, UINT8), indexer=blocks(range(61), 1, 64, 132, UINT8)
@@ -106,7 +132,9 @@ DOCUMENTED: dict[tuple[str, str, str], Callable[[int], KVPool]] = {
 
 
 def test_the_documents_table_is_what_the_constructors_make() -> None:
-    rows = [[cell.strip() for cell in line.split("|")] for line in DOCUMENT.read_text().splitlines()]
+    rows = [
+        [cell.strip() for cell in line.split("|")] for line in DOCUMENT.read_text().splitlines()
+    ]
     written = {(row[1], row[2], row[6]): row[7] for row in rows if len(row) == 9}
     del written["engine", "variant", "example"], written["---", "---", "---"]
     assert written == {key: f"{pool(64).layout.page_nbytes:,}" for key, pool in DOCUMENTED.items()}
@@ -134,7 +162,10 @@ SIZES = [
     (sglang_sparse(78, 576, BF16, 78), {64: 5_750_784 + 658_944}),
     (sglang_sparse(78, 656, UINT8, 78), {64: 3_274_752 + 658_944}),
     (sglang_sparse(78, 656, UINT8, 21), {64: 3_274_752 + 177_408}),
-    (vllm_blocks(full=blocks(range(32), 8, 16, 256)), {16: 2_097_152, 64: 8_388_608, 256: 33_554_432}),
+    (
+        vllm_blocks(full=blocks(range(32), 8, 16, 256)),
+        {16: 2_097_152, 64: 8_388_608, 256: 33_554_432},
+    ),
     (vllm_blocks(full=blocks(range(32), 8, 16, 264, INT8)), {16: 1_081_344, 64: 4_325_376}),
     (vllm_blocks(full=blocks(range(32), 8, 16, 136, UINT8)), {16: 557_056, 64: 2_228_224}),
     (vllm_blocks(full=blocks(range(61), 1, 64, 576)), {64: 4_497_408, 256: 17_989_632}),
@@ -142,7 +173,9 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("pool", "sizes"), SIZES)
-def test_pages_of_real_models_have_the_engines_sizes(pool: Callable[[int], KVPool], sizes: dict[int, int]) -> None:
+def test_pages_of_real_models_have_the_engines_sizes(
+    pool: Callable[[int], KVPool], sizes: dict[int, int]
+) -> None:
     assert {page: pool(page).layout.page_nbytes for page in sizes} == sizes
 
 

@@ -1,4 +1,5 @@
-"""Leaves of checksums that are made where pages are moved: of what leaves an engine's memory, of what arrives there.
+"""Leaves of checksums that are made where pages are moved: of what leaves an engine's memory, of
+what arrives there.
 
 On a simulated GPU, whose copies can damage what they carry; `test_leaves_cuda.py` has the kernel.
 """
@@ -11,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from page_pools import PAGES, SOURCE, TARGET, WAIT_S, blocks_at, damage, hashes, packed_pool, pages_at
+from page_pools import (
+    PAGES,
+    SOURCE,
+    TARGET,
+    WAIT_S,
+    blocks_at,
+    damage,
+    hashes,
+    packed_pool,
+    pages_at,
+)
 from waiting import wait_until
 
 from gpu_agent import Agent, AgentConfig, KVPool
@@ -30,7 +41,9 @@ class Damaging(SimulatedDevice):
 
     spoilt = -1
 
-    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream, locked: bool) -> None:
+    def copy(
+        self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream, locked: bool
+    ) -> None:
         super().copy(targets, sources, nbytes, stream, locked)
         if nbytes < 1024:  # indices
             return
@@ -71,7 +84,9 @@ def test_they_are_those_of_the_bytes(
     assert torch.equal(blocks_at(pool, target), expected)
 
 
-def test_a_page_that_the_engine_has_in_part_is_looked_at_as_a_whole(token_pool: KVPool, seed: int) -> None:
+def test_a_page_that_the_engine_has_in_part_is_looked_at_as_a_whole(
+    token_pool: KVPool, seed: int
+) -> None:
     transfer = StagedTransfer(SimulatedDevice(seed), 4096)
     pages = torch.randint(0, 256, (3, token_pool.layout.page_nbytes), dtype=torch.uint8)
     found: list[bytes] = []
@@ -98,7 +113,9 @@ def test_not_of_runs_that_begin_between_words(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(staged, "RUN_NBYTES_MIN", 1)
     memory = torch.zeros(4 * 424 + 8, dtype=torch.uint8)
     for start, stride, made in ((0, 424, True), (8, 424, True), (4, 424, False), (0, 420, False)):
-        pool = table_pool({"layers.0": memory.as_strided((4, 2, 16, 13), (stride, 208, 13, 1), start)}, 4, 16)
+        pool = table_pool(
+            {"layers.0": memory.as_strided((4, 2, 16, 13), (stride, 208, 13, 1), start)}, 4, 16
+        )
         assert StagedTransfer(SimulatedDevice(0), 4096).makes_leaves(pool) == made
 
 
@@ -115,12 +132,16 @@ def test_jobs_at_a_time_have_memory_of_their_own_for_them() -> None:
 
 
 def test_not_of_pages_that_are_no_words() -> None:
-    memory = torch.zeros((4, 1, 2, 16, 13), dtype=torch.uint8)  # 416 bytes a page, every second at a multiple of 8
+    memory = torch.zeros(
+        (4, 1, 2, 16, 13), dtype=torch.uint8
+    )  # 416 bytes a page, every second at a multiple of 8
     pool = table_pool({"layers.0": memory[:, 0]}, 4, 16)
     assert pool.layout.page_nbytes % 8 == 0
     assert StagedTransfer(SimulatedDevice(0), 4096).makes_leaves(pool)
     odd = torch.zeros((4, 1, 2, 2, 101), dtype=torch.uint8)
-    assert not StagedTransfer(SimulatedDevice(0), 4096).makes_leaves(table_pool({"layers.0": odd[:, 0]}, 4, 2))
+    assert not StagedTransfer(SimulatedDevice(0), 4096).makes_leaves(
+        table_pool({"layers.0": odd[:, 0]}, 4, 2)
+    )
 
 
 # ---- through an agent ---------------------------------------------------------------------
@@ -149,7 +170,9 @@ def _no_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_hashing")
-def test_pages_are_saved_and_loaded_without_a_core_that_hashes(agent: Agent, token_pool: KVPool) -> None:
+def test_pages_are_saved_and_loaded_without_a_core_that_hashes(
+    agent: Agent, token_pool: KVPool
+) -> None:
     assert agent.save(hashes(), SOURCE).done.result(WAIT_S).stored == PAGES
     loaded = agent.load(hashes(), TARGET).done.result(WAIT_S)
     assert (loaded.pages, loaded.error) == (PAGES, None)
@@ -170,14 +193,20 @@ def test_what_the_gpu_summed_is_what_other_wires_verify(
 def test_a_bit_that_flips_on_the_way_to_the_node_is_found_by_every_reader(
     agent: Agent, shared_node: NodeProcess, device: Damaging, token_pool: KVPool, at: int
 ) -> None:
-    """The node has other bytes than the GPU's memory had: what it was told are the leaves of the latter."""
+    """The node has other bytes than the GPU's memory had: what it was told are the leaves of the
+    latter.
+    """
     device.spoilt = at
     assert agent.save(hashes(), SOURCE).done.result(WAIT_S).stored == PAGES
     pages = torch.empty((PAGES, token_pool.layout.page_nbytes), dtype=torch.uint8)
     with Client(ClientConfig(address=shared_node.address, wire="bulk")) as other:
         hits = other.get(agent.namespace, hashes(), list(pages))
     assert hits.count(False) == 1
-    assert all(torch.equal(a, b) for a, b, hit in zip(pages, pages_at(token_pool, SOURCE), hits, strict=True) if hit)
+    assert all(
+        torch.equal(a, b)
+        for a, b, hit in zip(pages, pages_at(token_pool, SOURCE), hits, strict=True)
+        if hit
+    )
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -190,7 +219,9 @@ def test_a_bit_that_flips_on_the_way_to_the_gpu_ends_the_load_there(
     loaded = agent.load(hashes(), TARGET).done.result(WAIT_S)
     assert loaded.pages < PAGES
     assert loaded.error is None
-    assert torch.equal(pages_at(token_pool, TARGET)[: loaded.pages], pages_at(token_pool, SOURCE)[: loaded.pages])
+    assert torch.equal(
+        pages_at(token_pool, TARGET)[: loaded.pages], pages_at(token_pool, SOURCE)[: loaded.pages]
+    )
     assert shm_client.lookup(agent.namespace, hashes()).prefix_pages == PAGES
     assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
     assert torch.equal(pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE))
@@ -201,7 +232,9 @@ def test_a_bit_that_flips_on_the_way_to_the_gpu_ends_the_load_there(
 def test_a_page_that_is_damaged_in_the_node_ends_the_load_and_goes(
     agent: Agent, shm_client: Client, token_pool: KVPool, bad: int, by_layer: bool
 ) -> None:
-    """Layer by layer, nothing is written before all is known to be intact, and no layer is said to be in place."""
+    """Layer by layer, nothing is written before all is known to be intact, and no layer is said to
+    be in place.
+    """
     agent.save(hashes(), SOURCE).done.result(WAIT_S)
     before = pages_at(token_pool, TARGET)
     damage(shm_client, agent.namespace, bad)
@@ -213,10 +246,14 @@ def test_a_page_that_is_damaged_in_the_node_ends_the_load_and_goes(
     assert torch.equal(found[:bad], pages_at(token_pool, SOURCE)[:bad])
     if by_layer:
         assert torch.equal(found[bad:], before[bad:])
-    assert shm_client.lookup(agent.namespace, hashes()).present == tuple(page != bad for page in range(PAGES))
+    assert shm_client.lookup(agent.namespace, hashes()).present == tuple(
+        page != bad for page in range(PAGES)
+    )
 
 
-def test_parts_of_a_load_travel_side_by_side(agent: Agent, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_load_travel_side_by_side(
+    agent: Agent, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second is on its way before the first has arrived."""
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 3 * token_pool.layout.page_nbytes)
     agent.save(hashes(), SOURCE).done.result(WAIT_S)
@@ -277,11 +314,15 @@ def test_a_page_whose_leaves_nobody_made_is_not_loaded(
 def test_leaves_of_the_job_before_do_not_pass_for_those_of_this_one(
     agent: Agent, device: Damaging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that is used again holds the right ones, of the same pages, though the kernel does not run."""
+    """Memory that is used again holds the right ones, of the same pages, though the kernel does not
+    run.
+    """
     agent.save(hashes(), SOURCE).done.result(WAIT_S)
     assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
     launch = device.launch
-    monkeypatch.setattr(device, "launch", lambda kernel, *rest: kernel == "leaves" or launch(kernel, *rest))
+    monkeypatch.setattr(
+        device, "launch", lambda kernel, *rest: kernel == "leaves" or launch(kernel, *rest)
+    )
     assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == 0
 
 
@@ -291,9 +332,14 @@ def test_memory_of_leaves_is_used_again_by_jobs_that_fit(
     monkeypatch.setattr(staged, "SUMS_NBYTES", 2 * checksums.LEAF_SUM_NBYTES)
     transfer, asked = StagedTransfer(device, 4096), list[int]()
     host_memory = device.host_memory
-    monkeypatch.setattr(device, "host_memory", lambda nbytes: asked.append(nbytes) or host_memory(nbytes))
+    monkeypatch.setattr(
+        device, "host_memory", lambda nbytes: asked.append(nbytes) or host_memory(nbytes)
+    )
     for count in (1, 2, 3, 3, 2):
-        pages, out = torch.empty(count, token_pool.layout.page_nbytes, dtype=torch.uint8), list[bytes]()
+        pages, out = (
+            torch.empty(count, token_pool.layout.page_nbytes, dtype=torch.uint8),
+            list[bytes](),
+        )
         table = token_pool.unit_table(torch.arange(8 * count), count)
         transfer.gather(token_pool, table, list(pages), None, summed=out.extend)
         assert out == of(pages)

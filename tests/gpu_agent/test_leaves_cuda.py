@@ -18,8 +18,30 @@ cuda = pytest.importorskip("gpu_agent.kernels.cuda", reason="needs cupy")
 
 MIB = LEAF_NBYTES
 # Around everything that the kernel counts by: stripes, blocks, turns of 60 blocks, parts.
-SIZES = [248, 256, 1016, 1024, 1032, 1088, 2048, 59 << 10, 60 << 10, (60 << 10) + 8, (61 << 10) + 72, 120 << 10]
-SIZES += [(120 << 10) + 1024, MIB - 8, MIB, MIB + 8, 2 * MIB - 8, 2 * MIB, 3 * MIB + 520, 15 * MIB + 8]
+SIZES = [
+    248,
+    256,
+    1016,
+    1024,
+    1032,
+    1088,
+    2048,
+    59 << 10,
+    60 << 10,
+    (60 << 10) + 8,
+    (61 << 10) + 72,
+    120 << 10,
+]
+SIZES += [
+    (120 << 10) + 1024,
+    MIB - 8,
+    MIB,
+    MIB + 8,
+    2 * MIB - 8,
+    2 * MIB,
+    3 * MIB + 520,
+    15 * MIB + 8,
+]
 SLOTS = 9
 
 
@@ -39,7 +61,9 @@ def transfer() -> "cuda.CudaTransfer":
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where leaves are to be written, that is not what they are."""
     memory = cuda.CudaDevice.host_memory
-    monkeypatch.setattr(cuda.CudaDevice, "host_memory", lambda device, nbytes: memory(device, nbytes).fill_(0xEE))
+    monkeypatch.setattr(
+        cuda.CudaDevice, "host_memory", lambda device, nbytes: memory(device, nbytes).fill_(0xEE)
+    )
 
 
 @pytest.mark.parametrize("as_runs", [True, False])
@@ -54,35 +78,62 @@ def test_leaves_are_those_of_the_library(
     wanted = [leaves(pool.planes[0].bits[slot].cpu().numpy().tobytes()) for slot in slots.tolist()]
     pages = torch.full((6, nbytes), 0x5A, dtype=torch.uint8).pin_memory()
     found: list[bytes] = []
-    transfer.gather(pool, pool.unit_table(slots, 6), list(pages), transfer.fence(pool), summed=found.extend)
+    transfer.gather(
+        pool, pool.unit_table(slots, 6), list(pages), transfer.fence(pool), summed=found.extend
+    )
     assert found == wanted == [leaves(page.numpy().tobytes()) for page in pages]
 
     pages.copy_(torch.randint(0, 256, pages.shape, dtype=torch.uint8))
     found.clear()
-    transfer.scatter(pool, pool.unit_table(slots, 6), list(pages), transfer.fence(pool), summed=found.extend)
+    transfer.scatter(
+        pool, pool.unit_table(slots, 6), list(pages), transfer.fence(pool), summed=found.extend
+    )
     assert found == [leaves(page.numpy().tobytes()) for page in pages]
     assert torch.equal(pool.planes[0].bits[slots.cuda()].cpu(), pages)
 
 
 def test_a_flipped_bit_anywhere_is_another_leaf(transfer: "cuda.CudaTransfer") -> None:
     pool, nbytes = pool_of(2 * MIB + 264), 2 * MIB + 264
-    table, pages = pool.unit_table(torch.tensor([4]), 1), torch.zeros((1, nbytes), dtype=torch.uint8).pin_memory()
+    table, pages = (
+        pool.unit_table(torch.tensor([4]), 1),
+        torch.zeros((1, nbytes), dtype=torch.uint8).pin_memory(),
+    )
     before: list[bytes] = []
     transfer.gather(pool, table, list(pages), None, summed=before.extend)
-    places = [0, 7, 63, 64, 1023, 1024, 60 << 10, MIB - 1, MIB, nbytes - 257, nbytes - 65, nbytes - 64, nbytes - 1]
+    places = [
+        0,
+        7,
+        63,
+        64,
+        1023,
+        1024,
+        60 << 10,
+        MIB - 1,
+        MIB,
+        nbytes - 257,
+        nbytes - 65,
+        nbytes - 64,
+        nbytes - 1,
+    ]
     for place in [*places, *torch.randint(0, nbytes, (40,)).tolist()]:
         pool.planes[0].bits[4, place] ^= 1 << place % 8
         after: list[bytes] = []
         transfer.gather(pool, table, list(pages), transfer.fence(pool), summed=after.extend)
         pool.planes[0].bits[4, place] ^= 1 << place % 8
-        changed = [i for i in range(2) if before[0][8 * i : 8 * i + 8] != after[0][8 * i : 8 * i + 8]]
+        changed = [
+            i for i in range(2) if before[0][8 * i : 8 * i + 8] != after[0][8 * i : 8 * i + 8]
+        ]
         assert changed == [int(place >= MIB)]
 
 
 @pytest.mark.parametrize("nbytes", [4096, 3 * MIB])
 @pytest.mark.parametrize("bad", [None, 0, 3])
 def test_an_agent_finds_a_page_that_was_damaged_in_the_node(
-    shm_client: Client, shared_node: NodeProcess, transfer: "cuda.CudaTransfer", nbytes: int, bad: int | None
+    shm_client: Client,
+    shared_node: NodeProcess,
+    transfer: "cuda.CudaTransfer",
+    nbytes: int,
+    bad: int | None,
 ) -> None:
     pool, hashes = pool_of(nbytes), prefix_hashes(list(range(4)), 1)
     namespace = Namespace(model=f"leaves-{uuid.uuid4()}", layout=pool.layout)

@@ -1,4 +1,6 @@
-"""What LightLLM's module `light_mem` promises, without LightLLM: its namespace, and that nothing raises."""
+"""What LightLLM's module `light_mem` promises, without LightLLM: its namespace, and that nothing
+raises.
+"""
 
 import json
 import subprocess
@@ -19,8 +21,17 @@ from kvstore.config import load
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.tools.node_process import NodeProcess
 
-CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16, "dtype": "bfloat16"}
-HYBRID = {"model_type": "qwen3_5", "text_config": {"linear_num_key_heads": 4, "full_attention_interval": 4}}
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "dtype": "bfloat16",
+}
+HYBRID = {
+    "model_type": "qwen3_5",
+    "text_config": {"linear_num_key_heads": 4, "full_attention_interval": 4},
+}
 ARGUMENTS = {
     "data_type": "bfloat16",
     "quant_type": "none",
@@ -62,15 +73,20 @@ def arguments(tmp_path: Path) -> Arguments:
     return lambda **changed: {**ARGUMENTS, "model_dir": model_dir, **changed}
 
 
-# ---- the namespace; what changes it: tests/gpu_agent/identity -------------------------------------------
+# ---- the namespace; what changes it: tests/gpu_agent/identity
+# -------------------------------------------
 
 
 def space_of(arguments: dict[str, Any]) -> Namespace:
     return namespace_of(arguments, {}, load(Identity, "KVSTORE", {}), MEMORY)
 
 
-@pytest.mark.parametrize("changed", [{"tp": 4}, {"port": 9000}, {"linear_att_hash_page_size": 256}], ids=str)
-def test_what_does_not_change_the_bytes_is_no_part_of_it(arguments: Arguments, changed: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changed", [{"tp": 4}, {"port": 9000}, {"linear_att_hash_page_size": 256}], ids=str
+)
+def test_what_does_not_change_the_bytes_is_no_part_of_it(
+    arguments: Arguments, changed: dict[str, Any]
+) -> None:
     """A page of CPU memory holds the heads of all ranks."""
     assert space_of(arguments(**changed)).digest == space_of(arguments()).digest
 
@@ -80,7 +96,9 @@ def test_what_does_not_change_the_bytes_is_no_part_of_it(arguments: Arguments, c
     [{"tp": 4}, {"linear_att_hash_page_size": 256}, {"linear_att_ssm_data_type": "bfloat16"}],
     ids=str,
 )
-def test_a_hybrid_models_states_lie_rank_by_rank(arguments: Arguments, tmp_path: Path, changed: dict[str, Any]) -> None:
+def test_a_hybrid_models_states_lie_rank_by_rank(
+    arguments: Arguments, tmp_path: Path, changed: dict[str, Any]
+) -> None:
     hybrid = checkpoint(tmp_path / "hybrid", HYBRID)
     kept = space_of(arguments(model_dir=hybrid))
     assert space_of(arguments(model_dir=hybrid, **changed)).digest != kept.digest
@@ -94,7 +112,9 @@ def test_a_named_revision_does_not_hide_another_configuration(
     """With a revision the checkpoint is not read, its configuration is."""
     monkeypatch.setenv("KVSTORE_REVISION", "r1")
     first = space_of(arguments())
-    rope = space_of(arguments(model_dir=checkpoint(tmp_path / "b" / "model", {**CONFIG, "rope": 2})))
+    rope = space_of(
+        arguments(model_dir=checkpoint(tmp_path / "b" / "model", {**CONFIG, "rope": 2}))
+    )
     written_by = {**CONFIG, "transformers_version": "5"}
     same = space_of(arguments(model_dir=checkpoint(tmp_path / "c" / "model", written_by)))
     assert first.revision == "r1"
@@ -104,11 +124,14 @@ def test_a_named_revision_does_not_hide_another_configuration(
 
 @pytest.mark.parametrize("argument", ["kv_quant_calibration_config_path", "quant_cfg"])
 def test_a_file_counts_by_its_content(arguments: Arguments, tmp_path: Path, argument: str) -> None:
-    """fp8 pages have their scales in such a file: the same bytes mean other values under other scales."""
+    """fp8 pages have their scales in such a file: the same bytes mean other values under other
+    scales.
+    """
     for name, text in [("one", "scales 1"), ("two", "scales 2"), ("copy", "scales 1")]:
         (tmp_path / name).write_text(text)
     one, two, copy, none = (
-        space_of(arguments(**{argument: path and str(tmp_path / path)})).digest for path in ("one", "two", "copy", None)
+        space_of(arguments(**{argument: path and str(tmp_path / path)})).digest
+        for path in ("one", "two", "copy", None)
     )
     assert len({one, two, none}) == 3
     assert copy == one
@@ -116,8 +139,12 @@ def test_a_file_counts_by_its_content(arguments: Arguments, tmp_path: Path, argu
         space_of(arguments(**{argument: str(tmp_path / "absent")}))
 
 
-@pytest.mark.parametrize("variable", ["KVSTORE_TENANT", "KVSTORE_SALT", "KVSTORE_MODEL", "KVSTORE_REVISION"])
-def test_users_words_are_in_the_namespace(arguments: Arguments, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "variable", ["KVSTORE_TENANT", "KVSTORE_SALT", "KVSTORE_MODEL", "KVSTORE_REVISION"]
+)
+def test_users_words_are_in_the_namespace(
+    arguments: Arguments, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = space_of(arguments())
     monkeypatch.setenv(variable, "other")
     assert space_of(arguments()).digest != before.digest
@@ -134,7 +161,9 @@ def test_users_words_are_in_the_namespace(arguments: Arguments, variable: str, m
 def test_a_server_whose_pages_can_not_be_told_apart_does_not_start(
     arguments: Arguments, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], remedy: str
 ) -> None:
-    """Weights that change while it runs; images, which two servers number alike and a page's hash does not show."""
+    """Weights that change while it runs; images, which two servers number alike and a page's hash
+    does not show.
+    """
     monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(arguments(**changed)))
     with pytest.raises(ConfigError, match=remedy):
         PyLocalCacheService(MEMORY)
@@ -143,7 +172,9 @@ def test_a_server_whose_pages_can_not_be_told_apart_does_not_start(
 def test_the_variable_that_stretches_positions_is_in_the_namespace(
     arguments: Arguments, shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LightLLM reads LIGHTLLM_NTK_ALPHA where it makes rotary embeddings; its arguments do not show it."""
+    """LightLLM reads LIGHTLLM_NTK_ALPHA where it makes rotary embeddings; its arguments do not show
+    it.
+    """
     monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(arguments()))
     monkeypatch.setenv("KVSTORE_ADDRESS", shared_node.address)
     found = set()
@@ -155,12 +186,16 @@ def test_the_variable_that_stretches_positions_is_in_the_namespace(
     assert len(found) == 2
 
 
-# ---- the service -------------------------------------------------------------------------------------
+# ---- the service
+# -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def service(
-    arguments: Arguments, shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    arguments: Arguments,
+    shared_node: NodeProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> Iterator[PyLocalCacheService]:
     monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(arguments()))
     monkeypatch.setenv("KVSTORE_ADDRESS", shared_node.address)
@@ -197,7 +232,9 @@ def settled(task: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", "no JSON", "[1]", "{}"])
-def test_a_start_without_start_arguments_says_so(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+def test_a_start_without_start_arguments_says_so(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
     monkeypatch.delenv("LIGHTLLM_START_ARGS", raising=False)
     if value is not None:
         monkeypatch.setenv("LIGHTLLM_START_ARGS", value)
@@ -206,7 +243,12 @@ def test_a_start_without_start_arguments_says_so(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "memory", [torch.zeros(2, 8), torch.zeros(2, 2, 4, dtype=torch.uint8), torch.zeros(2, 8, dtype=torch.uint8)[:, :4]]
+    "memory",
+    [
+        torch.zeros(2, 8),
+        torch.zeros(2, 2, 4, dtype=torch.uint8),
+        torch.zeros(2, 8, dtype=torch.uint8)[:, :4],
+    ],
 )
 def test_the_pool_must_be_what_the_original_asks_for(
     arguments: Arguments, monkeypatch: pytest.MonkeyPatch, memory: torch.Tensor
@@ -233,7 +275,9 @@ def test_a_call_of_an_engine_that_names_no_request_has_an_id_of_its_own(
     assert all(len(bytes.fromhex(one)) == tracing.TRACE_NBYTES for one in ids)
     assert len(set(ids)) == 2
     said = ("a query failed", "a task of mode 'w' failed at its start")
-    assert caplog.messages == [f"{line} [request {one}]" for line, one in zip(said, ids, strict=True)]
+    assert caplog.messages == [
+        f"{line} [request {one}]" for line, one in zip(said, ids, strict=True)
+    ]
     assert tracing.current() is None
 
 
@@ -247,7 +291,9 @@ def test_states_of_tasks(service: PyLocalCacheService) -> None:
     assert service.query([*hashes, 7]) == [True, True, True, False]
     again = service.create(hash_128s=[*hashes, 7], kv_page_indexer=rows(0, 1, 2, 3), mode="w")
     assert again.page_already_list == [0, 1, 2]
-    read = service.create(hash_128s=[*hashes, 9], kv_page_indexer=rows(0, 5, 6, 7), mode="r", start_pos=1)
+    read = service.create(
+        hash_128s=[*hashes, 9], kv_page_indexer=rows(0, 5, 6, 7), mode="r", start_pos=1
+    )
     settled(read)
     assert read.state() == [PyState.Finished, PyState.Finished, PyState.Aborted]
     assert [state.value for state in PyState] == [0, 1, 2, 3]
@@ -272,7 +318,11 @@ def test_states_of_tasks(service: PyLocalCacheService) -> None:
     ],
 )
 def test_a_wrong_call_gets_a_task_that_is_over_and_has_failed(
-    service: PyLocalCacheService, hashes: list[Any], indexer: Any, mode: str, caplog: pytest.LogCaptureFixture
+    service: PyLocalCacheService,
+    hashes: list[Any],
+    indexer: Any,
+    mode: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """An exception here would end LightLLM's writer, or a request that nobody hears of again."""
     task = service.create(hash_128s=hashes, kv_page_indexer=indexer, mode=mode)
@@ -316,7 +366,9 @@ def test_active_threads_counts_until_a_task_is_done(service: PyLocalCacheService
 
 
 def test_the_module_is_found_in_the_folder_that_the_command_prints() -> None:
-    """The command is the one behind `python -m`; torch, which takes seconds to import, plays no part."""
+    """The command is the one behind `python -m`; torch, which takes seconds to import, plays no
+    part.
+    """
     code = """
 import contextlib, io, runpy, sys
 from unittest.mock import MagicMock
@@ -329,5 +381,7 @@ sys.path.insert(0, folder)
 import light_mem
 print(folder, light_mem.__file__, light_mem.PyLocalCacheService._n, "lightllm" in sys.modules)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert found == [light_mem_path(), f"{light_mem_path()}/light_mem/__init__.py", "1", "False"]

@@ -1,5 +1,7 @@
-"""Every memory manager of LightLLM as a pool: objects with the attributes and shapes of its classes, saved
-from scattered token slots into a real node and loaded into other slots of another, poisoned, one."""
+"""Every memory manager of LightLLM as a pool: objects with the attributes and shapes of its
+classes, saved from scattered token slots into a real node and loaded into other slots of another,
+poisoned, one.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -36,10 +38,13 @@ def manager(
     """`kv`: rows and width of a token in a layer; `scale`: width of the scale buffer."""
     rows, width, dtype = kv
     made = SimpleNamespace(
-        size=SLOTS, kv_buffer=filled(LAYERS, SLOTS + padding, rows, width, dtype=dtype, device=device)
+        size=SLOTS,
+        kv_buffer=filled(LAYERS, SLOTS + padding, rows, width, dtype=dtype, device=device),
     )
     if scale:
-        made.scale_buffer = filled(LAYERS, SLOTS + padding, rows, scale[0], dtype=scale[1], device=device)
+        made.scale_buffer = filled(
+            LAYERS, SLOTS + padding, rows, scale[0], dtype=scale[1], device=device
+        )
     if static:
         made.scales = torch.rand(static)
     return made
@@ -48,7 +53,10 @@ def manager(
 # Name in LightLLM -> how to make one, and its bytes per token and layer with 8 KV heads of 128.
 MANAGERS: dict[str, tuple[Callable[..., Any], int]] = {
     "MemoryManager": (lambda **more: manager((2 * HEADS, DIM, BF16), **more), 4096),
-    "PPLINT8KVMemoryManager": (lambda **more: manager((2 * HEADS, DIM, INT8), (DIM // 8, BF16), **more), 2048 + 512),
+    "PPLINT8KVMemoryManager": (
+        lambda **more: manager((2 * HEADS, DIM, INT8), (DIM // 8, BF16), **more),
+        2048 + 512,
+    ),
     "PPLINT4KVMemoryManager": (
         lambda **more: manager((2 * HEADS, DIM // 2, INT8), (DIM // 8, BF16), **more),
         1024 + 512,
@@ -63,15 +71,27 @@ MANAGERS: dict[str, tuple[Callable[..., Any], int]] = {
     ),
     "Deepseek2MemoryManager": (lambda **more: manager((1, 576, BF16), **more), 1152),
     "Deepseek3_2MemoryManager": (lambda **more: manager((1, 648, BF16), **more), 1296),
-    "FP8PerTokenGroupQuantDeepseek3_2MemoryManager": (lambda **more: manager((1, 800, UINT8), **more), 800),
+    "FP8PerTokenGroupQuantDeepseek3_2MemoryManager": (
+        lambda **more: manager((1, 800, UINT8), **more),
+        800,
+    ),
     "Deepseek2FP8KVMemoryManager": (lambda **more: manager((1, 578, UINT8), **more), 578),
-    "INT8KVMemoryManager": (lambda **more: manager((2 * HEADS, DIM, INT8), (1, BF16), **more), 2048 + 32),
-    "CalibrationFP8KVMemoryManager": (lambda **more: manager((2 * HEADS, DIM, UINT8), **more), 2048),
+    "INT8KVMemoryManager": (
+        lambda **more: manager((2 * HEADS, DIM, INT8), (1, BF16), **more),
+        2048 + 32,
+    ),
+    "CalibrationFP8KVMemoryManager": (
+        lambda **more: manager((2 * HEADS, DIM, UINT8), **more),
+        2048,
+    ),
 }
 
 
 def hybrid(
-    checkpoints: int = PAGES + 3, checkpoints_first: bool = False, attending: int = 2, device: str = "cpu"
+    checkpoints: int = PAGES + 3,
+    checkpoints_first: bool = False,
+    attending: int = 2,
+    device: str = "cpu",
 ) -> Any:
     """`Qwen3NextMemManager` of 8 layers, every fourth of which attends to all tokens."""
     lead = (checkpoints, 6) if checkpoints_first else (6, checkpoints)
@@ -80,8 +100,12 @@ def hybrid(
         kv_buffer=filled(attending, SLOTS + 1, 2 * 2, 16, dtype=BF16, device=device),
         linear_config=SimpleNamespace(full_attention_interval=4, linear_layer_num=6),
         linear_att_big_page_buffers=SimpleNamespace(
-            conv_state_cache=SimpleNamespace(buffer=filled(*lead, 24, 3, dtype=BF16, device=device)),
-            ssm_state_cache=SimpleNamespace(buffer=filled(*lead, 2, 4, 8, dtype=torch.float32, device=device)),
+            conv_state_cache=SimpleNamespace(
+                buffer=filled(*lead, 24, 3, dtype=BF16, device=device)
+            ),
+            ssm_state_cache=SimpleNamespace(
+                buffer=filled(*lead, 2, 4, 8, dtype=torch.float32, device=device)
+            ),
         ),
     )
 
@@ -125,7 +149,9 @@ def test_tokens_come_back_into_other_slots(agent: Make, name: str, padding: int)
     source, target = (scattered(PAGES * PAGE_TOKENS, SLOTS) for _ in range(2))
     saver = agent(pool)
     assert saver.save(HASHES, source).done.result(20).dropped == 0
-    assert agent(manager_pool(theirs, PAGE_TOKENS)).load(HASHES, target).done.result(20).pages == PAGES
+    assert (
+        agent(manager_pool(theirs, PAGE_TOKENS)).load(HASHES, target).done.result(20).pages == PAGES
+    )
     untouched = [slot for slot in range(SLOTS + padding) if slot not in target.tolist()]
     for mine, yours, old in zip(buffers(ours), buffers(theirs), before, strict=True):
         assert torch.equal(yours[:, target], mine[:, source])
@@ -133,19 +159,27 @@ def test_tokens_come_back_into_other_slots(agent: Make, name: str, padding: int)
 
 
 @pytest.mark.parametrize("checkpoints_first", [False, True])
-def test_a_hybrid_models_states_travel_with_their_pages(agent: Make, checkpoints_first: bool) -> None:
+def test_a_hybrid_models_states_travel_with_their_pages(
+    agent: Make, checkpoints_first: bool
+) -> None:
     ours, theirs = (hybrid(checkpoints_first=checkpoints_first) for _ in range(2))
     axis = 0 if checkpoints_first else 1
     source, target = (
-        {"token": scattered(PAGES * PAGE_TOKENS, SLOTS), "state": scattered(PAGES, PAGES + 3)} for _ in range(2)
+        {"token": scattered(PAGES * PAGE_TOKENS, SLOTS), "state": scattered(PAGES, PAGES + 3)}
+        for _ in range(2)
     )
     agent(manager_pool(ours, PAGE_TOKENS)).save(HASHES, source).done.result(20)
     states = [
-        [getattr(made.linear_att_big_page_buffers, kind).buffer for kind in ("conv_state_cache", "ssm_state_cache")]
+        [
+            getattr(made.linear_att_big_page_buffers, kind).buffer
+            for kind in ("conv_state_cache", "ssm_state_cache")
+        ]
         for made in (ours, theirs)
     ]
     before = [state.clone() for state in states[1]]
-    assert agent(manager_pool(theirs, PAGE_TOKENS)).load(HASHES, target).done.result(20).pages == PAGES
+    assert (
+        agent(manager_pool(theirs, PAGE_TOKENS)).load(HASHES, target).done.result(20).pages == PAGES
+    )
     for mine, yours in zip(buffers(ours), buffers(theirs), strict=True):
         assert torch.equal(yours[:, target["token"]], mine[:, source["token"]])
     rest = torch.tensor([slot for slot in range(PAGES + 3) if slot not in target["state"].tolist()])
@@ -155,7 +189,9 @@ def test_a_hybrid_models_states_travel_with_their_pages(agent: Make, checkpoints
             (yours, old, rest, rest),
         ):
             left, right = moved.index_select(axis, where), expected.index_select(axis, whence)
-            assert torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+            assert torch.equal(
+                left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
+            )
 
 
 def test_a_hybrid_page_is_the_tokens_of_attending_layers_then_the_states_of_the_others() -> None:
@@ -168,12 +204,19 @@ def test_a_hybrid_page_is_the_tokens_of_attending_layers_then_the_states_of_the_
     caches = made.linear_att_big_page_buffers
     pieces = [made.kv_buffer[layer, slot] for layer in range(2) for slot in slots]
     for layer in range(6):
-        pieces += [cache.buffer[layer, checkpoint] for cache in (caches.conv_state_cache, caches.ssm_state_cache)]
-    assert torch.equal(page, torch.cat([piece.contiguous().view(-1).view(UINT8) for piece in pieces]))
+        pieces += [
+            cache.buffer[layer, checkpoint]
+            for cache in (caches.conv_state_cache, caches.ssm_state_cache)
+        ]
+    assert torch.equal(
+        page, torch.cat([piece.contiguous().view(-1).view(UINT8) for piece in pieces])
+    )
 
 
 def test_a_hybrid_models_layers_have_the_models_numbers() -> None:
-    layout = manager_pool(hybrid(attending=3, device="meta"), PAGE_TOKENS).layout  # one layer of a draft model
+    layout = manager_pool(
+        hybrid(attending=3, device="meta"), PAGE_TOKENS
+    ).layout  # one layer of a draft model
     assert [group.name for group in layout.groups] == ["attention", "state"]
     assert layout.groups[0].layers == (3, 7, 8)
     assert layout.groups[1].layers == (0, 1, 2, 4, 5, 6)
@@ -184,7 +227,8 @@ def test_a_hybrid_models_layers_have_the_models_numbers() -> None:
 def test_hybrid_states_must_fit_the_model() -> None:
     made = hybrid(device="meta")
     conv, ssm = (
-        getattr(made.linear_att_big_page_buffers, kind).buffer for kind in ("conv_state_cache", "ssm_state_cache")
+        getattr(made.linear_att_big_page_buffers, kind).buffer
+        for kind in ("conv_state_cache", "ssm_state_cache")
     )
     with pytest.raises(InvalidRequest, match="full_attention_interval=5"):
         hybrid_pool(made.kv_buffer, conv, ssm, PAGE_TOKENS, 5)
@@ -198,8 +242,14 @@ def test_hybrid_states_must_fit_the_model() -> None:
 
 def test_no_two_managers_have_one_layout() -> None:
     """Except those that differ only in scales outside the cache, which the salt tells apart."""
-    layouts = {name: manager_pool(make(device="meta"), 64).layout for name, (make, _) in MANAGERS.items()}
-    same = {"FP8StaticPerHeadQuantMemManager", "FP8StaticPerTensorQuantMemManager", "CalibrationFP8KVMemoryManager"}
+    layouts = {
+        name: manager_pool(make(device="meta"), 64).layout for name, (make, _) in MANAGERS.items()
+    }
+    same = {
+        "FP8StaticPerHeadQuantMemManager",
+        "FP8StaticPerTensorQuantMemManager",
+        "CalibrationFP8KVMemoryManager",
+    }
     assert len({layouts[name].fingerprint for name in same}) == 1
     assert len({layout.fingerprint for layout in layouts.values()}) == len(layouts) - len(same) + 1
     sizes = {name: layout.page_nbytes // 64 // LAYERS for name, layout in layouts.items()}
@@ -209,13 +259,21 @@ def test_no_two_managers_have_one_layout() -> None:
 def test_static_scales_are_told_by_their_values() -> None:
     salts = [
         static_scales(MANAGERS[name][0]())
-        for name in ("FP8StaticPerHeadQuantMemManager", "FP8StaticPerTensorQuantMemManager", "MemoryManager")
+        for name in (
+            "FP8StaticPerHeadQuantMemManager",
+            "FP8StaticPerTensorQuantMemManager",
+            "MemoryManager",
+        )
     ]
     assert len(set(salts)) == 3
     assert salts[2] == ""
     scales = torch.full((LAYERS, 2), 0.5)
-    assert static_scales(SimpleNamespace(scales=scales)) == static_scales(SimpleNamespace(scales=scales.clone()))
-    assert static_scales(SimpleNamespace(scales=scales)) != static_scales(SimpleNamespace(scales=scales * 2))
+    assert static_scales(SimpleNamespace(scales=scales)) == static_scales(
+        SimpleNamespace(scales=scales.clone())
+    )
+    assert static_scales(SimpleNamespace(scales=scales)) != static_scales(
+        SimpleNamespace(scales=scales * 2)
+    )
 
 
 def test_the_dummy_slots_are_refused() -> None:

@@ -1,5 +1,6 @@
-"""LMCache's releases as our `plugin` adapter sees them, without LMCache: its base class asks for one method more in
-0.5.7. The releases themselves: `make test-lmcache`."""
+"""LMCache's releases as our `plugin` adapter sees them, without LMCache: its base class asks for
+one method more in 0.5.7. The releases themselves: `make test-lmcache`.
+"""
 
 import abc
 import enum
@@ -65,14 +66,21 @@ def base_class(methods: tuple[str, ...]) -> type:
 
 
 def release(monkeypatch: pytest.MonkeyPatch, methods: tuple[str, ...], **api: Any) -> Any:
-    """Our adapter's module, imported beside a release with these abstract methods and names in `api`."""
+    """Our adapter's module, imported beside a release with these abstract methods and names in
+    `api`.
+    """
     names: dict[str, dict[str, Any]] = {
         "lmcache": {},
         "lmcache.lmcache_native": {"Bitmap": object},
         "lmcache.v1": {},
         "lmcache.v1.platform": {"create_event_notifier": Notifier},
         "lmcache.v1.distributed": {},
-        "lmcache.v1.distributed.api": {"EncodedObjectKey": object, "KeyEntry": object, "KeyListPage": tuple, **api},
+        "lmcache.v1.distributed.api": {
+            "EncodedObjectKey": object,
+            "KeyEntry": object,
+            "KeyListPage": tuple,
+            **api,
+        },
         "lmcache.v1.distributed.internal_api": {"L2StoreResult": object},
         "lmcache.v1.distributed.l2_adapters": {},
         "lmcache.v1.distributed.l2_adapters.base": {"L2AdapterInterface": base_class(methods)},
@@ -95,7 +103,9 @@ def adapter(module: Any) -> Any:
     return module.NodeAdapter({"address": "127.0.0.1:9", "revision": "r", "kv_format": "f"})
 
 
-def test_an_adapter_of_057_is_made_and_says_that_it_is_remote_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_of_057_is_made_and_says_that_it_is_remote_storage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     api = {"MemorySegment": Segment, "MemoryResidency": Residency, "MemoryTags": Tags}
     made = adapter(release(monkeypatch, METHODS_057, **api))
     try:
@@ -104,6 +114,8 @@ def test_an_adapter_of_057_is_made_and_says_that_it_is_remote_storage(monkeypatc
         made.close()
 
 
-def test_an_adapter_of_056_needs_no_names_that_only_057_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_of_056_needs_no_names_that_only_057_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = adapter(release(monkeypatch, METHODS_056))
     made.close()

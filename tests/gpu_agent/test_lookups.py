@@ -33,7 +33,9 @@ class FakeClient:
         self.calls: list[tuple[str, bool]] = []
         self.error: Exception | None = None
 
-    def lookup(self, namespace: Namespace, keys: Any, touch: bool = False, timeout_s: float = 0) -> LookupResult:
+    def lookup(
+        self, namespace: Namespace, keys: Any, touch: bool = False, timeout_s: float = 0
+    ) -> LookupResult:
         self.calls.append((namespace.model, touch))
         assert timeout_s > 0
         (self.touch_gate if touch else self.gate).wait(10)
@@ -91,7 +93,9 @@ def test_polls_do_not_wait_and_do_not_ask_again(fake: FakeClient) -> None:
 
 
 def test_an_old_answer_stands_until_there_is_another(fake: FakeClient) -> None:
-    """An engine that were told "not known yet" would let others pass a request that waits for its blocks."""
+    """An engine that were told "not known yet" would let others pass a request that waits for its
+    blocks.
+    """
     lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a")], KEYS)])
     old = answered(lookups, "r")
@@ -144,8 +148,12 @@ def test_a_request_does_not_wait_for_the_chains_of_those_that_ended(fake: FakeCl
     lookups.close()
 
 
-def test_questions_that_waited_for_each_other_are_no_outage(fake: FakeClient, caplog: pytest.LogCaptureFixture) -> None:
-    """Their deadline passed before the store was asked: those behind them still wait for its answer."""
+def test_questions_that_waited_for_each_other_are_no_outage(
+    fake: FakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their deadline passed before the store was asked: those behind them still wait for its
+    answer.
+    """
     fake.gate.clear()
     lookups = Lookups(ThreadLookups(fake), 0.2)  # type: ignore[arg-type]
     for number in range(10):
@@ -161,7 +169,9 @@ def test_questions_that_waited_for_each_other_are_no_outage(fake: FakeClient, ca
     lookups.close()
 
 
-def test_an_outage_is_a_miss_and_is_logged_once(fake: FakeClient, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_a_miss_and_is_logged_once(
+    fake: FakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
     lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     fake.error = Unavailable("gone")
     for number in range(5):
@@ -169,7 +179,9 @@ def test_an_outage_is_a_miss_and_is_logged_once(fake: FakeClient, caplog: pytest
         assert answered(lookups, f"r{number}") == (bytes(4),)
     fake.error = None
     end = time.monotonic() + 10
-    while lookups._outage.error:  # until an answer came, a request waits OUTAGE_WAIT_S only: it may miss
+    while (
+        lookups._outage.error
+    ):  # until an answer came, a request waits OUTAGE_WAIT_S only: it may miss
         assert time.monotonic() < end
         lookups.ask("s", [([namespace("a")], KEYS)])
         answered(lookups, "s")
@@ -211,7 +223,9 @@ def test_a_bug_in_a_lookup_is_a_miss(fake: FakeClient, caplog: pytest.LogCapture
     assert "a lookup broke" in caplog.text
 
 
-def test_too_many_waiting_requests_are_told_nothing(fake: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_waiting_requests_are_told_nothing(
+    fake: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gpu_agent.blocks.lookups.PENDING_MAX", 3)
     fake.gate.clear()
     lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]

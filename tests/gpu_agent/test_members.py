@@ -27,7 +27,9 @@ def fleet() -> Iterator[list[NodeProcess]]:
     """Two members, of which the first may be near."""
     with ExitStack() as stack:
         ports = free_ports(2)
-        text = "static:fleet/" + ",".join(f"n{number}=127.0.0.1:{port}" for number, port in enumerate(ports))
+        text = "static:fleet/" + ",".join(
+            f"n{number}=127.0.0.1:{port}" for number, port in enumerate(ports)
+        )
         ram, shm = ("--ram-bytes", "16MiB", "--extent-bytes", "1MiB"), ("auto", "none")
         yield [
             stack.enter_context(
@@ -45,7 +47,10 @@ def test_a_save_beside_a_member_that_hangs(fleet: list[NodeProcess], token_pool:
     first, second = ([bytes([tag, number]) * 16 for number in range(12)] for tag in (1, 2))
     slots = torch.arange(96)
     config = ClientConfig(address=fleet[0].address, connect_timeout_s=5.0, near="none")
-    with Client(config) as client, Agent(client, namespace, token_pool, agent_config(save_timeout_s=SAVE_S)) as agent:
+    with (
+        Client(config) as client,
+        Agent(client, namespace, token_pool, agent_config(save_timeout_s=SAVE_S)) as agent,
+    ):
         assert agent.save(first, slots, timeout_s=10.0).done.result().stored == 12
         os.kill(fleet[1].pid, signal.SIGSTOP)
         saved = agent.save(second, slots).done.result()
@@ -65,10 +70,16 @@ def test_a_job_whose_near_node_begins_to_hang_goes_on_with_the_owners(
         assert view is not None
         keys = [number.to_bytes(16, "big") for number in range(100)]
         owners = view.owners.owners(namespace.digest, keys)
-        chain, slots = [key for key, own in zip(keys, owners, strict=True) if own == ("n1",)][:12], torch.arange(96)
+        chain, slots = (
+            [key for key, own in zip(keys, owners, strict=True) if own == ("n1",)][:12],
+            torch.arange(96),
+        )
         client.open(namespace)
         if what == "load":
-            with Client(replace(config, near="none")) as other, Agent(other, namespace, token_pool, options) as far:
+            with (
+                Client(replace(config, near="none")) as other,
+                Agent(other, namespace, token_pool, options) as far,
+            ):
                 assert far.save(chain, slots).done.result().stored == 12
         assert client.maps_arena
         os.kill(fleet[0].pid, signal.SIGSTOP)
@@ -84,12 +95,18 @@ def test_jobs_beside_a_near_node_that_hangs(fleet: list[NodeProcess], token_pool
     """Until its breaker let the next one try, all failed at once, though the owners answer."""
     namespace = Namespace(model="near", layout=token_pool.layout)
     config = ClientConfig(address=fleet[0].address, connect_timeout_s=5.0, backoff_s_max=600.0)
-    with Client(config) as client, Agent(client, namespace, token_pool, agent_config(lookup_timeout_s=5.0)) as agent:
+    with (
+        Client(config) as client,
+        Agent(client, namespace, token_pool, agent_config(lookup_timeout_s=5.0)) as agent,
+    ):
         view = client.view()
         assert view is not None
         keys = [number.to_bytes(16, "big") for number in range(100)]
         owners = view.owners.owners(namespace.digest, keys)
-        chain, slots = [key for key, own in zip(keys, owners, strict=True) if own == ("n1",)][:12], torch.arange(96)
+        chain, slots = (
+            [key for key, own in zip(keys, owners, strict=True) if own == ("n1",)][:12],
+            torch.arange(96),
+        )
         client.open(namespace)
         assert client.maps_arena
         os.kill(fleet[0].pid, signal.SIGSTOP)
@@ -104,9 +121,17 @@ def test_jobs_beside_a_near_node_that_hangs(fleet: list[NodeProcess], token_pool
 @pytest.mark.parametrize(("step", "before"), [(4, 2), (8, 1)])
 @pytest.mark.parametrize("what", ["load", "save"])
 def test_a_job_whose_near_node_is_near_no_more_goes_on_with_the_owners(
-    fleet: list[NodeProcess], token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, what: str, step: int, before: int
+    fleet: list[NodeProcess],
+    token_pool: KVPool,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    step: int,
+    before: int,
 ) -> None:
-    """It is drained, and the client hears of that between two parts. The chain is touched as a whole all the same."""
+    """It is drained, and the client hears of that between two parts.
+
+    The chain is touched as a whole all the same.
+    """
     namespace = Namespace(model="near no more", layout=token_pool.layout)
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", step * token_pool.layout.page_nbytes)
     config = ClientConfig(address=fleet[0].address, connect_timeout_s=5.0)
@@ -132,7 +157,9 @@ def test_a_job_whose_near_node_is_near_no_more_goes_on_with_the_owners(
             return done
 
         touched: list[list[bytes]] = []
-        monkeypatch.setattr(agent, "_touch", lambda job, prefix_hashes: touched.append(prefix_hashes))
+        monkeypatch.setattr(
+            agent, "_touch", lambda job, prefix_hashes: touched.append(prefix_hashes)
+        )
         monkeypatch.setattr(MappedPath, method, moved)
         if what == "load":
             assert agent.load(chain, slots).done.result() == LoadResult(12, 12)

@@ -1,4 +1,6 @@
-"""A call of objects in parts: how many there are, what became of it when some failed, and whose fault that was."""
+"""A call of objects in parts: how many there are, what became of it when some failed, and whose
+fault that was.
+"""
 
 import threading
 from types import SimpleNamespace
@@ -20,7 +22,10 @@ SCOPE = Namespace("objects", opaque_layout(1))
 
 
 def names_of(count: int, nbytes: int = NBYTES) -> list[ObjectName]:
-    return [ObjectName(SCOPE, bytes([i % 256, i // 256]) * 16, opaque_layout(nbytes)) for i in range(count)]
+    return [
+        ObjectName(SCOPE, bytes([i % 256, i // 256]) * 16, opaque_layout(nbytes))
+        for i in range(count)
+    ]
 
 
 def space(scope: Namespace, layout: PageLayout) -> Namespace:
@@ -46,7 +51,9 @@ def test_a_part_that_failed_is_told_whichever_ends_last(order: tuple[int, int]) 
     assert batch.done.result(0) == ObjectResults([None, True], "the node is away")
 
 
-def test_what_waited_too_long_here_says_nothing_about_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waited_too_long_here_says_nothing_about_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nor is the node asked."""
     asked, gate = list[Any](), threading.Event()
 
@@ -68,11 +75,15 @@ def test_what_waited_too_long_here_says_nothing_about_the_node(monkeypatch: pyte
 
 
 def test_what_the_node_is_asked_and_when_it_has_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts age a chain piece by piece, so the whole of it is touched at the end; every question has a deadline."""
+    """Parts age a chain piece by piece, so the whole of it is touched at the end; every question
+    has a deadline.
+    """
     touched, asked, reported = threading.Event(), list[Any](), list[Any]()
     outcomes = iter([PutOutcome.FULL, PutOutcome.AWAY, PutOutcome.BUSY])
 
-    def put(namespace: Namespace, hashes: list[bytes], views: Any, timeout_s: float) -> list[PutOutcome]:
+    def put(
+        namespace: Namespace, hashes: list[bytes], views: Any, timeout_s: float
+    ) -> list[PutOutcome]:
         return [next(outcomes) for _ in hashes]
 
     def lookup(namespace: Namespace, hashes: list[bytes], touch: bool, timeout_s: float) -> None:

@@ -1,5 +1,6 @@
-"""Objects through a real node: batches with holes come back byte by byte; what goes wrong is a value. What goes wrong
-while bytes arrive: test_objects_arrive.py."""
+"""Objects through a real node: batches with holes come back byte by byte; what goes wrong is a
+value. What goes wrong while bytes arrive: test_objects_arrive.py.
+"""
 
 import contextlib
 import dataclasses
@@ -25,7 +26,9 @@ from kvstore.tools.node_process import NodeProcess
 
 NBYTES = 100_001  # no multiple of anything
 WAIT_S = 20.0
-CONFIG = AgentConfig(staging_nbytes=1 << 20, lookup_timeout_s=1.0, load_timeout_s=5.0, save_timeout_s=5.0)
+CONFIG = AgentConfig(
+    staging_nbytes=1 << 20, lookup_timeout_s=1.0, load_timeout_s=5.0, save_timeout_s=5.0
+)
 
 
 @pytest.fixture
@@ -64,7 +67,12 @@ def test_a_batch_with_holes_comes_back_byte_by_byte(store: ObjectStore, scope: N
     assert (got.values, got.error) == ([True, False] * 3 + [True], "")
     for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
         assert torch.equal(target, source if i % 2 == 0 else torch.zeros_like(source))
-    assert (store.stats.stored, store.stats.loaded, store.stats.missed, store.stats.found) == (4, 4, 3, 4)
+    assert (store.stats.stored, store.stats.loaded, store.stats.missed, store.stats.found) == (
+        4,
+        4,
+        3,
+        4,
+    )
 
 
 def test_objects_of_many_sizes_and_scopes_travel_in_one_call(
@@ -76,7 +84,9 @@ def test_objects_of_many_sizes_and_scopes_travel_in_one_call(
     other = Namespace(scope.model, ANY, revision="2")
     sizes = [1000, 1, 5000, 1000, CONFIG.staging_nbytes + 3, 1000, 1000, 5000]
     names = [
-        ObjectName((scope, other)[i % 2], hashlib.sha256(b"%d" % (i // 2)).digest(), opaque_layout(nbytes))
+        ObjectName(
+            (scope, other)[i % 2], hashlib.sha256(b"%d" % (i // 2)).digest(), opaque_layout(nbytes)
+        )
         for i, nbytes in enumerate(sizes)
     ]
     sources = [torch.randint(0, 256, (nbytes,), dtype=torch.uint8) for nbytes in sizes]
@@ -114,7 +124,9 @@ def test_what_another_process_stored_is_found_without_knowing_its_size(
     other.put(names_of(scope, 3, 77)[2:], contents(1, 77)).result(WAIT_S)
     other.close()
     end = time.monotonic() + WAIT_S
-    while store.exists(unknown).result(WAIT_S).values != [True] * 3:  # asked for at most every two seconds
+    while (
+        store.exists(unknown).result(WAIT_S).values != [True] * 3
+    ):  # asked for at most every two seconds
         assert time.monotonic() < end
         time.sleep(0.1)
     assert store.remove([*unknown, unknown[0]]).result(WAIT_S).values == [NBYTES, NBYTES, 77, 0]
@@ -141,7 +153,10 @@ def test_a_callers_mistake_raises_at_once(store: ObjectStore, scope: Namespace) 
 
 
 def test_a_damaged_object_is_a_miss(shared_node: NodeProcess, scope: Namespace) -> None:
-    """In place: the slot's bytes change after they were stored. Over the others: requirement 5."""
+    """In place: the slot's bytes change after they were stored.
+
+    Over the others: requirement 5.
+    """
     names, sources = names_of(scope, 3), contents(3)
     layout = opaque_layout(NBYTES)
     with Client(ClientConfig(address=shared_node.address, wire="shm")) as client:
@@ -196,7 +211,9 @@ def test_close_returns_when_nothing_can_touch_a_view(client: Client, scope: Name
 
 def test_a_hung_node_costs_deadlines_and_a_killed_one_nothing(scope: Namespace) -> None:
     """Over two wires, one after the other; each has objects of its own."""
-    config = AgentConfig(staging_nbytes=1 << 20, lookup_timeout_s=0.3, load_timeout_s=0.5, save_timeout_s=0.5)
+    config = AgentConfig(
+        staging_nbytes=1 << 20, lookup_timeout_s=0.3, load_timeout_s=0.5, save_timeout_s=0.5
+    )
     wires, flags = ("shm", "bulk"), ("--ram-bytes", "64MiB")
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(NodeProcess(*flags))
@@ -216,7 +233,9 @@ def test_a_hung_node_costs_deadlines_and_a_killed_one_nothing(scope: Namespace) 
         stack.enter_context(NodeProcess(*flags, "--port", port))  # empty, at the same address
         for store, names in objects:
             sources, targets = contents(4), empty(4)
-            assert eventually(lambda: PutOutcome.STORED in store.put(names, sources).result(WAIT_S).values)  # noqa: B023
+            assert eventually(
+                lambda: PutOutcome.STORED in store.put(names, sources).result(WAIT_S).values
+            )  # noqa: B023
             assert eventually(lambda: all(store.get(names, targets).result(WAIT_S).values))  # noqa: B023
             assert torch.equal(torch.stack(targets), torch.stack(sources))
 
@@ -241,7 +260,9 @@ def hung(node: NodeProcess, store: ObjectStore, names: list[ObjectName]) -> None
 def stands_still(node: NodeProcess) -> bool:
     """All its threads: a signal takes a moment to reach each."""
     threads = Path(f"/proc/{node.pid}/task").iterdir()
-    return all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+    return all(
+        (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads
+    )
 
 
 def signal_node(node: NodeProcess, number: signal.Signals) -> None:

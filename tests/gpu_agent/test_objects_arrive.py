@@ -1,5 +1,7 @@
-"""Objects are received in the caller's own memory. What goes wrong while they arrive is no hit, and when the call has
-its result, or was given up, nothing comes into that memory any more.
+"""Objects are received in the caller's own memory.
+
+What goes wrong while they arrive is no hit, and when the call has its result, or was given up,
+nothing comes into that memory any more.
 """
 
 import hashlib
@@ -33,10 +35,14 @@ class Stored:
         scope = Namespace(uuid.uuid4().hex, ANY, revision="1")
         layout = opaque_layout(NBYTES)
         self.namespace = Namespace(scope.model, layout, revision="1")
-        self.names = [ObjectName(scope, hashlib.sha256(b"%d" % i).digest(), layout) for i in range(3)]
+        self.names = [
+            ObjectName(scope, hashlib.sha256(b"%d" % i).digest(), layout) for i in range(3)
+        ]
         self.sources = list(torch.randint(1, 256, (3, NBYTES), dtype=torch.uint8))
         self.targets = list(torch.zeros((3, NBYTES), dtype=torch.uint8))
-        self.objects = ObjectStore(client, AgentConfig(load_timeout_s=TIME_S, save_timeout_s=WAIT_S))
+        self.objects = ObjectStore(
+            client, AgentConfig(load_timeout_s=TIME_S, save_timeout_s=WAIT_S)
+        )
         self.objects.put(self.names, self.sources).result(WAIT_S)
 
     def get(self) -> list[bool | None]:
@@ -100,7 +106,9 @@ def test_close_returns_when_a_page_that_stalled_can_not_come_any_more(
     assert untouched(stored, relay)
 
 
-def test_an_interrupted_call_writes_nothing_afterwards(stored: Stored, relayed: tuple[Client, Relay]) -> None:
+def test_an_interrupted_call_writes_nothing_afterwards(
+    stored: Stored, relayed: tuple[Client, Relay]
+) -> None:
     client, relay = relayed
     relay.pass_on(HALF, "stall")
 
@@ -117,21 +125,30 @@ def test_an_interrupted_call_writes_nothing_afterwards(stored: Stored, relayed: 
     interrupter.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            client.get(stored.namespace, [name.prefix_hash for name in stored.names], stored.targets, timeout_s=WAIT_S)
+            client.get(
+                stored.namespace,
+                [name.prefix_hash for name in stored.names],
+                stored.targets,
+                timeout_s=WAIT_S,
+            )
     finally:
         interrupter.join()
         signal.signal(signal.SIGUSR1, before)
     assert untouched(stored, relay)
 
 
-def test_a_node_that_sends_too_little_and_closes_is_no_hit(stored: Stored, relayed: tuple[Client, Relay]) -> None:
+def test_a_node_that_sends_too_little_and_closes_is_no_hit(
+    stored: Stored, relayed: tuple[Client, Relay]
+) -> None:
     relayed[1].pass_on(NBYTES + HALF, "close")
     results = stored.objects.get(stored.names, stored.targets).result(WAIT_S)
     assert results.values == [None] * 3
     assert results.error
 
 
-def test_bytes_that_do_not_match_are_a_miss_and_the_others_hits(stored: Stored, relayed: tuple[Client, Relay]) -> None:
+def test_bytes_that_do_not_match_are_a_miss_and_the_others_hits(
+    stored: Stored, relayed: tuple[Client, Relay]
+) -> None:
     """Each is told by its own checksum; the node, whose copy is intact, keeps it."""
     relayed[1].pass_on(NBYTES + HALF, "flip")
     assert stored.get() == [True, False, True]
@@ -141,7 +158,9 @@ def test_bytes_that_do_not_match_are_a_miss_and_the_others_hits(stored: Stored, 
     assert relayed[0].stats.corrupt_pages == 1
 
 
-def test_bytes_behind_the_last_page_are_in_no_callers_memory(stored: Stored, relayed: tuple[Client, Relay]) -> None:
+def test_bytes_behind_the_last_page_are_in_no_callers_memory(
+    stored: Stored, relayed: tuple[Client, Relay]
+) -> None:
     """The answer is as it should be; what follows is nobody's, and ends the connection."""
     relay = relayed[1]
     accepted = relay.accepted

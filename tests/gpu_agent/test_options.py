@@ -16,7 +16,8 @@ LAYOUT = PageLayout(16, (LayerGroup("full", (0, 1), (Plane("k", "float16", (2, 8
 
 def test_options_are_told_apart_by_whose_they_are() -> None:
     options = read_options(
-        {"address": "store:7440", "tenant": "a", "load_timeout_s": "3", "flavour": "sweet"}, own=("flavour", "other")
+        {"address": "store:7440", "tenant": "a", "load_timeout_s": "3", "flavour": "sweet"},
+        own=("flavour", "other"),
     )
     assert options.client.address == "store:7440"
     assert options.identity.tenant == "a"
@@ -53,8 +54,12 @@ def test_a_fact_does_not_pass_for_two_nor_for_a_salt() -> None:
     ]
     assert len(set(texts)) == 3
     weighed = Identity(model="m").namespace(LAYOUT, facts_text("sglang", weight_version="1 salt=a"))
-    salted = Identity(model="m", salt="a").namespace(LAYOUT, facts_text("sglang", weight_version="1"))
-    quoted = Identity(model="m", salt='a"').namespace(LAYOUT, facts_text("sglang", weight_version='"1'))
+    salted = Identity(model="m", salt="a").namespace(
+        LAYOUT, facts_text("sglang", weight_version="1")
+    )
+    quoted = Identity(model="m", salt='a"').namespace(
+        LAYOUT, facts_text("sglang", weight_version='"1')
+    )
     assert len({weighed.digest, salted.digest, quoted.digest}) == 3
 
 
@@ -62,7 +67,13 @@ def test_every_field_of_an_identity_makes_another_namespace() -> None:
     identity = Identity(tenant="t", model="m", revision="r", salt="s", epoch=1)
     spaces = [identity] + [
         replace(identity, **{name: value})
-        for name, value in {"tenant": "u", "model": "n", "revision": "q", "salt": "", "epoch": 2}.items()
+        for name, value in {
+            "tenant": "u",
+            "model": "n",
+            "revision": "q",
+            "salt": "",
+            "epoch": 2,
+        }.items()
     ]
     digests = {space.namespace(LAYOUT, "vllm", tp_size=2).digest for space in spaces}
     digests.add(identity.namespace(LAYOUT, "vllm", tp_size=2, tp_rank=1).digest)
@@ -74,11 +85,20 @@ def test_the_environment_wins_over_an_adapters_defaults_and_loses_to_the_users_v
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     defaults = {"workers": 1, "lookup_timeout_s": 0.3, "load_timeout_s": 0.7, "wire": "bulk"}
-    for name, value in {"AGENT_WORKERS": "5", "AGENT_LOAD_TIMEOUT_S": "9", "ADDRESS": "store:1"}.items():
+    for name, value in {
+        "AGENT_WORKERS": "5",
+        "AGENT_LOAD_TIMEOUT_S": "9",
+        "ADDRESS": "store:1",
+    }.items():
         monkeypatch.setenv(f"KVSTORE_{name}", value)
     options = read_options({"load_timeout_s": 0.9}, (), defaults)
     agent = options.agent
-    assert (agent.workers, agent.lookup_timeout_s, agent.load_timeout_s, agent.save_timeout_s) == (5, 0.3, 0.9, 20.0)
+    assert (agent.workers, agent.lookup_timeout_s, agent.load_timeout_s, agent.save_timeout_s) == (
+        5,
+        0.3,
+        0.9,
+        20.0,
+    )
     assert (options.client.wire, options.client.address) == ("bulk", "store:1")
 
 
@@ -86,8 +106,12 @@ ENGINES = ROOT / "gpu_agent" / "engines"
 
 
 def test_no_adapter_passes_its_defaults_off_as_the_users_values() -> None:
-    """The environment would be nothing to it: SGLang's adapters did not read KVSTORE_AGENT_LOAD_TIMEOUT_S."""
+    """The environment would be nothing to it: SGLang's adapters did not read
+    KVSTORE_AGENT_LOAD_TIMEOUT_S.
+    """
     for path in ENGINES.glob("*.py"):
-        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+        for call in (
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        ):
             if getattr(call.func, "id", "") == "read_options":
                 assert not isinstance(call.args[0], ast.Dict), path.name

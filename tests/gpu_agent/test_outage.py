@@ -20,7 +20,14 @@ from kvstore import (
 def test_an_outage_is_two_lines(caplog: pytest.LogCaptureFixture) -> None:
     outage = OutageLog()
     with caplog.at_level(logging.INFO):
-        for error in (None, Unavailable("down"), DeadlineExceeded("late"), Unavailable("down"), None, None):
+        for error in (
+            None,
+            Unavailable("down"),
+            DeadlineExceeded("late"),
+            Unavailable("down"),
+            None,
+            None,
+        ):
             outage.report(error)
     assert [record.message for record in caplog.records] == [
         "the store failed, the engine recomputes until it is back: down",
@@ -29,7 +36,9 @@ def test_an_outage_is_two_lines(caplog: pytest.LogCaptureFixture) -> None:
     assert outage.error is None
 
 
-def test_a_store_that_fails_and_answers_by_turns_is_told_of_seldom(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_fails_and_answers_by_turns_is_told_of_seldom(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     now = [100.0]
     outage = OutageLog(lambda: now[0])
     with caplog.at_level(logging.INFO):
@@ -52,7 +61,9 @@ def test_a_store_that_fails_and_answers_by_turns_is_told_of_seldom(caplog: pytes
 
 
 def test_a_lack_of_room_is_no_answer(caplog: pytest.LogCaptureFixture) -> None:
-    """Our own threads may be busy with waiting for the node: "the store answers again" was said of one that hung."""
+    """Our own threads may be busy with waiting for the node: "the store answers again" was said of
+    one that hung.
+    """
     outage = OutageLog()
     for error in (Unavailable("down"), Exhausted("too many lookups"), DeadlineExceeded("late")):
         outage.report(error)
@@ -64,7 +75,9 @@ def test_a_refusal_is_an_answer(caplog: pytest.LogCaptureFixture) -> None:
     outage = OutageLog()
     for _ in range(5):
         outage.report(InvalidRequest("too large"))
-    assert [record.message for record in caplog.records] == ["the store refused a request: too large"]
+    assert [record.message for record in caplog.records] == [
+        "the store refused a request: too large"
+    ]
     assert outage.error is None
 
 
@@ -76,11 +89,15 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records]
 
 
-@pytest.mark.parametrize("refusal", [Unauthenticated("who"), ConfigError("no file"), Forbidden("of team-b")], ids=repr)
+@pytest.mark.parametrize(
+    "refusal", [Unauthenticated("who"), ConfigError("no file"), Forbidden("of team-b")], ids=repr
+)
 def test_a_refused_engine_is_told_of_once_until_a_request_is_served(
     refusal: KVStoreError, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Between two refusals the breaker is open: every second refusal ended "the outage" of the pause before it."""
+    """Between two refusals the breaker is open: every second refusal ended "the outage" of the
+    pause before it.
+    """
     now = [100.0]
     outage = OutageLog(lambda: now[0])
     for _ in range(50):
@@ -95,7 +112,9 @@ def test_a_refused_engine_is_told_of_once_until_a_request_is_served(
     assert outage.error is None
 
 
-def test_a_store_that_comes_back_and_refuses_does_not_answer_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_comes_back_and_refuses_does_not_answer_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     now = [100.0]
     outage = OutageLog(lambda: now[0])
     outage.report(None)
@@ -114,7 +133,9 @@ def test_a_store_that_comes_back_and_refuses_does_not_answer_again(caplog: pytes
     ]
 
 
-def test_a_reader_whose_saves_are_refused_is_served_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reader_whose_saves_are_refused_is_served_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     now = [100.0]
     outage = OutageLog(lambda: now[0])
     for _ in range(4):
@@ -126,6 +147,9 @@ def test_a_reader_whose_saves_are_refused_is_served_all_the_same(caplog: pytest.
 
 
 def test_a_start_without_the_store_says_whether_it_was_refused() -> None:
-    assert startup_warning(Unavailable("x")) == "the store does not answer yet, the engine starts without it: x"
+    assert (
+        startup_warning(Unavailable("x"))
+        == "the store does not answer yet, the engine starts without it: x"
+    )
     for error in (Unauthenticated("x"), Forbidden("x"), ConfigError("x")):
         assert startup_warning(error) == "the store refuses this engine, which starts without it: x"

@@ -1,4 +1,6 @@
-"""The parts of a load: whatever ends it, nothing moves any more then, and nothing that was fetched is held."""
+"""The parts of a load: whatever ends it, nothing moves any more then, and nothing that was fetched
+is held.
+"""
 
 import contextlib
 import threading
@@ -24,7 +26,10 @@ from kvstore.errors import Unavailable
 
 
 class RecordedPath:
-    """A `TransferPath` with a page per chunk. It holds what is fetched, and places pages by `place`."""
+    """A `TransferPath` with a page per chunk.
+
+    It holds what is fetched, and places pages by `place`.
+    """
 
     asks_first = overlaps = True
     lost = False
@@ -63,7 +68,9 @@ def load_task(pool: KVPool, count: int, ahead: ThreadPoolExecutor) -> LoadTask:
 
 
 @pytest.mark.parametrize("in_parallel", [False, True])
-def test_load_that_ends_early_waits_for_the_next_part_and_releases_it(in_parallel: bool, token_pool: KVPool) -> None:
+def test_load_that_ends_early_waits_for_the_next_part_and_releases_it(
+    in_parallel: bool, token_pool: KVPool
+) -> None:
     """In turn the next part was fetched ahead; in parallel it is on its way to the slots."""
     first, second = hashes(2)
 
@@ -87,7 +94,9 @@ def test_load_that_ends_early_waits_for_the_next_part_and_releases_it(in_paralle
 def test_parts_without_a_thread_move_once_in_the_callers_thread(
     in_parallel: bool, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool keeps what it can start no thread for: a part was moved once more, into slots that were others' then."""
+    """The pool keeps what it can start no thread for: a part was moved once more, into slots that
+    were others' then.
+    """
     path = RecordedPath(in_parallel, lambda _: 1)
 
     def refuse(thread: threading.Thread) -> None:
@@ -104,7 +113,9 @@ def test_parts_without_a_thread_move_once_in_the_callers_thread(
 
 
 @pytest.mark.parametrize("in_parallel", [False, True])
-def test_load_goes_on_along_another_path_after_the_last_page_in_place(in_parallel: bool, token_pool: KVPool) -> None:
+def test_load_goes_on_along_another_path_after_the_last_page_in_place(
+    in_parallel: bool, token_pool: KVPool
+) -> None:
     class LostPath(RecordedPath):
         def fetch(self, chunk: PageBatch) -> Fetched:
             if chunk.prefix_hashes[0] == hashes()[2]:
@@ -138,7 +149,9 @@ def test_a_load_without_threads_for_its_parts_ends_well_and_writes_nothing_later
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    with Agent(shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer) as agent:
+    with Agent(
+        shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer
+    ) as agent:
         assert agent.save(hashes(), SOURCE).done.result(WAIT_S).stored == PAGES
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)

@@ -6,12 +6,17 @@ import torch
 from gpu_agent import KVPool
 from kvstore import InvalidRequest, LayerGroup, PageLayout, Plane
 
-LAYOUT = PageLayout(8, (LayerGroup("full", (0, 3), (Plane("k", "bfloat16", (2, 4)), Plane("v", "bfloat16", (2, 4)))),))
+LAYOUT = PageLayout(
+    8,
+    (LayerGroup("full", (0, 3), (Plane("k", "bfloat16", (2, 4)), Plane("v", "bfloat16", (2, 4)))),),
+)
 
 
 def good_tensors() -> dict[tuple[str, int, str], torch.Tensor]:
     return {
-        ("full", layer, plane): torch.zeros(32, 2, 4, dtype=torch.bfloat16) for layer in (0, 3) for plane in ("k", "v")
+        ("full", layer, plane): torch.zeros(32, 2, 4, dtype=torch.bfloat16)
+        for layer in (0, 3)
+        for plane in ("k", "v")
     }
 
 
@@ -22,15 +27,32 @@ def good_tensors() -> dict[tuple[str, int, str], torch.Tensor]:
             torch.zeros(32, 2, 5, dtype=torch.bfloat16),
             r"group full layer 3 plane v: shape is \[32, 2, 5\], expected \[slots, 2, 4\]",
         ),
-        (torch.zeros(32, 8, dtype=torch.bfloat16), r"group full layer 3 plane v: shape is \[32, 8\]"),
-        (torch.zeros(0, 2, 4, dtype=torch.bfloat16), r"group full layer 3 plane v: shape is \[0, 2, 4\]"),
-        (torch.zeros(32, 2, 4), r"group full layer 3 plane v: dtype is torch.float32, the layout says bfloat16"),
+        (
+            torch.zeros(32, 8, dtype=torch.bfloat16),
+            r"group full layer 3 plane v: shape is \[32, 8\]",
+        ),
+        (
+            torch.zeros(0, 2, 4, dtype=torch.bfloat16),
+            r"group full layer 3 plane v: shape is \[0, 2, 4\]",
+        ),
+        (
+            torch.zeros(32, 2, 4),
+            r"group full layer 3 plane v: dtype is torch.float32, the layout says bfloat16",
+        ),
         (torch.zeros(32, 2, 4, dtype=torch.float16), r"plane v: dtype is torch.float16"),
-        (torch.zeros(32, 2, 4, dtype=torch.bfloat16, device="meta"), r"layer 3 plane v: is on meta, others are on cpu"),
-        (torch.zeros(32, 1, 4, dtype=torch.bfloat16).expand(32, 2, 4), r"layer 3 plane v: strides .* at one address"),
+        (
+            torch.zeros(32, 2, 4, dtype=torch.bfloat16, device="meta"),
+            r"layer 3 plane v: is on meta, others are on cpu",
+        ),
+        (
+            torch.zeros(32, 1, 4, dtype=torch.bfloat16).expand(32, 2, 4),
+            r"layer 3 plane v: strides .* at one address",
+        ),
     ],
 )
-def test_a_wrong_tensor_is_named_by_group_layer_and_plane(tensor: torch.Tensor, message: str) -> None:
+def test_a_wrong_tensor_is_named_by_group_layer_and_plane(
+    tensor: torch.Tensor, message: str
+) -> None:
     with pytest.raises(InvalidRequest, match=message):
         KVPool(LAYOUT, good_tensors() | {("full", 3, "v"): tensor})
 
@@ -41,7 +63,9 @@ def test_missing_and_unknown_tensors_are_named() -> None:
     with pytest.raises(InvalidRequest, match=r"lacks \('full', 3, 'k'\)"):
         KVPool(LAYOUT, lacking)
     with pytest.raises(InvalidRequest, match=r"has \('full', 1, 'k'\), which is not in the pool"):
-        KVPool(LAYOUT, good_tensors() | {("full", 1, "k"): torch.zeros(32, 2, 4, dtype=torch.bfloat16)})
+        KVPool(
+            LAYOUT, good_tensors() | {("full", 1, "k"): torch.zeros(32, 2, 4, dtype=torch.bfloat16)}
+        )
     with pytest.raises(InvalidRequest, match=r"spaces names planes .*'scale'"):
         KVPool(LAYOUT, good_tensors(), {("full", "scale"): "token"})
 
@@ -58,17 +82,26 @@ def test_a_view_of_other_bytes_is_another_layout() -> None:
 def test_planes_of_different_units_need_different_spaces() -> None:
     planes = (Plane("a", "uint8", (4,), unit_tokens=4), Plane("b", "uint8", (4,), unit_tokens=8))
     layout = PageLayout(8, (LayerGroup("g", (0,), planes),))
-    tensors = {("g", 0, "a"): torch.zeros(6, 4, dtype=torch.uint8), ("g", 0, "b"): torch.zeros(3, 4, dtype=torch.uint8)}
+    tensors = {
+        ("g", 0, "a"): torch.zeros(6, 4, dtype=torch.uint8),
+        ("g", 0, "b"): torch.zeros(3, 4, dtype=torch.uint8),
+    }
     with pytest.raises(
-        InvalidRequest, match="plane b: has 8 tokens per unit, others in its index space 'block' have 4"
+        InvalidRequest,
+        match="plane b: has 8 tokens per unit, others in its index space 'block' have 4",
     ):
         KVPool(layout, tensors)
     pool = KVPool(layout, tensors, {("g", "b"): "large block"})
-    assert {name: tuple(space) for name, space in pool.spaces.items()} == {"block": (4, 6), "large block": (8, 3)}
+    assert {name: tuple(space) for name, space in pool.spaces.items()} == {
+        "block": (4, 6),
+        "large block": (8, 3),
+    }
 
 
 def test_a_space_is_as_large_as_its_smallest_tensor() -> None:
-    pool = KVPool(LAYOUT, good_tensors() | {("full", 0, "v"): torch.zeros(9, 2, 4, dtype=torch.bfloat16)})
+    pool = KVPool(
+        LAYOUT, good_tensors() | {("full", 0, "v"): torch.zeros(9, 2, 4, dtype=torch.bfloat16)}
+    )
     pool.unit_table(torch.arange(1, 9), 1)
     with pytest.raises(InvalidRequest, match=r"name slot 9; allowed are 0\.\.8"):
         pool.unit_table(torch.arange(2, 10), 1)
@@ -100,7 +133,9 @@ def test_a_pool_of_two_spaces_wants_units_for_both(mixed_pool: KVPool) -> None:
     with pytest.raises(InvalidRequest, match="units: lacks 'block'"):
         mixed_pool.unit_table({"token": torch.arange(8)}, 1)
     with pytest.raises(InvalidRequest, match="has 'window'"):
-        mixed_pool.unit_table({"token": torch.arange(8), "block": torch.arange(2), "window": torch.arange(8)}, 1)
+        mixed_pool.unit_table(
+            {"token": torch.arange(8), "block": torch.arange(2), "window": torch.arange(8)}, 1
+        )
     table = mixed_pool.unit_table({"token": torch.arange(8), "block": torch.tensor([7, 2])}, 1)
     assert table.flat("block").tolist() == [7, 2]
 
@@ -117,9 +152,15 @@ def test_units_are_copied_because_engines_reuse_their_buffers(token_pool: KVPool
 
 @pytest.mark.parametrize(
     ("skip_tokens", "message"),
-    [(-4, "not in 0..16"), (20, "not in 0..16"), (6, "no multiple of 4, the tokens of a unit in space 'block'")],
+    [
+        (-4, "not in 0..16"),
+        (20, "not in 0..16"),
+        (6, "no multiple of 4, the tokens of a unit in space 'block'"),
+    ],
 )
-def test_a_skip_must_be_whole_units_inside_the_pages(mixed_pool: KVPool, skip_tokens: int, message: str) -> None:
+def test_a_skip_must_be_whole_units_inside_the_pages(
+    mixed_pool: KVPool, skip_tokens: int, message: str
+) -> None:
     with pytest.raises(InvalidRequest, match=message):
         mixed_pool.check_skip(skip_tokens, page_count=2)
     mixed_pool.check_skip(16, page_count=2)

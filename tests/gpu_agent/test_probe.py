@@ -1,4 +1,6 @@
-"""What is said of a GPU, with none: CUDA itself is tried by `kvstore doctor --gpu` where there is one."""
+"""What is said of a GPU, with none: CUDA itself is tried by `kvstore doctor --gpu` where there is
+one.
+"""
 
 import sys
 from typing import Any
@@ -76,7 +78,10 @@ SEGV = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
 def test_another_process_maps_and_reads_memory_of_this_one() -> None:
     """The whole way, with memory of a CPU: two processes, the description, the marks, what is read."""
     found = probe._ipc(CPU)
-    assert (found.state, found.found) == (State.OK, "another process maps and reads memory of this one")
+    assert (found.state, found.found) == (
+        State.OK,
+        "another process maps and reads memory of this one",
+    )
 
 
 def test_a_process_that_reads_and_then_breaks_has_mapped_the_memory() -> None:
@@ -109,7 +114,9 @@ def test_memory_that_holds_something_else_is_a_failure(monkeypatch: pytest.Monke
 
 
 def test_cuda_is_initialised_before_its_memory_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch does not do it by itself when a storage comes from another process, and dies of it by SIGSEGV."""
+    """torch does not do it by itself when a storage comes from another process, and dies of it by
+    SIGSEGV.
+    """
     done: list[str] = []
 
     def opened(*_: Any) -> torch.UntypedStorage:

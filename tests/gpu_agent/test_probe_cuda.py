@@ -1,4 +1,6 @@
-"""What `kvstore doctor --gpu` says of this machine's GPU, held against what the agents' process finds there."""
+"""What `kvstore doctor --gpu` says of this machine's GPU, held against what the agents' process
+finds there.
+"""
 
 import time
 
@@ -25,7 +27,9 @@ def test_the_doctor_finds_what_the_agents_process_finds() -> None:
     views = {"layers.0": torch.zeros((8, 2, 16, 8), dtype=torch.uint8, device=GPU)}
     pool = table_pool(views, 8, 16)
     home = ProcessBackend(
-        [GroupPool(Namespace("probe", pool.layout), pool)], ClientConfig(address="127.0.0.1:9"), AgentConfig()
+        [GroupPool(Namespace("probe", pool.layout), pool)],
+        ClientConfig(address="127.0.0.1:9"),
+        AgentConfig(),
     )
     try:
         home.agents(None)
@@ -37,17 +41,28 @@ def test_the_doctor_finds_what_the_agents_process_finds() -> None:
     finally:
         home.close()
     found = probe._ipc(GPU)
-    assert (found.state, found.found) == (State.OK, "another process maps and reads memory of this one")
+    assert (found.state, found.found) == (
+        State.OK,
+        "another process maps and reads memory of this one",
+    )
 
 
 def test_all_that_the_doctor_says_of_a_gpu_is_well() -> None:
     found = list(probed("GPU", "gpu_agent.worker.probe", [], LONG_S, "another Python"))
-    assert [finding.name for finding in found] == ["torch", "GPU", "CuPy", "page-locking", "CUDA IPC"]
+    assert [finding.name for finding in found] == [
+        "torch",
+        "GPU",
+        "CuPy",
+        "page-locking",
+        "CUDA IPC",
+    ]
     bad = [finding for finding in found if finding.state is State.FAIL]
     assert bad == []
 
 
-def test_memory_of_a_gpu_that_holds_something_else_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_gpu_that_holds_something_else_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(probe, "VALUE", 0x5B)  # here, not in the other process
     found = probe._ipc(GPU)
     assert (found.state, "holds something else" in found.found) == (State.FAIL, True)

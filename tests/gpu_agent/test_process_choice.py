@@ -1,4 +1,6 @@
-"""Where agents and lookups live: processes on GPUs, threads on CPUs and where memory can not be shared."""
+"""Where agents and lookups live: processes on GPUs, threads on CPUs and where memory can not be
+shared.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -53,7 +55,9 @@ def test_memory_that_can_not_be_shared_leaves_them_inside_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(choice, "ProcessBackend", Refused)
-    assert isinstance(choice.agent_backend_for(places_on("cuda"), CLIENT, CONFIG, "auto"), LocalBackend)
+    assert isinstance(
+        choice.agent_backend_for(places_on("cuda"), CLIENT, CONFIG, "auto"), LocalBackend
+    )
     assert "inside the engine's process and slow it" in caplog.text
     with pytest.raises(ConfigError, match="can not be mapped"):
         choice.agent_backend_for(places_on("cuda"), CLIENT, CONFIG, "process")
@@ -72,7 +76,9 @@ def test_lookups_live_beside_an_engine_on_a_gpu(
     assert "is not ready after 15 s" in caplog.text
 
 
-def test_a_process_for_lookups_that_can_not_start_leaves_them_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_for_lookups_that_can_not_start_leaves_them_inside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(_: Any) -> None:
         raise OSError("no more processes")
 

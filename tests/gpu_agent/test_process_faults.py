@@ -1,5 +1,8 @@
-"""The agents' process is killed, stopped, or talks nonsense; the engine's dies. The engine's calls return at
-once, its orders end, nothing touches its blocks afterwards, and nothing is left behind."""
+"""The agents' process is killed, stopped, or talks nonsense; the engine's dies.
+
+The engine's calls return at once, its orders end, nothing touches its blocks afterwards, and
+nothing is left behind.
+"""
 
 import concurrent.futures
 import os
@@ -49,7 +52,8 @@ TorchTransfer.gather = behind_gate(TorchTransfer.gather)
 TorchTransfer.scatter = behind_gate(TorchTransfer.scatter)
 main(int(sys.argv[2]))
 """
-# Something that is no agents' process: it sends its arguments but the last, in hex, and falls silent.
+# Something that is no agents' process: it sends its arguments but the last, in hex, and falls
+# silent.
 TALKER = """
 import socket, sys, time
 channel = socket.socket(fileno=int(sys.argv[-1]))
@@ -68,7 +72,9 @@ def until(reached: Callable[[], bool], home: ProcessBackend | None = None) -> No
         if home is not None:
             began = time.monotonic()
             home.poll()
-            assert time.monotonic() - began < 5.0  # never as long as anything that it could wait for
+            assert (
+                time.monotonic() - began < 5.0
+            )  # never as long as anything that it could wait for
         time.sleep(0.05)
 
 
@@ -77,7 +83,10 @@ def keys(count: int) -> list[bytes]:
 
 
 def place() -> GroupPool:
-    views = {f"layers.{i}": torch.randint(0, 256, (BLOCKS, 2, BLOCK, 8), dtype=torch.uint8) for i in (0, 1)}
+    views = {
+        f"layers.{i}": torch.randint(0, 256, (BLOCKS, 2, BLOCK, 8), dtype=torch.uint8)
+        for i in (0, 1)
+    }
     pool = table_pool(views, BLOCKS, BLOCK)
     return GroupPool(Namespace(f"process {secrets.token_hex(8)}", pool.layout), pool)
 
@@ -101,7 +110,9 @@ def homes() -> Iterator[MakeHome]:
     ) -> tuple[ProcessBackend, GroupPool]:
         where = place()
         limits = AgentConfig(staging_nbytes=1 << 16, pending_nbytes_max=1 << 22, **config)
-        made.append(ProcessBackend([where], ClientConfig(address=address), limits, command, timeouts))
+        made.append(
+            ProcessBackend([where], ClientConfig(address=address), limits, command, timeouts)
+        )
         return made[-1], where
 
     yield make
@@ -112,7 +123,10 @@ def homes() -> Iterator[MakeHome]:
 
 
 def test_killed_while_it_reads_and_stopped_while_it_writes(
-    homes: MakeHome, shared_node: NodeProcess, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    homes: MakeHome,
+    shared_node: NodeProcess,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate = tmp_path / "gate"
     gate.touch()
@@ -145,7 +159,9 @@ def test_killed_while_it_reads_and_stopped_while_it_writes(
         until(load.done.done, home)
         assert load.done.result().pages == 0
         gate.unlink()
-        assert all(torch.equal(a, b) for a, b in zip(content(where, [11, 12, 13]), before, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(content(where, [11, 12, 13]), before, strict=True)
+        )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +172,11 @@ def test_killed_while_it_reads_and_stopped_while_it_writes(
         "0000000003",  # what only the engine says
         "0800000012" + "63" * 8,  # an order that was not given
         "0300000012" + "00" * 3,  # too short
-        "1400000013" + "0100000000000000" + "09000000" + "00000000" + "00000000",  # more pages than ordered
+        "1400000013"
+        + "0100000000000000"
+        + "09000000"
+        + "00000000"
+        + "00000000",  # more pages than ordered
         "0800000012" + "0100000000000000" + "0800000012" + "0100000000000000",  # read twice
     ],
 )
@@ -171,7 +191,10 @@ def test_nonsense_ends_the_process_and_its_orders(
     assert (save.done.result().stored, save.done.result().dropped) == (0, 2)
     assert "the next one starts in" in caplog.text
     load = agent.load(keys(1), [1])  # at once, for nobody is there
-    assert (load.done.result(0).pages, load.done.result(0).error) == (0, "the agents' process is not ready")
+    assert (load.done.result(0).pages, load.done.result(0).error) == (
+        0,
+        "the agents' process is not ready",
+    )
     assert agent.save(keys(1), [1]).done.result(0).dropped == 1
 
 
@@ -185,7 +208,9 @@ def test_a_load_that_brought_more_than_was_ordered_is_none(pages: int, loaded: i
 
 
 def test_one_that_says_nothing_is_ended_by_the_deadline_of_its_orders(homes: MakeHome) -> None:
-    home, _ = homes("127.0.0.1:9", [sys.executable, "-c", TALKER, READY], save_timeout_s=0.3, load_timeout_s=0.2)
+    home, _ = homes(
+        "127.0.0.1:9", [sys.executable, "-c", TALKER, READY], save_timeout_s=0.3, load_timeout_s=0.2
+    )
     (agent,) = home.agents(None)
     until(lambda: home._child.ready, home)
     first = home._child.pid
@@ -209,13 +234,18 @@ main(int(sys.argv[2]))
 
 
 def test_one_that_starts_slowly_is_not_ended_by_what_it_was_given_meanwhile(
-    homes: MakeHome, shared_node: NodeProcess, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    homes: MakeHome,
+    shared_node: NodeProcess,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It would be started again, be given more, and be ended again."""
     patient = replace(IMPATIENT, overdue_s=WAIT_S)
     gate = tmp_path / "gate"
     gate.touch()
-    home, _ = homes(shared_node.address, [sys.executable, "-c", SLOW, str(gate)], patient, save_timeout_s=0.1)
+    home, _ = homes(
+        shared_node.address, [sys.executable, "-c", SLOW, str(gate)], patient, save_timeout_s=0.1
+    )
     (agent,) = home.agents(None)
     first = home._child.pid
     save = agent.save(keys(2), [1, 2])
@@ -229,13 +259,20 @@ def test_one_that_starts_slowly_is_not_ended_by_what_it_was_given_meanwhile(
 
 
 def test_an_engine_that_stood_still_does_not_end_a_process_that_answers(
-    homes: MakeHome, shared_node: NodeProcess, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    homes: MakeHome,
+    shared_node: NodeProcess,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A step that took long, a container that was paused: what is overdue then is answered a moment later."""
+    """A step that took long, a container that was paused: what is overdue then is answered a moment
+    later.
+    """
     patient = replace(IMPATIENT, overdue_s=WAIT_S)
     gate = tmp_path / "gate"
     gate.touch()
-    home, _ = homes(shared_node.address, [sys.executable, "-c", GATED, str(gate)], patient, save_timeout_s=0.1)
+    home, _ = homes(
+        shared_node.address, [sys.executable, "-c", GATED, str(gate)], patient, save_timeout_s=0.1
+    )
     (agent,) = home.agents(None)
     until(lambda: home._child.ready, home)
     first, save = home._child.pid, agent.save(keys(2), [1, 2])
@@ -247,7 +284,9 @@ def test_an_engine_that_stood_still_does_not_end_a_process_that_answers(
     assert home._child.pid == first
 
 
-def test_orders_that_nobody_takes_never_hold_the_engine_up(homes: MakeHome, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_that_nobody_takes_never_hold_the_engine_up(
+    homes: MakeHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More than a socket holds, to a process that reads nothing: kept up to a limit, then dropped."""
     monkeypatch.setattr(frames, "UNSENT_NBYTES_MAX", 1 << 20)
     home, _ = homes("127.0.0.1:9", [sys.executable, "-c", TALKER])
@@ -278,7 +317,9 @@ def test_one_that_ends_again_and_again_is_started_less_and_less_often(homes: Mak
     assert pauses[0] < pauses[1] < pauses[2] < 1.0
 
 
-@pytest.mark.parametrize("error", [MemoryError("fork"), RuntimeError("can't fork at interpreter shutdown")])
+@pytest.mark.parametrize(
+    "error", [MemoryError("fork"), RuntimeError("can't fork at interpreter shutdown")]
+)
 def test_a_start_that_fails_in_an_unknown_way_does_not_end_the_engines_step(
     homes: MakeHome, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -298,7 +339,9 @@ def test_an_interpreter_without_a_file_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_end_of_the_thread_that_started_it_is_not_its_own(shared_node: NodeProcess) -> None:
-    """An engine in a program that has a thread for each call: the next lookup was answered half a minute later."""
+    """An engine in a program that has a thread for each call: the next lookup was answered half a
+    minute later.
+    """
     made = []
 
     def start() -> None:
@@ -358,7 +401,9 @@ def test_the_death_of_the_engine_leaves_neither_processes_nor_slots(
     command = [sys.executable, "-c", textwrap.dedent(ENGINE), here, shared_node.address]
     with (
         Client(ClientConfig(address=shared_node.address)) as store,
-        subprocess.Popen([*command, sys.executable, "-c", GATED, str(gate)], stdout=subprocess.PIPE) as engine,
+        subprocess.Popen(
+            [*command, sys.executable, "-c", GATED, str(gate)], stdout=subprocess.PIPE
+        ) as engine,
     ):
         try:
             assert engine.stdout is not None

@@ -1,4 +1,6 @@
-"""What is said between an engine's process and the agents': whole frames, in any pieces, and nothing else."""
+"""What is said between an engine's process and the agents': whole frames, in any pieces, and
+nothing else.
+"""
 
 import contextlib
 import fcntl
@@ -75,11 +77,15 @@ def test_a_frame_that_nobody_would_take_is_not_sent() -> None:
 
 def test_questions_of_many_requests_are_heard_and_keys_that_are_none_refused() -> None:
     """Those that end in one step are told of in one frame, each with all its groups."""
-    groups = [([number % 3, 2], [b"k" * 32, bytes([number % 256]) * 32]) for number in range(16 * 20)]
+    groups = [
+        ([number % 3, 2], [b"k" * 32, bytes([number % 256]) * 32]) for number in range(16 * 20)
+    ]
     question = frames.Question(7, 2.5, groups, b"")
     assert frames.parse_question(body_of(frames.question_frame(Kind.TOUCH, question))) == question
     for lengths in ((65,), (65, 65), (64, 65)):
-        head = frames._QUESTION.pack(7, 2.5, 1) + frames._GROUP.pack(0, len(lengths)) + bytes(lengths)
+        head = (
+            frames._QUESTION.pack(7, 2.5, 1) + frames._GROUP.pack(0, len(lengths)) + bytes(lengths)
+        )
         with pytest.raises(ProtocolError, match="a key of 65 bytes"):
             frames.parse_question(head + bytes(sum(lengths)) + b"\0")
 
@@ -88,7 +94,9 @@ def test_frames_arrive_whole_in_whatever_pieces_they_come() -> None:
     ours, theirs = socket.socketpair()
     engine = EngineEnd(ours)
     sent = (
-        frames.number_frame(Kind.GATHERED, 1) + frames.frame(Kind.READY) + frames.saved_frame(Saved(2, 1, 0, 0, None))
+        frames.number_frame(Kind.GATHERED, 1)
+        + frames.frame(Kind.READY)
+        + frames.saved_frame(Saved(2, 1, 0, 0, None))
     )
     heard = []
     for byte in sent:
@@ -105,11 +113,15 @@ def test_frames_arrive_whole_in_whatever_pieces_they_come() -> None:
     engine.close()
 
 
-def test_the_engines_end_keeps_what_the_socket_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_end_keeps_what_the_socket_does_not_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(channel_module, "UNSENT_NBYTES_MAX", 1 << 20)
     ours, theirs = socket.socketpair()
     engine = EngineEnd(ours)
-    order = frames.order_frame(Kind.SAVE, Order(1, 1, -1, 0.0, [bytes(32)] * 1000, {"block": bytes(8000)}))
+    order = frames.order_frame(
+        Kind.SAVE, Order(1, 1, -1, 0.0, [bytes(32)] * 1000, {"block": bytes(8000)})
+    )
     count = 0
     with contextlib.suppress(Exhausted):
         while True:

@@ -1,5 +1,7 @@
-"""The agents' process finds no memory: at its start, while it saves, while it loads. Orders end, what is told as loaded
-is there, and when there is memory again everything works."""
+"""The agents' process finds no memory: at its start, while it saves, while it loads.
+
+Orders end, what is told as loaded is there, and when there is memory again everything works.
+"""
 
 import resource
 import secrets
@@ -24,7 +26,8 @@ from kvstore.tools.node_process import NodeProcess
 BLOCK, BLOCKS, WAIT_S = 16, 64, 120.0
 SOON = WorkerTimeouts(restart_s=0.05)
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-# Agents whose copies find no memory while the file is there: as torch says it of a GPU, and as Python does.
+# Agents whose copies find no memory while the file is there: as torch says it of a GPU, and as
+# Python does.
 WITHOUT = """
 import os, sys, torch
 from gpu_agent.transfer import TorchTransfer
@@ -71,11 +74,23 @@ def homes(shared_node: NodeProcess) -> Iterator[Any]:
     made: list[ProcessBackend] = []
 
     def make(command: list[str]) -> tuple[ProcessBackend, GroupPool]:
-        views = {f"layers.{i}": torch.randint(0, 256, (BLOCKS, 2, BLOCK, 8), dtype=torch.uint8) for i in (0, 1)}
+        views = {
+            f"layers.{i}": torch.randint(0, 256, (BLOCKS, 2, BLOCK, 8), dtype=torch.uint8)
+            for i in (0, 1)
+        }
         pool = table_pool(views, BLOCKS, BLOCK)
         where = GroupPool(Namespace(f"memory {secrets.token_hex(8)}", pool.layout), pool)
-        config = AgentConfig(staging_nbytes=1 << 16, pending_nbytes_max=1 << 22, save_timeout_s=8.0, load_timeout_s=8.0)
-        made.append(ProcessBackend([where], ClientConfig(address=shared_node.address), config, command, SOON))
+        config = AgentConfig(
+            staging_nbytes=1 << 16,
+            pending_nbytes_max=1 << 22,
+            save_timeout_s=8.0,
+            load_timeout_s=8.0,
+        )
+        made.append(
+            ProcessBackend(
+                [where], ClientConfig(address=shared_node.address), config, command, SOON
+            )
+        )
         return made[-1], where
 
     yield make
@@ -113,7 +128,10 @@ def test_copies_that_find_no_memory(homes: Any, shared_node: NodeProcess, tmp_pa
     load = agent.load(chain, [4, 5, 6])
     until(load.done.done, home)
     assert load.done.result().pages == 3
-    assert all(torch.equal(here, there) for here, there in zip(before, content(where, [4, 5, 6]), strict=True))
+    assert all(
+        torch.equal(here, there)
+        for here, there in zip(before, content(where, [4, 5, 6]), strict=True)
+    )
 
 
 def test_a_process_that_may_have_no_more_memory(homes: Any) -> None:
@@ -127,7 +145,9 @@ def test_a_process_that_may_have_no_more_memory(homes: Any) -> None:
     assert save.done.result().stored == 20
     pid = home._child.pid
     assert pid is not None
-    resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))  # less than it has: nothing more
+    resource.prlimit(
+        pid, resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY)
+    )  # less than it has: nothing more
     jobs = [
         agent.load(chain, list(range(21, 41))),
         agent.save(keys(20), blocks),
@@ -137,7 +157,9 @@ def test_a_process_that_may_have_no_more_memory(homes: Any) -> None:
     for job, first in ((jobs[0], 21), (jobs[2], 41)):
         pages = job.done.result().pages
         found = content(where, list(range(first, first + pages)))
-        assert all(torch.equal(here[:pages], there) for here, there in zip(expected, found, strict=True))
+        assert all(
+            torch.equal(here[:pages], there) for here, there in zip(expected, found, strict=True)
+        )
     if home._child.pid == pid:
         resource.prlimit(pid, resource.RLIMIT_AS, UNLIMITED)
     until(lambda: home.loads, home)

@@ -1,4 +1,6 @@
-"""The process beside the engine is asked only when it owes something, and many things are said to it at once."""
+"""The process beside the engine is asked only when it owes something, and many things are said to
+it at once.
+"""
 
 import secrets
 import socket
@@ -71,7 +73,9 @@ def keys(count: int) -> Sequence[bytes]:
     return [secrets.token_bytes(32) for _ in range(count)]
 
 
-def test_of_many_questions_at_once_the_first_goes_and_the_others_go_together(played: Played) -> None:
+def test_of_many_questions_at_once_the_first_goes_and_the_others_go_together(
+    played: Played,
+) -> None:
     asker, sock = played
     asker.open([NAMESPACE], 5.0)
     heard(sock)
@@ -91,7 +95,9 @@ def test_of_many_questions_at_once_the_first_goes_and_the_others_go_together(pla
     assert len(heard(sock)) == 1  # alone again
 
 
-def test_what_a_process_that_died_owed_nobody_waits_for(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_process_that_died_owed_nobody_waits_for(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asker, sock = played
     asker.open([NAMESPACE], 5.0)
     asked = asker.look_up([([NAMESPACE], keys(1))], 5.0)
@@ -99,7 +105,9 @@ def test_what_a_process_that_died_owed_nobody_waits_for(played: Played, monkeypa
     assert isinstance(asked.exception(), lookup_client.Unavailable)
     patience: list[float] = []
     with monkeypatch.context() as patch:
-        patch.setattr(WorkerProcess, "poll", lambda self, patience_s=0.0: patience.append(patience_s))
+        patch.setattr(
+            WorkerProcess, "poll", lambda self, patience_s=0.0: patience.append(patience_s)
+        )
         asker.poll()
     assert patience == [WorkerTimeouts().idle_s]
     heard(sock)
@@ -107,7 +115,9 @@ def test_what_a_process_that_died_owed_nobody_waits_for(played: Played, monkeypa
     assert len(heard(sock)) == 1  # alone: at once
 
 
-def test_a_process_that_owes_nothing_is_not_asked_what_it_said(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_owes_nothing_is_not_asked_what_it_said(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asker, sock = played
     asker.open([NAMESPACE], 5.0)
     listens = 0
@@ -123,7 +133,9 @@ def test_a_process_that_owes_nothing_is_not_asked_what_it_said(played: Played, m
     for _ in range(50):
         asker.poll()
     assert listens <= 2
-    done = asker.touch([([NAMESPACE], keys(1))], 5.0)  # goes with the next poll, and nobody waits for its answer
+    done = asker.touch(
+        [([NAMESPACE], keys(1))], 5.0
+    )  # goes with the next poll, and nobody waits for its answer
     listens = 0
     for _ in range(50):
         asker.poll()
@@ -142,13 +154,17 @@ def test_a_process_that_owes_nothing_is_not_asked_what_it_said(played: Played, m
 
 
 @pytest.mark.parametrize("there", [b"\2", b"\1\0x", b"x\1\0"])
-def test_an_answer_that_says_neither_yes_nor_no_ends_the_process(played: Played, there: bytes) -> None:
+def test_an_answer_that_says_neither_yes_nor_no_ends_the_process(
+    played: Played, there: bytes
+) -> None:
     asker, sock = played
     asker.open([NAMESPACE], 5.0)
     heard(sock)
     asker.look_up([([NAMESPACE], keys(len(there)))], 5.0)
     ((_, body),) = heard(sock)
-    body = frames.answer_frame(Answer(frames.parse_question(body).number, 0, None, [there]))[frames.HEADER.size :]
+    body = frames.answer_frame(Answer(frames.parse_question(body).number, 0, None, [there]))[
+        frames.HEADER.size :
+    ]
     with pytest.raises(lookup_client.ProtocolError, match="neither yes nor no"):
         asker.on_message(Kind.ANSWER, body)
 
@@ -219,12 +235,18 @@ def test_touches_under_way_have_a_limit_and_make_room_when_they_end(
         lookups.poll()
 
 
-def test_an_engine_that_loads_listens_in_every_step(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_loads_listens_in_every_step(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
     patience: list[float] = []
-    monkeypatch.setattr(WorkerProcess, "poll", lambda self, patience_s=0.0: patience.append(patience_s))
+    monkeypatch.setattr(
+        WorkerProcess, "poll", lambda self, patience_s=0.0: patience.append(patience_s)
+    )
     layers = {"layers.0": torch.zeros((8, 2, BLOCK, 8), dtype=torch.uint8)}
     pool = table_pool(layers, 8, BLOCK)
-    home = ProcessBackend([GroupPool(Namespace("quiet", pool.layout), pool)], ClientConfig(), AgentConfig())
+    home = ProcessBackend(
+        [GroupPool(Namespace("quiet", pool.layout), pool)], ClientConfig(), AgentConfig()
+    )
     (agent,) = home.agents(None)
     assert agent is not None
     home.poll()

@@ -1,5 +1,6 @@
-"""What an engine computes before its agents' process is ready is stored when it is: the process is played by the test,
-so that it starts as slowly as wanted."""
+"""What an engine computes before its agents' process is ready is stored when it is: the process is
+played by the test, so that it starts as slowly as wanted.
+"""
 
 import secrets
 import socket
@@ -82,7 +83,10 @@ Starting = tuple[ProcessBackend, Played]
 
 @pytest.fixture
 def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting]:
-    """A process that has been started and is not ready yet. All that it says is heard at once."""
+    """A process that has been started and is not ready yet.
+
+    All that it says is heard at once.
+    """
     ours, theirs = socket.socketpair()
 
     def start(self: WorkerProcess) -> None:
@@ -96,8 +100,12 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting]:
         yield ProcessBackend([place()], ClientConfig(), config, timeouts=at_once), Played(theirs)
 
 
-def test_a_save_ordered_before_the_process_is_ready_has_its_whole_deadline(starting: Starting) -> None:
-    """An H100 with engines of four files that start beside each other: the process took longer than a save may."""
+def test_a_save_ordered_before_the_process_is_ready_has_its_whole_deadline(
+    starting: Starting,
+) -> None:
+    """An H100 with engines of four files that start beside each other: the process took longer than
+    a save may.
+    """
     home, played = starting
     (agent,) = home.agents(None)
     chain = keys(3)
@@ -142,7 +150,9 @@ def test_staged_saves_are_given_in_order_and_a_few_in_a_step(starting: Starting)
     assert all(job.done.result(0).stored == 1 for job in jobs)
 
 
-def test_orders_that_wait_for_a_process_have_a_limit(starting: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_that_wait_for_a_process_have_a_limit(
+    starting: Starting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(channel, "UNSENT_NBYTES_MAX", 10_000)
     home, _ = starting
     (agent,) = home.agents(None)
@@ -171,7 +181,9 @@ def test_a_save_for_a_namespace_that_nobody_reads_any_more_is_not_kept(starting:
     assert kept.done.result(0).stored == 1
 
 
-def test_an_engine_that_waits_for_its_blocks_does_not_wait_for_a_process(starting: Starting) -> None:
+def test_an_engine_that_waits_for_its_blocks_does_not_wait_for_a_process(
+    starting: Starting,
+) -> None:
     """Sleep mode: the memory goes away now."""
     home, _ = starting
     (agent,) = home.agents(None)
@@ -202,9 +214,13 @@ def test_an_engine_that_lacks_blocks_gets_those_of_staged_saves_back(starting: S
 
 
 def test_a_process_that_never_becomes_ready_keeps_no_block_pinned() -> None:
-    """Pins end with the first start, what is dropped is counted, and the next starts hold nothing at all."""
+    """Pins end with the first start, what is dropped is counted, and the next starts hold nothing
+    at all.
+    """
     timeouts = WorkerTimeouts(start_s=0.3, restart_s=0.05, close_s=2.0)
-    home = ProcessBackend([place()], ClientConfig(), AgentConfig(), [sys.executable, "-c", NEVER_READY], timeouts)
+    home = ProcessBackend(
+        [place()], ClientConfig(), AgentConfig(), [sys.executable, "-c", NEVER_READY], timeouts
+    )
     rank = BlockRank(home, writes=True)
     pinned: set[int] = set()
     plan = SavePlan(1, 8, 4, pinned.update, pinned.difference_update)
@@ -239,7 +255,9 @@ def test_a_process_that_never_becomes_ready_keeps_no_block_pinned() -> None:
         rank.close()
 
 
-def test_how_long_a_process_took_to_be_ready_is_counted_when_it_was_not_when_it_is_heard(starting: Starting) -> None:
+def test_how_long_a_process_took_to_be_ready_is_counted_when_it_was_not_when_it_is_heard(
+    starting: Starting,
+) -> None:
     home, played = starting
     rank = BlockRank(home, writes=True)
     home._child._started_at -= 30.0  # an idle engine does not listen

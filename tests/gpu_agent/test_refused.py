@@ -1,4 +1,6 @@
-"""An engine that its store refuses computes as if there were none, without an exception, a wait or a storm."""
+"""An engine that its store refuses computes as if there were none, without an exception, a wait or
+a storm.
+"""
 
 import logging
 import os
@@ -39,7 +41,9 @@ def make_agent(gated: Gated, token_pool: KVPool) -> Iterator[Callable[..., Agent
     def make(**settings: str) -> Agent:
         address = f"127.0.0.1:{gated.node.grpc.port}"
         client = Client(ClientConfig(address, timeout_s=20.0, connect_timeout_s=10.0, **settings))  # type: ignore[arg-type]
-        made.append((Agent(client, namespace, token_pool, AgentConfig(staging_nbytes=8192)), client))
+        made.append(
+            (Agent(client, namespace, token_pool, AgentConfig(staging_nbytes=8192)), client)
+        )
         return made[-1][0]
 
     yield make
@@ -68,12 +72,21 @@ def computes_instead(agent: Agent, pool: KVPool) -> None:
     assert torch.equal(pages_at(pool, TARGET), before)
     now = agent.stats
     assert now.lookups_failed - stats.lookups_failed == 50
-    assert (now.pages_dropped - stats.pages_dropped, now.loads_failed - stats.loads_failed) == (PAGES, 1)
+    assert (now.pages_dropped - stats.pages_dropped, now.loads_failed - stats.loads_failed) == (
+        PAGES,
+        1,
+    )
 
 
-@pytest.mark.parametrize("what", ["unknown", "none", "no file", "open to all", "a pipe", "two words"])
+@pytest.mark.parametrize(
+    "what", ["unknown", "none", "no file", "open to all", "a pipe", "two words"]
+)
 def test_who_has_no_good_token_misses_and_does_not_knock_with_each_call(
-    gated: Gated, make_agent: Callable[..., Agent], token_pool: KVPool, what: str, caplog: pytest.LogCaptureFixture
+    gated: Gated,
+    make_agent: Callable[..., Agent],
+    token_pool: KVPool,
+    what: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = gated.file(new_token(TENANT) if what != "two words" else "one two")
     if what == "open to all":
@@ -92,7 +105,9 @@ def test_who_has_no_good_token_misses_and_does_not_knock_with_each_call(
     assert "Traceback" not in caplog.text
 
 
-def test_a_token_that_comes_later_is_taken(gated: Gated, make_agent: Callable[..., Agent], token_pool: KVPool) -> None:
+def test_a_token_that_comes_later_is_taken(
+    gated: Gated, make_agent: Callable[..., Agent], token_pool: KVPool
+) -> None:
     agent = make_agent(token_file=str(gated.folder / "token"))
     computes_instead(agent, token_pool)
     gated.file(gated.token("late"))
@@ -126,7 +141,10 @@ def test_a_revoked_token_is_told_of_until_a_request_is_served(
     knocks = gated.knocks
     wait_until(lambda: (agent.lookup(hashes()), gated.knocks >= knocks + 4)[1])
     assert [line for line in caplog.messages if " again" in line or "is back" in line] == []
-    assert len([line for line in caplog.messages if line.startswith("the store refuses this engine")]) == 1
+    assert (
+        len([line for line in caplog.messages if line.startswith("the store refuses this engine")])
+        == 1
+    )
     gated.file(gated.token("joiner"))
     wait_until(lambda: agent.lookup(hashes()) == PAGES)
     assert caplog.messages[-1].startswith("the store serves this engine again")
@@ -185,7 +203,12 @@ def test_a_process_of_agents_is_told_its_token_and_nobody_who_looks_at_ps() -> N
     pool = table_pool(memory, 4, 16)
     place = GroupPool(Namespace("m", pool.layout, TENANT), pool)
     waits = [sys.executable, "-c", "import time; time.sleep(60)"]
-    home = ProcessBackend([place], ClientConfig("127.0.0.1:9", token=token), AgentConfig(staging_nbytes=1 << 16), waits)
+    home = ProcessBackend(
+        [place],
+        ClientConfig("127.0.0.1:9", token=token),
+        AgentConfig(staging_nbytes=1 << 16),
+        waits,
+    )
     try:
         assert home.setup()[0]["client"]["token"] == token
         words = Path(f"/proc/{home._child.pid}/cmdline").read_bytes().split(b"\0")

@@ -1,5 +1,6 @@
-"""Which request it is for, what an engine's process asks of nodes and writes into its log: by the engine's own name
-where it tells one, else by an id of its own for each of the engine's calls."""
+"""Which request it is for, what an engine's process asks of nodes and writes into its log: by the
+engine's own name where it tells one, else by an id of its own for each of the engine's calls.
+"""
 
 import collections
 import hashlib
@@ -60,7 +61,9 @@ def test_all_that_is_done_for_a_request_is_of_it(client: Client, asked: list[Tra
     assert set(asked) == {named("cmpl-7")}
 
 
-def test_a_save_of_blocks_of_several_requests_says_all_of_them(client: Client, asked: list[Trace | None]) -> None:
+def test_a_save_of_blocks_of_several_requests_says_all_of_them(
+    client: Client, asked: list[Trace | None]
+) -> None:
     store = Store(client, uuid.uuid4().hex)
     try:
         requests = [FakeRequest(f"cmpl-{i}", [i, *TOKENS[: 2 * BLOCK - 1]]) for i in range(2)]
@@ -83,9 +86,13 @@ def place() -> GroupPool:
     return GroupPool(Namespace(uuid.uuid4().hex, pool.layout), pool)
 
 
-def test_the_agents_process_names_them_in_its_log(place: GroupPool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_agents_process_names_them_in_its_log(
+    place: GroupPool, capfd: pytest.CaptureFixture[str]
+) -> None:
     logging.getLogger("gpu_agent").setLevel(logging.INFO)
-    rank = BlockRank(ProcessBackend([place], NOWHERE, AgentConfig(staging_nbytes=1 << 16)), writes=True)
+    rank = BlockRank(
+        ProcessBackend([place], NOWHERE, AgentConfig(staging_nbytes=1 << 16)), writes=True
+    )
     try:
         rank.begin(StepOrders(1, None, [], []))
         rank.save([SaveOrder(0, [Part(0, hashes(2), [1, 2])], ("cmpl-0", "cmpl-1"))])
@@ -122,8 +129,14 @@ def test_each_call_for_objects_has_an_id_in_all_its_parts(
     monkeypatch.setattr(parts_module, "PART_NBYTES", 4096)
     objects = ObjectStore(client, AgentConfig(staging_nbytes=1 << 20, lookup_timeout_s=5.0))
     try:
-        scope, views = Namespace(uuid.uuid4().hex, opaque_layout(4096)), list(torch.zeros((4, 4096), dtype=torch.uint8))
-        names = [ObjectName(scope, hashlib.sha256(bytes([i])).digest(), opaque_layout(4096)) for i in range(4)]
+        scope, views = (
+            Namespace(uuid.uuid4().hex, opaque_layout(4096)),
+            list(torch.zeros((4, 4096), dtype=torch.uint8)),
+        )
+        names = [
+            ObjectName(scope, hashlib.sha256(bytes([i])).digest(), opaque_layout(4096))
+            for i in range(4)
+        ]
         objects.put(names, views).result(WAIT_S)
         objects.exists(names).result(WAIT_S)
         with request("of the engine"):

@@ -57,7 +57,9 @@ def make(client: Client) -> Iterator[Make]:
         assert pages.check() == []
 
 
-def test_pages_come_back_into_other_rows_and_no_other_row_changes(make: Make, request: pytest.FixtureRequest) -> None:
+def test_pages_come_back_into_other_rows_and_no_other_row_changes(
+    make: Make, request: pytest.FixtureRequest
+) -> None:
     written, read = random_memory(), random_memory()
     before, hashes = read.clone(), chain(request.node.name, 5)
     assert stored(make(written), hashes, [7, 2, 11, 0, 4]) == []
@@ -69,7 +71,9 @@ def test_pages_come_back_into_other_rows_and_no_other_row_changes(make: Make, re
     assert torch.equal(read[others], before[others])
 
 
-def test_rows_of_stored_pages_are_told_at_once_and_never_read(make: Make, request: pytest.FixtureRequest) -> None:
+def test_rows_of_stored_pages_are_told_at_once_and_never_read(
+    make: Make, request: pytest.FixtureRequest
+) -> None:
     memory, hashes = random_memory(), chain(request.node.name, 4)
     pages = make(memory)
     assert stored(pages, hashes[:2], [0, 1]) == []
@@ -156,15 +160,22 @@ def test_found_pages_stay_until_they_are_loaded() -> None:
 
 
 def test_the_head_of_a_held_chain_is_evicted_last() -> None:
-    """When the pins end, the pages are ordered as if they had been read: a chain loses its end first."""
+    """When the pins end, the pages are ordered as if they had been read: a chain loses its end
+    first.
+    """
     memory = random_memory(40)
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
-    held, others = chain("held", 6), chain("others", 18)  # no more than half of a node can be pinned
+    held, others = (
+        chain("held", 6),
+        chain("others", 18),
+    )  # no more than half of a node can be pinned
     with (
         NodeProcess("--ram-bytes", "256KiB", "--extent-bytes", "64KiB") as node,
         Client(ClientConfig(address=node.address)) as client,
     ):
-        pages = PageTableTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=10, load_timeout_s=0.1))
+        pages = PageTableTier(
+            client, namespace, memory, tier_config(memory, lookup_timeout_s=10, load_timeout_s=0.1)
+        )
         stored(pages, held, list(range(6)))
         assert pages.present(held) == [True] * 6
         time.sleep(0.3)  # longer than load_timeout_s
@@ -203,8 +214,12 @@ def test_a_hung_node_costs_each_call_its_deadline_and_settled_memory_is_left_alo
 ) -> None:
     memory, hashes, node = random_memory(), chain(f"hung {wire}", 6), stopped_node
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
-    with Client(ClientConfig(address=node.address, wire=wire, timeout_s=4.0, connect_timeout_s=3.0)) as client:
-        pages = PageTableTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=3.0, save_timeout_s=4.0))
+    with Client(
+        ClientConfig(address=node.address, wire=wire, timeout_s=4.0, connect_timeout_s=3.0)
+    ) as client:
+        pages = PageTableTier(
+            client, namespace, memory, tier_config(memory, lookup_timeout_s=3.0, save_timeout_s=4.0)
+        )
         stored(pages, hashes[:3], [0, 1, 2])
         stop(node.pid)
         try:
@@ -228,7 +243,9 @@ def test_a_hung_node_costs_each_call_its_deadline_and_settled_memory_is_left_alo
         deadline = time.monotonic() + 15
         while not any(pages.present(hashes[:3])) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert pages.present(hashes) == [True] * 3 + [False] * 3  # the reused rows were stored as nobody's page
+        assert (
+            pages.present(hashes) == [True] * 3 + [False] * 3
+        )  # the reused rows were stored as nobody's page
         pages.close()
         assert pages.check() == []
 
@@ -270,18 +287,26 @@ def test_limits_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "memory",
-    [torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.uint8)[:, :4], torch.zeros(2, 2, 4, dtype=torch.uint8)],
+    [
+        torch.zeros(2, 8),
+        torch.zeros(2, 8, dtype=torch.uint8)[:, :4],
+        torch.zeros(2, 2, 4, dtype=torch.uint8),
+    ],
 )
 def test_other_memory_is_refused(memory: torch.Tensor) -> None:
     with pytest.raises(InvalidRequest, match="host memory"):
         row_pool(memory, 1)
 
 
-def test_found_pages_are_held_for_two_seconds_at_most(client: Client, request: pytest.FixtureRequest) -> None:
+def test_found_pages_are_held_for_two_seconds_at_most(
+    client: Client, request: pytest.FixtureRequest
+) -> None:
     """However long a load may take: what is held makes no room for others."""
     memory, hashes = random_memory(), chain(request.node.name, 3)
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
-    pages = PageTableTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=10, load_timeout_s=60))
+    pages = PageTableTier(
+        client, namespace, memory, tier_config(memory, lookup_timeout_s=10, load_timeout_s=60)
+    )
     stored(pages, hashes, [0, 1, 2])
     assert pages.present(hashes) == [True] * 3
     assert max(page.pin_ttl_ms for page in client.stat(namespace, hashes)) <= 2000

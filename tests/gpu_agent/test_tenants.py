@@ -1,4 +1,6 @@
-"""Every adapter, and a program, stores and loads with the token of a tenant, and nothing else said of it."""
+"""Every adapter, and a program, stores and loads with the token of a tenant, and nothing else said
+of it.
+"""
 
 import ast
 import json
@@ -19,7 +21,15 @@ from gpu_agent.engines.lightllm import PyLocalCacheService
 from gpu_agent.engines.transformers import TransformersAdapter
 from gpu_agent.engines.transformers_paged import PagedAdapter
 from gpu_agent.options import identity_of, read_options
-from kvstore import Client, ClientConfig, ConfigError, Forbidden, Namespace, client_config, opaque_layout
+from kvstore import (
+    Client,
+    ClientConfig,
+    ConfigError,
+    Forbidden,
+    Namespace,
+    client_config,
+    opaque_layout,
+)
 from kvstore.identities import new_token
 
 ENGINES = Path(__file__).parents[2] / "gpu_agent" / "engines"
@@ -79,12 +89,18 @@ def test_a_transformers_adapter_with_a_tenants_token_stores_and_loads(client: Cl
         assert adapter.load(ids)[1] == 64
 
 
-@pytest.mark.skipif(not hasattr(ContinuousBatchingConfig(), "page_size"), reason="needs transformers 5.19 or newer")
+@pytest.mark.skipif(
+    not hasattr(ContinuousBatchingConfig(), "page_size"), reason="needs transformers 5.19 or newer"
+)
 def test_a_paged_adapter_with_a_tenants_token_stores_and_loads(client: Client) -> None:
     model, ids = tiny_llama(), [(7 * i) % 500 for i in range(49)]
     batching = ContinuousBatchingConfig(page_size=16, num_blocks=32, max_batch_tokens=64)
-    generation = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=batching)
+    generation = GenerationConfig(
+        max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    manager = model.init_continuous_batching(
+        generation_config=generation, continuous_batching_config=batching
+    )
     manager.start()
     try:
         with PagedAdapter(client, manager, "m", "r") as adapter:
@@ -101,8 +117,14 @@ def test_a_paged_adapter_with_a_tenants_token_stores_and_loads(client: Client) -
 def test_lightllms_service_with_a_tenants_token_stores_and_loads(
     gated: Gated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
-    arguments = {"model_dir": str(tmp_path), "cpu_cache_token_page_size": 64, "enable_multimodal": False}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "num_hidden_layers": 2})
+    )
+    arguments = {
+        "model_dir": str(tmp_path),
+        "cpu_cache_token_page_size": 64,
+        "enable_multimodal": False,
+    }
     monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(arguments))
     monkeypatch.setenv("KVSTORE_REVISION", "r")
     service = PyLocalCacheService(torch.zeros((4, 4096), dtype=torch.uint8))
@@ -116,11 +138,18 @@ def test_lightllms_service_with_a_tenants_token_stores_and_loads(
 
 
 @pytest.mark.usefixtures("gated")
-def test_options_of_the_other_adapters_with_a_tenants_token_store_and_load(token_pool: KVPool) -> None:
+def test_options_of_the_other_adapters_with_a_tenants_token_store_and_load(
+    token_pool: KVPool,
+) -> None:
     """vLLM's two, SGLang's two and LMCache's make their namespaces of these options."""
     options = read_options({"model": "m"})
     with Client(options.client) as client:
-        agent = Agent(client, options.identity.namespace(token_pool.layout, "facts"), token_pool, options.agent)
+        agent = Agent(
+            client,
+            options.identity.namespace(token_pool.layout, "facts"),
+            token_pool,
+            options.agent,
+        )
         assert agent.namespace.tenant == TENANT
         assert agent.save(hashes(), SOURCE).done.result(WAIT_S).stored == PAGES
         assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
@@ -128,12 +157,16 @@ def test_options_of_the_other_adapters_with_a_tenants_token_store_and_load(token
 
 
 def test_every_adapter_takes_its_tenant_from_the_one_place() -> None:
-    """`tenant_of`, by options, by an identity or by the client; LightLLM's and transformers' were always of default."""
+    """`tenant_of`, by options, by an identity or by the client; LightLLM's and transformers' were
+    always of default.
+    """
     sources = {"read_options", "identity_of", "client.tenant"}
     for path in ENGINES.glob("*.py"):
         tree = ast.parse(path.read_text())
         called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        named = called | {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        named = called | {
+            ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+        }
         if "Client" in called or "client: Client" in path.read_text():
             assert named & sources, f"{path.name} does not say whose namespaces it opens"
         assert not {"Identity", "Namespace"} & called, path.name
@@ -148,14 +181,22 @@ def test_a_configured_tenant_that_the_tokens_is_not_is_refused_with_both_names(
     monkeypatch.setenv("KVSTORE_TENANT", "team-b")
     with Client() as other:
         assert (other.tenant, read_options({}).identity.tenant) == ("team-b", "team-b")
-        with pytest.raises(Forbidden, match=f"belongs to tenant {TENANT}, the namespace to tenant 'team-b'") as refused:
+        with pytest.raises(
+            Forbidden, match=f"belongs to tenant {TENANT}, the namespace to tenant 'team-b'"
+        ) as refused:
             other.lookup(Namespace("m", opaque_layout(4096), tenant=other.tenant), [KEY])
     # The two remedies that it names work.
     assert f"set KVSTORE_TENANT={TENANT} or unset it" in str(refused.value)
     monkeypatch.setenv("KVSTORE_TENANT", TENANT)
     with Client() as told:
-        assert told.lookup(Namespace("m", opaque_layout(4096), tenant=told.tenant), [KEY]).prefix_pages == 0
-    assert client.lookup(Namespace("m", opaque_layout(4096), tenant=client.tenant), [KEY]).prefix_pages == 0
+        assert (
+            told.lookup(Namespace("m", opaque_layout(4096), tenant=told.tenant), [KEY]).prefix_pages
+            == 0
+        )
+    assert (
+        client.lookup(Namespace("m", opaque_layout(4096), tenant=client.tenant), [KEY]).prefix_pages
+        == 0
+    )
 
 
 def test_a_tenant_that_shares_is_read_by_naming_it(gated: Gated, client: Client) -> None:
@@ -165,7 +206,9 @@ def test_a_tenant_that_shares_is_read_by_naming_it(gated: Gated, client: Client)
     with gated.path.open("a") as file:
         file.write(f"share {TENANT} models=prompts-* with=team-b\n")
     gated.taken_up(lambda: bool(gated.node.access.identities.shares))
-    with Client(ClientConfig(client.config.address, timeout_s=20.0, token=reader, tenant=TENANT)) as other:
+    with Client(
+        ClientConfig(client.config.address, timeout_s=20.0, token=reader, tenant=TENANT)
+    ) as other:
         shared = Namespace("prompts-1", opaque_layout(4096), tenant=other.tenant)
         assert other.lookup(shared, [KEY]).prefix_pages == 1
 
@@ -177,7 +220,11 @@ def test_without_token_and_tenant_it_is_the_default() -> None:
 
 def lightllm_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "config.json").write_text("{}")
-    arguments = {"model_dir": str(folder), "cpu_cache_token_page_size": 64, "enable_multimodal": False}
+    arguments = {
+        "model_dir": str(folder),
+        "cpu_cache_token_page_size": 64,
+        "enable_multimodal": False,
+    }
     monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(arguments))
     PyLocalCacheService(torch.zeros((4, 4096), dtype=torch.uint8)).close()
 
@@ -191,11 +238,16 @@ def options_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_options({"model": "m"})
 
 
-@pytest.mark.parametrize("start", [options_start, lightllm_start, transformers_start], ids=lambda start: start.__name__)
+@pytest.mark.parametrize(
+    "start", [options_start, lightllm_start, transformers_start], ids=lambda start: start.__name__
+)
 def test_a_token_file_that_is_missing_ends_every_adapters_start_unless_the_tenant_is_named(
     start: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose namespaces these are can not be known. With the tenant named, the file may come later."""
+    """Whose namespaces these are can not be known.
+
+    With the tenant named, the file may come later.
+    """
     monkeypatch.setenv("KVSTORE_ADDRESS", "127.0.0.1:9")
     monkeypatch.setenv("KVSTORE_TOKEN_FILE", str(tmp_path / "token"))
     monkeypatch.setenv("KVSTORE_REVISION", "r")

@@ -1,5 +1,6 @@
-"""A process that can start no more threads (`ulimit -u`, a container's limit of processes): its engine goes on, and
-what would have needed a thread is a miss."""
+"""A process that can start no more threads (`ulimit -u`, a container's limit of processes): its
+engine goes on, and what would have needed a thread is a miss.
+"""
 
 import os
 import threading
@@ -18,7 +19,9 @@ from kvstore.tools.node_process import NodeProcess
 WAIT_S = 20.0
 
 
-def test_a_job_for_which_there_is_no_thread_is_refused_and_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_for_which_there_is_no_thread_is_refused_and_never_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lane: BoundedExecutor[str] = BoundedExecutor("load", 1, (1, 64), 1 << 20)
     ran = []
 

@@ -1,6 +1,7 @@
-"""Every transfer moves exactly the bytes that a slow, index-free walk over the raw storage says: for
-every layout of the engines, at random slots, pages anywhere in memory, and nothing beside them. The
-staged pipeline runs on a simulated device everywhere, and on a GPU where there is one."""
+"""Every transfer moves exactly the bytes that a slow, index-free walk over the raw storage says:
+for every layout of the engines, at random slots, pages anywhere in memory, and nothing beside them.
+The staged pipeline runs on a simulated device everywhere, and on a GPU where there is one.
+"""
 
 import copy
 import functools
@@ -36,19 +37,38 @@ def filled(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 @case
 def sglang_mha() -> Case:
-    layout = PageLayout(4, (LayerGroup("g", (0, 1), (Plane("k", "bfloat16", (2, 5)), Plane("v", "bfloat16", (2, 5)))),))
-    return layout, {("g", i, p): filled(30, 2, 5, dtype=torch.bfloat16) for i in (0, 1) for p in "kv"}, {}
+    layout = PageLayout(
+        4,
+        (
+            LayerGroup(
+                "g", (0, 1), (Plane("k", "bfloat16", (2, 5)), Plane("v", "bfloat16", (2, 5)))
+            ),
+        ),
+    )
+    return (
+        layout,
+        {("g", i, p): filled(30, 2, 5, dtype=torch.bfloat16) for i in (0, 1) for p in "kv"},
+        {},
+    )
 
 
 @case
 def lightllm_one_tensor_for_k_and_v() -> Case:
     layout = PageLayout(
-        4, (LayerGroup("g", (0, 1, 2), (Plane("k", "float16", (2, 3)), Plane("v", "float16", (2, 3)))),)
+        4,
+        (
+            LayerGroup(
+                "g", (0, 1, 2), (Plane("k", "float16", (2, 3)), Plane("v", "float16", (2, 3)))
+            ),
+        ),
     )
     whole = filled(3, 31, 4, 3, dtype=torch.float16)
     tensors = {}
     for layer in range(3):
-        tensors["g", layer, "k"], tensors["g", layer, "v"] = whole[layer, :, :2], whole[layer, :, 2:]
+        tensors["g", layer, "k"], tensors["g", layer, "v"] = (
+            whole[layer, :, :2],
+            whole[layer, :, 2:],
+        )
     return layout, tensors, {}
 
 
@@ -56,14 +76,20 @@ def lightllm_one_tensor_for_k_and_v() -> Case:
 def lightllm_int8_with_scales() -> Case:
     planes = (Plane("kv", "int8", (4, 16)), Plane("scale", "bfloat16", (4, 2)))
     data, scales = filled(2, 21, 4, 16, dtype=torch.int8), filled(2, 21, 4, 2, dtype=torch.bfloat16)
-    tensors = {("g", i, "kv"): data[i] for i in (0, 1)} | {("g", i, "scale"): scales[i] for i in (0, 1)}
+    tensors = {("g", i, "kv"): data[i] for i in (0, 1)} | {
+        ("g", i, "scale"): scales[i] for i in (0, 1)
+    }
     return PageLayout(4, (LayerGroup("g", (0, 1), planes),)), tensors, {}
 
 
 @case
 def mla_576() -> Case:
     layout = PageLayout(4, (LayerGroup("g", (0, 1), (Plane("latent", "bfloat16", (1, 576)),)),))
-    return layout, {("g", i, "latent"): filled(14, 1, 576, dtype=torch.bfloat16) for i in (0, 1)}, {}
+    return (
+        layout,
+        {("g", i, "latent"): filled(14, 1, 576, dtype=torch.bfloat16) for i in (0, 1)},
+        {},
+    )
 
 
 @case
@@ -92,10 +118,14 @@ def packed_mla_with_an_indexer_of_64_token_pages() -> Case:
 @case
 def two_groups_of_other_dtypes_and_slots() -> Case:
     groups = (
-        LayerGroup("full", (0, 2), (Plane("k", "bfloat16", (2, 4)), Plane("v", "bfloat16", (2, 4)))),
+        LayerGroup(
+            "full", (0, 2), (Plane("k", "bfloat16", (2, 4)), Plane("v", "bfloat16", (2, 4)))
+        ),
         LayerGroup("window", (1,), (Plane("k", "float32", (3,)), Plane("v", "float8_e5m2", (7,)))),
     )
-    tensors: Tensors = {("full", i, p): filled(25, 2, 4, dtype=torch.bfloat16) for i in (0, 2) for p in "kv"}
+    tensors: Tensors = {
+        ("full", i, p): filled(25, 2, 4, dtype=torch.bfloat16) for i in (0, 2) for p in "kv"
+    }
     tensors["window", 1, "k"] = filled(15, 3, dtype=torch.float32)
     tensors["window", 1, "v"] = filled(15, 7, dtype=torch.float8_e5m2)
     return PageLayout(4, groups), tensors, {("window", "k"): "window", ("window", "v"): "window"}
@@ -110,14 +140,20 @@ def planes_that_start_at_odd_bytes_of_a_page() -> Case:
         Plane("d", "int16", (5,)),
     )
     types = {"a": torch.uint8, "b": torch.float64, "c": torch.int32, "d": torch.int16}
-    tensors = {("g", i, p.name): filled(13, *p.unit_shape, dtype=types[p.name]) for i in (4, 2) for p in planes}
+    tensors = {
+        ("g", i, p.name): filled(13, *p.unit_shape, dtype=types[p.name])
+        for i in (4, 2)
+        for p in planes
+    }
     return PageLayout(3, (LayerGroup("g", (4, 2), planes),)), tensors, {}
 
 
 @case
 def blocks_padded_inside_a_wider_buffer() -> Case:
     """Block stride larger than the block, and a storage offset: an overlay of another tensor."""
-    layout = PageLayout(8, (LayerGroup("g", (0,), (Plane("cell", "float16", (2, 4, 6), unit_tokens=4),)),))
+    layout = PageLayout(
+        8, (LayerGroup("g", (0,), (Plane("cell", "float16", (2, 4, 6), unit_tokens=4),)),)
+    )
     buffer = filled(9 * 64 + 5, dtype=torch.float16)
     return layout, {("g", 0, "cell"): buffer.as_strided((9, 2, 4, 6), (64, 24, 6, 1), 5)}, {}
 
@@ -127,12 +163,16 @@ def block_pool(order: tuple[int, ...]) -> Case:
     shape = (7, 2, 4, 3)
     whole = filled(2, *(shape[i] for i in order), dtype=torch.bfloat16)
     back = [order.index(i) for i in range(4)]
-    layout = PageLayout(8, (LayerGroup("g", (0, 1), (Plane("cell", "bfloat16", (2, 4, 3), unit_tokens=4),)),))
+    layout = PageLayout(
+        8, (LayerGroup("g", (0, 1), (Plane("cell", "bfloat16", (2, 4, 3), unit_tokens=4),)),)
+    )
     return layout, {("g", i, "cell"): whole[i].permute(back) for i in (0, 1)}, {}
 
 
 for _order in itertools.permutations(range(4)):
-    CASES["blocks_in_memory_order_" + "".join("BHNC"[i] for i in _order)] = lambda order=_order: block_pool(order)
+    CASES["blocks_in_memory_order_" + "".join("BHNC"[i] for i in _order)] = lambda order=_order: (
+        block_pool(order)
+    )
 
 
 # ---- the oracle: addresses from strides, one element at a time, one unit at a time ---------------
@@ -161,19 +201,30 @@ def walk(pool: KVPool, tensors: Tensors, units: dict[str, list[int]], page: int)
             for plane in group.planes:
                 tensor = tensors[group.name, layer, plane.name]
                 inside = unit_bytes(tensor.shape[1:], tensor.stride()[1:], tensor.element_size())
-                space = next(p.space for p in pool.planes if (p.piece.group, p.piece.plane) == (group.name, plane))
+                space = next(
+                    p.space
+                    for p in pool.planes
+                    if (p.piece.group, p.piece.plane) == (group.name, plane)
+                )
                 per_page = pool.layout.page_tokens // plane.unit_tokens
                 for unit in range(page * per_page, (page + 1) * per_page):
                     first = tensor.storage_offset() + units[space][unit] * tensor.stride(0)
-                    found.append((tensor, inside + first * tensor.element_size(), unit * plane.unit_tokens))
+                    found.append(
+                        (tensor, inside + first * tensor.element_size(), unit * plane.unit_tokens)
+                    )
     return found
 
 
 def random_units(pool: KVPool, pages: int) -> dict[str, list[int]]:
     """Distinct slots in random order for `pages` pages."""
     draw = random.Random(7)
-    count = {name: pages * pool.layout.page_tokens // space.unit_tokens for name, space in pool.spaces.items()}
-    return {name: draw.sample(range(space.slots), count[name]) for name, space in pool.spaces.items()}
+    count = {
+        name: pages * pool.layout.page_tokens // space.unit_tokens
+        for name, space in pool.spaces.items()
+    }
+    return {
+        name: draw.sample(range(space.slots), count[name]) for name, space in pool.spaces.items()
+    }
 
 
 def tables(units: dict[str, list[int]]) -> dict[str, torch.Tensor]:
@@ -186,7 +237,9 @@ class Pages:
     GUARD, GAP = 0xA5, 77
 
     def __init__(self, count: int, nbytes: int) -> None:
-        self.slab = torch.full((count * (nbytes + self.GAP) + self.GAP,), self.GUARD, dtype=torch.uint8)
+        self.slab = torch.full(
+            (count * (nbytes + self.GAP) + self.GAP,), self.GUARD, dtype=torch.uint8
+        )
         starts = [self.GAP + i * (nbytes + self.GAP) for i in reversed(range(count))]
         self.rows = [self.slab[start : start + nbytes] for start in starts]
 
@@ -204,7 +257,10 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 def made(name: str) -> Transfer:
-    """Buffers of 4 KiB: most jobs take several chunks. Another name is another order of the steps."""
+    """Buffers of 4 KiB: most jobs take several chunks.
+
+    Another name is another order of the steps.
+    """
     if name.startswith("torch"):
         return TorchTransfer()
     if name == "staged on cuda":
@@ -230,15 +286,22 @@ def mover(request: pytest.FixtureRequest) -> tuple[Transfer, str]:
 
 def moved(tensors: Tensors, device: str) -> Tensors:
     """The same views of copies of the storages."""
-    copies = {t.untyped_storage().data_ptr(): storage_bytes(t).clone().to(device) for t in tensors.values()}
+    copies = {
+        t.untyped_storage().data_ptr(): storage_bytes(t).clone().to(device)
+        for t in tensors.values()
+    }
     return {
-        name: copies[t.untyped_storage().data_ptr()].view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+        name: copies[t.untyped_storage().data_ptr()]
+        .view(t.dtype)
+        .as_strided(t.shape, t.stride(), t.storage_offset())
         for name, t in tensors.items()
     }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gather_reads_the_bytes_that_a_walk_over_the_storage_finds(name: str, mover: tuple[Transfer, str]) -> None:
+def test_gather_reads_the_bytes_that_a_walk_over_the_storage_finds(
+    name: str, mover: tuple[Transfer, str]
+) -> None:
     layout, tensors, spaces = CASES[name]()
     tensors = moved(tensors, mover[1])
     pool = KVPool(layout, tensors, spaces)
@@ -247,7 +310,10 @@ def test_gather_reads_the_bytes_that_a_walk_over_the_storage_finds(name: str, mo
     mover[0].gather(pool, pool.unit_table(tables(units), 3), pages.rows, mover[0].fence(pool))
     pages.check_guards()
     for page in range(3):
-        expected = [storage_bytes(tensor).cpu()[places] for tensor, places, _ in walk(pool, tensors, units, page)]
+        expected = [
+            storage_bytes(tensor).cpu()[places]
+            for tensor, places, _ in walk(pool, tensors, units, page)
+        ]
         assert torch.equal(pages.rows[page], torch.cat(expected))
 
 
@@ -259,17 +325,25 @@ def test_scatter_writes_its_slots_and_nothing_else(name: str, mover: tuple[Trans
     units = random_units(pool, 2)
     step = max(space.unit_tokens for space in pool.spaces.values())
     skip = min(step, layout.page_tokens)
-    pages = Pages(2, layout.page_nbytes).fill(torch.randint(0, 256, (2, layout.page_nbytes), dtype=torch.uint8))
-    storage_of = {t.untyped_storage().data_ptr(): storage_bytes(t).clone().cpu() for t in tensors.values()}
+    pages = Pages(2, layout.page_nbytes).fill(
+        torch.randint(0, 256, (2, layout.page_nbytes), dtype=torch.uint8)
+    )
+    storage_of = {
+        t.untyped_storage().data_ptr(): storage_bytes(t).clone().cpu() for t in tensors.values()
+    }
     for page in range(2):
         walked = walk(pool, tensors, units, page)
         values = pages.rows[page].split([len(places) for _, places, _ in walked])
         for value, (tensor, places, token) in zip(values, walked, strict=True):
             if token >= skip:
                 storage_of[tensor.untyped_storage().data_ptr()][places] = value
-    mover[0].scatter(pool, pool.unit_table(tables(units), 2), pages.rows, mover[0].fence(pool), skip)
+    mover[0].scatter(
+        pool, pool.unit_table(tables(units), 2), pages.rows, mover[0].fence(pool), skip
+    )
     for tensor in tensors.values():
-        assert torch.equal(storage_bytes(tensor).cpu(), storage_of[tensor.untyped_storage().data_ptr()])
+        assert torch.equal(
+            storage_bytes(tensor).cpu(), storage_of[tensor.untyped_storage().data_ptr()]
+        )
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -283,18 +357,26 @@ def test_skipped_tokens_keep_their_slots(
     read = Pages(2, mixed_pool.layout.page_nbytes)
     transfer.gather(mixed_pool, table, read.rows, None)
     inverse = [row ^ 0xFF for row in read.rows]
-    transfer.scatter(mixed_pool, table, inverse, None, skip_tokens, (lambda *_: None) if layerwise else None)
+    transfer.scatter(
+        mixed_pool, table, inverse, None, skip_tokens, (lambda *_: None) if layerwise else None
+    )
     for plane, old in zip(mixed_pool.planes, before, strict=True):
         skip = skip_tokens // plane.piece.plane.unit_tokens
         written = units[plane.space][skip:]
-        assert torch.equal(plane.bits[written].view(torch.uint8), old[written].view(torch.uint8) ^ 0xFF)
+        assert torch.equal(
+            plane.bits[written].view(torch.uint8), old[written].view(torch.uint8) ^ 0xFF
+        )
         changed = (plane.bits != old).any(dim=tuple(range(1, old.dim()))).nonzero().flatten()
         assert sorted(changed.tolist()) == sorted(written.tolist())
 
 
 def test_pages_come_back_as_they_were(mixed_pool: KVPool, transfer: Transfer) -> None:
-    source = mixed_pool.unit_table({"token": torch.randperm(40)[:24], "block": torch.randperm(10)[:6]}, 3)
-    target = mixed_pool.unit_table({"token": torch.randperm(40)[:24], "block": torch.randperm(10)[:6]}, 3)
+    source = mixed_pool.unit_table(
+        {"token": torch.randperm(40)[:24], "block": torch.randperm(10)[:6]}, 3
+    )
+    target = mixed_pool.unit_table(
+        {"token": torch.randperm(40)[:24], "block": torch.randperm(10)[:6]}, 3
+    )
     first, again = (Pages(3, mixed_pool.layout.page_nbytes) for _ in range(2))
     transfer.gather(mixed_pool, source, first.rows, None)
     transfer.scatter(mixed_pool, target, first.rows, None)
@@ -302,7 +384,9 @@ def test_pages_come_back_as_they_were(mixed_pool: KVPool, transfer: Transfer) ->
     assert torch.equal(first.slab, again.slab)
 
 
-def test_gather_tells_when_slots_are_free_and_which_pages_are_there(token_pool: KVPool, transfer: Transfer) -> None:
+def test_gather_tells_when_slots_are_free_and_which_pages_are_there(
+    token_pool: KVPool, transfer: Transfer
+) -> None:
     table = token_pool.unit_table(torch.randperm(96), 12)
     expected, pages = Pages(12, 1024), Pages(12, 1024)
     TorchTransfer().gather(token_pool, table, expected.rows, None)
@@ -354,7 +438,9 @@ def test_no_pages_are_no_work(token_pool: KVPool, transfer: Transfer) -> None:
     assert told == ["gathered", 0, 1]
 
 
-def test_a_callback_that_raises_ends_the_move_and_not_the_transfer(token_pool: KVPool, transfer: Transfer) -> None:
+def test_a_callback_that_raises_ends_the_move_and_not_the_transfer(
+    token_pool: KVPool, transfer: Transfer
+) -> None:
     table = token_pool.unit_table(torch.randperm(96), 12)
     pages, again = Pages(12, 1024), Pages(12, 1024)
 
@@ -385,9 +471,18 @@ def test_tensors_of_inference_mode_can_be_written_from_outside_it() -> None:
     ("pages", "wrong"),
     [
         ([torch.zeros(1024, dtype=torch.uint8)], "1 page buffers for 2 pages"),
-        ([torch.zeros(1024, dtype=torch.uint8), torch.zeros(1024, dtype=torch.int8)], "page buffer 1 .* torch.int8"),
-        ([torch.zeros(1023, dtype=torch.uint8)] * 2, r"page buffer 0 .*shape \[1024\], not torch.uint8 \[1023\]"),
-        ([torch.zeros(1024, 2, dtype=torch.uint8)[:, 0]] * 2, r"page buffer 0 .* with strides \[2\]"),
+        (
+            [torch.zeros(1024, dtype=torch.uint8), torch.zeros(1024, dtype=torch.int8)],
+            "page buffer 1 .* torch.int8",
+        ),
+        (
+            [torch.zeros(1023, dtype=torch.uint8)] * 2,
+            r"page buffer 0 .*shape \[1024\], not torch.uint8 \[1023\]",
+        ),
+        (
+            [torch.zeros(1024, 2, dtype=torch.uint8)[:, 0]] * 2,
+            r"page buffer 0 .* with strides \[2\]",
+        ),
         ([torch.zeros(1024, dtype=torch.uint8, device="meta")] * 2, "page buffer 0 .* on meta"),
     ],
 )

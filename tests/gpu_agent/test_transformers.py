@@ -8,7 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from asking import traces_of_calls
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from gpu_agent.engines.transformers import TransformersAdapter, cache_argument, namespace_of
 from gpu_agent.identity.transformers import weights_digest
@@ -16,7 +23,9 @@ from gpu_agent.options import AgentConfig
 from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes, tracing
 
 WAIT_S = 60.0
-PATIENT = AgentConfig(lookup_timeout_s=30.0, load_timeout_s=60.0, save_timeout_s=60.0)  # a busy machine answers late
+PATIENT = AgentConfig(
+    lookup_timeout_s=30.0, load_timeout_s=60.0, save_timeout_s=60.0
+)  # a busy machine answers late
 TOKENS = torch.tensor([[(7 * i) % 500 + 5 for i in range(100)]])
 SIZES = {
     "vocab_size": 512,
@@ -42,7 +51,9 @@ def tiny_mistral() -> PreTrainedModel:
 
 def forward(model: PreTrainedModel, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
     with torch.inference_mode():
-        logits: torch.Tensor = model(tokens, **{cache_argument(model): cache}, use_cache=True).logits
+        logits: torch.Tensor = model(
+            tokens, **{cache_argument(model): cache}, use_cache=True
+        ).logits
         return logits
 
 
@@ -62,7 +73,9 @@ class Maker:
         self.client, self.name, self.adapters = client, f"tiny-{uuid.uuid4()}", []
 
     def __call__(self, model: PreTrainedModel, page_tokens: int = 16) -> TransformersAdapter:
-        adapter = TransformersAdapter(self.client, model, self.name, page_tokens=page_tokens, config=PATIENT)
+        adapter = TransformersAdapter(
+            self.client, model, self.name, page_tokens=page_tokens, config=PATIENT
+        )
         self.adapters.append(adapter)
         return self.adapters[-1]
 
@@ -86,7 +99,9 @@ def test_restored_logits_and_tokens_are_equal(build: type, dtype: torch.dtype, m
         assert torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8))
 
 
-def test_a_call_is_of_one_request_of_whoever_calls(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_of_one_request_of_whoever_calls(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_llama()
     adapter, cache, asked = make(model), DynamicCache(), traces_of_calls(monkeypatch)
     forward(model, TOKENS, cache)
@@ -208,7 +223,8 @@ def test_a_sliding_window_cache_is_refused_by_name(make: Maker) -> None:
     cache = DynamicCache(config=model.config)
     forward(model, TOKENS, cache)
     with pytest.raises(
-        InvalidRequest, match=f"layer 0 of the cache is a DynamicSlidingWindowLayer.*with {cache_argument(model)}="
+        InvalidRequest,
+        match=f"layer 0 of the cache is a DynamicSlidingWindowLayer.*with {cache_argument(model)}=",
     ):
         adapter.save(cache, TOKENS)
 
@@ -225,7 +241,9 @@ def test_caches_that_do_not_hold_the_tokens_are_refused(make: Maker) -> None:
     adapter = make(model)
     cache = DynamicCache()
     forward(model, TOKENS[:, :48], cache)
-    with pytest.raises(InvalidRequest, match="the cache holds 48 tokens, fewer than the 100 to save"):
+    with pytest.raises(
+        InvalidRequest, match="the cache holds 48 tokens, fewer than the 100 to save"
+    ):
         adapter.save(cache, TOKENS)
     with pytest.raises(InvalidRequest, match=r"tokens have shape \[2, 100\]"):
         adapter.save(cache, TOKENS.repeat(2, 1))
@@ -268,7 +286,11 @@ def test_an_adapter_that_is_added_later_ends_every_call(make: Maker) -> None:
     cache = DynamicCache()
     forward(model, TOKENS, cache)
     model._hf_peft_config_loaded = True
-    for call in (lambda: adapter.save(cache, TOKENS), lambda: adapter.load(TOKENS), lambda: adapter.lookup(TOKENS)):
+    for call in (
+        lambda: adapter.save(cache, TOKENS),
+        lambda: adapter.load(TOKENS),
+        lambda: adapter.lookup(TOKENS),
+    ):
         with pytest.raises(InvalidRequest, match="merge"):
             call()
 

@@ -1,5 +1,6 @@
-"""The paged cache of continuous batching through a real node: another manager generates the same from what one
-stored, the loop never sees a wrong block, and none is lost."""
+"""The paged cache of continuous batching through a real node: another manager generates the same
+from what one stored, the loop never sees a wrong block, and none is lost.
+"""
 
 import os
 import signal
@@ -41,8 +42,12 @@ SIZES = {
     "initializer_range": 0.2,
 }
 # Most tests are not about time: a busy machine answers late.
-PATIENT = AgentConfig(lookup_timeout_s=30.0, load_timeout_s=60.0, save_timeout_s=60.0, staging_nbytes=1 << 20)
-HASTY = AgentConfig(lookup_timeout_s=1.0, load_timeout_s=1.0, save_timeout_s=1.0, staging_nbytes=1 << 20)
+PATIENT = AgentConfig(
+    lookup_timeout_s=30.0, load_timeout_s=60.0, save_timeout_s=60.0, staging_nbytes=1 << 20
+)
+HASTY = AgentConfig(
+    lookup_timeout_s=1.0, load_timeout_s=1.0, save_timeout_s=1.0, staging_nbytes=1 << 20
+)
 CALL_S = 60.0  # deadline of a call that names none
 Make = Callable[..., "Engine"]
 
@@ -57,10 +62,16 @@ def tiny_llama(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def started(model: Any, **changes: Any) -> Any:
-    config = ContinuousBatchingConfig(**{"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 256, **changes})
+    config = ContinuousBatchingConfig(
+        **{"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 256, **changes}
+    )
     config.return_logprobs = True
-    generation = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
+    generation = GenerationConfig(
+        max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    manager = model.init_continuous_batching(
+        generation_config=generation, continuous_batching_config=config
+    )
     manager.start()
     return manager
 
@@ -68,7 +79,9 @@ def started(model: Any, **changes: Any) -> Any:
 class Engine:
     """A manager of its own, as in another process, with an adapter."""
 
-    def __init__(self, client: Client, name: str, model: Any, config: AgentConfig, **changes: Any) -> None:
+    def __init__(
+        self, client: Client, name: str, model: Any, config: AgentConfig, **changes: Any
+    ) -> None:
         self.model = model
         self.manager = started(model, **changes)
         self.adapter = PagedAdapter(client, self.manager, name, config=config)
@@ -77,13 +90,17 @@ class Engine:
     def generate(self, tokens: list[int]) -> tuple[list[int], list[float]]:
         request = self.manager.add_request(tokens)
         end = time.monotonic() + 60
-        while (result := self.manager.get_result(request, timeout=0.05)) is None:  # or it is another thread's
+        while (
+            result := self.manager.get_result(request, timeout=0.05)
+        ) is None:  # or it is another thread's
             assert time.monotonic() < end
         assert result.error is None
         return result.generated_tokens, result.logprobs
 
     def generate_from_cache(self, tokens: list[int]) -> tuple[list[int], list[float]]:
-        """As with a hit: a prompt that is computed as a whole has other shapes, and so other last digits."""
+        """As with a hit: a prompt that is computed as a whole has other shapes, and so other last
+        digits.
+        """
         self.generate(tokens)
         return self.generate(tokens)
 
@@ -98,7 +115,9 @@ class Engine:
 @pytest.fixture
 def client(shared_node: NodeProcess) -> Iterator[Client]:
     """Over one wire: how pages travel is tested elsewhere."""
-    with Client(ClientConfig(address=shared_node.address, timeout_s=CALL_S, connect_timeout_s=20.0)) as client:
+    with Client(
+        ClientConfig(address=shared_node.address, timeout_s=CALL_S, connect_timeout_s=20.0)
+    ) as client:
         yield client
 
 
@@ -108,7 +127,9 @@ def make(client: Client) -> Iterator[Make]:
     engines: list[Engine] = []
     name = f"tiny-{uuid.uuid4()}"
 
-    def build(model: Any = None, client: Client = client, config: AgentConfig = PATIENT, **changes: Any) -> Engine:
+    def build(
+        model: Any = None, client: Client = client, config: AgentConfig = PATIENT, **changes: Any
+    ) -> Engine:
         engines.append(Engine(client, name, model or tiny_llama(), config, **changes))
         return engines[-1]
 
@@ -118,7 +139,9 @@ def make(client: Client) -> Iterator[Make]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_another_manager_generates_the_same_from_stored_blocks(make: Make, dtype: torch.dtype) -> None:
+def test_another_manager_generates_the_same_from_stored_blocks(
+    make: Make, dtype: torch.dtype
+) -> None:
     first, second = make(tiny_llama(dtype)), make(tiny_llama(dtype))
     expected = first.generate_from_cache(prompt(100))
     assert first.adapter.save(prompt(100)).stored == 6
@@ -129,7 +152,9 @@ def test_another_manager_generates_the_same_from_stored_blocks(make: Make, dtype
 
 
 def test_what_was_loaded_is_what_the_model_looks_at(make: Make, client: Client) -> None:
-    """The comparison above can fail: with another page in the store the manager computes something else."""
+    """The comparison above can fail: with another page in the store the manager computes something
+    else.
+    """
     first, second = make(), make()
     expected = first.generate_from_cache(prompt(100))
     first.adapter.save(prompt(100))
@@ -142,7 +167,9 @@ def test_what_was_loaded_is_what_the_model_looks_at(make: Make, client: Client) 
 
 def test_pages_are_those_of_the_other_adapter(make: Make, client: Client) -> None:
     engine, model = make(), tiny_llama()
-    with TransformersAdapter(client, model, engine.adapter.namespace.model, page_tokens=PAGE, config=PATIENT) as plain:
+    with TransformersAdapter(
+        client, model, engine.adapter.namespace.model, page_tokens=PAGE, config=PATIENT
+    ) as plain:
         assert plain.namespace == engine.adapter.namespace
         cache = DynamicCache()
         with torch.inference_mode():
@@ -155,7 +182,9 @@ def test_pages_are_those_of_the_other_adapter(make: Make, client: Client) -> Non
         restored, count = plain.load(prompt(130, 11))
         assert count == 128
         with torch.inference_mode():
-            logits = model(torch.tensor([prompt(130, 11)[count:]]), **{cache_argument(model): restored}).logits
+            logits = model(
+                torch.tensor([prompt(130, 11)[count:]]), **{cache_argument(model): restored}
+            ).logits
         assert int(logits[0, -1].argmax()) == longer[0][0]
 
 
@@ -221,9 +250,12 @@ def test_loads_and_saves_beside_running_requests_change_nothing(make: Make) -> N
 
 
 @pytest.mark.parametrize("what", ["load", "save"])
-def test_an_interrupt_gives_blocks_back_when_nobody_reads_or_writes_them_any_more(what: str, make: Make) -> None:
-    """Ctrl-C: the blocks were another prompt's, while a thread of the agent was still loading into them, or stored them
-    under the first one's keys."""
+def test_an_interrupt_gives_blocks_back_when_nobody_reads_or_writes_them_any_more(
+    what: str, make: Make
+) -> None:
+    """Ctrl-C: the blocks were another prompt's, while a thread of the agent was still loading into
+    them, or stored them under the first one's keys.
+    """
     first, second = make(), make()
     first.generate(prompt(100))
     first.adapter.save(prompt(100))
@@ -261,7 +293,9 @@ def test_a_store_that_is_away_is_a_miss(make: Make) -> None:
             os.kill(node.pid, signal.SIGSTOP)
             began = time.monotonic()
             assert engine.adapter.load(prompt(100)) == 0
-            assert time.monotonic() - began < CALL_S / 2, "no call goes without a deadline of its own"
+            assert time.monotonic() - began < CALL_S / 2, (
+                "no call goes without a deadline of its own"
+            )
             os.kill(node.pid, signal.SIGCONT)
             node.kill()
             saved = engine.adapter.save(prompt(100))

@@ -25,7 +25,9 @@ def random_tensor(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor
 def strided() -> KVPool:
     """Pages whose K and V runs are half the pool apart, as of a host pool."""
     memory = random_tensor(2, 12, 8, 3, 4, dtype=torch.bfloat16)
-    return pool_of(8, GroupView("host", (0,), {"page": [memory.transpose(0, 1)]}, unit_tokens=8, space="page"))
+    return pool_of(
+        8, GroupView("host", (0,), {"page": [memory.transpose(0, 1)]}, unit_tokens=8, space="page")
+    )
 
 
 def odd() -> KVPool:
@@ -36,12 +38,17 @@ def odd() -> KVPool:
 
 def halves() -> KVPool:
     """Two units of 4 tokens make a page."""
-    return pool_of(8, GroupView("host", (0, 1), {"kv": [random_tensor(24, 7)] * 2}, unit_tokens=4, space="block"))
+    return pool_of(
+        8,
+        GroupView("host", (0, 1), {"kv": [random_tensor(24, 7)] * 2}, unit_tokens=4, space="block"),
+    )
 
 
 def large() -> KVPool:
     """Each page is a run of its own."""
-    return pool_of(8, GroupView("host", (0,), {"page": [random_tensor(12, RUN_NBYTES)]}, unit_tokens=8))
+    return pool_of(
+        8, GroupView("host", (0,), {"page": [random_tensor(12, RUN_NBYTES)]}, unit_tokens=8)
+    )
 
 
 POOLS = {"strided": strided, "odd": odd, "halves": halves, "large": large}

@@ -1,5 +1,6 @@
-"""Pages that are sent from an engine's pool and received there: the bytes that a copy would have moved, in the slots
-that were named and in no other; what goes wrong on the way is no page, and nothing comes when a call has returned.
+"""Pages that are sent from an engine's pool and received there: the bytes that a copy would have
+moved, in the slots that were named and in no other; what goes wrong on the way is no page, and
+nothing comes when a call has returned.
 """
 
 import math
@@ -91,7 +92,9 @@ def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def table_of(pool: KVPool, count: int) -> Any:
     space = next(iter(pool.spaces.values()))
-    return pool.unit_table(torch.randperm(space.slots)[: count * pool.layout.page_tokens // space.unit_tokens], count)
+    return pool.unit_table(
+        torch.randperm(space.slots)[: count * pool.layout.page_tokens // space.unit_tokens], count
+    )
 
 
 def check_pieces(pool: KVPool) -> None:
@@ -109,7 +112,9 @@ def check_pieces(pool: KVPool) -> None:
         plane.bits.copy_(before)
     for pieces, page in zip(found, pages, strict=True):
         copy_segments(pieces, [memoryview(page.numpy())])
-    assert all(torch.equal(plane.bits, other) for plane, other in zip(pool.planes, scattered, strict=True))
+    assert all(
+        torch.equal(plane.bits, other) for plane, other in zip(pool.planes, scattered, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", POOLS)
@@ -121,10 +126,14 @@ def test_pools_of_any_strides_have_the_pages_of_the_reference(seed: int) -> None
     rng = random.Random(seed)
     for _ in range(100):
         shape = [rng.randrange(2, 6) for _ in range(rng.randrange(1, 5))]
-        memory = random_bytes(8, *shape, dtype=rng.choice([torch.uint8, torch.bfloat16, torch.int32]))
+        memory = random_bytes(
+            8, *shape, dtype=rng.choice([torch.uint8, torch.bfloat16, torch.int32])
+        )
         order = rng.sample(range(1, len(shape) + 1), len(shape))
         tensor = memory.permute(0, *order)
-        tensor = tensor[..., rng.randrange(tensor.shape[-1] - 1) :] if rng.random() < 0.5 else tensor
+        tensor = (
+            tensor[..., rng.randrange(tensor.shape[-1] - 1) :] if rng.random() < 0.5 else tensor
+        )
         check_pieces(one_unit(*[tensor, random_bytes(8, 9)][: rng.randrange(1, 3)]))
 
 
@@ -148,18 +157,24 @@ def test_pages_of_another_pool_are_copied() -> None:
 class Host:
     """A pool whose first half is saved and whose second half, poisoned, is loaded into."""
 
-    def __init__(self, client: Client, pool: KVPool, model: str = "", key_id: str = "", parts: int = 3) -> None:
+    def __init__(
+        self, client: Client, pool: KVPool, model: str = "", key_id: str = "", parts: int = 3
+    ) -> None:
         """`parts`: that a call travels in."""
         self.client, self.pool = client, pool
         namespace = Namespace(model or f"pieces-{uuid.uuid4()}", pool.layout, key_id=key_id)
-        config = AgentConfig(workers=1, staging_nbytes=max(4096, math.ceil(COUNT / parts) * pool.layout.page_nbytes))
+        config = AgentConfig(
+            workers=1, staging_nbytes=max(4096, math.ceil(COUNT / parts) * pool.layout.page_nbytes)
+        )
         self.pages = HostPages(client, namespace, pool, config, COUNT)
         for plane in pool.planes:
             plane.bits[16:] = 0x5A
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
         pages = torch.empty((len(slots), self.pool.layout.page_nbytes), dtype=torch.uint8)
-        TorchTransfer().gather(self.pool, self.pool.unit_table(slots, len(slots)), list(pages), None)
+        TorchTransfer().gather(
+            self.pool, self.pool.unit_table(slots, len(slots)), list(pages), None
+        )
         return pages
 
     def others(self) -> torch.Tensor:
@@ -196,7 +211,9 @@ def test_what_is_saved_without_a_copy_is_loaded_without_one(
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
-def test_sealed_pages_are_not_copied_either(shared_node: NodeProcess, no_copy: None, wire: str) -> None:
+def test_sealed_pages_are_not_copied_either(
+    shared_node: NodeProcess, no_copy: None, wire: str
+) -> None:
     config = ClientConfig(address=shared_node.address, wire=wire, timeout_s=WAIT_S, page_key=SECRET)
     with Client(config) as client:
         host = Host(client, k_and_v(), key_id=client.key_id)
@@ -214,7 +231,9 @@ def test_sealed_pages_are_not_copied_either(shared_node: NodeProcess, no_copy: N
 
 
 @pytest.mark.parametrize("first", ["pieces", "copies"])
-def test_pages_in_pieces_are_those_of_copies(client: Client, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+def test_pages_in_pieces_are_those_of_copies(
+    client: Client, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
     hosts = {}
     for name, minimum in (("pieces", 1), ("copies", 1 << 40)):
         monkeypatch.setattr(slot_copies, "PIECE_NBYTES_MIN", minimum)
@@ -237,7 +256,13 @@ def test_what_the_engine_has_is_left_alone_and_layers_come_one_by_one(
     source, target = torch.arange(8), torch.arange(16, 24)
     with Client(ClientConfig(address=shared_node.address, wire="bulk", timeout_s=WAIT_S)) as client:
         config = AgentConfig(workers=1, staging_nbytes=8 * RUN)
-        agent = Agent(client, Namespace(f"pieces-{uuid.uuid4()}", pool.layout), pool, config, SlotSegments(pool))
+        agent = Agent(
+            client,
+            Namespace(f"pieces-{uuid.uuid4()}", pool.layout),
+            pool,
+            config,
+            SlotSegments(pool),
+        )
         assert agent.save(HASHES[:2], source).done.result(WAIT_S).stored == 2
         expected, placed = slots.clone(), list[int]()
         expected[target[skip_tokens:]] = slots[source[skip_tokens:]]
@@ -248,7 +273,8 @@ def test_what_the_engine_has_is_left_alone_and_layers_come_one_by_one(
         agent.close()
 
 
-# ---- what goes wrong ---------------------------------------------------------------------------------
+# ---- what goes wrong
+# ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -263,12 +289,16 @@ def stored(relayed: tuple[Client, Relay], no_copy: None) -> Iterator[Host]:
 PAGE = 2 * RUN
 
 
-def test_a_page_that_arrives_damaged_ends_the_load_before_it(stored: Host, relayed: tuple[Client, Relay]) -> None:
+def test_a_page_that_arrives_damaged_ends_the_load_before_it(
+    stored: Host, relayed: tuple[Client, Relay]
+) -> None:
     others = stored.others()
     relayed[1].pass_on(PAGE + RUN + RUN // 2, "flip")  # in V of the second page
     assert stored.pages.load(HASHES, TARGET, WAIT_S) == [True] + [False] * (COUNT - 1)
     assert torch.equal(stored.at(TARGET[:1]), stored.at(SOURCE[:1]))
-    assert not torch.equal(stored.at(TARGET[1:2]), stored.at(SOURCE[1:2])), "it was to lie in its slot, damaged"
+    assert not torch.equal(stored.at(TARGET[1:2]), stored.at(SOURCE[1:2])), (
+        "it was to lie in its slot, damaged"
+    )
     assert torch.equal(stored.others(), others)
     assert stored.client.stats.corrupt_pages == 1
     assert stored.pages.load(HASHES, TARGET, WAIT_S) == [True] * COUNT
@@ -286,7 +316,9 @@ def test_a_page_that_stalls_is_told_by_the_deadline_and_never_written_again(
     assert relayed[1].stalled.is_set()
     assert torch.equal(stored.at(TARGET[:came]), stored.at(SOURCE[:came]))
     poisoned = torch.full((1,), 0x5A, dtype=torch.uint8)
-    assert not torch.equal(stored.at(TARGET), poisoned.expand(COUNT, PAGE)), "it was to stall in the middle of a page"
+    assert not torch.equal(stored.at(TARGET), poisoned.expand(COUNT, PAGE)), (
+        "it was to stall in the middle of a page"
+    )
     for plane in stored.pool.planes:  # the engine has given the slots to others
         plane.bits[16:] = 0
     relayed[1].go_on.set()
@@ -294,18 +326,26 @@ def test_a_page_that_stalls_is_told_by_the_deadline_and_never_written_again(
     assert not stored.at(TARGET).any()
 
 
-def test_a_connection_that_ends_in_the_middle_of_a_page_is_no_page(stored: Host, relayed: tuple[Client, Relay]) -> None:
+def test_a_connection_that_ends_in_the_middle_of_a_page_is_no_page(
+    stored: Host, relayed: tuple[Client, Relay]
+) -> None:
     relayed[1].pass_on(PAGE + RUN // 2, "close")
     others = stored.others()
     assert stored.pages.load(HASHES, TARGET, WAIT_S) == [False] * COUNT
     assert torch.equal(stored.others(), others)
 
 
-def test_a_save_that_is_given_up_reads_no_slot_any_more_and_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node is stopped in the middle of it: what the sockets do not take is another's when the node goes on."""
+def test_a_save_that_is_given_up_reads_no_slot_any_more_and_stores_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The node is stopped in the middle of it: what the sockets do not take is another's when the
+    node goes on.
+    """
     send, stopped = bulk._send_page, list[bool]()
     with NodeProcess("--ram-bytes", "128MiB", "--extent-bytes", "64MiB") as node:
-        config = ClientConfig(address=node.address, wire="bulk", timeout_s=WAIT_S, backoff_s_max=0.1)
+        config = ClientConfig(
+            address=node.address, wire="bulk", timeout_s=WAIT_S, backoff_s_max=0.1
+        )
         with Client(config) as client:
             host = Host(client, k_and_v(2 << 20), parts=1)
             assert host.pages.save(HASHES[:1], SOURCE[:1], WAIT_S) == [True]

@@ -65,7 +65,9 @@ def settled(verdicts: LookupCache, key: bytes, request: str = "r") -> bool:
 
 
 def test_the_keys_of_a_step_are_asked_in_one_call(store: Store, verdicts: LookupCache) -> None:
-    assert [verdicts.lookup(key, request) for key, request in ((b"a", "r"), (b"x", "r"), (b"b", "s"))] == [None] * 3
+    assert [
+        verdicts.lookup(key, request) for key, request in ((b"a", "r"), (b"x", "r"), (b"b", "s"))
+    ] == [None] * 3
     assert store.asked == []
     verdicts.flush()
     assert settled(verdicts, b"a")
@@ -109,7 +111,9 @@ def test_a_miss_is_asked_about_again_for_a_request_that_comes_later(
     assert store.asked == [[b"x"], [b"x"]]
 
 
-def test_an_answer_that_is_late_is_a_miss(store: Store, clock: Clock, verdicts: LookupCache) -> None:
+def test_an_answer_that_is_late_is_a_miss(
+    store: Store, clock: Clock, verdicts: LookupCache
+) -> None:
     store.open.clear()
     verdicts.lookup(b"a", "r")
     verdicts.flush()

@@ -4,21 +4,40 @@ import random
 
 import pytest
 
-from gpu_agent.blocks.cost_model import PROBED, PROBED_SOON, PROMPT_TOKENS_MIN, SAMPLES_MIN, Line, LoadCostModel
+from gpu_agent.blocks.cost_model import (
+    PROBED,
+    PROBED_SOON,
+    PROMPT_TOKENS_MIN,
+    SAMPLES_MIN,
+    Line,
+    LoadCostModel,
+)
 
 SMALL_S = 0.002
 
 
 class Engine:
-    """Computes a token in `token_s`, more where it stands late in its prompt, and loads one in `load_s`."""
+    """Computes a token in `token_s`, more where it stands late in its prompt, and loads one in
+    `load_s`.
+    """
 
     def __init__(
-        self, token_s: float, late_s: float = 0.0, load_s: float = 0.0, load_token_s: float = 0.0, eager_s: float = 0.0
+        self,
+        token_s: float,
+        late_s: float = 0.0,
+        load_s: float = 0.0,
+        load_token_s: float = 0.0,
+        eager_s: float = 0.0,
     ) -> None:
         """`eager_s`: of a step with more than one token of a prompt, for which there is no graph."""
         self.eager_s = eager_s
         self.worth = LoadCostModel()
-        self.token_s, self.late_s, self.load_s, self.load_token_s = token_s, late_s, load_s, load_token_s
+        self.token_s, self.late_s, self.load_s, self.load_token_s = (
+            token_s,
+            late_s,
+            load_s,
+            load_token_s,
+        )
         self.now, self.step, self.draw = 100.0, 0, random.Random(1)
 
     def computed_s(self, start: int, end: int) -> float:
@@ -28,9 +47,13 @@ class Engine:
         """One step, whose results are there before the next one begins."""
         self.step += 1
         short = any(1 < count < PROMPT_TOKENS_MIN for _, count in parts)
-        self.worth.begins(self.step, self.now, [part for part in parts if part[1] >= PROMPT_TOKENS_MIN], short)
+        self.worth.begins(
+            self.step, self.now, [part for part in parts if part[1] >= PROMPT_TOKENS_MIN], short
+        )
         self.now += self.eager_s if any(count > 1 for _, count in parts) else 0.0
-        self.now += SMALL_S + sum(self.computed_s(start, start + count) for start, count in parts if count > 1)
+        self.now += SMALL_S + sum(
+            self.computed_s(start, start + count) for start, count in parts if count > 1
+        )
         self.worth.ended(self.step, self.now)
 
     def prefill(self, tokens: int, chunk: int = 2048) -> None:
@@ -49,29 +72,38 @@ class Engine:
             self.load(self.draw.choice([500, 2000, 8000]))
 
 
-# The 0.9 B model of RESULTS on an H200: 4.3 us a token and 0.14 ns more for each before it; loads 16 ms and 2.4 us.
+# The 0.9 B model of RESULTS on an H200: 4.3 us a token and 0.14 ns more for each before it; loads
+# 16 ms and 2.4 us.
 def h200() -> Engine:
     engine = Engine(4.3e-6, 0.14e-9, 0.016, 2.4e-6)
     engine.learn()
     return engine
 
 
-@pytest.mark.parametrize(("tokens", "taken"), [(1000, False), (2000, False), (8000, True), (30000, True)])
-def test_short_prompts_of_a_small_model_are_computed_and_long_ones_loaded(tokens: int, taken: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "taken"), [(1000, False), (2000, False), (8000, True), (30000, True)]
+)
+def test_short_prompts_of_a_small_model_are_computed_and_long_ones_loaded(
+    tokens: int, taken: bool
+) -> None:
     engine = h200()
     assert (engine.computed_s(0, tokens) > engine.load_s + tokens * engine.load_token_s) == taken
     assert engine.worth.takes(0, tokens, alone=True) == taken
 
 
 def test_what_a_hit_does_not_spare_is_not_counted_for_it() -> None:
-    """Its own last tokens are computed in a step that costs most of what a short prompt does. On an H200 a prompt of 2k
-    tokens took 17 ms, a load 11, and the request after it 25."""
+    """Its own last tokens are computed in a step that costs most of what a short prompt does.
+
+    On an H200 a prompt of 2k tokens took 17 ms, a load 11, and the request after it 25.
+    """
     engine = Engine(2e-6, 0.1e-9, 0.009, 1e-6, eager_s=0.011)
     for _ in range(12):
         engine.prefill(2055)
         engine.load(2048)
         engine.run((2048, 7))
-    assert engine.computed_s(0, 2048) < 0.009 + 2048e-6 < engine.computed_s(0, 2048) + engine.eager_s
+    assert (
+        engine.computed_s(0, 2048) < 0.009 + 2048e-6 < engine.computed_s(0, 2048) + engine.eager_s
+    )
     assert not engine.worth.takes(0, 2048, alone=True)
     assert engine.worth.takes(0, 30_000, alone=True)
 
@@ -130,7 +162,9 @@ def test_one_step_that_took_long_changes_little() -> None:
 
 
 def test_steps_that_are_scheduled_before_the_last_one_ended_are_told_apart() -> None:
-    """Asynchronous scheduling: two steps are known at a time, and each takes until its results are there."""
+    """Asynchronous scheduling: two steps are known at a time, and each takes until its results are
+    there.
+    """
     engine = Engine(2e-6, 0.0, 0.004)
     for _ in range(40):
         first, second = engine.step + 1, engine.step + 2
@@ -147,8 +181,11 @@ def test_steps_that_are_scheduled_before_the_last_one_ended_are_told_apart() -> 
 
 @pytest.mark.parametrize("first_s", [0.01, 0.1, 1.0])
 def test_a_slow_first_step_is_forgotten(first_s: float) -> None:
-    """A health check of five tokens that waits for a compiler. Samples were cut to three times what was expected, which
-    was nothing: hits were declined for ever."""
+    """A health check of five tokens that waits for a compiler.
+
+    Samples were cut to three times what was expected, which was nothing: hits were declined for
+    ever.
+    """
     engine = Engine(1e-5, load_s=0.01)
     engine.run((10, 1))
     engine.now += first_s
@@ -184,7 +221,10 @@ def test_after_a_load_that_was_much_faster_than_expected_another_is_tried_soon()
 
 @pytest.mark.parametrize("nth", range(1, 2 * SAMPLES_MIN, 3))
 def test_a_slow_load_is_forgotten_soon(nth: int) -> None:
-    """The first one meets a connection that is not there yet, or a pause. Two thousand hits were declined for it."""
+    """The first one meets a connection that is not there yet, or a pause.
+
+    Two thousand hits were declined for it.
+    """
     engine = Engine(3e-5, load_s=0.005, load_token_s=2.5e-6)
     loads = declined = 0
     for _ in range(400):
@@ -202,7 +242,9 @@ def test_a_slow_load_is_forgotten_soon(nth: int) -> None:
 
 @pytest.mark.parametrize("burst", [4, 16])
 def test_loads_that_wait_for_each_other_are_not_slow(burst: int) -> None:
-    """Sixteen requests at once: each load seemed to have taken as long as all of them, and bursts were computed."""
+    """Sixteen requests at once: each load seemed to have taken as long as all of them, and bursts
+    were computed.
+    """
     engine = h200()
     for _ in range(20):
         ordered_at = engine.now
@@ -213,7 +255,9 @@ def test_loads_that_wait_for_each_other_are_not_slow(burst: int) -> None:
 
 
 def test_a_load_whose_end_was_seen_behind_a_prompt_is_not_slow() -> None:
-    """The end of a load is seen when a step ends: in a busy hour behind 8,192 tokens of somebody else."""
+    """The end of a load is seen when a step ends: in a busy hour behind 8,192 tokens of somebody
+    else.
+    """
     engine = Engine(5e-5, load_s=0.016, load_token_s=2.4e-6)
     engine.learn()
     for _ in range(100):
@@ -235,7 +279,9 @@ def test_loads_that_end_together_are_one_sample() -> None:
 
 
 def test_loads_of_one_length_say_nothing_about_much_longer_ones() -> None:
-    """As found on an H200: eight slow loads of 2k tokens, and hits of 30k were computed in twice the time of a load."""
+    """As found on an H200: eight slow loads of 2k tokens, and hits of 30k were computed in twice
+    the time of a load.
+    """
     engine = Engine(4.3e-6, 0.14e-9, 0.025, 2.4e-6)
     for _ in range(12):
         engine.prefill(2055)

@@ -1,7 +1,8 @@
 """What strangers send to a gRPC port, each attack as the conversation of one connection.
 
-A conversation is a generator: it yields bytes to send, or WAIT until something arrives. When it ends the stranger hangs
-up and connects anew. Buffers are made once and shared by all connections, so that an attacker's time goes into sending.
+A conversation is a generator: it yields bytes to send, or WAIT until something arrives. When it
+ends the stranger hangs up and connects anew. Buffers are made once and shared by all connections,
+so that an attacker's time goes into sending.
 """
 
 import functools
@@ -29,7 +30,11 @@ from http2 import (
 )
 
 WAIT = b""
-HELLO, HEALTH, PUT = "/kvstore.KVStore/Hello", "/grpc.health.v1.Health/Check", "/kvstore.KVStore/Put"
+HELLO, HEALTH, PUT = (
+    "/kvstore.KVStore/Hello",
+    "/grpc.health.v1.Health/Check",
+    "/kvstore.KVStore/Put",
+)
 STREAMS_MAX = 32  # calls at a time that a node allows a connection
 BURST_NBYTES = 1 << 18
 RESETS = 50_000  # calls of one connection
@@ -56,7 +61,9 @@ class Inbox:
             end = at + HEAD_NBYTES + int.from_bytes(data[at : at + 3], "big")
             if len(data) < end:
                 break
-            self._frame(data[at + 3], data[at + 4], data[at + 5 : at + 9], data[at + HEAD_NBYTES : end])
+            self._frame(
+                data[at + 3], data[at + 4], data[at + 5 : at + 9], data[at + HEAD_NBYTES : end]
+            )
             at = end
         self._rest = data[at:]
 
@@ -80,9 +87,11 @@ Conversation = Callable[[Inbox], Iterator[bytes]]
 
 
 class Attack(NamedTuple):
-    """`mixed`: every other connection takes nothing that it is sent, so that answers pile up. `parses`: the others look
-    at what they are sent. `tls`: it speaks TLS where the node does; else only with nodes that do it makes sense, and it
-    sends records by hand."""
+    """`mixed`: every other connection takes nothing that it is sent, so that answers pile up.
+
+    `parses`: the others look at what they are sent. `tls`: it speaks TLS where the node does; else
+    only with nodes that do it makes sense, and it sends records by hand.
+    """
 
     connections: int
     conversation: Conversation
@@ -109,7 +118,13 @@ def endless_fields() -> tuple[bytes, bytes]:
 @functools.cache
 def endless_value() -> tuple[bytes, bytes]:
     """The same with one field whose value has 256 MiB, as it says."""
-    begin = http2.block(http2.call_fields(HELLO)) + b"\0" + http2.length(3) + b"x-y" + http2.length(1 << 28)
+    begin = (
+        http2.block(http2.call_fields(HELLO))
+        + b"\0"
+        + http2.length(3)
+        + b"x-y"
+        + http2.length(1 << 28)
+    )
     return GREETING + http2.frame(HEADERS, 0, 1, begin), repeated(
         http2.frame(CONTINUATION, 0, 1, b"v" * FRAME_NBYTES_MAX)
     )
@@ -144,7 +159,9 @@ def resets() -> tuple[bytes, ...]:
 
 
 def rapid_reset(inbox: Inbox) -> Iterator[bytes]:
-    """It waits until the peer has seen them all: what a peer has not read when one hangs up costs it nothing."""
+    """It waits until the peer has seen them all: what a peer has not read when one hangs up costs
+    it nothing.
+    """
     yield from resets()
     yield http2.frame(PING, 0, 0, bytes(8))
     while not inbox.pongs:
@@ -196,7 +213,11 @@ def endless_messages(inbox: Inbox) -> Iterator[bytes]:
             nbytes = min(room, inbox.granted, FRAME_NBYTES_MAX, MESSAGE_NBYTES - done)
             if nbytes <= 5:
                 continue
-            body = zeros[:nbytes] if done else http2.message(zeros[: nbytes - 5], nbytes=MESSAGE_NBYTES + 32)
+            body = (
+                zeros[:nbytes]
+                if done
+                else http2.message(zeros[: nbytes - 5], nbytes=MESSAGE_NBYTES + 32)
+            )
             burst.append(http2.frame(DATA, 0, stream, body))
             sent[stream] += nbytes
             inbox.granted -= nbytes
@@ -219,7 +240,9 @@ def bombs(inbox: Inbox) -> Iterator[bytes]:
 
 @functools.cache
 def some_calls() -> bytes:
-    return GREETING + b"".join(http2.call(HELLO, stream=stream) for stream in range(1, 2 * STREAMS_MAX, 2))
+    return GREETING + b"".join(
+        http2.call(HELLO, stream=stream) for stream in range(1, 2 * STREAMS_MAX, 2)
+    )
 
 
 def hang_up(inbox: Inbox) -> Iterator[bytes]:

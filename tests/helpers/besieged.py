@@ -1,4 +1,6 @@
-"""A node as a process that strangers attack: how it asks who calls, its memory, its gateways, attackers and a sink."""
+"""A node as a process that strangers attack: how it asks who calls, its memory, its gateways,
+attackers and a sink.
+"""
 
 import contextlib
 import json
@@ -21,7 +23,14 @@ HERE = Path(__file__).parent
 RAM_NBYTES = 256 << 20
 # docs/operations.md, "Memory": what a node with pages of 64 KiB or more and one gateway needs.
 LIMIT_NBYTES = RAM_NBYTES + RAM_NBYTES // 64 + (512 << 20) + NodeConfig.grpc_memory_nbytes
-NODE_FLAGS = ("--ram-bytes", str(RAM_NBYTES), "--extent-bytes", str(16 << 20), "--log-level", "WARNING")
+NODE_FLAGS = (
+    "--ram-bytes",
+    str(RAM_NBYTES),
+    "--extent-bytes",
+    str(16 << 20),
+    "--log-level",
+    "WARNING",
+)
 MODES = ("open", "token", "mtls")
 SOURCES = {"one": "127.0.0.2", "many": "127.0.0.2-127.0.0.200"}
 LOOK_S = 0.05
@@ -30,7 +39,9 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Mode:
-    """Who may do what: flags of the node, settings of a client that is known, and arguments of a sink like it."""
+    """Who may do what: flags of the node, settings of a client that is known, and arguments of a
+    sink like it.
+    """
 
     name: str
     node: tuple[str, ...] = ()
@@ -43,10 +54,14 @@ class Mode:
 
 
 def mode_of(name: str, folder: Path) -> Mode:
-    """Make its files in `folder`. open: neither TLS nor identities; token: both; mtls: client certificates."""
+    """Make its files in `folder`. open: neither TLS nor identities; token: both; mtls: client
+    certificates.
+    """
     if name == "open":
         return Mode(name)
-    from kvstore.cli.authority import Authority  # needs the package cryptography, which an open node does not
+    from kvstore.cli.authority import (
+        Authority,
+    )  # needs the package cryptography, which an open node does not
 
     authority = Authority.found(folder, "besieged", 10)
     cert, key = (str(path) for path in authority.node("node", ("localhost", "127.0.0.1"), 10))
@@ -60,19 +75,29 @@ def mode_of(name: str, folder: Path) -> Mode:
         return Mode(name, node, {**client, "token": token, "tenant": "team-a"}, sink)
     shown = (str(path) for path in authority.client("client", "innocent", 10))
     client |= dict(zip(("tls_cert", "tls_key"), shown, strict=True))
-    return Mode(name, (*node, "--tls-client-ca", str(authority.path)), client, (*sink, "--client-ca", client["tls_ca"]))
+    return Mode(
+        name,
+        (*node, "--tls-client-ca", str(authority.path)),
+        client,
+        (*sink, "--client-ca", client["tls_ca"]),
+    )
 
 
 # ---- memory ------------------------------------------------------------------------------
 
 
 def memory(pid: int) -> dict[str, int]:
-    """Return bytes of a process by kind: RssAnon (private), RssShmem (a node's arena), RssFile. Empty: it has ended."""
+    """Return bytes of a process by kind: RssAnon (private), RssShmem (a node's arena), RssFile.
+
+    Empty: it has ended.
+    """
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return {}
-    return {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith("Rss")}
+    return {
+        line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.startswith("Rss")
+    }
 
 
 def gateways(pid: int) -> list[int]:
@@ -128,7 +153,9 @@ class Watch:
 
 
 class MemoryGroup:
-    """A control group (version 2) with a memory limit, if this machine lets us make one; else `inside` is empty."""
+    """A control group (version 2) with a memory limit, if this machine lets us make one; else
+    `inside` is empty.
+    """
 
     def __init__(self, limit_nbytes: int) -> None:
         self._path = CGROUPS / f"kvstore-besieged-{os.getpid()}"
@@ -172,14 +199,31 @@ def start_node(mode: Mode, *flags: str, inside: Sequence[str] = ()) -> NodeProce
 
 
 class Attackers:
-    """Processes that attack an address while the context lasts; when it begins each has a connection. `counts`: of all
-    of them, when it is over."""
+    """Processes that attack an address while the context lasts; when it begins each has a
+    connection. `counts`: of all of them, when it is over.
+    """
 
-    def __init__(self, attack: str, address: str, sources: str, tls: bool, processes: int = 1, divide: int = 1) -> None:
+    def __init__(
+        self,
+        attack: str,
+        address: str,
+        sources: str,
+        tls: bool,
+        processes: int = 1,
+        divide: int = 1,
+    ) -> None:
         from attacks import ATTACKS
 
         connections = max(1, ATTACKS[attack].connections // (processes * divide))
-        command = [sys.executable, str(HERE / "strangers.py"), "attack", attack, address, "--sources", sources]
+        command = [
+            sys.executable,
+            str(HERE / "strangers.py"),
+            "attack",
+            attack,
+            address,
+            "--sources",
+            sources,
+        ]
         command += ["--connections", str(connections), *(["--tls"] if tls else [])]
         self._command, self._count = command, processes
         self._processes: list[subprocess.Popen[str]] = []

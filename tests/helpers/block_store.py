@@ -1,5 +1,6 @@
-"""One rank and one group with the scheduler's side of the store beside them, without an engine: requests are
-dataclasses, KV is random bytes in a pool on the CPU."""
+"""One rank and one group with the scheduler's side of the store beside them, without an engine:
+requests are dataclasses, KV is random bytes in a pool on the CPU.
+"""
 
 import concurrent.futures
 import time
@@ -40,12 +41,18 @@ class FakeRequest:
 
 
 class Store:
-    """One rank, one group, and the scheduler's side. `step` is what an engine does in one."""
+    """One rank, one group, and the scheduler's side.
+
+    `step` is what an engine does in one.
+    """
 
     def __init__(self, client: Client, name: str, **options: Any) -> None:
         """`client`: of the scheduler's side; the ranks' side makes its own."""
         self.pins: list[int] = []
-        self.views = {f"layers.{i}": torch.randint(0, 256, (BLOCKS, 2, BLOCK, 8), dtype=torch.uint8) for i in (0, 1)}
+        self.views = {
+            f"layers.{i}": torch.randint(0, 256, (BLOCKS, 2, BLOCK, 8), dtype=torch.uint8)
+            for i in (0, 1)
+        }
         self.pool = table_pool(self.views, BLOCKS, BLOCK)
         self.namespace = Namespace(name, self.pool.layout)
         limits = {"staging_nbytes": 1 << 16, "pending_nbytes_max": 1 << 22}
@@ -56,7 +63,9 @@ class Store:
         self.lookups = Lookups(ThreadLookups(client), 5.0)
         self.scarce = False
         ranks, blocks_max = options.pop("ranks", 1), options.pop("blocks_max", 16)
-        plan = SavePlan(ranks, blocks_max, 4, self.pins.extend, self._unpin, scarce=lambda: self.scarce)
+        plan = SavePlan(
+            ranks, blocks_max, 4, self.pins.extend, self._unpin, scarce=lambda: self.scarce
+        )
         self.scheduler = BlockScheduler(
             [BlockGroup(BLOCK)], [[self.namespace]], BLOCK, BLOCK, self.lookups, plan, **options
         )
@@ -96,7 +105,9 @@ class Store:
             assert time.monotonic() < end
             self.step()
             time.sleep(0.001)
-        concurrent.futures.wait([job.done for _, job in self.rank._outcomes], 10)  # read before; stored now
+        concurrent.futures.wait(
+            [job.done for _, job in self.rank._outcomes], 10
+        )  # read before; stored now
 
     def save(self, request: FakeRequest, blocks: list[int]) -> None:
         """Computes a request that hits nothing, and returns when its blocks are stored."""

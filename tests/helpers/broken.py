@@ -1,4 +1,5 @@
-"""Whether what was promised is still there: one list, recorded, held against the same list as it is now.
+"""Whether what was promised is still there: one list, recorded, held against the same list as it is
+now.
 
 More may be there than was promised, as long as nobody has to name it.
 """
@@ -18,7 +19,11 @@ def broken(promised: Any, found: Any, path: str = "") -> list[str]:
         if name not in found:
             lines.append(f"{place}: is gone")
         elif name in _LOOSER:
-            lines += [] if _LOOSER[name](value, found[name]) else [f"{place}: was {value!r}, is {found[name]!r}"]
+            lines += (
+                []
+                if _LOOSER[name](value, found[name])
+                else [f"{place}: was {value!r}, is {found[name]!r}"]
+            )
         else:
             lines += broken(value, found[name], place)
     if path.endswith("/parameters"):
@@ -27,10 +32,13 @@ def broken(promised: Any, found: Any, path: str = "") -> list[str]:
     return lines
 
 
-# What may change in one direction: what had to be given may be left out, and a range may become wider.
+# What may change in one direction: what had to be given may be left out, and a range may become
+# wider.
 _LOOSER = {
     "optional": lambda was, now: now or not was,
     "low": lambda was, now: now is None or (was is not None and now <= was),
     "high": lambda was, now: now is None or (was is not None and now >= was),
-    "choices": lambda was, now: was.keys() <= now.keys() if was else not now,  # none: whatever one likes
+    "choices": lambda was, now: (
+        was.keys() <= now.keys() if was else not now
+    ),  # none: whatever one likes
 }

@@ -1,4 +1,6 @@
-"""What the planner is held against: one store of one size, page by page, and the optimum by trying everything."""
+"""What the planner is held against: one store of one size, page by page, and the optimum by trying
+everything.
+"""
 
 import itertools
 import random
@@ -11,7 +13,10 @@ Chain = tuple[int, ...]
 
 
 def lru_hits(chains: Iterable[Chain], pages: int) -> int:
-    """Leading pages found in an LRU of so many pages, each request used tail to head. A page is its whole chain."""
+    """Leading pages found in an LRU of so many pages, each request used tail to head.
+
+    A page is its whole chain.
+    """
     used: OrderedDict[Chain, None] = OrderedDict()  # oldest first
     hits = 0
     for chain in chains:
@@ -26,8 +31,9 @@ def lru_hits(chains: Iterable[Chain], pages: int) -> int:
 
 
 def most_hits(chains: Sequence[Chain], pages: int) -> int:
-    """The most leading pages that any policy hits which keeps at most so many from one request to the next: all that
-    it could keep are tried."""
+    """The most leading pages that any policy hits which keeps at most so many from one request to
+    the next: all that it could keep are tried.
+    """
     best: dict[frozenset[Chain], int] = {frozenset(): 0}  # what is kept -> hits so far
     for chain in chains:
         names = [chain[: end + 1] for end in range(len(chain))]
@@ -43,7 +49,9 @@ def most_hits(chains: Sequence[Chain], pages: int) -> int:
 
 
 def trees(seed: int, requests: int, fresh: float, deep: int) -> list[TraceRequest]:
-    """Requests along the branches of a few trees: chains that grow, branch off anywhere and are used again."""
+    """Requests along the branches of a few trees: chains that grow, branch off anywhere and are
+    used again.
+    """
     chance, ids = random.Random(seed), itertools.count()
     chains: list[Chain] = []
     made = []

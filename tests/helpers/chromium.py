@@ -1,4 +1,6 @@
-"""A headless Chromium, told what to do over two pipes: its DevTools protocol, messages of JSON that end with a zero."""
+"""A headless Chromium, told what to do over two pipes: its DevTools protocol, messages of JSON that
+end with a zero.
+"""
 
 import base64
 import json
@@ -25,7 +27,10 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class Chromium:
-    """A browser with one page. `errors`: what its console said was wrong."""
+    """A browser with one page.
+
+    `errors`: what its console said was wrong.
+    """
 
     def __init__(self, path: str, *flags: str) -> None:
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -45,7 +50,16 @@ class Chromium:
             *flags,
         ]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _BEGIN, str(to_read), str(to_write), path, *asked, "about:blank"],
+            [
+                sys.executable,
+                "-c",
+                _BEGIN,
+                str(to_read),
+                str(to_write),
+                path,
+                *asked,
+                "about:blank",
+            ],
             pass_fds=(to_read, to_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -56,7 +70,9 @@ class Chromium:
         self._number = 0
         self._session = ""
         self.errors: list[str] = []
-        (target,) = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
+        (target,) = [
+            t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"
+        ]
         attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -107,18 +123,28 @@ class Chromium:
     # ---- the page ------------------------------------------------------------------------
 
     def size(self, width: int, height: int) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def scheme(self, name: str) -> None:
         """light or dark"""
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
+        self.call(
+            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}]
+        )
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
-        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        told = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in told, f"{expression}: {told['exceptionDetails']}"
         return told["result"].get("value")
 
@@ -137,11 +163,21 @@ class Chromium:
         codes = {"Enter": (13, "\r"), "Tab": (9, ""), "ArrowLeft": (37, "")}
         code, text = codes[key]
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text)
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text
+            )
 
     def picture(self, path: Path, top: float = 0, height: float = 0, scale: float = 1.0) -> None:
         """Of the whole page, or of a part of it in pixels."""
         box = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": top, "width": box["width"], "height": height or box["height"] - top, "scale": scale}
-        told = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        clip = {
+            "x": 0,
+            "y": top,
+            "width": box["width"],
+            "height": height or box["height"] - top,
+            "scale": scale,
+        }
+        told = self.call(
+            "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
+        )
         path.write_bytes(base64.b64decode(told["data"]))

@@ -2,8 +2,8 @@
 
     Claims = adapter -> ingredient -> word of the cell -> ways to change the ingredient
 
-A way is what an adapter's `namespace(tmp_path, way)` takes: its engine's settings that are other than usual; or other
-than those of another way, its `unlike`.
+A way is what an adapter's `namespace(tmp_path, way)` takes: its engine's settings that are other
+than usual; or other than those of another way, its `unlike`.
 """
 
 import itertools
@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 from kvstore import Namespace
 
 Way = Mapping[str, Any]
-Words = Mapping[str, Any]  # namespace, refused, no: a list of ways; hash: "file::test" in the engine's environment
+Words = Mapping[
+    str, Any
+]  # namespace, refused, no: a list of ways; hash: "file::test" in the engine's environment
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 2,
@@ -38,7 +40,10 @@ class Adapter(NamedTuple):
 
 
 def checkpoint(tmp_path: Path, way: Way) -> str:
-    """A directory of its own. Of a way: `name`, `weights`, and `config`, what the configuration has otherwise."""
+    """A directory of its own.
+
+    Of a way: `name`, `weights`, and `config`, what the configuration has otherwise.
+    """
     directory = tmp_path / str(next(_numbers)) / way.get("name", "tiny")
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps({**CONFIG, **way.get("config", {})}))

@@ -43,6 +43,7 @@ Kvstore = Callable[..., Ran]
 
 def run_kvstore(*args: str, stdin: bytes = b"") -> Ran:
     ran = CliRunner().invoke(app, list(args), input=stdin, prog_name="kvstore")
-    # Whatever happens, a command ends by itself: an exception here would be a traceback for its user.
+    # Whatever happens, a command ends by itself: an exception here would be a traceback for its
+    # user.
     assert ran.exception is None or isinstance(ran.exception, SystemExit), ran.exception
     return Ran(ran)

@@ -1,8 +1,9 @@
-"""Random faults between an adapter and the store: what a test's client does to the calls of an adapter's.
+"""Random faults between an adapter and the store: what a test's client does to the calls of an
+adapter's.
 
-A page is gone between lookup and load, or damaged; a load ends with an error, with its buffers untouched or written;
-a save ends with an error, with its pages stored or not. The adapter and the engine know nothing of this: only the
-methods of their client are wrapped.
+A page is gone between lookup and load, or damaged; a load ends with an error, with its buffers
+untouched or written; a save ends with an error, with its pages stored or not. The adapter and the
+engine know nothing of this: only the methods of their client are wrapped.
 """
 
 import collections
@@ -16,16 +17,20 @@ LOADS, SAVES = ("get", "open_get"), ("put", "open_put")
 
 
 class ClientFaults:
-    """Thread-safe as far as needed: adapters call from several threads, and any order of faults will do.
+    """Thread-safe as far as needed: adapters call from several threads, and any order of faults
+    will do.
 
-    `share`: of the calls that something happens to; 0 ends it. `struck`: how often each fault has happened.
+    `share`: of the calls that something happens to; 0 ends it. `struck`: how often each fault has
+    happened.
     """
 
     def __init__(self, address: str, rng: random.Random) -> None:
         self.share = 0.3
         self.struck: collections.Counter[str] = collections.Counter()
         self._rng = rng
-        self._client = Client(ClientConfig(address=address, wire="shm", timeout_s=2.0, backoff_s_max=0.1))
+        self._client = Client(
+            ClientConfig(address=address, wire="shm", timeout_s=2.0, backoff_s_max=0.1)
+        )
 
     def watch(self, client: Client) -> None:
         for name in LOADS:
@@ -43,7 +48,9 @@ class ClientFaults:
             if what == "refused":
                 raise Unavailable("the test refuses this call")
             result = method(namespace, keys, *arguments, **options)
-            if what == "lost" and not hasattr(result, "__enter__"):  # places in the node's memory must be given back
+            if what == "lost" and not hasattr(
+                result, "__enter__"
+            ):  # places in the node's memory must be given back
                 raise Unavailable("the test loses this answer")
             return result
 

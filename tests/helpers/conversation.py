@@ -1,4 +1,6 @@
-"""A conversation of a client with a node over bulk TCP, request by request: to be recorded, and to be had again."""
+"""A conversation of a client with a node over bulk TCP, request by request: to be recorded, and to
+be had again.
+"""
 
 import socket
 import struct
@@ -15,14 +17,28 @@ from kvstore.transports.frames import pack_fixed
 FIXED = struct.Struct("<2sBBIQ")
 PLANES = (Plane("k", "bfloat16", (2, 8)), Plane("v", "bfloat16", (2, 8)))
 SPACE = Namespace(
-    "golden", PageLayout(16, (LayerGroup("attention", tuple(range(4)), PLANES),)), revision="r1", salt="s"
+    "golden",
+    PageLayout(16, (LayerGroup("attention", tuple(range(4)), PLANES),)),
+    revision="r1",
+    salt="s",
 )
 KEYS = prefix_hashes(range(32), 16)
-PAGES = [bytes((i * 7 + number) % 251 for i in range(SPACE.layout.page_nbytes)) for number in range(2)]
+PAGES = [
+    bytes((i * 7 + number) % 251 for i in range(SPACE.layout.page_nbytes)) for number in range(2)
+]
 
 # What differs from node to node and from moment to moment.
 OF_THE_MOMENT = {
-    *("version", "instance_id", "bulk_port", "metrics_port", "shm_socket", "protocol_version", "pid", "rss_nbytes"),
+    *(
+        "version",
+        "instance_id",
+        "bulk_port",
+        "metrics_port",
+        "shm_socket",
+        "protocol_version",
+        "pid",
+        "rss_nbytes",
+    ),
     *(
         "uptime_ms",
         "age_ms",
@@ -39,8 +55,9 @@ OF_THE_MOMENT = {
 
 
 class Exchange(NamedTuple):
-    """`request`: frames of a client, without the pages' bytes, which follow if it has `data`; `reply`: header of the
-    node's. A reply is named by the kind of the message in it."""
+    """`request`: frames of a client, without the pages' bytes, which follow if it has `data`;
+    `reply`: header of the node's. A reply is named by the kind of the message in it.
+    """
 
     name: str
     request: bytes
@@ -49,19 +66,34 @@ class Exchange(NamedTuple):
 
 
 def requests() -> Iterator[tuple[str, bytes, bool]]:
-    """Name, frames, whether pages follow. In the order in which a node must be asked."""
+    """Name, frames, whether pages follow.
+
+    In the order in which a node must be asked.
+    """
     page: dict[str, Any] = {"namespace": SPACE.digest, "prefix_hashes": KEYS}
     named: dict[str, Any] = {
         "hello": {"hello": pb.HelloRequest(protocol_version=PROTOCOL_VERSION)},
         "unknown": {"lookup": pb.LookupRequest(namespace=b"\xff" * 16, prefix_hashes=KEYS)},
-        "open": {"open_namespace": pb.OpenNamespaceRequest(namespace=namespace_message(SPACE), digest=SPACE.digest)},
+        "open": {
+            "open_namespace": pb.OpenNamespaceRequest(
+                namespace=namespace_message(SPACE), digest=SPACE.digest
+            )
+        },
         "miss": {"lookup": pb.LookupRequest(**page)},
-        "put": {"put": pb.PutRequest(**page, page_nbytes=SPACE.layout.page_nbytes, ttl_ms=3_600_000, wait_ms=5000)},
+        "put": {
+            "put": pb.PutRequest(
+                **page, page_nbytes=SPACE.layout.page_nbytes, ttl_ms=3_600_000, wait_ms=5000
+            )
+        },
         "commit": {"commit": pb.CommitRequest(leaves=[leaves(content) for content in PAGES])},
         "put again": {"put": pb.PutRequest(**page, page_nbytes=SPACE.layout.page_nbytes)},
         "lookup": {"lookup": pb.LookupRequest(**page, touch=True, near=True, wait_ms=1000)},
         "get": {"get": pb.GetRequest(**page, near=True, wait_ms=1000)},
-        "ranges": {"get": pb.GetRequest(**page, ranges=[pb.ByteRange(offset=512, nbytes=256)], prefix_only=True)},
+        "ranges": {
+            "get": pb.GetRequest(
+                **page, ranges=[pb.ByteRange(offset=512, nbytes=256)], prefix_only=True
+            )
+        },
         "stat": {"stat": pb.StatRequest(**page)},
         "verify": {"verify": pb.VerifyRequest(**page)},
         "pin": {"pin": pb.PinRequest(**page, ttl_ms=60_000)},
@@ -122,5 +154,9 @@ def unlike(was: Any, now: Any, path: str = "") -> list[str]:
         elif len(value) != len(other):
             found.append(f"{place}: {len(value)} / {len(other)}")
         else:
-            found += [line for one, two in zip(value, other, strict=True) for line in unlike(one, two, f"{place}[]")]
+            found += [
+                line
+                for one, two in zip(value, other, strict=True)
+                for line in unlike(one, two, f"{place}[]")
+            ]
     return found

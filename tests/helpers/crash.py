@@ -1,11 +1,11 @@
-"""Crash harness: kills a node with SIGKILL at random moments under mixed load, again and again on the
-same data directory, and looks at what is left each time.
+"""Crash harness: kills a node with SIGKILL at random moments under mixed load, again and again on
+the same data directory, and looks at what is left each time.
 
     python tests/helpers/crash.py --cycles 300        KVSTORE_SEED=... repeats a choice of operations
 
-Per cycle: a node in a child process, `THREADS` clients that put (durable or not, with or without a time
-to live), get, remove, pin and flush pages of three sizes; SIGKILL; then a node in this process opens the
-directory. What must hold:
+Per cycle: a node in a child process, `THREADS` clients that put (durable or not, with or without a
+time to live), get, remove, pin and flush pages of three sizes; SIGKILL; then a node in this process
+opens the directory. What must hold:
 
     every page that is found     has exactly the bytes that follow from its key
     put durably, or flushed      is found, in this and all later cycles, until it is removed
@@ -44,7 +44,9 @@ from node.server import Node
 THREADS = 3
 BATCH_PAGES_MAX = 6
 LOAD_S_MAX = 0.5
-NAMESPACES = [Namespace(f"crash {nbytes}", opaque_layout(nbytes)) for nbytes in (4096, 20_000, 65_536)]
+NAMESPACES = [
+    Namespace(f"crash {nbytes}", opaque_layout(nbytes)) for nbytes in (4096, 20_000, 65_536)
+]
 RAM = {"ram_nbytes": 4 << 20, "extent_nbytes": 128 << 10}  # far less than what is put
 DISK_NBYTES, DISK_EXTENT_NBYTES = 96 << 20, 1 << 20
 SMALL_DISK_NBYTES = 4 << 20
@@ -65,7 +67,9 @@ class Known:
     visible: set[PageKey] = field(default_factory=set)  # stored, not removed: durable after a flush
     removed: set[PageKey] = field(default_factory=set)  # gone after a flush
     gone: set[PageKey] = field(default_factory=set)  # must not be found
-    mortal: dict[PageKey, float] = field(default_factory=dict)  # must not be found from this time on
+    mortal: dict[PageKey, float] = field(
+        default_factory=dict
+    )  # must not be found from this time on
 
     def forget(self, keys: Sequence[PageKey]) -> None:
         for keys_of_a_kind in (self.durable, self.visible, self.removed, self.gone):
@@ -126,12 +130,15 @@ class Load:
             self._count += 1
             hashes.append(hashlib.sha256(f"{self._seed} {self._count}".encode()).digest())
         durable, ttl_s = self._rng.random() < 0.4, self._rng.choice([0, 0, 0, 1, 1000])
-        # What was removed and not flushed may be back after a kill, as it was: with no time to live.
+        # What was removed and not flushed may be back after a kill, as it was: with no time to
+        # live.
         dead = known.gone if ttl_s == 1 else known.removed | known.gone
         keys = [(index, h) for h in hashes] + [key for key in sorted(dead) if key[0] == index][:1]
         known.forget(keys)
         namespace = NAMESPACES[index]
-        contents = [page_content(namespace.digest, h, namespace.layout.page_nbytes) for _, h in keys]
+        contents = [
+            page_content(namespace.digest, h, namespace.layout.page_nbytes) for _, h in keys
+        ]
         outcomes = self._client.put(namespace, [h for _, h in keys], contents, Keep(ttl_s, durable))
         for key, outcome in zip(keys, outcomes, strict=True):
             if ttl_s == 1:
@@ -159,15 +166,18 @@ class Load:
             self._client.pin(NAMESPACES[index], hashes[:2], self._rng.choice([0.05, 1.0]))
 
     def _flush(self) -> None:
-        """A page that is stored and not on disk may be evicted before a flush meets it; one that is there
-        after the flush was there all the time."""
+        """A page that is stored and not on disk may be evicted before a flush meets it; one that is
+        there after the flush was there all the time.
+        """
         known = self._known
         self._client.flush()
         for index, namespace in enumerate(NAMESPACES):
             hashes = [h for i, h in sorted(known.visible) if i == index]
             if hashes:
                 present = self._client.lookup(namespace, hashes).present
-                flushed = {(index, h) for h, is_there in zip(hashes, present, strict=True) if is_there}
+                flushed = {
+                    (index, h) for h, is_there in zip(hashes, present, strict=True) if is_there
+                }
                 known.durable |= flushed
                 known.visible -= flushed
         known.gone |= known.removed
@@ -186,7 +196,10 @@ def check_bytes(client: Client, index: int, hashes: Sequence[bytes]) -> list[boo
 
 
 class Crashes:
-    """Cycles on one data directory. `evicting`: the disk is too small for all that is put."""
+    """Cycles on one data directory.
+
+    `evicting`: the disk is too small for all that is put.
+    """
 
     def __init__(self, data_dir: Path, seed: int, evicting: bool, key: dict[str, str]) -> None:
         self._data_dir = data_dir
@@ -198,7 +211,11 @@ class Crashes:
 
     def _settings(self) -> dict[str, object]:
         disk_nbytes = SMALL_DISK_NBYTES if self._evicting else DISK_NBYTES
-        disk = {"data_dir": str(self._data_dir), "disk_nbytes": disk_nbytes, "disk_extent_nbytes": DISK_EXTENT_NBYTES}
+        disk = {
+            "data_dir": str(self._data_dir),
+            "disk_nbytes": disk_nbytes,
+            "disk_extent_nbytes": DISK_EXTENT_NBYTES,
+        }
         return {
             **RAM,
             **disk,
@@ -211,18 +228,27 @@ class Crashes:
 
     def cycle(self, number: int) -> None:
         rng = random.Random(f"{self._seed} {number}")
-        flags = [part for name, value in self._settings().items() for part in (_flag(name), str(value))]
+        flags = [
+            part for name, value in self._settings().items() for part in (_flag(name), str(value))
+        ]
         process = NodeProcess(*flags)
         stop = threading.Event()
         loads = [
-            Load(process.address, known, f"{self._seed} {number} {i}", stop) for i, known in enumerate(self._known)
+            Load(process.address, known, f"{self._seed} {number} {i}", stop)
+            for i, known in enumerate(self._known)
         ]
         try:
             for load in loads:
                 load.thread.start()
             end = time.monotonic() + 10.0
-            while number == 0 and not any(known.durable for known in self._known) and time.monotonic() < end:
-                time.sleep(0.005)  # the first kill finds something that was promised, or a short run shows nothing
+            while (
+                number == 0
+                and not any(known.durable for known in self._known)
+                and time.monotonic() < end
+            ):
+                time.sleep(
+                    0.005
+                )  # the first kill finds something that was promised, or a short run shows nothing
             stop.wait(rng.uniform(0.01, LOAD_S_MAX))
         finally:
             stop.set()
@@ -244,14 +270,18 @@ class Crashes:
         node.start()
         try:
             self._raise_violations(node)
-            with Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", wire="bulk", timeout_s=30.0)) as client:
+            with Client(
+                ClientConfig(address=f"127.0.0.1:{node.grpc.port}", wire="bulk", timeout_s=30.0)
+            ) as client:
                 for index in range(len(NAMESPACES)):
                     self._check_namespace(client, index)
                 if client.stats.corrupt_pages:
                     raise Failure(f"the node sent {client.stats.corrupt_pages} wrong pages")
                 disk = client.node_status().disk
                 if disk.state != "SERVING" or disk.rows_damaged:
-                    raise Failure(f"the disk tier is {disk.state} {disk.reason}, {disk.rows_damaged} damaged rows")
+                    raise Failure(
+                        f"the disk tier is {disk.state} {disk.reason}, {disk.rows_damaged} damaged rows"
+                    )
                 self.counts["quarantined"] += disk.pages_corrupt
                 if disk.used_nbytes > WIPE_NBYTES:
                     self._wipe(client)
@@ -271,7 +301,9 @@ class Crashes:
             dead |= {key[1] for key, end in known.mortal.items() if key[0] == index and end <= now}
             if back := dead & found:
                 gone = len(back & {h for i, h in known.gone if i == index})
-                raise Failure(f"{gone} pages came back after they were removed, {len(back) - gone} after their time")
+                raise Failure(
+                    f"{gone} pages came back after they were removed, {len(back) - gone} after their time"
+                )
             if self._evicting:
                 continue
             if durable - found:
@@ -297,7 +329,9 @@ def _flag(name: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Kills a node at random moments and checks what is left.")
+    parser = argparse.ArgumentParser(
+        description="Kills a node at random moments and checks what is left."
+    )
     parser.add_argument("--cycles", type=int, default=300)
     parser.add_argument("--dir", help="where to put the data directory (default: a temporary one)")
     parser.add_argument("--encrypted", action="store_true", help="the data directory has a key")
@@ -307,7 +341,10 @@ def main() -> int:
     print(f"KVSTORE_SEED={seed}", flush=True)
     root = Path(tempfile.mkdtemp(prefix="kvstore-crash-", dir=arguments.dir))
     key = {"encrypt_key_file": key_file(root / "key")} if arguments.encrypted else {}
-    roomy, tight = Crashes(root / "roomy", seed, False, key), Crashes(root / "tight", seed, True, key)
+    roomy, tight = (
+        Crashes(root / "roomy", seed, False, key),
+        Crashes(root / "tight", seed, True, key),
+    )
     started = time.monotonic()
     for number in range(arguments.cycles):
         try:

@@ -8,12 +8,18 @@ import torch
 from processes import GONE_S, children, wait_gone
 from sglang_handle import SGLangHandle
 
-STRAGGLERS = "killing them before they released"  # SGLang of a scheduler that does not end within 15 s
-CONTEXT_NBYTES = 300 << 20  # of the GPU's memory, the least that a process with a CUDA context takes
+STRAGGLERS = (
+    "killing them before they released"  # SGLang of a scheduler that does not end within 15 s
+)
+CONTEXT_NBYTES = (
+    300 << 20
+)  # of the GPU's memory, the least that a process with a CUDA context takes
 
 
 def ended(engine: SGLangHandle, number: signal.Signals) -> None:
-    """All of its processes are gone and the GPU's memory is given back; one that was told to end did so by itself."""
+    """All of its processes are gone and the GPU's memory is given back; one that was told to end
+    did so by itself.
+    """
     engine.reset()
     processes = children(engine.pid)
     assert len(processes) >= 2, "SGLang's scheduler and its detokenizer"

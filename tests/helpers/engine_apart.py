@@ -1,5 +1,6 @@
-"""The tests' side of an engine in a process of its own, which does what it is told: one JSON object per line, one line
-of answer for each. The first answer tells that it is up."""
+"""The tests' side of an engine in a process of its own, which does what it is told: one JSON object
+per line, one line of answer for each. The first answer tells that it is up.
+"""
 
 import contextlib
 import json
@@ -13,13 +14,20 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-ANSWER_S = 600.0  # of an engine that may start beside others; one that hangs ends with its last words
+ANSWER_S = (
+    600.0  # of an engine that may start beside others; one that hangs ends with its last words
+)
 
 
 class EngineApart:
-    """`script` is run with its `arguments` in JSON. Fails with what the engine printed."""
+    """`script` is run with its `arguments` in JSON.
 
-    def __init__(self, name: str, script: Path, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+    Fails with what the engine printed.
+    """
+
+    def __init__(
+        self, name: str, script: Path, arguments: dict[str, Any], environment: dict[str, str]
+    ) -> None:
         self._name = name
         paths = [str(HERE), environment.get("PYTHONPATH", "")]
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed by `close`

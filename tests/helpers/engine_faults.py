@@ -13,8 +13,8 @@ A fault waits for the `nth` such call from now on and then, in front of it:
     forget   removes page number `page` of the call's chain, as an eviction would
     slow     waits `seconds`
 
-With `tp_rank` only calls for that rank's pages count. The engine and the adapter know nothing of this:
-only the client's methods are wrapped.
+With `tp_rank` only calls for that rank's pages count. The engine and the adapter know nothing of
+this: only the client's methods are wrapped.
 """
 
 import functools
@@ -94,7 +94,9 @@ def arm(**fault: Any) -> None:
 
 
 def report() -> dict[str, Any]:
-    """Calls of each kind since the last report, and the faults that struck; forgets those that did not."""
+    """Calls of each kind since the last report, and the faults that struck; forgets those that did
+    not.
+    """
     with _lock:
         found = {"calls": dict(_calls), "struck": list(_struck)}
         _calls.clear()

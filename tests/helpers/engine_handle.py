@@ -18,7 +18,11 @@ class EngineHandle(EngineApart):
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         ranks = arguments.get("tensor_parallel_size", 1)
         # Not bound: several engines share the machine's cores.
-        bound = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks)) if ranks > 1 else "nobind"
+        bound = (
+            "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks))
+            if ranks > 1
+            else "nobind"
+        )
         # One thread: tiny models gain nothing from more, and the engines of a file share the cores.
         more = environment(VLLM_CPU_OMP_THREADS_BIND=bound, OMP_NUM_THREADS="1")
         super().__init__(name, HERE / "engine_process.py", arguments, more)

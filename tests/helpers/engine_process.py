@@ -2,7 +2,8 @@
 
     python engine_process.py '{"model": DIR, ...arguments of vllm.LLM}'
 
-    {"do": "generate", "prompts": [[token, ...], ...], "salts": [text or null, ...], "max_tokens": 8}
+    {"do": "generate", "prompts": [[token, ...], ...], "salts": [text or null, ...], "max_tokens":
+    8}
     {"do": "settle"}                          steps the idle engine until it has nothing more to do
     {"do": "reset", "connector": false}       forgets the engine's own prefix cache
     {"do": "arm", "faults": [{...}]}          see engine_faults.py
@@ -22,7 +23,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# One process, which can be stepped and whose store can be made to fail; workers of TP > 1 are others.
+# One process, which can be stepped and whose store can be made to fail; workers of TP > 1 are
+# others.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of ours in the workers
 
@@ -40,7 +42,8 @@ DEFAULTS: dict[str, Any] = {
     "max_model_len": 512,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 512,
-    "num_gpu_blocks_override": 1024,  # 64 MiB instead of the gigabyte that is the least vLLM takes by itself
+    # 64 MiB instead of the gigabyte that is the least vLLM takes by itself
+    "num_gpu_blocks_override": 1024,
     "disable_log_stats": False,
 }
 
@@ -51,7 +54,9 @@ def in_workers(name: str, *faults: dict[str, Any]) -> Callable[[Any], Any]:
     def call(worker: Any) -> Any:
         import engine_faults
 
-        return [getattr(engine_faults, name)(**fault) for fault in faults] or getattr(engine_faults, name)()
+        return [getattr(engine_faults, name)(**fault) for fault in faults] or getattr(
+            engine_faults, name
+        )()
 
     return call
 
@@ -68,14 +73,18 @@ def store_rank() -> Any:
 
 
 def saves_end(worker: Any) -> None:
-    """For `collective_rpc`: blocks are given back when they have been read; this waits until they are stored."""
+    """For `collective_rpc`: blocks are given back when they have been read; this waits until they
+    are stored.
+    """
     rank = store_rank()
     if rank:
         rank._backend.wait([job.done for _, job in rank._outcomes])  # by the deadlines of the saves
 
 
 def agents_of(worker: Any) -> dict[str, Any]:
-    """For `collective_rpc`: the home of the worker's agents, and the number of the process that they live in."""
+    """For `collective_rpc`: the home of the worker's agents, and the number of the process that
+    they live in.
+    """
     home = store_rank()._backend
     home.poll()
     child = getattr(home, "_child", None)
@@ -94,7 +103,10 @@ def digests_of(worker: Any, numbers: Sequence[int]) -> list[str]:
     digests = []
     for first in range(0, len(numbers), DIGESTED_BLOCKS):
         some = list(numbers[first : first + DIGESTED_BLOCKS])
-        layers = [cache[some].flatten(1).view(torch.uint8).cpu().numpy() for cache in worker.model_runner.kv_caches]
+        layers = [
+            cache[some].flatten(1).view(torch.uint8).cpu().numpy()
+            for cache in worker.model_runner.kv_caches
+        ]
         for block in zip(*layers, strict=True):
             digest = hashlib.blake2b(digest_size=16)
             for layer in block:
@@ -106,7 +118,9 @@ def digests_of(worker: Any, numbers: Sequence[int]) -> list[str]:
 class Engine:
     def __init__(self, arguments: dict[str, Any]) -> None:
         store = arguments.pop("kv_transfer_config", None)
-        self.llm = LLM(**{**DEFAULTS, **arguments}, **({"kv_transfer_config": store} if store else {}))
+        self.llm = LLM(
+            **{**DEFAULTS, **arguments}, **({"kv_transfer_config": store} if store else {})
+        )
         self.core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
         self.apart = arguments.get("tensor_parallel_size", 1) > 1
 
@@ -123,30 +137,42 @@ class Engine:
         for prompt, salt in zip(asked, salts, strict=False):
             if salt:
                 prompt["cache_salt"] = salt
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True
+        )
         params.logprobs = logprobs
         if skip:
             params.extra_args = {"kv_transfer_params": {"kvstore.skip": True}}
         start = time.perf_counter()
         outputs = self.llm.generate(asked, params, use_tqdm=False)
-        return {"seconds": time.perf_counter() - start, "requests": [self._request(output) for output in outputs]}
+        return {
+            "seconds": time.perf_counter() - start,
+            "requests": [self._request(output) for output in outputs],
+        }
 
     def _request(self, output: Any) -> dict[str, Any]:
         sequence = output.outputs[0]
         tokens = list(sequence.token_ids)
         positions = sequence.logprobs or []
-        logprobs = [position[token].logprob for token, position in zip(tokens, positions, strict=False)]
+        logprobs = [
+            position[token].logprob for token, position in zip(tokens, positions, strict=False)
+        ]
         return {
             "tokens": tokens,
             "logprobs": logprobs,
-            "likely": [[[token, place.logprob] for token, place in position.items()] for position in positions],
+            "likely": [
+                [[token, place.logprob] for token, place in position.items()]
+                for position in positions
+            ],
             "cached": output.num_cached_tokens,
             "finish": sequence.finish_reason,
             "ttft_s": output.metrics.first_token_latency if output.metrics else None,
         }
 
     def settle(self) -> dict[str, Any]:
-        """As the loop of a server does that has no requests: for saves that end after their request."""
+        """As the loop of a server does that has no requests: for saves that end after their
+        request.
+        """
         start, steps = time.monotonic(), 0
         while self.core.scheduler.has_requests() and time.monotonic() < start + SETTLE_S:
             self.llm.llm_engine.step()
@@ -157,7 +183,9 @@ class Engine:
         return {
             "steps": steps,
             "idle": not self.core.scheduler.has_requests(),
-            "blocks_held": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),  # block 0 is nobody's
+            "blocks_held": pool.num_gpu_blocks
+            - 1
+            - pool.get_num_free_blocks(),  # block 0 is nobody's
         }
 
     def reset(self, connector: bool = False) -> dict[str, Any]:
@@ -195,7 +223,9 @@ class Engine:
         return {"hashes": [bytes(name).hex() for name in request.block_hashes]}
 
     def blocks(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """What the engine's own cache holds of a prompt's full blocks, all layers of each; null: it has it not."""
+        """What the engine's own cache holds of a prompt's full blocks, all layers of each; null: it
+        has it not.
+        """
         pool = self.core.scheduler.kv_cache_manager.block_pool
         names = [bytes.fromhex(name) for name in self.chain(prompt)["hashes"]]
         found = [pool.get_cached_block(name, [0]) for name in names]
@@ -204,18 +234,26 @@ class Engine:
         return {"digests": [next(digests) if blocks else None for blocks in found]}
 
     def cache(self) -> dict[str, Any]:
-        """Whether vLLM's own prefix caching is on. Of rank 0: how many layers each group of the cache has, and whether
-        block 0, which is nobody's, is still all zeros in every layer."""
+        """Whether vLLM's own prefix caching is on.
+
+        Of rank 0: how many layers each group of the cache has, and whether block 0, which is
+        nobody's, is still all zeros in every layer.
+        """
 
         def call(worker: Any) -> Any:
             groups = worker.model_runner.kv_cache_config.kv_cache_groups
             return {
                 "groups": [len(group.layer_names) for group in groups],
-                "null_block_is_zero": all(not cache[0].any() for cache in worker.model_runner.kv_caches),
+                "null_block_is_zero": all(
+                    not cache[0].any() for cache in worker.model_runner.kv_caches
+                ),
             }
 
         found: dict[str, Any] = self.llm.collective_rpc(call)[0]
-        return {"prefix_caching": self.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching, **found}
+        return {
+            "prefix_caching": self.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching,
+            **found,
+        }
 
 
 def main(argument: str) -> None:

@@ -23,7 +23,11 @@ class Examined:
         return finding
 
     def names(self, state: State) -> set[str]:
-        return {f"{finding.of} {finding.name}".strip() for _, finding in self.found if finding.state is state}
+        return {
+            f"{finding.of} {finding.name}".strip()
+            for _, finding in self.found
+            if finding.state is state
+        }
 
     @property
     def failed(self) -> set[str]:

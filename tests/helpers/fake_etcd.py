@@ -1,8 +1,8 @@
 """An etcd in this process, as far as `node.cluster.etcd` speaks to one.
 
-It has keys with revisions, exchanges, leases, watches and users. It can be stopped and started again
-on its port, be slow, lose its leases or all it has. Its leases grow old by its ticks, which come late
-on a busy machine as those who keep their leases alive do.
+It has keys with revisions, exchanges, leases, watches and users. It can be stopped and started
+again on its port, be slow, lose its leases or all it has. Its leases grow old by its ticks, which
+come late on a busy machine as those who keep their leases alive do.
 """
 
 import itertools
@@ -75,7 +75,9 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
         self._threads.shutdown()
         self._ticker.join()
         with self.changed:
-            self.leases = {number: (ttl, self._now_s + ttl) for number, (ttl, _) in self.leases.items()}
+            self.leases = {
+                number: (ttl, self._now_s + ttl) for number, (ttl, _) in self.leases.items()
+            }
 
     def wipe(self) -> None:
         """All it has, as if its disk were new."""
@@ -161,7 +163,9 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
         return reply
 
     def _range(self, request: pb.RangeRequest) -> pb.RangeResponse:
-        found = [kv for key, kv in sorted(self.kvs.items()) if _in(key, request.key, request.range_end)]
+        found = [
+            kv for key, kv in sorted(self.kvs.items()) if _in(key, request.key, request.range_end)
+        ]
         some = found[: request.limit or None]
         return pb.RangeResponse(header=self._header(), kvs=some, more=len(some) < len(found))
 
@@ -169,14 +173,20 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
         self._begin(context)
         with self.changed:
             there = [(some, self.kvs.get(some.key)) for some in request.compare]
-            succeeded = all((kv.mod_revision if kv else 0) == some.mod_revision for some, kv in there)
+            succeeded = all(
+                (kv.mod_revision if kv else 0) == some.mod_revision for some, kv in there
+            )
             responses = []
             for op in request.success if succeeded else request.failure:
                 if op.HasField("request_put"):
                     if op.request_put.lease and op.request_put.lease not in self.leases:
-                        context.abort(grpc.StatusCode.NOT_FOUND, "etcdserver: requested lease not found")
+                        context.abort(
+                            grpc.StatusCode.NOT_FOUND, "etcdserver: requested lease not found"
+                        )
                     self._put(op.request_put)
-                    responses.append(pb.ResponseOp(response_put=pb.PutResponse(header=self._header())))
+                    responses.append(
+                        pb.ResponseOp(response_put=pb.PutResponse(header=self._header()))
+                    )
                 else:
                     responses.append(pb.ResponseOp(response_range=self._range(op.request_range)))
             return pb.TxnResponse(header=self._header(), succeeded=succeeded, responses=responses)
@@ -196,7 +206,9 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
                 self._end(request.ID)
             return pb.LeaseRevokeResponse(header=self._header())
 
-    def LeaseKeepAlive(self, requests: Iterator[pb.LeaseKeepAliveRequest], context: Any) -> Iterator[Any]:
+    def LeaseKeepAlive(
+        self, requests: Iterator[pb.LeaseKeepAliveRequest], context: Any
+    ) -> Iterator[Any]:
         self._begin(context)
         for request in requests:
             with self.changed:
@@ -206,13 +218,17 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
                 reply = pb.LeaseKeepAliveResponse(header=self._header(), ID=request.ID, TTL=ttl)
             yield reply
 
-    def Watch(self, requests: Iterator[pb.WatchRequest], context: Any) -> Iterator[pb.WatchResponse]:
+    def Watch(
+        self, requests: Iterator[pb.WatchRequest], context: Any
+    ) -> Iterator[pb.WatchResponse]:
         self._begin(context)
         create, down = next(requests).create_request, self._down
         yield pb.WatchResponse(header=self._header(), created=True)
         told = create.start_revision - 1
         if told < self.compacted:
-            yield pb.WatchResponse(header=self._header(), canceled=True, compact_revision=self.compacted)
+            yield pb.WatchResponse(
+                header=self._header(), canceled=True, compact_revision=self.compacted
+            )
             return
         while not down.is_set() and context.is_active():
             with self.changed:
@@ -220,13 +236,17 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
                 if not events:
                     self.changed.wait(TICK_S)
                 told = max([told, *(event.kv.mod_revision for event in events)])
-                ours = [event for event in events if _in(event.kv.key, create.key, create.range_end)]
+                ours = [
+                    event for event in events if _in(event.kv.key, create.key, create.range_end)
+                ]
                 reply = pb.WatchResponse(header=self._header(), events=ours)
             if ours:
                 down.wait(self.late_s)
                 yield reply
 
-    def Authenticate(self, request: pb.AuthenticateRequest, context: Any) -> pb.AuthenticateResponse:
+    def Authenticate(
+        self, request: pb.AuthenticateRequest, context: Any
+    ) -> pb.AuthenticateResponse:
         if self._users.get(request.name) != request.password:
             said = "etcdserver: authentication failed, invalid user ID or password"
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)

@@ -1,4 +1,6 @@
-"""Fake nodes for clients: a gRPC service whose answers a test chooses, and a bulk port that says whatever it wants."""
+"""Fake nodes for clients: a gRPC service whose answers a test chooses, and a bulk port that says
+whatever it wants.
+"""
 
 import socket
 import threading
@@ -44,7 +46,10 @@ class FakeNode(pb_grpc.KVStoreServicer):
     def Hello(self, request: Any, context: Any) -> Any:
         self.calls.append("hello")
         if request.protocol_version != self.version:
-            context.abort(grpc.StatusCode.UNIMPLEMENTED, f"client speaks another protocol, this node {self.version}")
+            context.abort(
+                grpc.StatusCode.UNIMPLEMENTED,
+                f"client speaks another protocol, this node {self.version}",
+            )
         return pb.HelloReply(
             protocol_version=PROTOCOL_VERSION,
             instance_id=b"fakenode",
@@ -66,7 +71,9 @@ class FakeNode(pb_grpc.KVStoreServicer):
             context.abort(self.refuse, "refused by the test")
         if request.namespace not in self.opened:
             context.abort(grpc.StatusCode.NOT_FOUND, "unknown")
-        return pb.LookupReply(present=[True] * len(request.prefix_hashes), prefix_pages=len(request.prefix_hashes))
+        return pb.LookupReply(
+            present=[True] * len(request.prefix_hashes), prefix_pages=len(request.prefix_hashes)
+        )
 
 
 class BulkPort:
@@ -117,7 +124,9 @@ def scripted(*answers: bytes) -> Talk:
     """Return a talk that answers hello and then sends these bytes, one entry per request."""
 
     def talk(connection: FrameSocket) -> None:
-        hello = pb.BulkReply(hello=pb.HelloReply(protocol_version=PROTOCOL_VERSION)).SerializeToString()
+        hello = pb.BulkReply(
+            hello=pb.HelloReply(protocol_version=PROTOCOL_VERSION)
+        ).SerializeToString()
         for answer in (pack_fixed(len(hello), 0) + hello, *answers):
             connection.recv_frame(1 << 20)
             connection.send(answer)

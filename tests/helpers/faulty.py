@@ -1,5 +1,6 @@
-"""The store's adapters in an engine whose store fails at a chosen moment, see engine_faults.py: SGLang loads this
-module instead of ours, in its scheduler's process. The next fault is taken from a file, which is gone when it is armed.
+"""The store's adapters in an engine whose store fails at a chosen moment, see engine_faults.py:
+SGLang loads this module instead of ours, in its scheduler's process. The next fault is taken from a
+file, which is gone when it is armed.
 """
 
 import json
@@ -18,7 +19,9 @@ POLL_S = 0.005
 
 def listen() -> None:
     engine_faults.install()
-    threading.Thread(target=_arm_all, args=(Path(os.environ["KVSTORE_TEST_FAULTS"]),), daemon=True).start()
+    threading.Thread(
+        target=_arm_all, args=(Path(os.environ["KVSTORE_TEST_FAULTS"]),), daemon=True
+    ).start()
 
 
 def _arm_all(path: Path) -> None:

@@ -57,7 +57,9 @@ def owners(view: View, namespace: Namespace, keys: Sequence[bytes]) -> list[tupl
 def calm(nodes: Sequence[Node], timeout_s: float = 10.0) -> None:
     """All that is handed on has arrived."""
     for node in nodes:
-        assert node.peers.couriers.wait_empty(timeout_s), f"{node.membership.member} still hands pages on"
+        assert node.peers.couriers.wait_empty(timeout_s), (
+            f"{node.membership.member} still hands pages on"
+        )
 
 
 def counts(node: Node) -> pb.PeersStatus:
@@ -87,7 +89,11 @@ def renewed(nodes: list[Node]) -> list[Node]:
     for node in nodes:  # links to the others are closed
         node.membership.become(View("fleet", 1, (Member("n9", "127.0.0.1:9"),)), "n9")
     for node in nodes:
-        wait_until(lambda node=node: not (node.sessions.count or node.tier.held_count or node.tier.writing_count))  # type: ignore[misc]
+        wait_until(
+            lambda node=node: (
+                not (node.sessions.count or node.tier.held_count or node.tier.writing_count)
+            )
+        )  # type: ignore[misc]
         for index in node.tier.namespaces.all():
             node.tier.remove_namespace(index.digest)
         remote = node.peers.remote_pages
@@ -106,7 +112,9 @@ def copies(node: Node) -> tuple[int, int]:
 
 
 def hang_gets(node: Node, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """This node answers no get over the bulk wire until the event is set; then with what was asked for."""
+    """This node answers no get over the bulk wire until the event is set; then with what was asked
+    for.
+    """
     go, get = threading.Event(), BulkConnection._get
 
     def slow(self: BulkConnection, *arguments: Any) -> None:

@@ -59,13 +59,20 @@ def small_nodes() -> Iterator[Start]:
     yield start
     for node in nodes:
         stop(node)
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith(("registry", "removals"))]
+    left = [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith(("registry", "removals"))
+    ]
     assert left == []
 
 
 @contextlib.contextmanager
 def checked_nodes(settle_s: float | None = None) -> Iterator[Start]:
-    """Starts nodes that must be consistent in the end, and stops them. `settle_s`: of their sweepers."""
+    """Starts nodes that must be consistent in the end, and stops them.
+
+    `settle_s`: of their sweepers.
+    """
     nodes: list[Node] = []
 
     def start(**settings: Any) -> Node:

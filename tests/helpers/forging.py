@@ -47,7 +47,9 @@ def become(data: bytes) -> Callable[[bytearray], None]:
 
 
 def pretender(client: Client) -> Client:
-    """One with another secret, which says that it has this one: what a writer without the key can do."""
+    """One with another secret, which says that it has this one: what a writer without the key can
+    do.
+    """
     keys = client._page_keys
     assert keys is not None
     keys.key_id = key_id()

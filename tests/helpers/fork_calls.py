@@ -2,9 +2,9 @@
 
     python fork_calls.py ADDRESS WIRE FORKS
 
-A child uses its parent's client, closes it, makes one of its own, and ends as Python ends. It says by its exit status
-what was wrong, 0 if nothing was; the parent prints what they said. With FORKS=0 it waits for a line, forks once while
-its thread's call hangs, and prints what the child said.
+A child uses its parent's client, closes it, makes one of its own, and ends as Python ends. It says
+by its exit status what was wrong, 0 if nothing was; the parent prints what they said. With FORKS=0
+it waits for a line, forks once while its thread's call hangs, and prints what the child said.
 """
 
 import gc

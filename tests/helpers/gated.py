@@ -33,7 +33,9 @@ class Gated:
     def token(self, name: str, role: str = "write", tenant: str = TENANT) -> str:
         token = new_token(tenant)
         add(self.path, token_line(name, token, tenant=tenant, role=role))
-        self.taken_up(lambda: name in {who.name for who in self.node.access.identities.tokens.values()})
+        self.taken_up(
+            lambda: name in {who.name for who in self.node.access.identities.tokens.values()}
+        )
         return token
 
     def taken_up(self, holds: Callable[[], bool]) -> None:

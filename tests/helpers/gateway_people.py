@@ -35,4 +35,6 @@ class Crew:
 
 
 def known_by(node: Node, **known: Any) -> ClientConfig:
-    return ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=30.0, connect_timeout_s=20.0, **known)
+    return ClientConfig(
+        f"127.0.0.1:{node.grpc.port}", timeout_s=30.0, connect_timeout_s=20.0, **known
+    )

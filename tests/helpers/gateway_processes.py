@@ -10,8 +10,16 @@ def gateways(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children")
     if not children.exists():
         pytest.skip("this kernel does not tell whose child a process is")
-    every = {int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _words(task / "children")}
-    return [child for child in sorted(every) if b"node.gateway.main" in _read(Path(f"/proc/{child}/cmdline"))]
+    every = {
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in _words(task / "children")
+    }
+    return [
+        child
+        for child in sorted(every)
+        if b"node.gateway.main" in _read(Path(f"/proc/{child}/cmdline"))
+    ]
 
 
 def _words(path: Path) -> list[str]:

@@ -1,4 +1,6 @@
-"""A node in this process whose gateway is a process, so that it can be ended and what it left behind be counted."""
+"""A node in this process whose gateway is a process, so that it can be ended and what it left
+behind be counted.
+"""
 
 import contextlib
 import copy
@@ -69,7 +71,8 @@ class Store:
     """The node, its gateway's process, and one caller over gRPC."""
 
     def __init__(self, **settings: Any) -> None:
-        # Room for all that a module's tests put: eviction clears whole blocks, and takes a page just put with old ones.
+        # Room for all that a module's tests put: eviction clears whole blocks, and takes a page
+        # just put with old ones.
         values = {**SMALL, "ram_nbytes": 1 << 30, "stall_s": 60.0, **settings}
         self.node = Node(NodeConfig(**values), gateway_processes=True)
         self.node.start()
@@ -109,14 +112,18 @@ class Store:
         """Gateways that are started from now on end when they have so much more than this one."""
         wait_until(lambda: self.gateway.rss_nbytes)
         config = copy.copy(self.node.config)
-        object.__setattr__(config, "grpc_memory_nbytes", self.gateway.rss_nbytes + more_nbytes)  # less than one may ask
+        object.__setattr__(
+            config, "grpc_memory_nbytes", self.gateway.rss_nbytes + more_nbytes
+        )  # less than one may ask
         self.node.grpc._config = config
 
     # ---- a caller ------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def channel(self) -> Iterator[grpc.Channel]:
-        with grpc.insecure_channel(self.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        with grpc.insecure_channel(
+            self.address, [("grpc.use_local_subchannel_pool", 1)]
+        ) as channel:
             yield channel
 
     def key(self) -> bytes:
@@ -124,13 +131,18 @@ class Store:
 
     def put(self, channel: grpc.Channel, key: bytes, frames: RequestStream) -> Any:
         """The call, which has said what it will bring."""
-        request = pb.PutRequest(namespace=SPACE.digest, prefix_hashes=[key], page_nbytes=PAGE_NBYTES)
+        request = pb.PutRequest(
+            namespace=SPACE.digest, prefix_hashes=[key], page_nbytes=PAGE_NBYTES
+        )
         frames.say(pb.PutFrame(begin=request))
         return KVStoreStub(channel).Put(iter(frames), timeout=60.0)  # type: ignore[no-untyped-call]
 
     def stored(self, count: int) -> list[bytes]:
         keys = [self.key() for _ in range(count)]
-        assert self._bulk.put(SPACE, keys, [content(key) for key in keys]) == [PutOutcome.STORED] * count
+        assert (
+            self._bulk.put(SPACE, keys, [content(key) for key in keys])
+            == [PutOutcome.STORED] * count
+        )
         return keys
 
     def read(self, key: bytes) -> bytes | None:
@@ -139,9 +151,12 @@ class Store:
         return bytes(page) if self._bulk.get(SPACE, [key], [page]) == [True] else None
 
     @contextlib.contextmanager
-    def held_up(self, method: str, monkeypatch: pytest.MonkeyPatch, behind: bool = False) -> Iterator[Any]:
-        """A method of the node's service, called over gRPC, waits before it does what it does (or `behind` it) until
-        this context ends. Yields a function that waits for such a call."""
+    def held_up(
+        self, method: str, monkeypatch: pytest.MonkeyPatch, behind: bool = False
+    ) -> Iterator[Any]:
+        """A method of the node's service, called over gRPC, waits before it does what it does (or
+        `behind` it) until this context ends. Yields a function that waits for such a call.
+        """
         entered, go_on = threading.Event(), threading.Event()
         real = getattr(self.node.service, method)
 
@@ -171,7 +186,12 @@ class Store:
     def is_at_rest(self) -> bool:
         """Nothing is held for callers over gRPC; those on other wires are between two calls."""
         node, calls = self.node, self.node.grpc.calls
-        held = (node.tier.writing_count, node.tier.held_count, node.sessions.reserved.used, node.service.requests.used)
+        held = (
+            node.tier.writing_count,
+            node.tier.held_count,
+            node.sessions.reserved.used,
+            node.service.requests.used,
+        )
         budgets = (calls.calls.used, calls.transfers.used, calls.durable.used, calls.loads.used)
         return not any((*held, *budgets)) and node.sessions.count <= self._sessions
 
@@ -191,10 +211,14 @@ class Store:
         evicted = self.status().totals.pages_evicted
         assert not evicted, "this store is too small: onlookers may miss pages that had to go"
         wrong = [one.wrong for one in self.onlookers]
-        assert wrong == [[], []], wrong  # pytest shows no more of what is compared outside a module of tests
+        assert wrong == [[], []], (
+            wrong
+        )  # pytest shows no more of what is compared outside a module of tests
 
     def status(self) -> pb.NodeStatusReply:
-        reply: pb.NodeStatusReply = self.node.service.call("node_status", pb.NodeStatusRequest(), THE_NODE)
+        reply: pb.NodeStatusReply = self.node.service.call(
+            "node_status", pb.NodeStatusRequest(), THE_NODE
+        )
         return reply
 
 

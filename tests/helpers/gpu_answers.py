@@ -6,11 +6,16 @@ from typing import Any
 
 from engine_handle import EngineHandle
 
-READY_S = 120.0  # importing torch and page-locking the node's memory, beside other engines that start
+READY_S = (
+    120.0  # importing torch and page-locking the node's memory, beside other engines that start
+)
 
 
 def agents_ready(engine: EngineHandle) -> list[dict[str, Any]]:
-    """Waits until all workers' agents take loads; their processes. In the engine's own, a test would be none."""
+    """Waits until all workers' agents take loads; their processes.
+
+    In the engine's own, a test would be none.
+    """
     end = time.monotonic() + READY_S
     while True:
         workers: list[dict[str, Any]] = engine.ask("agents")["workers"]

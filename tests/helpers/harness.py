@@ -1,7 +1,8 @@
-"""SGLang's own HiCache controller with its threads and host pools, without a GPU and without a model.
+"""SGLang's own HiCache controller with its threads and host pools, without a GPU and without a
+model.
 
-The controller's constructor wants streams and kernels, so its fields are set here; everything between
-its queues and the storage backend is SGLang's code.
+The controller's constructor wants streams and kernels, so its fields are set here; everything
+between its queues and the storage backend is SGLang's code.
 """
 
 import contextlib
@@ -18,7 +19,10 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
-from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController, PrefetchOperation
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
+    HybridCacheController,
+    PrefetchOperation,
+)
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
@@ -33,7 +37,9 @@ from stopping import stop
 
 from kvstore.tools.node_process import NodeProcess
 
-_budget = host_memory_budget_scope(1 << 40)  # it wants 10 GiB free for the smallest of pools; kept, or it ends
+_budget = host_memory_budget_scope(
+    1 << 40
+)  # it wants 10 GiB free for the smallest of pools; kept, or it ends
 _budget.__enter__()
 PAGE = 16
 WAIT_S = 30.0
@@ -106,7 +112,13 @@ def parallel(rank: int = 0, size: int = 1) -> Any:
     )
 
 
-def mha(layout: str = "page_first", slots: int = 1024, page: int = PAGE, name: Any = PoolName.KV, **shape: Any) -> Any:
+def mha(
+    layout: str = "page_first",
+    slots: int = 1024,
+    page: int = PAGE,
+    name: Any = PoolName.KV,
+    **shape: Any,
+) -> Any:
     """An entry with K and V; `shape`: dtype, heads, dim, v_dim, layers, first_layer, allocator."""
     layers, first = shape.get("layers", 4), shape.get("first_layer", 0)
     device = MHATokenToKVPool(
@@ -136,13 +148,23 @@ def mha(layout: str = "page_first", slots: int = 1024, page: int = PAGE, name: A
         end_layer=first + layers,
         write_back_staging=None,
     )
-    return PoolEntry(name, host, device, lambda layer: layer, is_primary_index_anchor=name == PoolName.KV)
-
-
-def mla(layout: str = "page_first", slots: int = 1024, page: int = PAGE, allocator: str = "default") -> Any:
-    device = MLATokenToKVPool(slots // 2, page, torch.bfloat16, 48, 16, 3, "cpu", False, start_layer=0, end_layer=3)
     return PoolEntry(
-        PoolName.KV, _mla_host(device, layout, page, allocator), device, lambda i: i, is_primary_index_anchor=True
+        name, host, device, lambda layer: layer, is_primary_index_anchor=name == PoolName.KV
+    )
+
+
+def mla(
+    layout: str = "page_first", slots: int = 1024, page: int = PAGE, allocator: str = "default"
+) -> Any:
+    device = MLATokenToKVPool(
+        slots // 2, page, torch.bfloat16, 48, 16, 3, "cpu", False, start_layer=0, end_layer=3
+    )
+    return PoolEntry(
+        PoolName.KV,
+        _mla_host(device, layout, page, allocator),
+        device,
+        lambda i: i,
+        is_primary_index_anchor=True,
     )
 
 
@@ -202,7 +224,11 @@ def _mla_host(device: Any, layout: str, page: int, allocator: str, **more: Any) 
 
 def buffers(host: Any) -> list[torch.Tensor]:
     """All memory of a host pool."""
-    for names in (("temporal_buffer", "conv_buffer"), ("index_k_with_scale_buffer",), ("k_buffer", "v_buffer")):
+    for names in (
+        ("temporal_buffer", "conv_buffer"),
+        ("index_k_with_scale_buffer",),
+        ("k_buffer", "v_buffer"),
+    ):
         found = [getattr(host, name, None) for name in names]
         if found[0] is not None:
             return [part for one in found for part in (one if isinstance(one, list) else [one])]
@@ -223,14 +249,22 @@ def _bytes(buffer: torch.Tensor) -> torch.Tensor:
 def page_bytes(host: Any, slots: torch.Tensor) -> list[bytes]:
     """The bytes of each page at these slots, by SGLang's own view of them."""
     size = host.page_size
-    if getattr(host, "v_head_dim", None) != getattr(host, "head_dim", None):  # no flat pages: as it addresses them
+    if getattr(host, "v_head_dim", None) != getattr(
+        host, "head_dim", None
+    ):  # no flat pages: as it addresses them
         rows = slots // size if host.layout == "page_first_direct" else slots
         step = 1 if host.layout == "page_first_direct" else size
         return [
-            b"".join(_bytes(part[int(row) : int(row) + step].contiguous()).numpy().tobytes() for part in buffers(host))
+            b"".join(
+                _bytes(part[int(row) : int(row) + step].contiguous()).numpy().tobytes()
+                for part in buffers(host)
+            )
             for row in rows[::size]
         ]
-    return [_bytes(host.get_data_page(int(slot)).contiguous()).numpy().tobytes() for slot in slots[::size]]
+    return [
+        _bytes(host.get_data_page(int(slot)).contiguous()).numpy().tobytes()
+        for slot in slots[::size]
+    ]
 
 
 class Engine:
@@ -251,11 +285,21 @@ class Engine:
         self.hosts = {entry.name: entry.host_pool for entry in entries}
         self.host = self.group.anchor_entry.host_pool
         self.controller = c = HybridCacheController.__new__(HybridCacheController)
-        for name in ("attn_cp_group", "attn_tp_group", "pp_group", "storage_backend", "storage_backend_type"):
+        for name in (
+            "attn_cp_group",
+            "attn_tp_group",
+            "pp_group",
+            "storage_backend",
+            "storage_backend_type",
+        ):
             setattr(c, name, None)
         for name in ("pp_prefetch_command_group", "pp_prefetch_command_thread"):
             setattr(c, name, None)
-        for name in ("pp_prefetch_states", "pp_prefetch_decisions", "extra_host_mem_release_queues"):
+        for name in (
+            "pp_prefetch_states",
+            "pp_prefetch_decisions",
+            "extra_host_mem_release_queues",
+        ):
             setattr(c, name, {})
         c.prefetch_hits_sync_groups, c.prefetch_completion_sync_groups = [], []
         c.tp_group, c.host_memory_mode = tp_group, "cache"
@@ -280,10 +324,14 @@ class Engine:
     def hashes(self, tokens: Sequence[int]) -> list[str]:
         return hashes(tokens, self.page)
 
-    def backup(self, tokens: Sequence[int], slots: torch.Tensor, transfers: Sequence[Any] | None = None) -> Any:
+    def backup(
+        self, tokens: Sequence[int], slots: torch.Tensor, transfers: Sequence[Any] | None = None
+    ) -> Any:
         """The finished operation; `completed_tokens` says how much is stored."""
         pools = list(transfers) if transfers else None
-        self.controller.write_storage(slots, list(tokens), hash_value=self.hashes(tokens), extra_pools=pools)
+        self.controller.write_storage(
+            slots, list(tokens), hash_value=self.hashes(tokens), extra_pools=pools
+        )
         return self.controller.ack_backup_queue.get(timeout=WAIT_S)
 
     def query(self, tokens: Sequence[int], transfers: Sequence[Any] | None = None) -> Any:
@@ -311,7 +359,9 @@ class Engine:
             if ack.completed_req:
                 return tokens, slots
 
-    def prefetch(self, tokens: Sequence[int], transfers: Sequence[Any] | None = None) -> tuple[int, torch.Tensor]:
+    def prefetch(
+        self, tokens: Sequence[int], transfers: Sequence[Any] | None = None
+    ) -> tuple[int, torch.Tensor]:
         return self.fetch(self.query(tokens, transfers))
 
     def detach(self) -> None:

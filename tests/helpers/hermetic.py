@@ -1,7 +1,9 @@
-"""Cleans this process's environment of the machine's and the user's habits. tests/conftest.py imports it first.
+"""Cleans this process's environment of the machine's and the user's habits. tests/conftest.py
+imports it first.
 
-Nothing of a pip or git configuration, of HOME, locale, time zone, umask or of any variable that no test asks for
-reaches the tests or the processes that they start. What installs packages (`make setup`) is not concerned.
+Nothing of a pip or git configuration, of HOME, locale, time zone, umask or of any variable that no
+test asks for reaches the tests or the processes that they start. What installs packages (`make
+setup`) is not concerned.
 """
 
 import atexit
@@ -22,23 +24,94 @@ import pytest
 ENGINES = ("vllm", "sglang", "lightllm", "lmcache")
 # How to find programs, libraries, this session's parts and the accelerator.
 KEPT = {
-    *("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "TMPDIR", "USER", "LOGNAME"),
+    *(
+        "PATH",
+        "PYTHONPATH",
+        "LD_LIBRARY_PATH",
+        "LD_PRELOAD",
+        "VIRTUAL_ENV",
+        "TMPDIR",
+        "USER",
+        "LOGNAME",
+    ),
     *("SOURCE_DATE_EPOCH", "LIGHTLLM_SRC", "KUBECTL", "OMP_NUM_THREADS", "SEEDS", "CALLS"),
     *("FORKS", "INTERRUPTS", "WATCHDOG_S"),
 }
-KEPT_PREFIXES = ("CUDA", "CUPY_", "NVIDIA_", "NCCL_", "PYTEST_XDIST_", "PYTEST_CURRENT_", "COVERAGE_")
+KEPT_PREFIXES = (
+    "CUDA",
+    "CUPY_",
+    "NVIDIA_",
+    "NCCL_",
+    "PYTEST_XDIST_",
+    "PYTEST_CURRENT_",
+    "COVERAGE_",
+)
 # Settings of the tests themselves; every other KVSTORE_ variable is one of the product.
 OWN = {
-    *("KVSTORE_SEED", "KVSTORE_RACES", "KVSTORE_MODEL_STEPS", "KVSTORE_STORM_EVENTS", "KVSTORE_CLUSTER_FAULTS"),
-    *("KVSTORE_DIST_PYTHON", "KVSTORE_NODE_PYTHON", "KVSTORE_CHROMIUM", "KVSTORE_PICTURES", "KVSTORE_PROMTOOL"),
-    *("KVSTORE_PROMETHEUS", "KVSTORE_KUBERNETES_VALIDATE", "KVSTORE_HOSTILE", "KVSTORE_LMCACHE_MEMORY"),
+    *(
+        "KVSTORE_SEED",
+        "KVSTORE_RACES",
+        "KVSTORE_MODEL_STEPS",
+        "KVSTORE_STORM_EVENTS",
+        "KVSTORE_CLUSTER_FAULTS",
+    ),
+    *(
+        "KVSTORE_DIST_PYTHON",
+        "KVSTORE_NODE_PYTHON",
+        "KVSTORE_CHROMIUM",
+        "KVSTORE_PICTURES",
+        "KVSTORE_PROMTOOL",
+    ),
+    *(
+        "KVSTORE_PROMETHEUS",
+        "KVSTORE_KUBERNETES_VALIDATE",
+        "KVSTORE_HOSTILE",
+        "KVSTORE_LMCACHE_MEMORY",
+    ),
 }
 # Never kept, not even where an engine keeps the rest.
-REFUSED_PREFIXES = ("PIP_", "KVSTORE_", "PYTHON", "OTEL_", "GIT_", "XDG_CONFIG_", "LC_", "PYTEST_ADDOPTS")
+REFUSED_PREFIXES = (
+    "PIP_",
+    "KVSTORE_",
+    "PYTHON",
+    "OTEL_",
+    "GIT_",
+    "XDG_CONFIG_",
+    "LC_",
+    "PYTEST_ADDOPTS",
+)
 REFUSED = {
-    *("LANG", "LANGUAGE", "TZ", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "TERM", "CI"),
-    *("GITHUB_ACTIONS", "PAGER", "EDITOR", "SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_RUNTIME_DIR", "XDG_DATA_HOME"),
-    *("http_proxy", "https_proxy", "all_proxy", "grpc_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"),
+    *(
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "COLUMNS",
+        "LINES",
+        "NO_COLOR",
+        "FORCE_COLOR",
+        "CLICOLOR_FORCE",
+        "TERM",
+        "CI",
+    ),
+    *(
+        "GITHUB_ACTIONS",
+        "PAGER",
+        "EDITOR",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "XDG_RUNTIME_DIR",
+        "XDG_DATA_HOME",
+    ),
+    *(
+        "http_proxy",
+        "https_proxy",
+        "all_proxy",
+        "grpc_proxy",
+        "no_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "ALL_PROXY",
+    ),
     *("NO_PROXY", "NO_GRPC_PROXY", "no_grpc_proxy"),
 }
 # A checkout may belong to another user than the one who tests, as in a container.
@@ -61,7 +134,10 @@ CHILD_SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, 
 
 
 def clean(environ: MutableMapping[str, str], has_engine: bool) -> None:
-    """Remove what no test asks for. An engine keeps its caches and models in HOME, and its own variables."""
+    """Remove what no test asks for.
+
+    An engine keeps its caches and models in HOME, and its own variables.
+    """
     for name in list(environ):
         if name in KEPT or name in OWN or name.startswith(KEPT_PREFIXES):
             continue
@@ -72,20 +148,30 @@ def clean(environ: MutableMapping[str, str], has_engine: bool) -> None:
 def enter() -> None:
     """Make this process, and with it all that it starts, independent of who runs the tests."""
     if sys.flags.optimize:
-        raise pytest.UsageError("python runs with -O or PYTHONOPTIMIZE, which removes the asserts; unset it")
+        raise pytest.UsageError(
+            "python runs with -O or PYTHONOPTIMIZE, which removes the asserts; unset it"
+        )
     has_engine = any(importlib.util.find_spec(name) for name in ENGINES)
     user_home, home = os.environ.get("HOME", "/"), _home()
     kept_home = user_home if has_engine else home
-    if importlib.util.find_spec("cupy"):  # compiled kernels: minutes if each session compiled its own
+    if importlib.util.find_spec(
+        "cupy"
+    ):  # compiled kernels: minutes if each session compiled its own
         os.environ.setdefault("CUPY_CACHE_DIR", f"{user_home}/.cupy/kernel_cache")
     clean(os.environ, has_engine)
-    os.environ |= {"HOME": kept_home, "KVSTORE_TESTS_HOME": home, "GIT_CONFIG_GLOBAL": f"{home}/.gitconfig", **SAME}
+    os.environ |= {
+        "HOME": kept_home,
+        "KVSTORE_TESTS_HOME": home,
+        "GIT_CONFIG_GLOBAL": f"{home}/.gitconfig",
+        **SAME,
+    }
     time.tzset()
     with suppress(locale.Error):  # a system without it has UTF-8 in C
         locale.setlocale(locale.LC_ALL, "C.UTF-8")
     os.umask(0o022)
     sys.warnoptions.clear()  # of PYTHONWARNINGS; pyproject.toml says which warnings are errors
-    # `nohup`, a shell's `&` and some supervisors have signals ignored or blocked, and children inherit that.
+    # `nohup`, a shell's `&` and some supervisors have signals ignored or blocked, and children
+    # inherit that.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in CHILD_SIGNALS:
@@ -94,7 +180,10 @@ def enter() -> None:
 
 
 def _home() -> str:
-    """Return an empty HOME. Workers and children of a session share the one that it made."""
+    """Return an empty HOME.
+
+    Workers and children of a session share the one that it made.
+    """
     home = os.environ.get("KVSTORE_TESTS_HOME", "")
     if home and os.environ.get("GIT_CONFIG_GLOBAL") == f"{home}/.gitconfig":
         return home

@@ -1,9 +1,11 @@
-"""Runs pytest where machine, user and shell are as unlike the authors' as they may be (`make test-hostile`).
+"""Runs pytest where machine, user and shell are as unlike the authors' as they may be (`make
+test-hostile`).
 
 python tests/helpers/hostile.py --umask 000 ARGUMENTS OF PYTEST
 
-The directory that it starts in is neither the project's nor writable, and configuration of pip and git is everywhere
-that they look for it. All tests must pass: tests/helpers/hermetic.py keeps them apart from it.
+The directory that it starts in is neither the project's nor writable, and configuration of pip and
+git is everywhere that they look for it. All tests must pass: tests/helpers/hermetic.py keeps them
+apart from it.
 """
 
 import argparse
@@ -42,7 +44,14 @@ require-virtualenv = true
 user = true
 no-binary = :all:
 """
-HOOKS = ("pre-commit", "post-checkout", "post-commit", "commit-msg", "pre-push", "post-index-change")
+HOOKS = (
+    "pre-commit",
+    "post-checkout",
+    "post-commit",
+    "commit-msg",
+    "pre-push",
+    "post-index-change",
+)
 VARIABLES = {
     "COLUMNS": "20",
     "LINES": "5",
@@ -91,21 +100,35 @@ VARIABLES = {
     "KVSTORE_DATA_DIR": "/nowhere/data",
     "KVSTORE_PORT": "1",
     "KVSTORE_LOG_LEVEL": "CRITICAL",
-    **dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"), NOWHERE),
+    **dict.fromkeys(
+        ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"),
+        NOWHERE,
+    ),
 }
-# Letters that change otherwise between cases, commas in numbers, another encoding; the first that the system has.
+# Letters that change otherwise between cases, commas in numbers, another encoding; the first that
+# the system has.
 LOCALES = ("tr_TR.iso88599", "tr_TR.utf8", "de_DE.iso88591", "de_DE.utf8")
 
 
 def locale_name() -> str:
-    listed = subprocess.run(["locale", "-a"], capture_output=True, text=True, check=False).stdout.split()
+    listed = subprocess.run(
+        ["locale", "-a"], capture_output=True, text=True, check=False
+    ).stdout.split()
     return next((name for name in LOCALES if name in listed), "POSIX")
 
 
 def environment(place: Path) -> dict[str, str]:
-    """Write the configuration of an unlike user under `place` and return the variables of the shell."""
+    """Write the configuration of an unlike user under `place` and return the variables of the
+    shell.
+    """
     home, hooks, constraints = place / "home", place / "hooks", place / "constraints.txt"
-    for folder in (home / ".pip", home / ".config" / "pip", home / ".config" / "git", place / "xdg" / "pip", hooks):
+    for folder in (
+        home / ".pip",
+        home / ".config" / "pip",
+        home / ".config" / "git",
+        place / "xdg" / "pip",
+        hooks,
+    ):
         folder.mkdir(parents=True)
     for hook in HOOKS:
         (hooks / hook).write_text("#!/bin/sh\necho the hook of a user >&2\nexit 1\n")
@@ -116,7 +139,9 @@ def environment(place: Path) -> dict[str, str]:
     for path in (home / ".gitconfig", home / ".config" / "git" / "config"):
         path.write_text(GIT_CONFIG.format(hooks=hooks))
     name = locale_name()
-    kept = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if key in os.environ}
+    kept = {
+        key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if key in os.environ
+    }
     paths = {
         "HOME": str(home),
         "XDG_CONFIG_HOME": str(home / ".config"),
@@ -134,8 +159,13 @@ def environment(place: Path) -> dict[str, str]:
     return {**kept, **VARIABLES, **paths, "LANG": name, "LC_ALL": name}
 
 
-def run(arguments: list[str], umask: int, place: Path, **options: object) -> "subprocess.CompletedProcess[str]":
-    """Run pytest there. `options` go to subprocess.run."""
+def run(
+    arguments: list[str], umask: int, place: Path, **options: object
+) -> "subprocess.CompletedProcess[str]":
+    """Run pytest there.
+
+    `options` go to subprocess.run.
+    """
     elsewhere = place / "cwd"
     elsewhere.mkdir()
     variables = environment(place)
@@ -146,9 +176,24 @@ def run(arguments: list[str], umask: int, place: Path, **options: object) -> "su
         for number in (signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
-    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "--rootdir",
+        str(ROOT),
+        *arguments,
+    ]
     return subprocess.run(  # type: ignore[call-overload,no-any-return]
-        command, cwd=elsewhere, env=variables, preexec_fn=as_a_daemon, text=True, check=False, **options
+        command,
+        cwd=elsewhere,
+        env=variables,
+        preexec_fn=as_a_daemon,
+        text=True,
+        check=False,
+        **options,
     )
 
 

@@ -1,6 +1,7 @@
 """Write HTTP/2 by hand: frames, header blocks and calls of gRPC, also those that break the rules.
 
-A frame is length (3 bytes), kind, flags, stream (4 bytes), body. Header blocks use HPACK without Huffman coding.
+A frame is length (3 bytes), kind, flags, stream (4 bytes), body. Header blocks use HPACK without
+Huffman coding.
 """
 
 import struct
@@ -13,22 +14,31 @@ INITIAL_WINDOW, FRAME_NBYTES = 4, 5  # numbers of settings
 FRAME_NBYTES_MAX = 1 << 14  # that every peer takes
 WINDOW_NBYTES = 65535  # of streams and connections, until a peer grants more
 HEAD_NBYTES = 9
-_INDEXED, _ADDED, _PLAIN = 0x80, 0x40, 0x00  # HPACK: by its index; literal that enters the table; literal
+_INDEXED, _ADDED, _PLAIN = (
+    0x80,
+    0x40,
+    0x00,
+)  # HPACK: by its index; literal that enters the table; literal
 _TABLE_FIRST = 62  # index of the entry that was added last
 
 
 def frame(kind: int, flags: int = 0, stream: int = 0, body: bytes = b"") -> bytes:
-    return struct.pack(">I", len(body))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + body
+    return (
+        struct.pack(">I", len(body))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + body
+    )
 
 
 def settings(values: Mapping[int, int] | None = None) -> bytes:
     """Return a SETTINGS frame."""
-    return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", *item) for item in (values or {}).items()))
+    return frame(
+        SETTINGS, 0, 0, b"".join(struct.pack(">HI", *item) for item in (values or {}).items())
+    )
 
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 ACKNOWLEDGED = frame(SETTINGS, ACK)
-# What a client begins with, and its answer to the server's settings: without it a server hangs up after a time.
+# What a client begins with, and its answer to the server's settings: without it a server hangs up
+# after a time.
 GREETING = PREFACE + settings() + ACKNOWLEDGED
 
 
@@ -49,7 +59,10 @@ def field(name: str, value: str, form: int = _PLAIN) -> bytes:
 
 
 def call_fields(path: str, **more: str) -> dict[str, str]:
-    """Return the header fields of a gRPC call. In names of `more`, `_` stands for `-`."""
+    """Return the header fields of a gRPC call.
+
+    In names of `more`, `_` stands for `-`.
+    """
     fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "node"}
     fields |= {"content-type": "application/grpc", "te": "trailers"}
     return fields | {name.replace("_", "-"): value for name, value in more.items()}
@@ -61,13 +74,18 @@ def block(fields: Mapping[str, str]) -> bytes:
 
 
 def indexed(fields: Mapping[str, str]) -> tuple[bytes, bytes]:
-    """Return a block that enters all fields in the peer's table, and the short one for all later calls."""
+    """Return a block that enters all fields in the peer's table, and the short one for all later
+    calls.
+    """
     first = b"".join(field(*item, _ADDED) for item in fields.items())
     return first, bytes(_INDEXED | _TABLE_FIRST + index for index in reversed(range(len(fields))))
 
 
 def message(payload: bytes, compressed: bool = False, nbytes: int | None = None) -> bytes:
-    """Return a gRPC message. `nbytes`: what its prefix says that it has, if that is not so."""
+    """Return a gRPC message.
+
+    `nbytes`: what its prefix says that it has, if that is not so.
+    """
     return struct.pack(">BI", compressed, len(payload) if nbytes is None else nbytes) + payload
 
 
@@ -85,7 +103,10 @@ def call(path: str, payload: bytes = b"", stream: int = 1) -> bytes:
 
 
 def bomb(path: str, encoding: str, mib: int) -> bytes:
-    """Return a call whose compressed message becomes `mib` MiB of zeros. 60 MiB fit a stream's first window."""
+    """Return a call whose compressed message becomes `mib` MiB of zeros.
+
+    60 MiB fit a stream's first window.
+    """
     packer = zlib.compressobj(9, zlib.DEFLATED, {"gzip": 31, "deflate": 15}[encoding])
     packed = b"".join(packer.compress(bytes(1 << 20)) for _ in range(mib)) + packer.flush()
     head = frame(HEADERS, END_HEADERS, 1, block(call_fields(path, grpc_encoding=encoding)))

@@ -7,7 +7,9 @@ from packaging.utils import canonicalize_name
 
 
 def packages_of_the_image() -> set[str]:
-    """Return the names of all packages that the node's image gets, those that packages bring along among them."""
+    """Return the names of all packages that the node's image gets, those that packages bring along
+    among them.
+    """
     wanted: list[tuple[str, tuple[str, ...]]] = [("kvstore-llm", ("node", "cli"))]
     found: set[tuple[str, ...]] = set()
     while wanted:

@@ -1,9 +1,10 @@
-"""Clients that do no harm, beside those that do: how long their calls take, which fail, and whether bytes are right.
+"""Clients that do no harm, beside those that do: how long their calls take, which fail, and whether
+bytes are right.
 
     python innocents.py '{"wire": "bulk", "address": "127.0.0.1:7440", ...}'    fields of ClientConfig, and `pause_s`
 
-As a process it prints `ready` when its pages are stored, the calls since the last time for each line that it reads
-(a JSON list of Call), and ends with its standard input.
+As a process it prints `ready` when its pages are stored, the calls since the last time for each
+line that it reads (a JSON list of Call), and ends with its standard input.
 """
 
 import json
@@ -22,7 +23,10 @@ BEGIN_S = 60.0  # to store the pages; on a busy machine that takes long
 
 
 class Call(NamedTuple):
-    """`began` is of the monotonic clock, which all processes of a machine share. `error` is empty if all was right."""
+    """`began` is of the monotonic clock, which all processes of a machine share.
+
+    `error` is empty if all was right.
+    """
 
     began: float
     op: str
@@ -31,7 +35,9 @@ class Call(NamedTuple):
 
 
 class Innocent:
-    """One client that looks up 16 keys and gets a page of 1 MiB, again and again, on a thread of its own."""
+    """One client that looks up 16 keys and gets a page of 1 MiB, again and again, on a thread of
+    its own.
+    """
 
     def __init__(self, pause_s: float = PAUSE_S, **settings: Any) -> None:
         config = ClientConfig(**{"connect_timeout_s": 2.0, "backoff_s_max": 0.1, **settings})
@@ -47,7 +53,10 @@ class Innocent:
         self._thread = threading.Thread(target=self._run)
 
     def begin(self) -> None:
-        """Store the pages, then go on without end. Raises KVStoreError."""
+        """Store the pages, then go on without end.
+
+        Raises KVStoreError.
+        """
         self._client.put(self._namespace, self._keys, self._pages, timeout_s=BEGIN_S)
         self._thread.start()
 
@@ -67,7 +76,9 @@ class Innocent:
         number = 0
         while not self._over.wait(self._pause_s):
             self._measure("lookup", self._lookup, number)
-            self._buffer[:] = bytes(PAGE_NBYTES)  # what an earlier get left must not pass for this one's
+            self._buffer[:] = bytes(
+                PAGE_NBYTES
+            )  # what an earlier get left must not pass for this one's
             self._measure("get", self._get, number)
             number = (number + 1) % KEYS
 
@@ -89,7 +100,9 @@ class Innocent:
             raise KVStoreError(f"{found} of {KEYS} keys are found")
 
     def _get(self, number: int) -> None:
-        if self._client.get(self._namespace, self._keys[number : number + 1], [self._buffer]) != [True]:
+        if self._client.get(self._namespace, self._keys[number : number + 1], [self._buffer]) != [
+            True
+        ]:
             raise KVStoreError("the page is not found")
 
 

@@ -1,8 +1,9 @@
-"""A RAM tier whose users have their turns in a random order, one thread for all: a seed repeats what threads would do.
+"""A RAM tier whose users have their turns in a random order, one thread for all: a seed repeats
+what threads would do.
 
-Every user is a generator and every `yield` in it a moment at which others may come in: between the turns
-of the tier's own work, and while slots are written, read, moved or loaded from the tier below. The arena has one
-token for each 4 KiB instead of bytes. After every step
+Every user is a generator and every `yield` in it a moment at which others may come in: between the
+turns of the tier's own work, and while slots are written, read, moved or loaded from the tier
+below. The arena has one token for each 4 KiB instead of bytes. After every step
 
     the pages of the table    share no unit
     a visible page            has its own tokens, all of them
@@ -69,7 +70,9 @@ class Arena:
     def has(self, page: Page, checksum: bytes, first: int | None = None) -> bool:
         """Whether the first so many units of the page, or all of them, are there."""
         start, count = page.offset // UNIT, page_units(page) if first is None else first
-        return self._tokens[start : start + count] == [(checksum, number) for number in range(count)]
+        return self._tokens[start : start + count] == [
+            (checksum, number) for number in range(count)
+        ]
 
 
 def page_units(page: Page) -> int:
@@ -91,7 +94,10 @@ class Stored(LocalTier):
         return [(digest, prefix_hash) in self._pages for prefix_hash in prefix_hashes]
 
     def remove(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        return [self._pages.pop((digest, prefix_hash), None) is not None for prefix_hash in prefix_hashes]
+        return [
+            self._pages.pop((digest, prefix_hash), None) is not None
+            for prefix_hash in prefix_hashes
+        ]
 
     def offer(self, pages: Sequence[Page], urgent: bool) -> int:
         for page in pages:
@@ -142,7 +148,10 @@ class Others(LowerTier):
 
 
 class Life:
-    """One tier, from its start until its last user has gone. `done` counts what happened."""
+    """One tier, from its start until its last user has gone.
+
+    `done` counts what happened.
+    """
 
     def __init__(self, rng: random.Random, has_below: bool, may_cancel: bool) -> None:
         extent_units = rng.choice((4, 16, 64))
@@ -185,9 +194,14 @@ class Life:
 
     def _checked_free(self, offset: int) -> Block:
         block = self._tier.slots.block_of(offset)
-        page, nbytes = block.owners[(offset - block.offset) // block.kind.slot_nbytes], block.kind.slot_nbytes
+        page, nbytes = (
+            block.owners[(offset - block.offset) // block.kind.slot_nbytes],
+            block.kind.slot_nbytes,
+        )
         if page in self._erased:
-            assert self._arena.is_zero(offset, nbytes), "an erased page leaves its bytes in a free slot"
+            assert self._arena.is_zero(offset, nbytes), (
+                "an erased page leaves its bytes in a free slot"
+            )
             self.done["erased"] += 1
         return self._free(offset)
 
@@ -217,9 +231,13 @@ class Life:
                 start = page.offset // UNIT
                 for unit in range(start, start + page_units(page)):
                     other = owners.setdefault(unit, page)
-                    assert other is page, f"two pages share a unit: {other.state.name} and {page.state.name}"
+                    assert other is page, (
+                        f"two pages share a unit: {other.state.name} and {page.state.name}"
+                    )
                 if page.state is State.VISIBLE:
-                    assert self._arena.has(page, page.checksum), "a visible page has other bytes than its own"
+                    assert self._arena.has(page, page.checksum), (
+                        "a visible page has other bytes than its own"
+                    )
 
     # ---- users ---------------------------------------------------------------------------
 
@@ -235,7 +253,9 @@ class Life:
             self._keep,
         )
         (kind,) = self._rng.choices(kinds, (60, 40, 12, 2, 6, 4, 2, 2))
-        prefix_hashes = [bytes([self._rng.randrange(KEYS)] * 16) for _ in range(self._rng.randint(1, 5))]
+        prefix_hashes = [
+            bytes([self._rng.randrange(KEYS)] * 16) for _ in range(self._rng.randint(1, 5))
+        ]
         try:
             yield from kind(self._rng.choice(self._spaces), list(dict.fromkeys(prefix_hashes)))
         except Cancelled:
@@ -262,7 +282,9 @@ class Life:
                     return result
                 finally:
                     if copied is not None and copied.page in self._erased:
-                        assert not self._arena.mentions(copied.target, copied.page.checksum), "a copy is left"
+                        assert not self._arena.mentions(copied.target, copied.page.checksum), (
+                            "a copy is left"
+                        )
                         self.done["erased copies"] += 1
                         copied = None
             answer = None
@@ -293,14 +315,21 @@ class Life:
     def _put(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
         try:
             reservation = yield from self._in_turns(
-                self._tier._reserve(space.digest, prefix_hashes, space.layout.page_nbytes, self._others(prefix_hashes))
+                self._tier._reserve(
+                    space.digest,
+                    prefix_hashes,
+                    space.layout.page_nbytes,
+                    self._others(prefix_hashes),
+                )
             )
         except Exhausted:
             self.done["exhausted"] += 1
             return
         verdicts = zip(prefix_hashes, reservation.verdicts, strict=True)
         to_write = [prefix_hash for prefix_hash, verdict in verdicts if verdict == PutStatus.WRITE]
-        assert [page.prefix_hash for page in reservation.pages] == to_write, "a writer takes a slot for another's"
+        assert [page.prefix_hash for page in reservation.pages] == to_write, (
+            "a writer takes a slot for another's"
+        )
         checksums = [self._checksum(page) for page in reservation.pages]
         for page, checksum in zip(reservation.pages, checksums, strict=True):
             yield from self._write(page, checksum)
@@ -330,7 +359,11 @@ class Life:
             self.done["puts"] += 1
 
     def _get(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
-        parts = PartialPage(self._tier.namespaces.find(space.digest), [(0, 1)]) if self._rng.random() < 0.2 else None
+        parts = (
+            PartialPage(self._tier.namespaces.find(space.digest), [(0, 1)])
+            if self._rng.random() < 0.2
+            else None
+        )
         near = Deadline(1.0) if self._has_peers else None
         wanted = Acquired(space.digest, prefix_hashes, self._rng.random() < 0.3, parts, near)
         acquired = yield from self._in_turns(self._tier._acquire(wanted, 1))
@@ -343,11 +376,17 @@ class Life:
         yield from self._look(held, self._rng.randint(1, 30))
         self._tier.release(held)
         self.done["hits"] += len(held)
-        self.done["reads of parts"] += sum(isinstance(p.namespace, PartialPage) for p in acquired.private.values())
+        self.done["reads of parts"] += sum(
+            isinstance(p.namespace, PartialPage) for p in acquired.private.values()
+        )
 
     def _others(self, prefix_hashes: list[bytes]) -> list[bytes]:
         """Those that other members have, or own."""
-        return [prefix_hash for prefix_hash in prefix_hashes if self._has_peers and self._rng.random() < 0.6]
+        return [
+            prefix_hash
+            for prefix_hash in prefix_hashes
+            if self._has_peers and self._rng.random() < 0.6
+        ]
 
     def _fetch(self, page: Page) -> Task[None]:
         """From another node; one of five does not come."""
@@ -365,7 +404,11 @@ class Life:
     def _load(self, load: Load) -> Task[None]:
         """One of five can not be read."""
         page = load.page
-        intact, (_, checksum), offset = self._rng.random() < 0.8, self._below.reads[load.source.place], page.offset
+        intact, (_, checksum), offset = (
+            self._rng.random() < 0.8,
+            self._below.reads[load.source.place],
+            page.offset,
+        )
         for number in range(page_units(page)):
             assert page.offset == offset, "a page that is loaded moved"
             self._arena.write(offset, number, checksum if intact else b"bad")
@@ -377,14 +420,18 @@ class Life:
         self.done["loads"] += 1
 
     def _look(self, held: list[Page], times: int) -> Task[None]:
-        """At pages that are held, again and again; those that another loads come to have a checksum."""
+        """At pages that are held, again and again; those that another loads come to have a
+        checksum.
+        """
         offsets = [page.offset for page in held]
         for _ in range(times):
             assert [page.offset for page in held] == offsets, "a held page moved"
             for page in held:
                 if page.state is not State.LOADING and page.checksum:
                     assert self._arena.has(page, page.checksum), "the bytes of a held page changed"
-                    assert page.checksum.startswith(page.namespace.digest + page.prefix_hash), "another page's bytes"
+                    assert page.checksum.startswith(page.namespace.digest + page.prefix_hash), (
+                        "another page's bytes"
+                    )
             yield
 
     def _pin(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
@@ -411,7 +458,11 @@ class Life:
     def _erase(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
         """As a tenant that is forgotten: what is read or written now is erased when that ends."""
         owners = [page for block in self._tier.slots.blocks() for page in block.owners]
-        self._erased |= {p for p in owners if p is not None and p.offset >= 0 and p.namespace.digest == space.digest}
+        self._erased |= {
+            p
+            for p in owners
+            if p is not None and p.offset >= 0 and p.namespace.digest == space.digest
+        }
         self._tier.remove_namespace(space.digest, zero=True)
         self._tier.zero_leftovers([space.digest])
         yield
@@ -419,7 +470,9 @@ class Life:
     def _keep(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
         """As the tier below does with pages that it is going to write."""
         table = self._tier.namespace(space.digest).pages
-        held = self._tier.hold_visible([table[prefix_hash] for prefix_hash in prefix_hashes if prefix_hash in table])
+        held = self._tier.hold_visible(
+            [table[prefix_hash] for prefix_hash in prefix_hashes if prefix_hash in table]
+        )
         yield from self._look(held, 5)
         self._tier.release(held)
 

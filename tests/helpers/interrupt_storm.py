@@ -1,9 +1,10 @@
-"""A client whose main thread is interrupted again and again in the middle of its calls, as a child process.
+"""A client whose main thread is interrupted again and again in the middle of its calls, as a child
+process.
 
     python interrupt_storm.py ADDRESS WIRE INTERRUPTS SEED PAGE_NBYTES
 
-Other threads make calls with deadlines meanwhile. Whatever hangs is shown by a watchdog, which ends the process. At the
-end it prints "calm", and keeps its connections until its standard input ends.
+Other threads make calls with deadlines meanwhile. Whatever hangs is shown by a watchdog, which ends
+the process. At the end it prints "calm", and keeps its connections until its standard input ends.
 """
 
 import contextlib
@@ -23,7 +24,9 @@ CONNECTIONS = 4
 CALL_S = 20.0  # a call's deadline: on a starved machine it is far too early to say that one hangs
 PAGES = 4
 REUSED_S = 0.002  # for what goes on behind a call that was interrupted to show itself
-WATCHDOG_S = float(os.environ.get("WATCHDOG_S", "120"))  # for each hundred interrupts, and for what comes afterwards
+WATCHDOG_S = float(
+    os.environ.get("WATCHDOG_S", "120")
+)  # for each hundred interrupts, and for what comes afterwards
 
 
 class Abort(BaseException):
@@ -73,7 +76,9 @@ class Calls:
         match self.number % 4:
             case 0:
                 fresh = key(1000 + self.seed, self.number)
-                self.client.put(self.namespace, [fresh], [content(fresh, self.nbytes)], timeout_s=CALL_S)
+                self.client.put(
+                    self.namespace, [fresh], [content(fresh, self.nbytes)], timeout_s=CALL_S
+                )
             case 1:
                 found = self.client.lookup(self.namespace, self.keys, timeout_s=CALL_S)
                 assert found.present == (True,) * PAGES, found
@@ -185,7 +190,9 @@ def afterwards(client: Client, namespace: Namespace) -> None:
         in_time(Calls(client, namespace, number).one)
         ended.append(number)
 
-    threads = [threading.Thread(target=another, args=(10 + number,), daemon=True) for number in range(3)]
+    threads = [
+        threading.Thread(target=another, args=(10 + number,), daemon=True) for number in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,6 @@
-"""Tiers that are killed, the threads that use them, and what these may find of their pages afterwards."""
+"""Tiers that are killed, the threads that use them, and what these may find of their pages
+afterwards.
+"""
 
 import itertools
 import random
@@ -25,7 +27,9 @@ from node.memory.tier import RamTier
 from node.slab import SlotAllocator
 
 EXTENT_NBYTES, RAM_NBYTES = 16 << 10, 192 << 10  # RAM for 24 of 36 pages: some are on disk only
-QUEUE_NBYTES = 16 << 10  # two pages: others are refused, and written when somebody wants them to be durable
+QUEUE_NBYTES = (
+    16 << 10
+)  # two pages: others are refused, and written when somebody wants them to be durable
 SPACE = Namespace("power", opaque_layout(8192))
 PAGE_NBYTES = SPACE.layout.page_nbytes
 
@@ -35,7 +39,10 @@ class Failure(Exception):
 
 
 class Stored(NamedTuple):
-    """What an operation makes of a key: a version, 0 for none. `began` is a moment."""
+    """What an operation makes of a key: a version, 0 for none.
+
+    `began` is a moment.
+    """
 
     version: int
     began: int
@@ -75,15 +82,25 @@ class LateDurability(Durability):
 class Life:
     """A RAM and a disk tier on a directory, until they are killed."""
 
-    def __init__(self, root: Path, disk_nbytes: int, layer: FileLayer, vault: Vault = PLAIN) -> None:
+    def __init__(
+        self, root: Path, disk_nbytes: int, layer: FileLayer, vault: Vault = PLAIN
+    ) -> None:
         self.root = root
         self.arena = Arena(RAM_NBYTES)
         spaces = Namespaces(4, EXTENT_NBYTES)
-        directory = DataDir(root, disk_nbytes, EXTENT_NBYTES, self.arena.fd, key_mark=vault.mark, layer=layer)
+        directory = DataDir(
+            root, disk_nbytes, EXTENT_NBYTES, self.arena.fd, key_mark=vault.mark, layer=layer
+        )
         self.disk = DiskTier(directory, self.arena.view, QUEUE_NBYTES, vault=vault)
         spaces.below_count = self.disk.page_count
         slots = SlotAllocator(RAM_NBYTES, EXTENT_NBYTES)
-        self.ram = RamTier(spaces, slots, self.arena.copy, self.arena.zero, lambda: time.monotonic_ns() // 1_000_000)
+        self.ram = RamTier(
+            spaces,
+            slots,
+            self.arena.copy,
+            self.arena.zero,
+            lambda: time.monotonic_ns() // 1_000_000,
+        )
         self.disk.restore(lambda value, digest: spaces.open(value, digest, restored=True))
         self.space, _ = self.ram.open_namespace(SPACE, SPACE.digest)
         self.durability = LateDurability(self.ram, self.disk, 10.0)
@@ -102,7 +119,10 @@ class Life:
         return reservation.verdicts[0] in (PutStatus.WRITE, PutStatus.EXISTS)
 
     def look(self, history: History) -> int:
-        """The version of a page on disk, 0 if there is none. Bytes that were never put are a failure."""
+        """The version of a page on disk, 0 if there is none.
+
+        Bytes that were never put are a failure.
+        """
         found = self.disk.reading.begin(SPACE.digest, [history.key])
         if not found:
             return 0
@@ -137,10 +157,14 @@ class Load:
     def _run(self) -> None:
         try:
             while not self._record.killed:
-                operation = self._rng.choices([self._put, self._again, self._remove, self._flush], [35, 40, 10, 15])[0]
+                operation = self._rng.choices(
+                    [self._put, self._again, self._remove, self._flush], [35, 40, 10, 15]
+                )[0]
                 try:
                     operation()
-                except KVStoreError:  # the disk failed, or the process was killed; or RAM is full of pages in use
+                except (
+                    KVStoreError
+                ):  # the disk failed, or the process was killed; or RAM is full of pages in use
                     self._recover()
         except Exception as error:  # noqa: BLE001 -- raised again in the main thread
             self.error = error
@@ -188,11 +212,14 @@ class Load:
         self._life.ram.remove(SPACE.digest, [history.key])
 
     def _flush(self) -> None:
-        """What is stored and not on disk may be evicted before a flush meets it; what is there after the
-        flush was there all the time."""
+        """What is stored and not on disk may be evicted before a flush meets it; what is there
+        after the flush was there all the time.
+        """
         self._life.durability.flush(self._life.durability.begin_wait())
         moment = self._record.now()
-        present = self._life.ram.lookup(SPACE.digest, [history.key for history in self._histories], touch=False)
+        present = self._life.ram.lookup(
+            SPACE.digest, [history.key for history in self._histories], touch=False
+        )
         for history, here in zip(self._histories, present, strict=True):
             if here == (history.version > 0):
                 history.safe.append((moment, len(history.done)))

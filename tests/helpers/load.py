@@ -1,4 +1,6 @@
-"""Engines of two tenants at a small cluster: chats that grow, with a system prompt that all of a model share."""
+"""Engines of two tenants at a small cluster: chats that grow, with a system prompt that all of a
+model share.
+"""
 
 import random
 import threading
@@ -16,17 +18,29 @@ CHATS = 60
 
 
 class Load:
-    """`near`: the member that they talk to. `sampled`: samples of it are taken."""
+    """`near`: the member that they talk to.
+
+    `sampled`: samples of it are taken.
+    """
 
     def __init__(self, start: Start, folder: Path) -> None:
         at = dict(zip(ZONES, free_ports(len(ZONES)), strict=True))
         listed = ",".join(f"{name}=127.0.0.1:{at[name]}@{zone}" for name, zone in ZONES.items())
-        settings = {"cluster": f"static:fleet/{listed}", "ram_nbytes": 24 << 20, "disk_nbytes": 96 << 20}
-        nodes = [start(member=name, port=at[name], data_dir=str(folder / name), **settings) for name in ZONES]
+        settings = {
+            "cluster": f"static:fleet/{listed}",
+            "ram_nbytes": 24 << 20,
+            "disk_nbytes": 96 << 20,
+        }
+        nodes = [
+            start(member=name, port=at[name], data_dir=str(folder / name), **settings)
+            for name in ZONES
+        ]
         self.near = nodes[0]
         self.sampled = True
         self.near.service.heat._every = 2  # a minute is short
-        self._client = Client(ClientConfig(f"127.0.0.1:{at['n1']}", timeout_s=30.0, connect_timeout_s=10.0))
+        self._client = Client(
+            ClientConfig(f"127.0.0.1:{at['n1']}", timeout_s=30.0, connect_timeout_s=10.0)
+        )
         k, v = (Plane(name, "bfloat16", (4, 32)) for name in "kv")
         small = PageLayout(PAGE_TOKENS, (LayerGroup("attention", tuple(range(4)), (k, v)),))
         eight = (

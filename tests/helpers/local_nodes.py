@@ -1,4 +1,6 @@
-"""Nodes in the process of the tests, clients of them, and raw connections that can break every rule."""
+"""Nodes in the process of the tests, clients of them, and raw connections that can break every
+rule.
+"""
 
 import contextlib
 import socket
@@ -22,10 +24,17 @@ ClusterClient = Callable[[Sequence[Node]], Client]
 ConnectRaw = Callable[["Node | int"], "Raw"]
 
 
-def connect(where: Node | str, wire: str = "bulk", patience_s: float = 30.0, **settings: Any) -> Client:
-    """Return a client of a node in this process, or of an address. Keyword arguments are ClientConfig fields."""
+def connect(
+    where: Node | str, wire: str = "bulk", patience_s: float = 30.0, **settings: Any
+) -> Client:
+    """Return a client of a node in this process, or of an address.
+
+    Keyword arguments are ClientConfig fields.
+    """
     address = f"127.0.0.1:{where.grpc.port}" if isinstance(where, Node) else where
-    calls_s = settings.get("timeout_s", patience_s)  # on a starved machine a call takes longer than five seconds
+    calls_s = settings.get(
+        "timeout_s", patience_s
+    )  # on a starved machine a call takes longer than five seconds
     patience = {"timeout_s": calls_s, "connect_timeout_s": min(20.0, calls_s)}
     return Client(ClientConfig(**{"address": address, "wire": wire, **patience, **settings}))
 
@@ -58,22 +67,30 @@ def leave_cluster(node: Node) -> None:
     view = node.membership.view
     if view is not None:
         left = [member for member in view.members if member.id == node.membership.member]
-        node.membership.become(replace(view, number=view.number + 1000, members=tuple(left), replicas=1))
+        node.membership.become(
+            replace(view, number=view.number + 1000, members=tuple(left), replicas=1)
+        )
 
 
 def settle(node: Node, sessions: int | None = 0) -> None:
     """Waits until nothing is being read or written and `sessions` sessions are left (None: any
-    number); then nothing may have leaked. Idle bulk connections are sessions too."""
+    number); then nothing may have leaked. Idle bulk connections are sessions too.
+    """
 
     def quiet() -> bool:
         tier = node.tier
-        return not (tier.held_count or tier.writing_count) and sessions in (None, node.sessions.count)
+        return not (tier.held_count or tier.writing_count) and sessions in (
+            None,
+            node.sessions.count,
+        )
 
     end = time.monotonic() + 60.0
     while not quiet() and time.monotonic() < end:
         threading.Event().wait(0.01)
     tier = node.tier
-    assert quiet(), f"{tier.held_count=} {tier.writing_count=} {node.sessions.count=}, wanted {sessions}"
+    assert quiet(), (
+        f"{tier.held_count=} {tier.writing_count=} {node.sessions.count=}, wanted {sessions}"
+    )
     assert node.check() == []
 
 
@@ -97,7 +114,9 @@ class Raw(FrameSocket):
         return self.reply()[0]
 
     def ending(self) -> pb.Error | None:
-        """The one error that the node says before it closes the connection, or None if it just closed."""
+        """The one error that the node says before it closes the connection, or None if it just
+        closed.
+        """
         try:
             reply = self.reply()[0]
         except ConnectionError:
@@ -117,7 +136,9 @@ class Bystander:
         self._evicting = evicting
         self._pages = Pages("bystander")
         address = f"127.0.0.1:{node.grpc.port}"
-        self._client = Client(ClientConfig(address, wire="bulk", timeout_s=30.0, connect_timeout_s=20.0))
+        self._client = Client(
+            ClientConfig(address, wire="bulk", timeout_s=30.0, connect_timeout_s=20.0)
+        )
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.rounds = 0

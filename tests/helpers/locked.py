@@ -30,4 +30,8 @@ def flip(path: Path, offset: int) -> None:
 def pieces(pages: Any, keys: list[bytes], nbytes: int = 64) -> list[bytes]:
     """Of the plain bytes of pages: from their begin, their middle and their end."""
     contents = [pages.content(key) for key in keys]
-    return [content[at : at + nbytes] for content in contents for at in (0, len(content) // 2, len(content) - nbytes)]
+    return [
+        content[at : at + nbytes]
+        for content in contents
+        for at in (0, len(content) // 2, len(content) - nbytes)
+    ]

@@ -1,5 +1,7 @@
-"""What `deploy/kubernetes` says, composed as Kustomize composes it, as far as we use that. It takes no `kubectl`:
-`test_rendered.py` compares both."""
+"""What `deploy/kubernetes` says, composed as Kustomize composes it, as far as we use that.
+
+It takes no `kubectl`: `test_rendered.py` compares both.
+"""
 
 import functools
 import re
@@ -38,7 +40,10 @@ class Overlay:
 
 
 class Workload:
-    """Pods of a kind. Variables as the node's container has them, with what Kubernetes fills in filled in."""
+    """Pods of a kind.
+
+    Variables as the node's container has them, with what Kubernetes fills in filled in.
+    """
 
     def __init__(self, overlay: Overlay, manifest: Manifest) -> None:
         self.overlay, self.manifest = overlay, manifest
@@ -80,13 +85,18 @@ class Workload:
             assert "subPath" not in mount, "a kubelet does not replace what lies there"
             for source in volumes.get(mount["name"], {}).get("projected", {}).get("sources", []):
                 for item in source["secret"]["items"]:
-                    found[f"{mount['mountPath']}/{item['path']}"] = (source["secret"]["name"], item["key"])
+                    found[f"{mount['mountPath']}/{item['path']}"] = (
+                        source["secret"]["name"],
+                        item["key"],
+                    )
         return found
 
     @property
     def needed(self) -> set[tuple[str, str]]:
         """Those of secrets without which the pod does not start."""
-        sources = (source["secret"] for volume in self.pod["volumes"] for source in _sources(volume))
+        sources = (
+            source["secret"] for volume in self.pod["volumes"] for source in _sources(volume)
+        )
         return {
             (secret["name"], item["key"])
             for secret in sources
@@ -118,7 +128,9 @@ def _composed(folder: Path) -> tuple[list[Manifest], dict[str, str], dict[str, s
         below, known, _ = _composed((folder / base).resolve())
         manifests += below
         settings |= known
-    manifests += [some for name in kustomization.get("resources", []) for some in read(folder / name)]
+    manifests += [
+        some for name in kustomization.get("resources", []) for some in read(folder / name)
+    ]
     for name in kustomization.get("patchesStrategicMerge", []):
         for patch in read(folder / name):
             place = next(number for number, some in enumerate(manifests) if _is(some, patch))
@@ -126,18 +138,27 @@ def _composed(folder: Path) -> tuple[list[Manifest], dict[str, str], dict[str, s
     for generator in kustomization.get("configMapGenerator", []):
         assert generator["name"] == "kvstore-settings"
         settings |= dict(literal.split("=", 1) for literal in generator["literals"])
-    images = {some["name"]: f"{some['newName']}:{some['newTag']}" for some in kustomization.get("images", [])}
+    images = {
+        some["name"]: f"{some['newName']}:{some['newTag']}"
+        for some in kustomization.get("images", [])
+    }
     return manifests, settings, images
 
 
 def _is(manifest: Manifest, patch: Manifest) -> bool:
-    return bool(manifest["kind"] == patch["kind"] and manifest["metadata"]["name"] == patch["metadata"]["name"])
+    return bool(
+        manifest["kind"] == patch["kind"]
+        and manifest["metadata"]["name"] == patch["metadata"]["name"]
+    )
 
 
 def merged(below: Any, patch: Any, field: str = "") -> Any:
     """Containers and variables are found again by their names; any other list is replaced."""
     if isinstance(below, dict) and isinstance(patch, dict):
-        return {**below, **{key: merged(below.get(key), value, key) for key, value in patch.items()}}
+        return {
+            **below,
+            **{key: merged(below.get(key), value, key) for key, value in patch.items()},
+        }
     if field in ("containers", "initContainers", "env") and below:
         patches = {some["name"]: some for some in patch}
         kept = [merged(some, patches.pop(some["name"], {})) for some in below]
@@ -151,4 +172,6 @@ def secrets_told(namespace: str) -> Iterator[tuple[str, str, str]]:
     for line in DOCUMENT.splitlines():
         found = re.match(rf"    kubectl -n {namespace} create secret generic (\S+)", line)
         if found and "--dry-run" not in line:
-            yield from ((found[1], *pair.split("=", 1)) for pair in re.findall(r"--from-file=(\S+)", line))
+            yield from (
+                (found[1], *pair.split("=", 1)) for pair in re.findall(r"--from-file=(\S+)", line)
+            )

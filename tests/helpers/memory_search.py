@@ -9,8 +9,8 @@ BLOCK_NBYTES = 4096
 def without_zeros(memory: bytes) -> bytes:
     """Shorten each run of zero blocks to one block.
 
-    Most of a new memory or file is zeros, in which Python looks for a key that begins with zeros at 0.3 GB/s. Whatever
-    is not longer than a block and was in it is still there.
+    Most of a new memory or file is zeros, in which Python looks for a key that begins with zeros at
+    0.3 GB/s. Whatever is not longer than a block and was in it is still there.
     """
     zeros, kept = bytes(BLOCK_NBYTES), [b""]
     for at in range(0, len(memory), BLOCK_NBYTES):
@@ -36,4 +36,8 @@ def files(directory: Path) -> Iterable[Path]:
 def found_in(directory: Path, needles: Iterable[bytes]) -> list[tuple[bytes, str]]:
     """Which of them lie somewhere in its files, and in which."""
     wanted = list(needles)
-    return [(needle, path.name) for path in files(directory) for needle in found(path.read_bytes(), wanted)]
+    return [
+        (needle, path.name)
+        for path in files(directory)
+        for needle in found(path.read_bytes(), wanted)
+    ]

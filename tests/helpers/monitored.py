@@ -1,4 +1,6 @@
-"""Three members with what docker/first_start.py makes, and traffic of every kind that the dashboard has panels for."""
+"""Three members with what docker/first_start.py makes, and traffic of every kind that the dashboard
+has panels for.
+"""
 
 import contextlib
 import hashlib
@@ -10,15 +12,33 @@ import pytest
 from deployed import program
 from node_fleet import HERE
 
-from kvstore import Client, ClientConfig, Exhausted, Forbidden, Keep, Namespace, PutOutcome, opaque_layout
+from kvstore import (
+    Client,
+    ClientConfig,
+    Exhausted,
+    Forbidden,
+    Keep,
+    Namespace,
+    PutOutcome,
+    opaque_layout,
+)
 from kvstore.identities import add, new_token, token_line
 from kvstore.tools.node_process import NodeProcess
 
 MEMBERS = ("n1", "n2", "n3")
 NBYTES = 32 << 10
-# Of each member, RAM for 256 pages and disk for 512. Of a page there are two: the newest 380 that were put are in RAM,
-# and the newest 760 on disk.
-SIZES = ("--ram-bytes", "8MiB", "--extent-bytes", "1MiB", "--disk-bytes", "16MiB", "--disk-extent-bytes", "1MiB")
+# Of each member, RAM for 256 pages and disk for 512. Of a page there are two: the newest 380 that
+# were put are in RAM, and the newest 760 on disk.
+SIZES = (
+    "--ram-bytes",
+    "8MiB",
+    "--extent-bytes",
+    "1MiB",
+    "--disk-bytes",
+    "16MiB",
+    "--disk-extent-bytes",
+    "1MiB",
+)
 BATCH = 20
 FIRST = range(50 * BATCH)
 ON_DISK = range(-30 * BATCH, -27 * BATCH)  # behind the newest
@@ -34,7 +54,10 @@ class Monitored:
         self.known.mkdir()
         assert program("first_start").main([str(self.known), "n1", "n2", "n3"]) == 0
         self._limited = new_token("team-b")
-        add(self.known / "identities", token_line("limited", self._limited, tenant="team-b", role="write"))
+        add(
+            self.known / "identities",
+            token_line("limited", self._limited, tenant="team-b", role="write"),
+        )
         with (self.known / "identities").open("a") as file:
             file.write("tenant team-b pins=1\n")
         self.ports = {member: HERE.port(0) for member in MEMBERS}
@@ -84,14 +107,35 @@ class Monitored:
             node.kill()
 
     def _start(self, folder: Path, member: str) -> NodeProcess:
-        files = {"tls-cert": "node.pem", "tls-key": "node.key", "tls-ca": "ca.pem", "token-file": "member.token"}
+        files = {
+            "tls-cert": "node.pem",
+            "tls-key": "node.key",
+            "tls-ca": "ca.pem",
+            "token-file": "member.token",
+        }
         files["tls-client-ca"] = "ca.pem"
-        flags = [word for flag, name in files.items() for word in (f"--{flag}", str(self.known / name))]
+        flags = [
+            word for flag, name in files.items() for word in (f"--{flag}", str(self.known / name))
+        ]
         flags += ["--identities", str(self.known / "identities"), "--shm-trust", "default"]
         list_ = ",".join(f"{some}=127.0.0.1:{port}" for some, port in self.ports.items())
-        flags += ["--cluster", f"static:fleet/{list_}", "--member", member, "--port", str(self.ports[member])]
+        flags += [
+            "--cluster",
+            f"static:fleet/{list_}",
+            "--member",
+            member,
+            "--port",
+            str(self.ports[member]),
+        ]
         return NodeProcess(
-            *SIZES, *flags, "--replicas", "2", "--data-dir", str(folder / member), "--log-level", "ERROR"
+            *SIZES,
+            *flags,
+            "--replicas",
+            "2",
+            "--data-dir",
+            str(folder / member),
+            "--log-level",
+            "ERROR",
         )
 
     def _client(self, **settings: Any) -> Client:
@@ -103,7 +147,9 @@ class Monitored:
         return Client(ClientConfig(address, **known, **settings))
 
     def _put(self, client: Client, space: Namespace, numbers: range) -> None:
-        outcomes = client.put(space, keys(numbers), [page(number) for number in numbers], Keep(ack="all"))
+        outcomes = client.put(
+            space, keys(numbers), [page(number) for number in numbers], Keep(ack="all")
+        )
         assert set(outcomes) <= {PutOutcome.STORED, PutOutcome.EXISTS}
 
     def _get(self, client: Client, numbers: "range | list[int]") -> None:

@@ -1,4 +1,6 @@
-"""Hosts of our own on this machine, whose networks can be cut: namespaces on one bridge. Linux, root.
+"""Hosts of our own on this machine, whose networks can be cut: namespaces on one bridge.
+
+Linux, root.
 
 here 10.213.X.1 --- bridge --- 10.213.X.2  first host
                          \\---- 10.213.X.3  second host
@@ -21,13 +23,22 @@ def missing() -> str:
     """What is missing here for hosts of our own; empty: nothing."""
     if os.geteuid():
         return "network namespaces need root"
-    lacking = [f"{program} (Debian: apt-get install {package})" for program, package in PROGRAMS.items()]
-    lacking = [said for said, program in zip(lacking, PROGRAMS, strict=True) if shutil.which(program) is None]
+    lacking = [
+        f"{program} (Debian: apt-get install {package})" for program, package in PROGRAMS.items()
+    ]
+    lacking = [
+        said
+        for said, program in zip(lacking, PROGRAMS, strict=True)
+        if shutil.which(program) is None
+    ]
     return f"missing here: {', '.join(lacking)}" if lacking else ""
 
 
 class Hosts:
-    """`places` for as many nodes, reachable from here. Raises ConfigError saying what is missing."""
+    """`places` for as many nodes, reachable from here.
+
+    Raises ConfigError saying what is missing.
+    """
 
     def __init__(self, count: int) -> None:
         if lacking := missing():
@@ -55,12 +66,27 @@ class Hosts:
             _ip("-n", name, "link", "set", device, "up")
 
     def cut(self, place: Place, *others: str, hears: bool = False, speaks: bool = False) -> None:
-        """From now on what is sent to it is lost unless it `hears`, and what it sends unless it `speaks`; of `others`,
-        without them of everybody."""
-        for chain, device, who, lost in (("INPUT", "-i", "-s", not hears), ("OUTPUT", "-o", "-d", not speaks)):
+        """From now on what is sent to it is lost unless it `hears`, and what it sends unless it
+        `speaks`; of `others`, without them of everybody.
+        """
+        for chain, device, who, lost in (
+            ("INPUT", "-i", "-s", not hears),
+            ("OUTPUT", "-o", "-d", not speaks),
+        ):
             if lost:
                 for some in others or ("0.0.0.0/0",):
-                    _run(*place.inside, "iptables", "-A", chain, device, INSIDE, who, some, "-j", "DROP")
+                    _run(
+                        *place.inside,
+                        "iptables",
+                        "-A",
+                        chain,
+                        device,
+                        INSIDE,
+                        who,
+                        some,
+                        "-j",
+                        "DROP",
+                    )
 
     def heal(self, place: Place) -> None:
         _run(*place.inside, "iptables", "-F")

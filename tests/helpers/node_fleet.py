@@ -28,7 +28,10 @@ ETCD_START_S = 20.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs. `inside`: a command that runs another there; without it, here."""
+    """Where a process runs.
+
+    `inside`: a command that runs another there; without it, here.
+    """
 
     host: str = "127.0.0.1"
     inside: tuple[str, ...] = ()
@@ -44,8 +47,10 @@ HERE = Place()
 
 
 class EtcdProcess:
-    """An etcd with a directory of its own, which a restart finds again. Raises ConfigError if there is no etcd and
-    Unavailable if it does not start."""
+    """An etcd with a directory of its own, which a restart finds again.
+
+    Raises ConfigError if there is no etcd and Unavailable if it does not start.
+    """
 
     def __init__(self, place: Place = HERE, program: str = "etcd") -> None:
         found = shutil.which(program)
@@ -55,8 +60,20 @@ class EtcdProcess:
         url, peers = f"http://{self.address}", f"http://{place.host}:{place.port(ETCD_PORT + 1)}"
         self._directory = tempfile.TemporaryDirectory(prefix="kvstore-etcd-")
         self._command = [*place.inside, found, "--name", NAME, "--data-dir", self._directory.name]
-        self._command += ["--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls", peers]
-        self._command += ["--initial-advertise-peer-urls", peers, "--initial-cluster", f"{NAME}={peers}"]
+        self._command += [
+            "--listen-client-urls",
+            url,
+            "--advertise-client-urls",
+            url,
+            "--listen-peer-urls",
+            peers,
+        ]
+        self._command += [
+            "--initial-advertise-peer-urls",
+            peers,
+            "--initial-cluster",
+            f"{NAME}={peers}",
+        ]
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self.start()
@@ -86,7 +103,9 @@ class EtcdProcess:
 
 
 class Fleet:
-    """Members n1, n2, ... of one cluster, one at each place. `data`: each has a data directory below it.
+    """Members n1, n2, ... of one cluster, one at each place.
+
+    `data`: each has a data directory below it.
 
     `flags` are all members'. They share no memory with anybody: each stands for a host.
     """
@@ -101,7 +120,12 @@ class Fleet:
     ) -> None:
         self.nodes: dict[str, NodeProcess] = {}
         self._places: dict[str, tuple[Place, int]] = {}
-        self._flags = (*flags, "--shm-socket", "none", *(("--replicas", str(replicas)) if replicas > 1 else ()))
+        self._flags = (
+            *flags,
+            "--shm-socket",
+            "none",
+            *(("--replicas", str(replicas)) if replicas > 1 else ()),
+        )
         self.replicas = replicas
         self._etcd = etcd
         self._data = data
@@ -125,7 +149,16 @@ class Fleet:
     def start(self, member: str) -> NodeProcess:
         """Again, after it was killed or stopped: at the same address, with the same data directory."""
         place, port = self._places[member]
-        flags = ["--member", member, "--cluster", self._cluster(), "--host", place.host, "--port", str(port)]
+        flags = [
+            "--member",
+            member,
+            "--cluster",
+            self._cluster(),
+            "--host",
+            place.host,
+            "--port",
+            str(port),
+        ]
         flags += ["--insecure"]  # its hosts are namespaces of this one, or it is this one
         if self._etcd:
             flags += ["--advertise", f"{place.host}:{port}"]
@@ -163,4 +196,6 @@ class Fleet:
     def _cluster(self) -> str:
         if self._etcd:
             return f"etcd://{self._etcd.address}/{NAME}"
-        return f"static:{NAME}/" + ",".join(f"{member}={address}" for member, address in self.addresses.items())
+        return f"static:{NAME}/" + ",".join(
+            f"{member}={address}" for member, address in self.addresses.items()
+        )

@@ -44,7 +44,9 @@ def lightllm(tmp_path: Path, way: Way) -> Namespace:
     if "draft" in way:
         arguments["mtp_draft_model_dir"] = [checkpoint(tmp_path, way["draft"])]
     memory = torch.zeros((4, way.get("nbytes", 4096)), dtype=torch.uint8)
-    return namespace_of(arguments, way.get("variables", {}), identity_of(way.get("options", {})), memory)
+    return namespace_of(
+        arguments, way.get("variables", {}), identity_of(way.get("options", {})), memory
+    )
 
 
 def lmcache(tmp_path: Path, way: Way) -> Namespace:
@@ -57,7 +59,12 @@ def lmcache(tmp_path: Path, way: Way) -> Namespace:
     return Namespace(**{**vars(name.scope), "layout": layout})
 
 
-_KEY: dict[str, Any] = {"model_name": "org/tiny", "kv_rank": 0x02000200, "object_group_id": 0, "chunk_hash": bytes(32)}
+_KEY: dict[str, Any] = {
+    "model_name": "org/tiny",
+    "kv_rank": 0x02000200,
+    "object_group_id": 0,
+    "chunk_hash": bytes(32),
+}
 _NO_MULTIMODAL = [
     {"arguments": {"enable_multimodal": True}},
     {"arguments": {"enable_multimodal": "absent", "disable_vision": False}},
@@ -75,9 +82,17 @@ ADAPTERS = {
                     {"options": {"revision": "2"}},
                     {"arguments": {"weight_version": "2"}},
                 ],
-                "refused": [{"arguments": {"model_dir": "org/unheard-of"}}, {"arguments": {"enable_rl": True}}],
+                "refused": [
+                    {"arguments": {"model_dir": "org/unheard-of"}},
+                    {"arguments": {"enable_rl": True}},
+                ],
             },
-            "dtype": {"namespace": [{"arguments": {"data_type": "float16"}}, {"config": {"dtype": "float16"}}]},
+            "dtype": {
+                "namespace": [
+                    {"arguments": {"data_type": "float16"}},
+                    {"config": {"dtype": "float16"}},
+                ]
+            },
             "quantisation": {
                 "namespace": [
                     {"arguments": {"quant_type": "fp8w8a8"}},
@@ -92,10 +107,15 @@ ADAPTERS = {
                     {"kv_quant_calibration_config_path": "scales 2"},
                 ]
             },
-            "layout": {"namespace": [{"arguments": {"cpu_cache_token_page_size": 32}}, {"nbytes": 8192}]},
+            "layout": {
+                "namespace": [{"arguments": {"cpu_cache_token_page_size": 32}}, {"nbytes": 8192}]
+            },
             "backend": {"no": [{"arguments": {"llm_prefill_att_backend": ["flashinfer"]}}]},
             "RoPE scaling": {
-                "namespace": [{"config": {"rope_scaling": YARN}}, {"variables": {"LIGHTLLM_NTK_ALPHA": "2"}}],
+                "namespace": [
+                    {"config": {"rope_scaling": YARN}},
+                    {"variables": {"LIGHTLLM_NTK_ALPHA": "2"}},
+                ],
                 "no": [{"arguments": {"max_req_total_len": 131072}}],
             },
             "ranks": {
@@ -105,7 +125,9 @@ ADAPTERS = {
                 ],
                 "no": [{"arguments": {"tp": 4}}],
             },
-            "LoRA": {"no": "tests/engines/lightllm/test_arguments.py::test_lightllm_serves_no_lora"},
+            "LoRA": {
+                "no": "tests/engines/lightllm/test_arguments.py::test_lightllm_serves_no_lora"
+            },
             "salts": {"namespace": [{"options": {"tenant": "b"}}, {"options": {"salt": "x"}}]},
             "multimodal": {"refused": _NO_MULTIMODAL},
             "draft layers": {
@@ -122,17 +144,32 @@ ADAPTERS = {
         lmcache,
         {
             "model": {"namespace": [{"key": {"model_name": "org/other"}}]},
-            "weights": {"namespace": [{"options": {"revision": "r2"}}], "refused": [{"options": {"revision": ""}}]},
-            "dtype": {"namespace": [{"dtype": torch.float16}, {"options": {"kv_format": "vllm 0.33 fp16"}}]},
+            "weights": {
+                "namespace": [{"options": {"revision": "r2"}}],
+                "refused": [{"options": {"revision": ""}}],
+            },
+            "dtype": {
+                "namespace": [
+                    {"dtype": torch.float16},
+                    {"options": {"kv_format": "vllm 0.33 fp16"}},
+                ]
+            },
             "quantisation": {"namespace": [{"options": {"kv_format": "vllm 0.33 bf16 w=fp8"}}]},
             "KV dtype": {
-                "namespace": [{"dtype": torch.uint8}, {"options": {"kv_format": "vllm 0.33 bf16 kv=fp8_e5m2"}}],
+                "namespace": [
+                    {"dtype": torch.uint8},
+                    {"options": {"kv_format": "vllm 0.33 bf16 kv=fp8_e5m2"}},
+                ],
                 "refused": [{"options": {"kv_format": ""}}],
             },
             "layout": {"namespace": [{"shape": (2, 4, 32, 4)}, {"key": {"object_group_id": 1}}]},
             "backend": {"namespace": [{"options": {"kv_format": "vllm 0.33 bf16 FLASHINFER"}}]},
-            "RoPE scaling": {"namespace": [{"options": {"kv_format": "vllm 0.33 bf16 max_model_len=131072"}}]},
-            "ranks": {"namespace": [{"key": {"kv_rank": 0x02010201}}, {"key": {"kv_rank": 0x04000400}}]},
+            "RoPE scaling": {
+                "namespace": [{"options": {"kv_format": "vllm 0.33 bf16 max_model_len=131072"}}]
+            },
+            "ranks": {
+                "namespace": [{"key": {"kv_rank": 0x02010201}}, {"key": {"kv_rank": 0x04000400}}]
+            },
             "LoRA": {"nobody": [{"key": {}}]},
             "salts": {
                 "namespace": [

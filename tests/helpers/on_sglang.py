@@ -26,7 +26,9 @@ def served(tmp_path: Path, way: Way) -> tuple[Identity, dict[str, Any]]:
             load_format="auto",
             weight_version="default",
             lora_paths=None,
-            speculative_draft_model_path=checkpoint(tmp_path, way["draft"]) if "draft" in way else None,
+            speculative_draft_model_path=checkpoint(tmp_path, way["draft"])
+            if "draft" in way
+            else None,
             speculative_draft_model_revision=None,
         )
     )
@@ -37,13 +39,26 @@ def served(tmp_path: Path, way: Way) -> tuple[Identity, dict[str, Any]]:
     if "lora" in way:
         args.args.lora_paths = [f"french={checkpoint(tmp_path, way['lora'])}"]
     config = {**CONFIG, **way.get("config", {})}
-    return weights(identity_of(way.get("options", {})), args.args, config, native=lambda: way.get("native", True))
+    return weights(
+        identity_of(way.get("options", {})),
+        args.args,
+        config,
+        native=lambda: way.get("native", True),
+    )
 
 
 class MHAHost:
     """A host pool with heads."""
 
-    layout, dtype, head_num, start_layer, end_layer, layer_num, target_layer_num = "page_first", "bf16", 2, 0, 2, 2, 2
+    layout, dtype, head_num, start_layer, end_layer, layer_num, target_layer_num = (
+        "page_first",
+        "bf16",
+        2,
+        0,
+        2,
+        2,
+        2,
+    )
 
 
 class MLAHost:
@@ -59,9 +74,20 @@ def page(way: Way) -> PageLayout:
 
 def hicache(tmp_path: Path, way: Way) -> Namespace:
     identity, facts = served(tmp_path, way)
-    engine = tree(tp_rank=0, tp_size=2, pp_rank=0, pp_size=2, attn_cp_rank=0, attn_cp_size=2, is_mla_model=False)
+    engine = tree(
+        tp_rank=0,
+        tp_size=2,
+        pp_rank=0,
+        pp_size=2,
+        attn_cp_rank=0,
+        attn_cp_size=2,
+        is_mla_model=False,
+    )
     host = way.get("host", MHAHost)()
-    changed(tree(engine=engine, host=host), {name: way[name] for name in way if name.startswith(("engine.", "host."))})
+    changed(
+        tree(engine=engine, host=host),
+        {name: way[name] for name in way if name.startswith(("engine.", "host."))},
+    )
     return pool_namespace(identity, facts, engine, way.get("pool", "kv"), host, page(way))
 
 
@@ -74,7 +100,13 @@ def linker(tmp_path: Path, way: Way) -> Namespace:
 
 
 BOTH: dict[str, dict[str, Any]] = {
-    "model": {"namespace": [{"name": "other"}, {"config": {"num_hidden_layers": 3}}, {"options": {"model": "mine"}}]},
+    "model": {
+        "namespace": [
+            {"name": "other"},
+            {"config": {"num_hidden_layers": 3}},
+            {"options": {"model": "mine"}},
+        ]
+    },
     "weights": {
         "namespace": [
             {"weights": b"retrained"},
@@ -127,7 +159,13 @@ ADAPTERS = {
         hicache,
         {
             **BOTH,
-            "KV dtype": {"namespace": [{"args.kv_cache_dtype": "fp8_e4m3"}, {"host.dtype": "fp8"}, {"scales": "1.0"}]},
+            "KV dtype": {
+                "namespace": [
+                    {"args.kv_cache_dtype": "fp8_e4m3"},
+                    {"host.dtype": "fp8"},
+                    {"scales": "1.0"},
+                ]
+            },
             "layout": {
                 "namespace": [
                     {"host.layout": "page_head"},
@@ -160,7 +198,11 @@ ADAPTERS = {
         {
             **BOTH,
             "KV dtype": {
-                "namespace": [{"args.kv_cache_dtype": "fp8_e4m3"}, {"pool_dtype": torch.float16}, {"scales": "1.0"}]
+                "namespace": [
+                    {"args.kv_cache_dtype": "fp8_e4m3"},
+                    {"pool_dtype": torch.float16},
+                    {"scales": "1.0"},
+                ]
             },
             "layout": {"namespace": [{"page": 32}, {"nbytes": 8192}]},
             "ranks": {

@@ -58,7 +58,9 @@ def multimodal() -> Any:
 
 
 def encoder_decoder() -> Any:
-    return T5ForConditionalGeneration(T5Config(vocab_size=128, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=128, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    )
 
 
 def with_attribute(name: str, value: Any, of: Callable[[Any], Any] = lambda model: model) -> Any:
@@ -70,7 +72,9 @@ def with_attribute(name: str, value: Any, of: Callable[[Any], Any] = lambda mode
 def namespace(tmp_path: Path, way: Way) -> Namespace:
     del tmp_path
     model = way["model"]() if "model" in way else tiny(**way.get("config", {}))
-    return namespace_of(model, way.get("name", "org/tiny"), way.get("revision"), way.get("page", 16))
+    return namespace_of(
+        model, way.get("name", "org/tiny"), way.get("revision"), way.get("page", 16)
+    )
 
 
 CACHES = "tests/gpu_agent/test_transformers.py::"
@@ -81,7 +85,11 @@ CLAIMS: dict[str, dict[str, Any]] = {
     "dtype": {"namespace": [{"config": {"dtype": torch.bfloat16}}]},
     "quantisation": {
         "namespace": [
-            {"model": lambda: with_attribute("quantization_config", {"bits": 4}, lambda model: model.config)},
+            {
+                "model": lambda: with_attribute(
+                    "quantization_config", {"bits": 4}, lambda model: model.config
+                )
+            },
         ]
     },
     "layout": {"namespace": [{"page": 32}, {"config": {"head_dim": 16}}]},
@@ -92,7 +100,11 @@ CLAIMS: dict[str, dict[str, Any]] = {
             {"config": rope(DYNAMIC)},
             {"config": rope(LONGROPE)},
             {"revision": "r1", "config": rope(DYNAMIC)},
-            {"model": lambda: with_attribute("rope_type", "dynamic", lambda model: model.model.rotary_emb)},
+            {
+                "model": lambda: with_attribute(
+                    "rope_type", "dynamic", lambda model: model.model.rotary_emb
+                )
+            },
             {"model": lambda: with_attribute("use_dynamic_ntk", True, lambda model: model.config)},
         ],
     },
@@ -108,7 +120,11 @@ CLAIMS: dict[str, dict[str, Any]] = {
         "refused": [
             {"model": multimodal},
             {"model": encoder_decoder},
-            {"model": lambda: with_attribute("use_bidirectional_attention", True, lambda model: model.config)},
+            {
+                "model": lambda: with_attribute(
+                    "use_bidirectional_attention", True, lambda model: model.config
+                )
+            },
         ]
     },
 }

@@ -52,7 +52,9 @@ def config(tmp_path: Path, way: Way) -> Any:
         attention_config=tree(backend=None),
         lora_config=None,
         speculative_config=way.get("draft") and draft(checkpoint(tmp_path, way["draft"])),
-        compilation_config=tree(static_forward_context=dict.fromkeys(("0", "1"), layer(way.get("backend", "FLASH")))),
+        compilation_config=tree(
+            static_forward_context=dict.fromkeys(("0", "1"), layer(way.get("backend", "FLASH")))
+        ),
     )
     return changed(usual, way)
 
@@ -81,7 +83,9 @@ def connector(tmp_path: Path, way: Way) -> Namespace:
         raise ConfigError(f"kvstore: nothing is saved or loaded: this engine has {reason}")
     caches = tree(kv_cache_groups=[group])
     pools: list[Any] = [tree(layout=layout)]
-    (found,) = namespaces(made, caches, identity_of(way.get("options", {})), pools, ranks, 1, way.get("seed", "none"))
+    (found,) = namespaces(
+        made, caches, identity_of(way.get("options", {})), pools, ranks, 1, way.get("seed", "none")
+    )
     assert found is not None
     return found
 
@@ -101,7 +105,10 @@ def tier(tmp_path: Path, way: Way) -> Namespace:
         cache=tree(blocks_per_chunk=1, tokens_per_hash=16),
         groups=[tree(group_id=0, tokens_per_block=16, layer_names=("0", "1"))],
     )
-    changed(tree(offloading=offloading), {name: way[name] for name in way if name.startswith("offloading.")})
+    changed(
+        tree(offloading=offloading),
+        {name: way[name] for name in way if name.startswith("offloading.")},
+    )
     return tier_namespace(offloading, identity, facts, way.get("row", 8192))
 
 
@@ -110,7 +117,13 @@ BY_ARRIVAL = {
     "cache_config.enable_prefix_caching": 0,
 }
 BOTH: dict[str, dict[str, Any]] = {
-    "model": {"namespace": [{"name": "other"}, {"config": {"num_hidden_layers": 3}}, {"options": {"model": "mine"}}]},
+    "model": {
+        "namespace": [
+            {"name": "other"},
+            {"config": {"num_hidden_layers": 3}},
+            {"options": {"model": "mine"}},
+        ]
+    },
     "weights": {
         "namespace": [
             {"weights": b"retrained"},
@@ -141,7 +154,10 @@ BOTH: dict[str, dict[str, Any]] = {
             {"config": {"rope_scaling": DYNAMIC}},
         ],
         "refused": [
-            {"config": {"rope_scaling": kind}, "model_config.using_transformers_backend": lambda: True}
+            {
+                "config": {"rope_scaling": kind},
+                "model_config.using_transformers_backend": lambda: True,
+            }
             for kind in (DYNAMIC, LONGROPE)
         ],
     },
@@ -186,11 +202,22 @@ ADAPTERS = {
             },
             "LoRA": {"hash": HASHES + "test_a_lora_is_in_the_hash_by_name_and_path"},
             "salts": {
-                "namespace": [{"options": {"tenant": "b"}}, {"options": {"salt": "x"}}, {"seed": "7"}],
-                "hash": ENGINE_TESTS + "test_configurations.py::test_a_salted_request_finds_only_its_own_salt",
+                "namespace": [
+                    {"options": {"tenant": "b"}},
+                    {"options": {"salt": "x"}},
+                    {"seed": "7"},
+                ],
+                "hash": ENGINE_TESTS
+                + "test_configurations.py::test_a_salted_request_finds_only_its_own_salt",
             },
             "multimodal": {
-                "namespace": [{"model_config.multimodal_config": images(mm_processor_kwargs={"max_pixels": 9})}],
+                "namespace": [
+                    {
+                        "model_config.multimodal_config": images(
+                            mm_processor_kwargs={"max_pixels": 9}
+                        )
+                    }
+                ],
                 "hash": HASHES + "test_an_image_is_in_the_hash_by_its_content",
                 "refused": [BY_ARRIVAL],
             },
@@ -201,7 +228,10 @@ ADAPTERS = {
         {
             **BOTH,
             "KV dtype": {
-                "namespace": [{"offloading.model.dtype": "fp8"}, {"cache_config.kv_cache_dtype_skip_layers": ["0"]}],
+                "namespace": [
+                    {"offloading.model.dtype": "fp8"},
+                    {"cache_config.kv_cache_dtype_skip_layers": ["0"]},
+                ],
                 "refused": [{"cache_config.calculate_kv_scales": True}],
             },
             "layout": {
@@ -211,7 +241,11 @@ ADAPTERS = {
                     {"offloading.replicated_layout": True},
                     {"offloading.cache.blocks_per_chunk": 2},
                     {"offloading.cache.tokens_per_hash": 8},
-                    {"offloading.groups": [tree(group_id=0, tokens_per_block=16, layer_names=("0",))]},
+                    {
+                        "offloading.groups": [
+                            tree(group_id=0, tokens_per_block=16, layer_names=("0",))
+                        ]
+                    },
                     {"row": 16384},
                 ]
             },
@@ -223,7 +257,9 @@ ADAPTERS = {
                 ]
             },
             "ranks": {
-                "namespace": [{f"offloading.parallel.{kind}_size": 2} for kind in ("tp", "pp", "pcp", "dcp")],
+                "namespace": [
+                    {f"offloading.parallel.{kind}_size": 2} for kind in ("tp", "pp", "pcp", "dcp")
+                ],
             },
             "LoRA": {
                 "hash": HASHES + "test_a_lora_is_in_the_hash_by_name_and_path",
@@ -234,7 +270,13 @@ ADAPTERS = {
                 "hash": HASHES + "test_a_salt_is_in_the_hash",
             },
             "multimodal": {
-                "namespace": [{"model_config.multimodal_config": images(mm_processor_kwargs={"max_pixels": 9})}],
+                "namespace": [
+                    {
+                        "model_config.multimodal_config": images(
+                            mm_processor_kwargs={"max_pixels": 9}
+                        )
+                    }
+                ],
                 "hash": HASHES + "test_an_image_is_in_the_hash_by_its_content",
                 "refused": [BY_ARRIVAL],
             },

@@ -1,5 +1,6 @@
-"""A plugin of pytest (`make test-tls`): tests that know nothing of TLS, with every node of theirs in this process,
-every client and every raw connection over it."""
+"""A plugin of pytest (`make test-tls`): tests that know nothing of TLS, with every node of theirs
+in this process, every client and every raw connection over it.
+"""
 
 import socket
 import tempfile
@@ -19,7 +20,9 @@ FOLDER = tempfile.TemporaryDirectory()
 AUTHORITY = Authority.found(Path(FOLDER.name), "ours", 2)
 AUTHORITY.node("node", HERE, 2)
 FILES = pair(AUTHORITY, "node")
-ROOTS, KEY, CERTIFICATE = (Path(path).read_bytes() for path in (AUTHORITY.path, FILES["tls_key"], FILES["tls_cert"]))
+ROOTS, KEY, CERTIFICATE = (
+    Path(path).read_bytes() for path in (AUTHORITY.path, FILES["tls_key"], FILES["tls_cert"])
+)
 
 
 def always(config: Any, **settings: str) -> None:
@@ -35,7 +38,9 @@ def always(config: Any, **settings: str) -> None:
 
 
 def channel(target: str, options: Any = None) -> grpc.Channel:
-    return grpc.secure_channel(target, grpc.ssl_channel_credentials(ROOTS, KEY, CERTIFICATE), options)
+    return grpc.secure_channel(
+        target, grpc.ssl_channel_credentials(ROOTS, KEY, CERTIFICATE), options
+    )
 
 
 def over_tls(raw: Any) -> Any:
@@ -47,7 +52,11 @@ def over_tls(raw: Any) -> Any:
         self.arm(60.0)
         self.handshake()
 
-    own = {name: what for name, what in vars(raw).items() if name in ("request", "reply", "ask", "ending")}
+    own = {
+        name: what
+        for name, what in vars(raw).items()
+        if name in ("request", "reply", "ask", "ending")
+    }
     return type("Raw", (TlsFrameSocket,), {**own, "__init__": begin})
 
 

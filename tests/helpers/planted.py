@@ -1,7 +1,7 @@
 """Nodes whose keeper is a process, with faults planted in it.
 
-By a `sitecustomize` that the processes of a node find on their path: it wraps the calls of the disk, and looks
-into a file for what to do at which of them.
+By a `sitecustomize` that the processes of a node find on their path: it wraps the calls of the
+disk, and looks into a file for what to do at which of them.
 """
 
 import contextlib
@@ -12,7 +12,12 @@ from node.disk.io_process import ProcessStorage
 from node.server import Node
 
 SMALL: dict[str, Any] = {
-    **{"ram_nbytes": 1 << 20, "extent_nbytes": 64 << 10, "disk_nbytes": 2 << 20, "disk_extent_nbytes": 64 << 10},
+    **{
+        "ram_nbytes": 1 << 20,
+        "extent_nbytes": 64 << 10,
+        "disk_nbytes": 2 << 20,
+        "disk_extent_nbytes": 64 << 10,
+    },
     **{"scrub_nbytes_per_s": 0, "flush_s": 10.0, "drain_s": 0.3, "log_level": "ERROR"},
 }
 PORTS: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
@@ -80,7 +85,9 @@ class Fault:
         (self.sitecustomize / "sitecustomize.py").write_text(PLANT.format(path=str(self._path)))
 
     def plant(self, phase: str, action: str) -> None:
-        """`action`: "kill", "hang" or "wait" until it is cleared, or microseconds that the call takes longer."""
+        """`action`: "kill", "hang" or "wait" until it is cleared, or microseconds that the call
+        takes longer.
+        """
         with open(self._path, "r+b", buffering=0) as file:
             file.write(f"{phase} {action}".ljust(99).encode())
 
@@ -100,7 +107,10 @@ def keeper_of(node: Node) -> int:
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    return [f"--{name.replace('nbytes', 'bytes').replace('_', '-')}={value}" for name, value in settings.items()]
+    return [
+        f"--{name.replace('nbytes', 'bytes').replace('_', '-')}={value}"
+        for name, value in settings.items()
+    ]
 
 
 def children(pid: int) -> list[int]:

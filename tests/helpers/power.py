@@ -1,22 +1,23 @@
-"""Power-loss harness: records what a disk tier asks of its files, and looks at what is left wherever the power may go.
+"""Power-loss harness: records what a disk tier asks of its files, and looks at what is left
+wherever the power may go.
 
     python tests/helpers/power.py --runs 50        KVSTORE_SEED=... repeats a choice of operations
 
 Per run: a RAM and a disk tier in this process, on a file layer and rows that are recorded, and
-`THREADS` threads that put (durable or not), put again, remove and flush pages; then it is killed, and a
-second one goes on with the same files. Or there is one only, and now and then a sync fails, and loses
-what it was to save.
+`THREADS` threads that put (durable or not), put again, remove and flush pages; then it is killed,
+and a second one goes on with the same files. Or there is one only, and now and then a sync fails,
+and loses what it was to save.
 
-For many moments of this the files are made as the power may leave them (`recorded.py`). A tier opens that, with
-RocksDB's own recovery. What must hold:
+For many moments of this the files are made as the power may leave them (`recorded.py`). A tier
+opens that, with RocksDB's own recovery. What must hold:
 
     every page that is found             has exactly bytes that were put under its key, no older than
     acknowledged, durable or flushed     what was found then, which is found, unless it was removed since
     removed, then flushed                is not found
     check(), rows                        have nothing to say
 
-RocksDB is trusted in two points: it appends to one log here (this is checked), and what it
-recovers when it is opened is on the medium then (`test_rows_of_a_killed_run_are_in_a_synced_table`).
+RocksDB is trusted in two points: it appends to one log here (this is checked), and what it recovers
+when it is opened is on the medium then (`test_rows_of_a_killed_run_are_in_a_synced_table`).
 """
 
 import argparse
@@ -57,8 +58,9 @@ class Run:
     """Two lives on one directory, and what power losses leave of them."""
 
     def __init__(self, root: Path, seed: str, number: int) -> None:
-        """The fourth of four is on a disk too small for its pages; every other one has syncs that fail; the second of
-        three is encrypted."""
+        """The fourth of four is on a disk too small for its pages; every other one has syncs that
+        fail; the second of three is encrypted.
+        """
         self._root, self._seed = root, seed
         self.rng = random.Random(seed)
         self._record = Record()
@@ -67,7 +69,9 @@ class Run:
         self._faults, self.lives = (FAULTS, 1) if number % 2 else (0.0, 2)
         self._vault = Locked(bytes(range(32))) if number % 3 == 1 else PLAIN
         self._disk_nbytes = TIGHT_NBYTES if self._evicting else ROOMY_NBYTES
-        keys = [self.rng.randbytes(self.rng.choice([16, 32])) for _ in range(THREADS * KEYS_OF_A_THREAD)]
+        keys = [
+            self.rng.randbytes(self.rng.choice([16, 32])) for _ in range(THREADS * KEYS_OF_A_THREAD)
+        ]
         self._histories = [History(key) for key in keys]
         self._eras: list[Era] = []
         self.counts: Counter[str] = Counter()
@@ -86,7 +90,9 @@ class Run:
             history.done.append(Stored(version, record.now()))
         life.start()
         mine = [self._histories[i::THREADS] for i in range(THREADS)]
-        loads = [Load(life, record, some, f"{self._seed} {number} {i}") for i, some in enumerate(mine)]
+        loads = [
+            Load(life, record, some, f"{self._seed} {number} {i}") for i, some in enumerate(mine)
+        ]
         for load in loads:
             load.thread.start()
         end, end_s = record.moment + moments, time.monotonic() + LIFE_S_MAX
@@ -130,7 +136,9 @@ class Run:
         """At so many moments, spread over both lives."""
         for number in range(count):
             era = self._eras[number % len(self._eras)]
-            share = self.rng.random() ** self.rng.choice([1, 3])  # what a life does first is worth a closer look
+            share = self.rng.random() ** self.rng.choice(
+                [1, 3]
+            )  # what a life does first is worth a closer look
             moment = era.opened + int(share * (era.ended - era.opened))
             target = self._root / f"image {number}"
             target.mkdir()
@@ -155,9 +163,13 @@ class Run:
             life.close()
 
     def _check(self, history: History, version: int, when: str, moment: int | None = None) -> None:
-        allowed = history.allowed(self._record.moment + 1 if moment is None else moment, self._evicting)
+        allowed = history.allowed(
+            self._record.moment + 1 if moment is None else moment, self._evicting
+        )
         if version not in allowed:
-            raise Failure(f"{when}: version {version} under {history.key.hex()[:16]}, allowed {sorted(allowed)}")
+            raise Failure(
+                f"{when}: version {version} under {history.key.hex()[:16]}, allowed {sorted(allowed)}"
+            )
         self.counts["found"] += version > 0
         self.counts["promised"] += 0 not in allowed
         self.counts["gone"] += allowed == {0}
@@ -165,7 +177,11 @@ class Run:
 
 def _contents(rows: Path) -> dict[str, bytes]:
     """All of RocksDB's files but its logs, of rows and of words."""
-    return {p.name: p.read_bytes() for p in rows.iterdir() if p.suffix != ".log" and not p.name.startswith("LOG")}
+    return {
+        p.name: p.read_bytes()
+        for p in rows.iterdir()
+        if p.suffix != ".log" and not p.name.startswith("LOG")
+    }
 
 
 def play(root: Path, seed: str, number: int, moments: int, images: int) -> Counter[str]:
@@ -178,18 +194,29 @@ def play(root: Path, seed: str, number: int, moments: int, images: int) -> Count
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Loses power at random moments and checks what is left.")
+    parser = argparse.ArgumentParser(
+        description="Loses power at random moments and checks what is left."
+    )
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--images", type=int, default=100, help="power losses of each run")
-    parser.add_argument("--moments", type=int, default=1500, help="what happens at most in one life")
-    parser.add_argument("--dir", help="where to put files (default: a temporary directory, in memory if there is one)")
+    parser.add_argument(
+        "--moments", type=int, default=1500, help="what happens at most in one life"
+    )
+    parser.add_argument(
+        "--dir",
+        help="where to put files (default: a temporary directory, in memory if there is one)",
+    )
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)  # tiers tell of each torn page, and of each kill
     writer.IDLE_S, tier.SYNC_PAGES = 0.02, 30  # so that each comes to pass within a short life
     seed = int(os.environ.get("KVSTORE_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"KVSTORE_SEED={seed}", flush=True)
     where = arguments.dir or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-    root, counts, started = Path(tempfile.mkdtemp(prefix="kvstore-power-", dir=where)), Counter[str](), time.monotonic()
+    root, counts, started = (
+        Path(tempfile.mkdtemp(prefix="kvstore-power-", dir=where)),
+        Counter[str](),
+        time.monotonic(),
+    )
     for number in range(arguments.runs):
         place = root / str(number)
         place.mkdir()

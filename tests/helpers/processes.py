@@ -22,8 +22,12 @@ def state(pid: int) -> str:
 
 def children(pid: int) -> list[int]:
     """Of a process, and theirs."""
-    found = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], check=True, capture_output=True, text=True).stdout
-    parents = {int(child): int(parent) for child, parent in (line.split() for line in found.splitlines())}
+    found = subprocess.run(
+        ["ps", "-e", "-o", "pid=,ppid="], check=True, capture_output=True, text=True
+    ).stdout
+    parents = {
+        int(child): int(parent) for child, parent in (line.split() for line in found.splitlines())
+    }
     mine = [child for child, parent in parents.items() if parent == pid]
     return mine + [grandchild for child in mine for grandchild in children(child)]
 
@@ -31,5 +35,7 @@ def children(pid: int) -> list[int]:
 def wait_gone(pids: Sequence[int]) -> None:
     end = time.monotonic() + GONE_S
     while not all(map(gone, pids)):
-        assert time.monotonic() < end, f"{[pid for pid in pids if not gone(pid)]} of {pids} still live"
+        assert time.monotonic() < end, (
+            f"{[pid for pid in pids if not gone(pid)]} of {pids} still live"
+        )
         time.sleep(0.05)

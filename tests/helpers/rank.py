@@ -1,4 +1,7 @@
-"""One rank of test_ranks.py: `rank.py RANK JOB`. Prints what it found as JSON."""
+"""One rank of test_ranks.py: `rank.py RANK JOB`.
+
+Prints what it found as JSON.
+"""
 
 import json
 import sys
@@ -56,10 +59,14 @@ def states(rank: int, config: dict[str, Any]) -> dict[str, Any]:
     keys = engine.hashes(TOKENS)
     engine.backup(TOKENS, SLOTS)
     for slot, length in enumerate((3, 6, 9 if rank == 0 else 8)):
-        state = PoolTransfer(name=PoolName.MAMBA, keys=[keys[length - 1]], host_indices=torch.tensor([slot]))
+        state = PoolTransfer(
+            name=PoolName.MAMBA, keys=[keys[length - 1]], host_indices=torch.tensor([slot])
+        )
         assert engine.backend.batch_set_v2([state], extra_info=None) == {PoolName.MAMBA: [True]}
     dist.barrier()
-    asked = PoolTransfer(name=PoolName.MAMBA, keys=keys[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    asked = PoolTransfer(
+        name=PoolName.MAMBA, keys=keys[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES
+    )
     operation = engine.query(TOKENS, [asked])
     engine.detach()
     return {
@@ -93,8 +100,14 @@ def latents(rank: int, config: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     rank, job = int(sys.argv[1]), json.loads(sys.argv[2])
-    scenarios: tuple[Callable[[int, dict[str, Any]], dict[str, Any]], ...] = (heads, states, latents)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{job['port']}", rank=rank, world_size=2)
+    scenarios: tuple[Callable[[int, dict[str, Any]], dict[str, Any]], ...] = (
+        heads,
+        states,
+        latents,
+    )
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{job['port']}", rank=rank, world_size=2
+    )
     found = {}
     with parallel(rank, 2):
         for scenario in scenarios:

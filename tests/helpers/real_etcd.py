@@ -16,7 +16,10 @@ LEASE_S = 2
 
 
 class RealEtcd:
-    """`access`: how the tests themselves reach it. `flags`: of the etcd command."""
+    """`access`: how the tests themselves reach it.
+
+    `flags`: of the etcd command.
+    """
 
     def __init__(self, folder: Path, access: Access = Access(), flags: Sequence[str] = ()) -> None:  # noqa: B008 -- it is frozen
         self._folder = folder
@@ -34,7 +37,12 @@ class RealEtcd:
         ]
         self._command += ["--listen-peer-urls", f"http://127.0.0.1:{peer}"]
         self._command += ["--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}"]
-        self._command += ["--initial-cluster", f"default=http://127.0.0.1:{peer}", "--log-level", "error"]
+        self._command += [
+            "--initial-cluster",
+            f"default=http://127.0.0.1:{peer}",
+            "--log-level",
+            "error",
+        ]
         self._command += flags
         self.start()
 
@@ -59,9 +67,18 @@ class RealEtcd:
     def ctl(self, *words: str) -> str:
         command = ["etcdctl", "--endpoints", self.endpoint]
         if self._access.ca:
-            command += ["--cacert", self._access.ca, "--cert", self._access.cert, "--key", self._access.key]
+            command += [
+                "--cacert",
+                self._access.ca,
+                "--cert",
+                self._access.cert,
+                "--key",
+                self._access.key,
+            ]
         environment = {**os.environ, "ETCDCTL_API": "3"}
-        return subprocess.run([*command, *words], check=True, capture_output=True, text=True, env=environment).stdout
+        return subprocess.run(
+            [*command, *words], check=True, capture_output=True, text=True, env=environment
+        ).stdout
 
 
 def _answers(client: Etcd) -> bool:

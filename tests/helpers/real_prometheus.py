@@ -1,5 +1,6 @@
-"""A Prometheus of the tests' own, as docker/compose.monitoring.yaml starts it: the same command, configuration and
-rules, in other folders, with a shorter interval."""
+"""A Prometheus of the tests' own, as docker/compose.monitoring.yaml starts it: the same command,
+configuration and rules, in other folders, with a shorter interval.
+"""
 
 import contextlib
 import json
@@ -27,7 +28,10 @@ class RealPrometheus:
 
     def query(self, expression: str) -> list[tuple[Labels, float]]:
         """Of a vector what is told now, but for what is no number."""
-        found = [(some["metric"], float(some["value"][1])) for some in self._ask("query", query=expression)["result"]]
+        found = [
+            (some["metric"], float(some["value"][1]))
+            for some in self._ask("query", query=expression)["result"]
+        ]
         return [(labels, value) for labels, value in found if not math.isnan(value)]
 
     def values(self, label: str, metric: str) -> list[str]:
@@ -39,7 +43,9 @@ class RealPrometheus:
         return [rule for group in self._ask("rules")["groups"] for rule in group["rules"]]
 
     def _ask(self, path: str, **words: str) -> Any:
-        with OPENER.open(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(words)}", timeout=60) as answer:
+        with OPENER.open(
+            f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(words)}", timeout=60
+        ) as answer:
             return json.load(answer)["data"]
 
 
@@ -52,7 +58,11 @@ def started(program: str, folder: Path) -> Iterator[RealPrometheus]:
     assert config.read_text().count(INTERVAL[0]) == 2
     config.write_text(config.read_text().replace(*INTERVAL))
     address = f"127.0.0.1:{HERE.port(0)}"
-    places = (("/etc/prometheus", str(folder)), ("=/prometheus", f"={folder}/data"), ("prometheus-web:9090", address))
+    places = (
+        ("/etc/prometheus", str(folder)),
+        ("=/prometheus", f"={folder}/data"),
+        ("prometheus-web:9090", address),
+    )
     command = [program, *composed()["prometheus"]["command"]]
     for place in places:
         command = [word.replace(*place) for word in command]

@@ -60,8 +60,12 @@ def data_dir() -> None:
             locked = {"encrypt_key_file": str(file)} if key else {}
             with contextlib.ExitStack() as ends:
                 node = ends.enter_context(_node(**SETTINGS, data_dir=str(place), **locked))
-                client = ends.enter_context(Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", wire="bulk")))
-                for space, keys, pages in zip((SPACE, LARGE)[: 1 if key else 2], KEYS, PAGES, strict=False):
+                client = ends.enter_context(
+                    Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", wire="bulk"))
+                )
+                for space, keys, pages in zip(
+                    (SPACE, LARGE)[: 1 if key else 2], KEYS, PAGES, strict=False
+                ):
                     client.put(space, keys, pages, Keep(ttl_s=LONG_S, durable=True))
             for pattern in _LEFT_OUT:
                 for path in place.rglob(pattern):

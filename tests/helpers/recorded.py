@@ -1,10 +1,11 @@
-"""What a tier asked of its files, in order, and what a power loss at any moment of that leaves of them.
+"""What a tier asked of its files, in order, and what a power loss at any moment of that leaves of
+them.
 
     recorded   write begins, ends | sync begins, ends, fails | file made, allocated | rows written, synced
 
-What a sync covers is there; of everything else any sectors of 512 bytes are: writes are not in order, and
-may be torn. Rows are a prefix of RocksDB's log, torn too. A file whose directory was not synced may be
-missing, or be as short as it was before it was allocated.
+What a sync covers is there; of everything else any sectors of 512 bytes are: writes are not in
+order, and may be torn. Rows are a prefix of RocksDB's log, torn too. A file whose directory was not
+synced may be missing, or be as short as it was before it was allocated.
 """
 
 import bisect
@@ -26,7 +27,10 @@ class Killed(OSError):
 
 
 class Event(NamedTuple):
-    """`kind`: write, sync, made, allocated, rows, sync rows. `name` of the file or directory."""
+    """`kind`: write, sync, made, allocated, rows, sync rows.
+
+    `name` of the file or directory.
+    """
 
     kind: str
     name: str = ""
@@ -43,7 +47,9 @@ class Record:
         self.begun: dict[int, Event] = {}  # moment -> what began
         self.ended: dict[int, int] = {}  # its end
         self.failed: set[int] = set()
-        self.logs: dict[int, int] = {}  # of rows and their syncs: bytes of the log at the end, or at the beginning
+        self.logs: dict[
+            int, int
+        ] = {}  # of rows and their syncs: bytes of the log at the end, or at the beginning
         self.killed = False
 
     def begin(self, event: Event) -> int:
@@ -114,24 +120,35 @@ class RecordingLayer(FileLayer):
 
 
 class Image:
-    """What a power loss at a moment leaves, of all that was recorded since `base`, in a directory of its own."""
+    """What a power loss at a moment leaves, of all that was recorded since `base`, in a directory
+    of its own.
+    """
 
     def __init__(self, record: Record, moment: int, rng: random.Random) -> None:
         self._record, self._moment, self._rng = record, moment, rng
-        self._luck = rng.choice([0.0, 1.0, rng.random()])  # share of what was not synced that is there
+        self._luck = rng.choice(
+            [0.0, 1.0, rng.random()]
+        )  # share of what was not synced that is there
         self._syncs: dict[str, list[int]] = {}
         for began, event in record.begun.items():
             if event.kind == "sync" and began in record.ended:
                 self._syncs.setdefault(event.name, []).append(began)
 
     def _covered(self, name: str, ended: int | None, is_data: bool = True) -> bool:
-        """Whether a sync of `name` that began after that end has ended. Data that the first one failed to save
-        is saved by none; what a journal has of a file is there with the next one that works."""
+        """Whether a sync of `name` that began after that end has ended.
+
+        Data that the first one failed to save is saved by none; what a journal has of a file is
+        there with the next one that works.
+        """
         syncs, failed = self._syncs.get(name, []), self._record.failed
         place = len(syncs) if ended is None else bisect.bisect(syncs, ended)
         while not is_data and place < len(syncs) and syncs[place] in failed:
             place += 1
-        return place < len(syncs) and syncs[place] not in failed and self._record.ended[syncs[place]] < self._moment
+        return (
+            place < len(syncs)
+            and syncs[place] not in failed
+            and self._record.ended[syncs[place]] < self._moment
+        )
 
     def _lucky(self) -> bool:
         return self._rng.random() < self._luck
@@ -142,7 +159,11 @@ class Image:
         for began, (kind, name, offset, data) in self._record.begun.items():
             if began > self._moment:
                 break
-            if kind == "made" and name[-1].isdigit() and (self._covered("extents", began, False) or self._lucky()):
+            if (
+                kind == "made"
+                and name[-1].isdigit()
+                and (self._covered("extents", began, False) or self._lucky())
+            ):
                 files[name] = bytearray()
             elif (
                 kind == "allocated"
@@ -162,7 +183,9 @@ class Image:
             (target / name).write_bytes(content)
 
     def rows(self, target: Path, rows: Path, log_name: str, opened: int) -> None:
-        """`rows`: a copy of the directory of the life that opened it at moment `opened`, with all of its log."""
+        """`rows`: a copy of the directory of the life that opened it at moment `opened`, with all
+        of its log.
+        """
         shutil.copytree(rows, target / "rows")
         whole = (rows / log_name).read_bytes()
         synced = written = 0
@@ -173,7 +196,13 @@ class Image:
             if is_sync and self._record.ended.get(began, self._moment) < self._moment:
                 synced = max(synced, nbytes)
             written = max(written, nbytes)
-        log = bytearray(whole[: self._rng.choice([synced, written, self._rng.randint(synced, max(synced, written))])])
+        log = bytearray(
+            whole[
+                : self._rng.choice(
+                    [synced, written, self._rng.randint(synced, max(synced, written))]
+                )
+            ]
+        )
         for start in range(synced, len(log), SECTOR_NBYTES):
             if self._rng.random() < 0.1:
                 log[start : start + SECTOR_NBYTES] = bytes(len(log[start : start + SECTOR_NBYTES]))

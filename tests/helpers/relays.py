@@ -1,4 +1,6 @@
-"""Between a client and a real node stands a relay, which a test tells what to do to the bytes of an answer."""
+"""Between a client and a real node stands a relay, which a test tells what to do to the bytes of an
+answer.
+"""
 
 import contextlib
 import select
@@ -19,8 +21,11 @@ QUIET_S = 0.3  # without a byte of the node's: its answer is whole
 
 
 class Relay:
-    """Passes on what client and node say. `pass_on(nbytes, then)`: of what the node says from now on so many bytes,
-    and then `then`: stall (until `go_on`), close, flip a bit of the next ones, or say more than the node did."""
+    """Passes on what client and node say.
+
+    `pass_on(nbytes, then)`: of what the node says from now on so many bytes, and then `then`: stall
+    (until `go_on`), close, flip a bit of the next ones, or say more than the node did.
+    """
 
     def __init__(self, node: tuple[str, int]) -> None:
         self._node = node
@@ -53,7 +58,9 @@ class Relay:
     def _relay(self, source: socket.socket, target: socket.socket, tampering: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(STEP_NBYTES):
-                target.sendall(self._tampered(data, source, target) if tampering and self._then else data)
+                target.sendall(
+                    self._tampered(data, source, target) if tampering and self._then else data
+                )
         for sock in (source, target):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -74,8 +81,12 @@ class Relay:
             return data[left:]
         self._then = ""
         if then == "more":
-            while select.select([source], [], [], QUIET_S)[0] and (rest := source.recv(STEP_NBYTES)):
-                data += rest  # the answer has frames beside the pages: it ends when the node is silent
+            while select.select([source], [], [], QUIET_S)[0] and (
+                rest := source.recv(STEP_NBYTES)
+            ):
+                data += (
+                    rest  # the answer has frames beside the pages: it ends when the node is silent
+                )
             return data + b"more"
         return data[:left] + bytes([data[left] ^ 1]) + data[left + 1 :]
 
@@ -93,7 +104,9 @@ class Relay:
 
 
 @pytest.fixture
-def relayed(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Client, Relay]]:
+def relayed(
+    shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Client, Relay]]:
     """A client whose page bytes come through a relay."""
     relays: list[Relay] = []
 
@@ -103,7 +116,9 @@ def relayed(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Iterat
         return socket.create_connection(relays[0].address)
 
     monkeypatch.setattr(BulkConnector, "_connected", connected)
-    with Client(ClientConfig(address=shared_node.address, wire="bulk", backoff_s_max=0.1)) as client:
+    with Client(
+        ClientConfig(address=shared_node.address, wire="bulk", backoff_s_max=0.1)
+    ) as client:
         client.namespaces()
         yield client, relays[0]
         relays[0].close()

@@ -43,7 +43,14 @@ class RestartableNode:
     def start(self) -> None:
         """Ends the old one, if there is any, and starts one on the same directory and address."""
         self.end()
-        flags = ("--port", str(self.port), "--data-dir", str(self._directory), "--log-level", "WARNING")
+        flags = (
+            "--port",
+            str(self.port),
+            "--data-dir",
+            str(self._directory),
+            "--log-level",
+            "WARNING",
+        )
         sizes = ("--ram-bytes", "256MiB", "--extent-bytes", "16MiB", "--disk-bytes", "1GiB")
         python = os.environ.get("KVSTORE_NODE_PYTHON", sys.executable)
         self._node = NodeProcess(*flags, *sizes, python=python)
@@ -69,7 +76,9 @@ class RestartableNode:
         end = time.monotonic() + FREE_S
         with self.client() as client:
             while (ram := client.node_status().ram).held_count + ram.writing_count:
-                assert time.monotonic() < end, f"{ram.held_count} pages are held and {ram.writing_count} reserved"
+                assert time.monotonic() < end, (
+                    f"{ram.held_count} pages are held and {ram.writing_count} reserved"
+                )
                 time.sleep(0.05)
 
     def client(self) -> Client:
@@ -84,7 +93,10 @@ class RestartableNode:
                 buffers = [bytearray(namespace.layout.page_nbytes) for _ in hashes]
                 hits = client.get(namespace, hashes, buffers) if hashes else []
                 assert all(hits)
-                found |= {(namespace.digest, name): bytes(page) for name, page in zip(hashes, buffers, strict=True)}
+                found |= {
+                    (namespace.digest, name): bytes(page)
+                    for name, page in zip(hashes, buffers, strict=True)
+                }
         return found
 
     def __enter__(self) -> "RestartableNode":

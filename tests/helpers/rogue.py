@@ -1,4 +1,6 @@
-"""A gateway that somebody has taken over: it says what it likes on the two sockets that it has to its node."""
+"""A gateway that somebody has taken over: it says what it likes on the two sockets that it has to
+its node.
+"""
 
 import contextlib
 import json
@@ -60,7 +62,9 @@ class Rogue:
         frames.arm(TALK_S)
         with contextlib.closing(frames):
             if on_behalf:
-                frames.send_frame(pb.BulkRequest(on_behalf=pb.OnBehalfRequest(**on_behalf)).SerializeToString())
+                frames.send_frame(
+                    pb.BulkRequest(on_behalf=pb.OnBehalfRequest(**on_behalf)).SerializeToString()
+                )
             yield frames
 
 

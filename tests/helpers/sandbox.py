@@ -19,7 +19,9 @@ class Sandbox:
         self.arena = bytearray(ram_nbytes)
         self.now_ms = 1
         self.slots = SlotAllocator(ram_nbytes, extent_nbytes)
-        self.tier = RamTier(Namespaces(64, extent_nbytes), self.slots, self._copy, self._zero, lambda: self.now_ms)
+        self.tier = RamTier(
+            Namespaces(64, extent_nbytes), self.slots, self._copy, self._zero, lambda: self.now_ms
+        )
 
     def _copy(self, source: int, target: int, nbytes: int) -> None:
         self.arena[target : target + nbytes] = self.arena[source : source + nbytes]
@@ -33,8 +35,13 @@ class Sandbox:
         return pages
 
     def limit(self, pins: int = 0, **quotas: int) -> None:
-        """Bytes of RAM by tenant; the others have no quota. `pins`: of each of all."""
-        self.tier.set_limits(lambda tenant: Limits(quotas.get(tenant, 0), pins), sum(quotas.values()))
+        """Bytes of RAM by tenant; the others have no quota.
+
+        `pins`: of each of all.
+        """
+        self.tier.set_limits(
+            lambda tenant: Limits(quotas.get(tenant, 0), pins), sum(quotas.values())
+        )
 
     def nbytes(self, tenant: str) -> int:
         return self.tier.eviction.order.accounts.of(tenant).nbytes
@@ -67,13 +74,18 @@ class Sandbox:
         return self.tier.acquire(pages.namespace.digest, keys, False, pages.nbytes).pages
 
     def read(self, pages: Pages, keys: Sequence[bytes]) -> list[Page]:
-        """Acquire these; each must be there. Release them."""
+        """Acquire these; each must be there.
+
+        Release them.
+        """
         found = [page for page in self.acquire(pages, keys) if page is not None]
         assert len(found) == len(keys)
         return found
 
     def intact(self, pages: Pages, page: Page) -> bool:
-        return self.arena[page.offset : page.offset + pages.nbytes] == pages.content(page.prefix_hash)
+        return self.arena[page.offset : page.offset + pages.nbytes] == pages.content(
+            page.prefix_hash
+        )
 
     def get(self, pages: Pages, keys: Sequence[bytes]) -> list[bool]:
         """Reads and compares every byte of every hit."""

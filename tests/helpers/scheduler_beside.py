@@ -29,7 +29,9 @@ def orders_of(metadata: Any) -> Any:
 
 
 def transfer_config(store: dict[str, Any], policy: str, beside: Any) -> KVTransferConfig:
-    """`beside`: connectors of others before and behind ours in a `MultiConnector`; None: ours is alone."""
+    """`beside`: connectors of others before and behind ours in a `MultiConnector`; None: ours is
+    alone.
+    """
     ours = {
         "kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "gpu_agent.engines.vllm",
@@ -64,19 +66,27 @@ class Silent(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None: ...
 
     def wait_for_save(self) -> None: ...
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return 0, False
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None: ...
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         return False, None
 
 
@@ -92,7 +102,9 @@ class WithHandshake(Silent):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return Payload("nobody")
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
+    ) -> None:
         for told in metadata.values():
             if not isinstance(told, Payload):
                 raise ValueError("expects Payload for handshake metadata")
@@ -109,7 +121,9 @@ class FailsToLoad(Silent):
         super().__init__(vllm_config, role, kv_cache_config)
         self._promised: set[str] = set()
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         if num_computed_tokens or request.request_id in self._promised:
             return 0, False
         return self.TOKENS, False
@@ -131,7 +145,9 @@ class LoadsForever(Silent):
     TOKENS = 48
     aborted: ClassVar[set[str]] = set()  # whose loads end now
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return (0, False) if num_computed_tokens else (self.TOKENS, True)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

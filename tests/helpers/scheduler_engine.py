@@ -1,9 +1,10 @@
 """vLLM's scheduler and our connector without a model: a forward pass is arithmetic on the KV cache.
 
-The KV of a token is made of the token and of the KV of all tokens before it (of a window, of those in
-it), read through the block table, as attention would. Garbage in a block therefore spreads to all
-that follows, and every answer tells whether the whole prefix was right. Ranks are objects in one
-process; what vLLM does around a model runner (order of calls, aggregation) is done by its own classes.
+The KV of a token is made of the token and of the KV of all tokens before it (of a window, of those
+in it), read through the block table, as attention would. Garbage in a block therefore spreads to
+all that follows, and every answer tells whether the whole prefix was right. Ranks are objects in
+one process; what vLLM does around a model runner (order of calls, aggregation) is done by its own
+classes.
 """
 
 import concurrent.futures
@@ -24,7 +25,9 @@ from typing import Any
 from kvstore.tools.node_process import NodeProcess
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # pytest makes errors of warnings; those while an engine is imported are its own
+    warnings.simplefilter(
+        "ignore"
+    )  # pytest makes errors of warnings; those while an engine is imported are its own
     import torch
     from scheduler_beside import orders_of, ours_of, transfer_config
     from vllm.config import (
@@ -41,10 +44,19 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+    from vllm.v1.core.kv_cache_utils import (
+        get_request_block_hasher,
+        init_none_hash,
+        resolve_kv_cache_block_sizes,
+    )
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
     from vllm.v1.structured_output import StructuredOutputManager
@@ -53,7 +65,9 @@ with warnings.catch_warnings():
 
 BLOCK = 16
 HEADS, CELL = 2, 4
-NOWHERE = SimpleNamespace(attn_metadata=None, no_compile_layers={})  # a forward pass without attention
+NOWHERE = SimpleNamespace(
+    attn_metadata=None, no_compile_layers={}
+)  # a forward pass without attention
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -106,7 +120,9 @@ class Rank:
         patch.setattr(adapter, "get_tp_group", lambda: group)
         patch.setattr(adapter, "get_pp_group", lambda: first)
         patch.setattr(adapter, "_prefill_context_rank", lambda: 0)
-        self.outer: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
+        self.outer: Any = KVConnectorFactory.create_connector(
+            config, KVConnectorRole.WORKER, caches
+        )
         self.connector = ours_of(self.outer)
         self.kv = {
             name: torch.full((caches.num_blocks, HEADS, BLOCK, CELL), -1, dtype=torch.int32)
@@ -116,15 +132,27 @@ class Rank:
         self.outer.register_kv_caches(self.kv)
 
     def forward(self, group: int, table: list[int], start: int, known: list[int]) -> int:
-        """Computes the KV of `known[start:]`; the last token's value, 0 if a layer holds what it should not."""
-        window = getattr(self.caches.kv_cache_groups[group].kv_cache_spec, "sliding_window", None) or 0
+        """Computes the KV of `known[start:]`; the last token's value, 0 if a layer holds what it
+        should not.
+        """
+        window = (
+            getattr(self.caches.kv_cache_groups[group].kv_cache_spec, "sliding_window", None) or 0
+        )
         first = max(0, start - window + 1) if window else 0
         found = set()
         for layer, name in enumerate(self.caches.kv_cache_groups[group].layer_names):
             view, mark = self.kv[name], 1 + layer + 10 * self.rank + 100 * group
-            cells = [view[table[position // BLOCK], :, position % BLOCK] for position in range(first, len(known))]
-            assert all(table[position // BLOCK] for position in range(first, start)), "the null block is read"
-            past = [int(cell[0, 0]) if int(cell[1, 3]) == mark else 999_983 for cell in cells[: start - first]]
+            cells = [
+                view[table[position // BLOCK], :, position % BLOCK]
+                for position in range(first, len(known))
+            ]
+            assert all(table[position // BLOCK] for position in range(first, start)), (
+                "the null block is read"
+            )
+            past = [
+                int(cell[0, 0]) if int(cell[1, 3]) == mark else 999_983
+                for cell in cells[: start - first]
+            ]
             values = attend(past, known[start:], window)
             for cell, value in zip(cells[start - first :], values, strict=True):
                 cell[:] = mark
@@ -134,8 +162,11 @@ class Rank:
 
 
 class Engine:
-    """`store`: the connector's options. `window`: a second cache group with a sliding window of so many tokens.
-    `overlap`: a step is scheduled before the result of the one before it is seen."""
+    """`store`: the connector's options.
+
+    `window`: a second cache group with a sliding window of so many tokens. `overlap`: a step is
+    scheduled before the result of the one before it is seen.
+    """
 
     def __init__(
         self,
@@ -157,13 +188,17 @@ class Engine:
         (model / "config.json").write_text(json.dumps(CONFIG))
         (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
         cache = CacheConfig(
-            block_size=BLOCK, enable_prefix_caching=prefix_caching, prefix_caching_hash_algo=hash_algorithm
+            block_size=BLOCK,
+            enable_prefix_caching=prefix_caching,
+            prefix_caching_hash_algo=hash_algorithm,
         )
         cache.kv_cache_layout = "LBNHC"
         cache.num_gpu_blocks = blocks
         parallel = ParallelConfig()
         self.config = VllmConfig(
-            model_config=ModelConfig(model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=1024),
+            model_config=ModelConfig(
+                model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=1024
+            ),
             cache_config=cache,
             parallel_config=parallel,
             device_config=DeviceConfig("cpu"),
@@ -176,7 +211,9 @@ class Engine:
                 async_scheduling=overlap,
             ),
             kv_transfer_config=transfer_config(store, policy, beside),
-            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+            if events
+            else None,
         )
         # Connectors of others may know one group of layers only.
         hybrid = KVConnectorFactory.supports_hma_config(self.config.kv_transfer_config)
@@ -198,20 +235,33 @@ class Engine:
         )
         self.outer: Any = self.scheduler.connector
         self.connector: Any = ours_of(self.outer)
-        told = {(0, rank.rank): pickle.loads(pickle.dumps(rank.outer.get_handshake_metadata())) for rank in self.ranks}
+        told = {
+            (0, rank.rank): pickle.loads(pickle.dumps(rank.outer.get_handshake_metadata()))
+            for rank in self.ranks
+        }
         # As vLLM's worker and engine do it: who has none is left out.
-        self.outer.set_xfer_handshake_metadata_pp_aware({at: one for at, one in told.items() if one is not None})
+        self.outer.set_xfer_handshake_metadata_pp_aware(
+            {at: one for at, one in told.items() if one is not None}
+        )
         self._aggregator = KVOutputAggregator(ranks)
         self.stats: Any = self.outer.build_kv_connector_stats()
         self.steps: list[dict[str, int]] = []  # tokens scheduled, per step
         self.requests: dict[str, Request] = {}
         self._overlap = overlap
-        self.reads_at_once = False  # blocks are read within the step that orders it, not while later steps run
-        self._sampled: dict[str, list[int]] = {}  # with overlapping steps a worker knows tokens before the scheduler
-        self._running: deque[tuple[Any, Any]] = deque()  # steps whose results the scheduler has not seen
+        self.reads_at_once = (
+            False  # blocks are read within the step that orders it, not while later steps run
+        )
+        self._sampled: dict[
+            str, list[int]
+        ] = {}  # with overlapping steps a worker knows tokens before the scheduler
+        self._running: deque[tuple[Any, Any]] = (
+            deque()
+        )  # steps whose results the scheduler has not seen
         self.cached: dict[str, int] = {}
         self.free_blocks = self.pool.get_num_free_blocks()
-        self.on_execute: Callable[[Any], None] = lambda orders: None  # told what the ranks are about to do
+        self.on_execute: Callable[[Any], None] = lambda orders: (
+            None
+        )  # told what the ranks are about to do
 
     @property
     def pool(self) -> Any:
@@ -243,9 +293,13 @@ class Engine:
             self.step()
         if until is None:  # blocks have been read, pages may still be on their way
             ranks = [rank.connector._rank for rank in self.ranks if rank.connector._rank]
-            concurrent.futures.wait([job.done for rank in ranks for _, job in rank._outcomes], limit_s)
+            concurrent.futures.wait(
+                [job.done for rank in ranks for _, job in rank._outcomes], limit_s
+            )
 
-    def generate(self, prompt: list[int], count: int = 8, name: str = "r", **changes: Any) -> list[int]:
+    def generate(
+        self, prompt: list[int], count: int = 8, name: str = "r", **changes: Any
+    ) -> list[int]:
         self.add(name, prompt, count, **changes)
         self.run()
         return self.outputs[name]
@@ -274,7 +328,10 @@ class Engine:
             self._sampled[name] += sampled
         merged = self._aggregator.aggregate(results)
         assert merged is not None
-        for found in (merged.kv_connector_output.kv_connector_stats, self.outer.get_kv_connector_stats()):
+        for found in (
+            merged.kv_connector_output.kv_connector_stats,
+            self.outer.get_kv_connector_stats(),
+        ):
             if found:
                 self.stats.aggregate(found)
         return merged
@@ -282,7 +339,9 @@ class Engine:
     def _execute_rank(self, rank: Rank, output: Any) -> ModelRunnerOutput:
         connector, found = rank.outer, KVConnectorOutput()
         connector.bind_connector_metadata(pickle.loads(pickle.dumps(output.kv_connector_metadata)))
-        assert not output.has_sync_kv_loads or connector is not rank.connector, "a load of ours within the step"
+        assert not output.has_sync_kv_loads or connector is not rank.connector, (
+            "a load of ours within the step"
+        )
         sampled = self._forward(rank, output)
         connector.start_load_kv(NOWHERE)
         connector.wait_for_save()
@@ -312,12 +371,16 @@ class Engine:
         for name, count in output.num_scheduled_tokens.items():
             request, start = self.requests[name], starts[name]
             known = (
-                list(request.prompt_token_ids) + self._sampled[name] if self._overlap else list(request.all_token_ids)
+                list(request.prompt_token_ids) + self._sampled[name]
+                if self._overlap
+                else list(request.all_token_ids)
             )
             done = start + count == len(known)
             known = known[: start + count]
             tables = self.scheduler.kv_cache_manager.get_block_ids(name)
-            values = [rank.forward(group, table, start, known) for group, table in enumerate(tables)]
+            values = [
+                rank.forward(group, table, start, known) for group, table in enumerate(tables)
+            ]
             sampled[name] = [token_of(values[0]) if all(values) else 1] if done else []
         return sampled
 
@@ -348,7 +411,9 @@ class Engine:
 
 def _caches(blocks: int, window: int) -> KVCacheConfig:
     shape = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": 2, "dtype": torch.int32}
-    groups = [KVCacheGroupSpec(["model.layers.0.attn", "model.layers.2.attn"], FullAttentionSpec(**shape))]
+    groups = [
+        KVCacheGroupSpec(["model.layers.0.attn", "model.layers.2.attn"], FullAttentionSpec(**shape))
+    ]
     if window:
         spec = SlidingWindowSpec(**shape, sliding_window=window)
         groups.append(KVCacheGroupSpec(["model.layers.1.attn", "model.layers.3.attn"], spec))
@@ -356,7 +421,9 @@ def _caches(blocks: int, window: int) -> KVCacheConfig:
 
 
 class Engines:
-    """`engine = engines(...)`: engines of one test, which share a tenant of the store that no other test has."""
+    """`engine = engines(...)`: engines of one test, which share a tenant of the store that no other
+    test has.
+    """
 
     def __init__(self, directory: Path, patch: Any, address: str) -> None:
         self._directory, self._patch = directory, patch
@@ -364,7 +431,9 @@ class Engines:
         self._tenant = uuid.uuid4().hex
         self._made: list[Engine] = []
 
-    def __call__(self, store: dict[str, Any] | None = None, model: str = "model", **arguments: Any) -> Engine:
+    def __call__(
+        self, store: dict[str, Any] | None = None, model: str = "model", **arguments: Any
+    ) -> Engine:
         options = {
             "address": self.address,
             "tenant": self._tenant,

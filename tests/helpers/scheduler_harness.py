@@ -1,9 +1,10 @@
 """vLLM's own scheduler with its OffloadingConnector and our tier, and a worker that is played.
 
-    schedule -> ["GPU" -> CPU rows, of the step before] -> [CPU rows -> "GPU"] -> [new blocks get their bytes] -> output
+    schedule -> ["GPU" -> CPU rows, of the step before] -> [CPU rows -> "GPU"] -> [new blocks get
+    their bytes] -> output
 
-The bytes of a block follow from its hash, so that whoever restores a wrong row, or none, is caught: before a
-request is computed, all its full blocks that need not be computed must hold their bytes.
+The bytes of a block follow from its hash, so that whoever restores a wrong row, or none, is caught:
+before a request is computed, all its full blocks that need not be computed must hold their bytes.
 """
 
 import json
@@ -65,8 +66,11 @@ def model_directory(path: Path, **changes: Any) -> str:
 
 
 class Engine:
-    """`options`: of the tier. `window`: tokens of a sliding window that half of the layers have. `groups`: the KV cache
-    groups, in place of these."""
+    """`options`: of the tier.
+
+    `window`: tokens of a sliding window that half of the layers have. `groups`: the KV cache
+    groups, in place of these.
+    """
 
     def __init__(
         self,
@@ -106,14 +110,18 @@ class Engine:
         self.manager = self.scheduler.connector.connector_scheduler.manager
         self.tier = self.manager.secondary_tiers[0]
         memory = self.manager.primary_tier.get_kv_memoryview()
-        self.rows: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8).view(-1, row_nbytes)
+        self.rows: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8).view(
+            -1, row_nbytes
+        )
         self.gpu = torch.zeros(gpu_blocks, row_nbytes, dtype=torch.uint8)
         self._stores: dict[int, Any] = {}  # job id -> a copy that the next step begins with
         self.stats = OffloadingConnectorStats()  # what a server would add to its metrics
         self.slowest_s = 0.0  # of all steps
         self.computed: dict[str, int] = {}  # of each request, when it was scheduled first
 
-    def submit(self, name: str, tokens: list[int], cache_salt: str | None = None, max_tokens: int = 2) -> Request:
+    def submit(
+        self, name: str, tokens: list[int], cache_salt: str | None = None, max_tokens: int = 2
+    ) -> Request:
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         sampling.update_from_generation_config({}, 2)
         hasher = get_request_block_hasher(BLOCK_TOKENS, self._hash)
@@ -156,12 +164,16 @@ class Engine:
             self._compute(self.scheduler.requests[name], count)
         names = list(plan.num_scheduled_tokens)
         requests = [self.scheduler.requests[name] for name in names]
-        sampled = [[7] if request.num_computed_tokens >= request.num_tokens else [] for request in requests]
+        sampled = [
+            [7] if request.num_computed_tokens >= request.num_tokens else [] for request in requests
+        ]
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=sampled,
-            kv_connector_output=KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=worker),
+            kv_connector_output=KVConnectorOutput(
+                finished_recving=received, kv_connector_worker_meta=worker
+            ),
         )
         for said in self.scheduler.update_from_output(plan, output).values():
             stats = said.scheduler_stats and said.scheduler_stats.kv_connector_stats
@@ -172,13 +184,17 @@ class Engine:
     def _compute(self, request: Request, count: int) -> None:
         done = request.num_computed_tokens - count  # schedule() has added those of this step
         self.computed.setdefault(request.request_id, done)
-        for group, blocks in enumerate(self.scheduler.kv_cache_manager.get_block_ids(request.request_id)):
+        for group, blocks in enumerate(
+            self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        ):
             for index, block in enumerate(blocks[: request.num_computed_tokens // BLOCK_TOKENS]):
                 expected = block_bytes(request.block_hashes[index], group, self.gpu.shape[1])
                 if (index + 1) * BLOCK_TOKENS > done:
                     self.gpu[block] = expected
                 elif block:  # 0 stands for what fell out of a window
-                    assert torch.equal(self.gpu[block], expected), f"block {index} of group {group} is wrong"
+                    assert torch.equal(self.gpu[block], expected), (
+                        f"block {index} of group {group} is wrong"
+                    )
 
     def close(self) -> None:
         if self.rows is not None:
@@ -200,7 +216,9 @@ def _groups(window: int | None) -> list[KVCacheGroupSpec]:
     if window is None:
         return [KVCacheGroupSpec([f"layers.{n}" for n in range(4)], FullAttentionSpec(**shape))]
     return [
-        KVCacheGroupSpec(["layers.0", "layers.2"], SlidingWindowSpec(**shape, sliding_window=window)),
+        KVCacheGroupSpec(
+            ["layers.0", "layers.2"], SlidingWindowSpec(**shape, sliding_window=window)
+        ),
         KVCacheGroupSpec(["layers.1", "layers.3"], FullAttentionSpec(**shape)),
     ]
 
@@ -212,7 +230,9 @@ def _kv_cache_config(groups: list[KVCacheGroupSpec], blocks: int) -> KVCacheConf
         page = group.kv_cache_spec.page_size_bytes
         size = page * len(group.layer_names) * blocks
         tensors.append(
-            KVCacheTensor(size=size, layers=group.layer_names, layer_stride=page * blocks, block_stride=page)
+            KVCacheTensor(
+                size=size, layers=group.layer_names, layer_stride=page * blocks, block_stride=page
+            )
         )
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
@@ -222,13 +242,19 @@ def _vllm_config(model: str, transfer: KVTransferConfig, blocks: int) -> VllmCon
     cache.kv_cache_layout = "LBNHC"  # a worker would choose
     limits = {"max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 8}
     config = VllmConfig(
-        model_config=ModelConfig(model=model, skip_tokenizer_init=True, dtype="float32", max_model_len=512),
+        model_config=ModelConfig(
+            model=model, skip_tokenizer_init=True, dtype="float32", max_model_len=512
+        ),
         cache_config=cache,
-        scheduler_config=SchedulerConfig(**limits, is_encoder_decoder=False, async_scheduling=False),
+        scheduler_config=SchedulerConfig(
+            **limits, is_encoder_decoder=False, async_scheduling=False
+        ),
         parallel_config=ParallelConfig(),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=transfer,
     )
     config.cache_config.num_gpu_blocks = blocks
-    config.scheduler_config.disable_hybrid_kv_cache_manager = False  # forced on where no device is known
+    config.scheduler_config.disable_hybrid_kv_cache_manager = (
+        False  # forced on where no device is known
+    )
     return config

@@ -1,4 +1,6 @@
-"""The node's end of a gateway's connections, played: each answer names the request and the caller that it is for."""
+"""The node's end of a gateway's connections, played: each answer names the request and the caller
+that it is for.
+"""
 
 import contextlib
 import random
@@ -13,7 +15,15 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import FrameSocket, pack_fixed
 
 CHUNK_NBYTES = 1 << 20
-SIZES = (1, 300, 70_000, CHUNK_NBYTES - 1, CHUNK_NBYTES, CHUNK_NBYTES + 1, 2 * CHUNK_NBYTES)  # of page bytes
+SIZES = (
+    1,
+    300,
+    70_000,
+    CHUNK_NBYTES - 1,
+    CHUNK_NBYTES,
+    CHUNK_NBYTES + 1,
+    2 * CHUNK_NBYTES,
+)  # of page bytes
 REPLY_NBYTES = (10, 5_000, 70_000, 300_000)
 WAIT_S = 60.0
 NOT_FOUND = 5
@@ -32,7 +42,9 @@ class Plan:
         self.miss = rng.random() < 0.1
         # of the node: an error, one with which it hangs up, or hanging up without a word
         self.fault = rng.choices(("", "error", "last", "hangs up"), (8, 2, 1, 1))[0]
-        self.late = rng.random() < 0.5  # that comes amid page bytes, or instead of the answer to a commit
+        self.late = (
+            rng.random() < 0.5
+        )  # that comes amid page bytes, or instead of the answer to a commit
         self.unread = rng.random() < 0.3  # of which it reads no more before
 
     @property
@@ -77,7 +89,9 @@ class ScriptedNode:
             data, fds, _, _ = socket.recv_fds(self._door, 1, 1)
             if not data:
                 return
-            self._threads.append(threading.Thread(target=self._serve, args=(socket.socket(fileno=fds[0]),)))
+            self._threads.append(
+                threading.Thread(target=self._serve, args=(socket.socket(fileno=fds[0]),))
+            )
             self._threads[-1].start()
 
     def _serve(self, sock: socket.socket) -> None:
@@ -119,7 +133,9 @@ class _Talk:
         self._frames.arm(WAIT_S)
         header, nbytes = self._frames.recv_frame(MESSAGE_NBYTES_MAX)
         if header or nbytes != plan.nbytes:
-            self._node.wrong.append(f"{plan.number}: a frame of {len(header)}+{nbytes} where page bytes belong")
+            self._node.wrong.append(
+                f"{plan.number}: a frame of {len(header)}+{nbytes} where page bytes belong"
+            )
         if plan.unread and plan.fault in ("last", "hangs up"):
             self._fault(plan)  # before it has received them
         page = bytearray(nbytes)
@@ -147,7 +163,9 @@ class _Talk:
         request = pb.BulkRequest.FromString(header)
         op = request.WhichOneof("op")
         if payload_nbytes or op is None:
-            self._node.wrong.append(f"a frame of {len(header)}+{payload_nbytes} where a request belongs")
+            self._node.wrong.append(
+                f"a frame of {len(header)}+{payload_nbytes} where a request belongs"
+            )
             raise HungUp
         return op, getattr(request, op)
 

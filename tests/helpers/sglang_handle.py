@@ -14,7 +14,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 STORED_S = 60.0
 # For tests that are not about time: a busy machine answers late.
-PATIENT = {"lookup_timeout_s": 5.0, "load_timeout_s": 10.0, "connect_timeout_s": 5.0, "backoff_s_max": 0.1}
+PATIENT = {
+    "lookup_timeout_s": 5.0,
+    "load_timeout_s": 10.0,
+    "connect_timeout_s": 5.0,
+    "backoff_s_max": 0.1,
+}
 
 
 def hicache(
@@ -25,19 +30,31 @@ def hicache(
     module: str = "gpu_agent.engines.sglang",
     **options: Any,
 ) -> dict[str, Any]:
-    """SGLang's arguments of HiCache with the store. `policy`: of its wait for a prefetch, whose default gives up."""
-    extra = {"backend_name": "kvstore", "module_path": module, "class_name": "KVStoreHiCache", "interface_v1": 1}
+    """SGLang's arguments of HiCache with the store.
+
+    `policy`: of its wait for a prefetch, whose default gives up.
+    """
+    extra = {
+        "backend_name": "kvstore",
+        "module_path": module,
+        "class_name": "KVStoreHiCache",
+        "interface_v1": 1,
+    }
     return {
         "enable_hierarchical_cache": True,
         "hicache_mem_layout": layout,
         "hicache_io_backend": io,
         "hicache_storage_prefetch_policy": policy,
         "hicache_storage_backend": "dynamic",
-        "hicache_storage_backend_extra_config": json.dumps({**extra, "address": address, **PATIENT, **options}),
+        "hicache_storage_backend_extra_config": json.dumps(
+            {**extra, "address": address, **PATIENT, **options}
+        ),
     }
 
 
-def linker(address: str, module: str = "gpu_agent.engines.sglang_linker", **options: Any) -> dict[str, Any]:
+def linker(
+    address: str, module: str = "gpu_agent.engines.sglang_linker", **options: Any
+) -> dict[str, Any]:
     """SGLang's arguments of the linker."""
     config = {
         "linker": "KVStoreLinker",
@@ -52,13 +69,24 @@ def linker(address: str, module: str = "gpu_agent.engines.sglang_linker", **opti
 
 
 class SGLangHandle(EngineApart):
-    """One SGLang engine. `faults`: where it looks for what shall happen to the store, see faulty.py."""
+    """One SGLang engine.
+
+    `faults`: where it looks for what shall happen to the store, see faulty.py.
+    """
 
     def __init__(self, name: str, arguments: dict[str, Any], faults: Path) -> None:
         self._faults = faults
         paths = [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        more = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "KVSTORE_TEST_FAULTS": str(faults)}
-        super().__init__(name, HERE / "sglang_process.py", arguments, {**os.environ, "HF_HUB_OFFLINE": "1", **more})
+        more = {
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "KVSTORE_TEST_FAULTS": str(faults),
+        }
+        super().__init__(
+            name,
+            HERE / "sglang_process.py",
+            arguments,
+            {**os.environ, "HF_HUB_OFFLINE": "1", **more},
+        )
 
     def reset(self) -> None:
         assert self.ask("reset")["done"], f"{self._name} is never idle:\n{self.said()[-3000:]}"
@@ -79,7 +107,10 @@ class SGLangHandle(EngineApart):
 
 
 def from_store(found: Sequence[dict[str, Any]]) -> list[int]:
-    """Prompt tokens that each request found in the store. SGLang counts the linker's as its host's."""
+    """Prompt tokens that each request found in the store.
+
+    SGLang counts the linker's as its host's.
+    """
     return [one["details"].get("storage", one["details"].get("host", 0)) for one in found]
 
 
@@ -89,13 +120,20 @@ def wait_stored(engine: SGLangHandle, store: RestartableNode, *prompts: Sequence
     with store.client() as client:
         for one in prompts:
             names = engine.chain(one)
-            while not any(client.lookup(space, names).prefix_pages == len(names) for space, _ in client.namespaces()):
-                assert time.monotonic() < end, f"not stored after {STORED_S} s:\n{engine.said()[-3000:]}"
+            while not any(
+                client.lookup(space, names).prefix_pages == len(names)
+                for space, _ in client.namespaces()
+            ):
+                assert time.monotonic() < end, (
+                    f"not stored after {STORED_S} s:\n{engine.said()[-3000:]}"
+                )
                 time.sleep(0.02)
 
 
 def wait_hit(engine: SGLangHandle, whole: Sequence[int], **order: Any) -> None:
-    """Until the engine finds all full pages of this prompt, which it may have to store again, in the store."""
+    """Until the engine finds all full pages of this prompt, which it may have to store again, in
+    the store.
+    """
     end = time.monotonic() + STORED_S
     while from_store(engine.alone(whole, **order)) != [len(whole) // 64 * 64]:
         engine.generate(whole, **order)
@@ -106,7 +144,9 @@ def wait_hit(engine: SGLangHandle, whole: Sequence[int], **order: Any) -> None:
 def found_locally_and_stored(
     engine: SGLangHandle, store: RestartableNode, *prompts: Sequence[int], **order: Any
 ) -> list[dict[str, Any]]:
-    """What an engine answers that finds in its own cache what it computed just before; all is in the store then."""
+    """What an engine answers that finds in its own cache what it computed just before; all is in
+    the store then.
+    """
     found = []
     for one in prompts:
         engine.reset()
@@ -120,7 +160,9 @@ def found_locally_and_stored(
 def continued_locally(
     engine: SGLangHandle, first: Sequence[int], whole: Sequence[int], salt: str
 ) -> list[dict[str, Any]]:
-    """What an engine answers to `whole` that computed `first` just before, under a salt new to the store."""
+    """What an engine answers to `whole` that computed `first` just before, under a salt new to the
+    store.
+    """
     engine.reset()
     assert from_store(engine.generate(first, salts=[salt])) == [0], "not a salt of its own"
     found = engine.generate(whole, salts=[salt])

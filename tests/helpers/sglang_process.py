@@ -2,12 +2,14 @@
 
     python sglang_process.py '{"model_path": DIR, ...arguments of sglang.Engine}'
 
-    {"do": "generate", "prompts": [[token, ...], ...], "salts": [text or null, ...], "max_tokens": 8}
+    {"do": "generate", "prompts": [[token, ...], ...], "salts": [text or null, ...], "max_tokens":
+    8}
     {"do": "reset"}                           forgets the engine's own caches, on the GPU and in host memory
     {"do": "chain", "prompt": [token, ...]}   SGLang's names of the full pages of a prompt
 
-The first answer tells that the engine is up. Whatever the engine itself prints goes to stderr. It ends when its stdin
-does, and by SIGTERM as a server does: SGLang's own handlers run in its event loop, in which this process waits.
+The first answer tells that the engine is up. Whatever the engine itself prints goes to stderr. It
+ends when its stdin does, and by SIGTERM as a server does: SGLang's own handlers run in its event
+loop, in which this process waits.
 """
 
 import asyncio
@@ -59,7 +61,9 @@ class Engine:
 
         return {"requests": self.loop.run_until_complete(together())}
 
-    async def _one(self, prompt: list[int], salt: str | None, params: dict[str, Any]) -> dict[str, Any]:
+    async def _one(
+        self, prompt: list[int], salt: str | None, params: dict[str, Any]
+    ) -> dict[str, Any]:
         try:
             found = await self._engine.async_generate(
                 input_ids=prompt,
@@ -70,12 +74,21 @@ class Engine:
             )
         except (HTTPException, ValueError) as error:
             answer = f"{getattr(error, 'status_code', type(error).__name__)}: {getattr(error, 'detail', error)}"
-            return {"tokens": [], "logprobs": [], "likely": [], "cached": 0, "details": {}, "finish": answer}
+            return {
+                "tokens": [],
+                "logprobs": [],
+                "likely": [],
+                "cached": 0,
+                "details": {},
+                "finish": answer,
+            }
         meta = found["meta_info"]
         return {
             "tokens": list(found["output_ids"]),
             "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
-            "likely": [[[entry[1], entry[0]] for entry in place] for place in meta["output_top_logprobs"]],
+            "likely": [
+                [[entry[1], entry[0]] for entry in place] for place in meta["output_top_logprobs"]
+            ],
             "cached": meta["cached_tokens"],
             "details": meta.get("cached_tokens_details") or {},
             "finish": meta["finish_reason"]["type"],
@@ -93,7 +106,11 @@ class Engine:
         from sglang.srt.mem_cache.utils import get_storage_hash_str
 
         whole = len(prompt) // self._page * self._page
-        return {"hashes": list(get_storage_hash_str(RadixKey(prompt[:whole]), None, page_size=self._page))}
+        return {
+            "hashes": list(
+                get_storage_hash_str(RadixKey(prompt[:whole]), None, page_size=self._page)
+            )
+        }
 
     def shutdown(self) -> None:
         self._engine.shutdown()
@@ -101,7 +118,9 @@ class Engine:
 
 async def orders() -> asyncio.StreamReader:
     reader = asyncio.StreamReader(limit=LINE_NBYTES_MAX)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     return reader
 
 

@@ -1,5 +1,6 @@
-"""A cluster in one process and virtual time: real views, placement, splitting of calls, RAM tiers, hand-over, sweeps.
-The network loses, delays and doubles what is sent over it."""
+"""A cluster in one process and virtual time: real views, placement, splitting of calls, RAM tiers,
+hand-over, sweeps. The network loses, delays and doubles what is sent over it.
+"""
 
 import itertools
 import random
@@ -66,7 +67,9 @@ class SimNode:
         )
         self.membership = Membership("", "")
         self.membership.become(cluster.view, name)
-        self.membership.on_view(lambda view: self.queue.follow({m.id for m in view.members} - {name}))
+        self.membership.on_view(
+            lambda view: self.queue.follow({m.id for m in view.members} - {name})
+        )
         self.sweep = Rebalance(
             SimLinks(self),  # type: ignore[arg-type]
             self.tier,
@@ -97,7 +100,9 @@ class SimNode:
     # ---- what it is asked ----------------------------------------------------------------
 
     def reserve(self, keys: Sequence[bytes]) -> tuple[int, list[int]]:
-        """A session, which is over when its sender has not committed in time, and a verdict per key."""
+        """A session, which is over when its sender has not committed in time, and a verdict per
+        key.
+        """
         reservation = self.tier.reserve(SPACE.digest, keys, PAGE_NBYTES)
         session = next(self.cluster.numbers)
         self.sessions[session] = reservation
@@ -108,7 +113,14 @@ class SimNode:
         if reservation := self.sessions.pop(session, None):
             self.tier.abort(reservation)
 
-    def commit(self, session: int, pages: dict[bytes, bytes], forwarded: bool, ack_all: bool, limit: Deadline) -> None:
+    def commit(
+        self,
+        session: int,
+        pages: dict[bytes, bytes],
+        forwarded: bool,
+        ack_all: bool,
+        limit: Deadline,
+    ) -> None:
         if session not in self.sessions:
             raise Unavailable("it was committed already, or too late")
         reservation, sums = self.sessions.pop(session), []
@@ -141,7 +153,10 @@ class SimNode:
     def get(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes] | None]:
         """(bytes, checksum) of each that is here."""
         acquired = self.tier.acquire(SPACE.digest, keys, False, PAGE_NBYTES)
-        found = [(bytes(self.memory(p.offset, PAGE_NBYTES)), p.checksum) if p else None for p in acquired.pages]
+        found = [
+            (bytes(self.memory(p.offset, PAGE_NBYTES)), p.checksum) if p else None
+            for p in acquired.pages
+        ]
         self.tier.release([page for page in acquired.pages if page is not None])
         return found
 
@@ -150,7 +165,9 @@ class SimNode:
         owners = self.view.owners.owners(SPACE.digest, keys)
         wanted = [key for key, some in zip(keys, owners, strict=True) if request.owner in some]
         found = self.inventory.stat(SPACE.digest, wanted)
-        return pb.ListReply(pages=[pb.PageStat(prefix_hash=f.prefix_hash, idle_ms=f.idle_ms) for f in found])
+        return pb.ListReply(
+            pages=[pb.PageStat(prefix_hash=f.prefix_hash, idle_ms=f.idle_ms) for f in found]
+        )
 
     @property
     def keys(self) -> set[bytes]:
@@ -178,13 +195,23 @@ class SimNode:
     def _carry(self, batch: Batch[Page]) -> None:
         limit = Deadline(CALL_S)
         try:
-            pages = {p.prefix_hash: bytes(self.memory(p.page.offset, PAGE_NBYTES)) for p in batch.parcels}
-            session, verdicts = self._ask(batch.target, lambda node: node.reserve(list(pages)), limit)
+            pages = {
+                p.prefix_hash: bytes(self.memory(p.page.offset, PAGE_NBYTES)) for p in batch.parcels
+            }
+            session, verdicts = self._ask(
+                batch.target, lambda node: node.reserve(list(pages)), limit
+            )
             taken = [k for k, verdict in zip(pages, verdicts, strict=True) if verdict in KEPT[:2]]
-            if any(p.page.state is not PageState.VISIBLE for p in batch.parcels):  # as `node.cluster.replicator` has it
+            if any(
+                p.page.state is not PageState.VISIBLE for p in batch.parcels
+            ):  # as `node.cluster.replicator` has it
                 taken = []
             else:
-                self._ask(batch.target, lambda node: node.commit(session, pages, True, False, limit), limit)
+                self._ask(
+                    batch.target,
+                    lambda node: node.commit(session, pages, True, False, limit),
+                    limit,
+                )
         except KVStoreError:
             self.queue.failed(batch, self.world.now)
         else:
@@ -231,29 +258,45 @@ class SimLink:
         if op == "list_namespaces":
             info = pb.NamespaceInfo(digest=SPACE.digest, namespace=namespace_message(SPACE))
             return pb.ListNamespacesReply(namespaces=[info])
-        return self._node.cluster.ask(self._node.name, self._member, lambda node: node.list_pages(request), deadline)
+        return self._node.cluster.ask(
+            self._node.name, self._member, lambda node: node.list_pages(request), deadline
+        )
 
     def fetch(
-        self, request: pb.GetRequest, views: Sequence[Pieces], seeds: Sequence[int], deadline: Deadline
+        self,
+        request: pb.GetRequest,
+        views: Sequence[Pieces],
+        seeds: Sequence[int],
+        deadline: Deadline,
     ) -> list[Arrived | None]:
         keys = list(request.prefix_hashes)
-        found = self._node.cluster.ask(self._node.name, self._member, lambda node: node.get(keys), deadline)
+        found = self._node.cluster.ask(
+            self._node.name, self._member, lambda node: node.get(keys), deadline
+        )
         hits = [
-            page is not None and checksum(page[0], seed) == page[1] for page, seed in zip(found, seeds, strict=True)
+            page is not None and checksum(page[0], seed) == page[1]
+            for page, seed in zip(found, seeds, strict=True)
         ]
         for (view,), page, hit in zip(views, found, hits, strict=True):
             if hit:
                 view[:] = page[0]
-        return [Arrived(leaves(p[0]), p[1], 0) if hit else None for p, hit in zip(found, hits, strict=True)]
+        return [
+            Arrived(leaves(p[0]), p[1], 0) if hit else None
+            for p, hit in zip(found, hits, strict=True)
+        ]
 
 
 class SimCluster:
     """The members, who decides who is one, and what clients do."""
 
-    def __init__(self, rng: random.Random, world: World, network: Network, members: int, replicas: int) -> None:
+    def __init__(
+        self, rng: random.Random, world: World, network: Network, members: int, replicas: int
+    ) -> None:
         self.rng, self.world, self.network = rng, world, network
         names = [f"m{number}" for number in range(members)]
-        self.view = View("fleet", 1, tuple(Member(name, f"{name}:7440") for name in names), replicas)
+        self.view = View(
+            "fleet", 1, tuple(Member(name, f"{name}:7440") for name in names), replicas
+        )
         self.nodes: dict[str, SimNode] = {}
         self.numbers = itertools.count(1)
         for name in names:
@@ -287,7 +330,9 @@ class SimCluster:
         if node.view.number < view.number:
             node.membership.become(view)
 
-    def ask(self, source: str, target: str, serve: Callable[[SimNode], Any], limit: Deadline) -> Any:
+    def ask(
+        self, source: str, target: str, serve: Callable[[SimNode], Any], limit: Deadline
+    ) -> Any:
         return self.network.call(source, target, lambda: serve(self.nodes[target]), limit)
 
     @property
@@ -316,7 +361,9 @@ class SimClient:
         def ask(member: str, places: list[int], limit: Deadline) -> list[int]:
             pages = {keys[place]: content(keys[place]) for place in places}
             session, verdicts = self._ask(member, lambda node: node.reserve(list(pages)), limit)
-            self._ask(member, lambda node: node.commit(session, pages, False, ack_all, limit), limit)
+            self._ask(
+                member, lambda node: node.commit(session, pages, False, ack_all, limit), limit
+            )
             return verdicts  # type: ignore[no-any-return]
 
         return self._spread(keys, ask, lambda verdict: False, 0)
@@ -326,7 +373,10 @@ class SimClient:
             some = [keys[place] for place in places]
             found = self._ask(member, lambda node: node.get(some), limit)
             seeds = key_seeds(SPACE, some)
-            return [f[0] if f and checksum(f[0], seed) == f[1] else None for f, seed in zip(found, seeds, strict=True)]
+            return [
+                f[0] if f and checksum(f[0], seed) == f[1] else None
+                for f, seed in zip(found, seeds, strict=True)
+            ]
 
         return self._spread(keys, ask, lambda page: page is None, None)
 
@@ -344,7 +394,9 @@ class SimClient:
         routes = [tuple(self.view.by_id)] * len(keys)
         return broadcast(routes, ask, self.together, lambda a, b: a or b, False, deadline)
 
-    def _spread(self, keys: Sequence[bytes], ask: Any, lacks: Callable[[Any], bool], absent: Any) -> list[Any]:
+    def _spread(
+        self, keys: Sequence[bytes], ask: Any, lacks: Callable[[Any], bool], absent: Any
+    ) -> list[Any]:
         routes = _some_routes(self.view, SPACE, keys)
         return try_owners(routes, ask, self.together, lacks, absent, Deadline(CALL_S))
 

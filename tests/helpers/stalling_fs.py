@@ -1,9 +1,11 @@
-"""A file system that passes everything on to a directory, and stalls what a file says: FUSE, of Debian's python3-fuse.
+"""A file system that passes everything on to a directory, and stalls what a file says: FUSE, of
+Debian's python3-fuse.
 
 /usr/bin/python3 stalling_fs.py MOUNTPOINT DIRECTORY CONTROL
 
-CONTROL has names of operations (read, write, fsync, rename, create, open, ...) or "all". A call of one waits until its
-name is gone. A process that waits for it can not be killed, as with a file server that is away.
+CONTROL has names of operations (read, write, fsync, rename, create, open, ...) or "all". A call of
+one waits until its name is gone. A process that waits for it can not be killed, as with a file
+server that is away.
 """
 
 import os
@@ -106,7 +108,8 @@ class File:
 
 
 def main() -> None:
-    # Reads and writes go through: what a stall holds up is then a call of the node, not of the kernel's write-back.
+    # Reads and writes go through: what a stall holds up is then a call of the node, not of the
+    # kernel's write-back.
     server = StallingFs()
     server.multithreaded = True
     server.parse([MOUNTPOINT, "-f", "-o", "big_writes,max_read=131072"])

@@ -1,4 +1,6 @@
-"""What a forward pass of `storm_engine` computes, and copies between host and device without kernels."""
+"""What a forward pass of `storm_engine` computes, and copies between host and device without
+kernels.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -9,7 +11,9 @@ import torch
 from sglang.srt.mem_cache.l2_transfer import L2Transfer, TransferCompletion
 
 PAGE, LAYERS = 4, 2
-MARKS = np.arange(1, 1 + 2 * LAYERS, dtype=np.uint32) * np.uint32(0x01010101)  # of K and V of each layer
+MARKS = np.arange(1, 1 + 2 * LAYERS, dtype=np.uint32) * np.uint32(
+    0x01010101
+)  # of K and V of each layer
 
 
 def attend(past: Sequence[int], known: Sequence[int]) -> list[int]:
@@ -34,7 +38,9 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
 
 
 def page_values(raw: bytes) -> list[int] | None:
-    """Return the values of a stored page's tokens, in any order of layers; None if a layer lacks or has garbage."""
+    """Return the values of a stored page's tokens, in any order of layers; None if a layer lacks or
+    has garbage.
+    """
     rows = np.frombuffer(raw, np.uint32).reshape(-1, 4)
     found = [rows[rows[:, 3] == mark] for mark in MARKS]
     if any(len(part) != PAGE for part in found) or len(rows) != PAGE * len(MARKS):
@@ -67,7 +73,9 @@ class Later:
 
 
 class Copies:
-    """Stands in for SGLang's copies between host and device, which are kernels; backups lag behind at random."""
+    """Stands in for SGLang's copies between host and device, which are kernels; backups lag behind
+    at random.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -78,7 +86,12 @@ class Copies:
         return TransferCompletion(done, done, False)
 
     def submit_host_to_device(
-        self, transfers: list[L2Transfer], *, transfer_layer_id_max: int, start_event: Any, on_layer_done: Any
+        self,
+        transfers: list[L2Transfer],
+        *,
+        transfer_layer_id_max: int,
+        start_event: Any,
+        on_layer_done: Any,
     ) -> TransferCompletion:
         self._copy(transfers, to_host=False)
         for layer in range(transfer_layer_id_max):
@@ -89,7 +102,9 @@ class Copies:
     def _copy(self, transfers: list[L2Transfer], to_host: bool) -> None:
         for transfer in transfers:
             host, device = transfer.host_indices.long(), transfer.device_indices.long()
-            for kind, buffers in enumerate((transfer.device_pool.k_buffer, transfer.device_pool.v_buffer)):
+            for kind, buffers in enumerate(
+                (transfer.device_pool.k_buffer, transfer.device_pool.v_buffer)
+            ):
                 for layer, buffer in enumerate(buffers):
                     kept = transfer.host_pool.kv_buffer[kind, :, layer]  # page_first
                     if to_host:

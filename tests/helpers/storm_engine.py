@@ -1,9 +1,9 @@
 """SGLang's own radix cache, pools, allocator, admission and storage threads, without a model.
 
-A forward pass is arithmetic on the KV pool. The KV of a token is made of the token and of the KV of all tokens
-before it, read through the request's row, as attention would. Garbage in a slot therefore spreads to all that
-follows, and each answer tells whether the whole prefix was right. The order of calls in `step` is that of
-SGLang's scheduler, whose process and model runner are not here.
+A forward pass is arithmetic on the KV pool. The KV of a token is made of the token and of the KV of
+all tokens before it, read through the request's row, as attention would. Garbage in a slot
+therefore spreads to all that follows, and each answer tells whether the whole prefix was right. The
+order of calls in `step` is that of SGLang's scheduler, whose process and model runner are not here.
 """
 
 import collections
@@ -15,7 +15,9 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")  # the other one is made for another torch
+os.environ.setdefault(
+    "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python"
+)  # the other one is made for another torch
 
 import numpy as np
 import torch
@@ -41,27 +43,54 @@ GARBAGE = 999_983
 
 @contextlib.contextmanager
 def server(kind: str, backend_config: str = "") -> Iterator[Any]:
-    """Publish the arguments of an SGLang server of this kind, "hicache" or "linker", as its processes have them."""
-    options: dict[str, Any] = {"page_size": PAGE, "device": "cpu", "attention_backend": "torch_native"}
+    """Publish the arguments of an SGLang server of this kind, "hicache" or "linker", as its
+    processes have them.
+    """
+    options: dict[str, Any] = {
+        "page_size": PAGE,
+        "device": "cpu",
+        "attention_backend": "torch_native",
+    }
     if kind == "hicache":
-        options |= {"hicache_ratio": 2.0, "hicache_mem_layout": "page_first", "hicache_io_backend": "kernel"}
+        options |= {
+            "hicache_ratio": 2.0,
+            "hicache_mem_layout": "page_first",
+            "hicache_io_backend": "kernel",
+        }
         options |= {"hicache_write_policy": "write_through", "served_model_name": "storm"}
-        options |= {"hicache_storage_backend": "dynamic", "hicache_storage_backend_extra_config": backend_config}
+        options |= {
+            "hicache_storage_backend": "dynamic",
+            "hicache_storage_backend_extra_config": backend_config,
+        }
         options |= {"hicache_storage_prefetch_policy": "timeout"}
     with get_context().override_server_args(**options) as arguments:
         yield arguments
 
 
 class StormEngine:
-    """One SGLang rank under `server(...)`. `linker`: makes the linker for its cache's parameters; None: HiCache."""
+    """One SGLang rank under `server(...)`.
 
-    def __init__(self, arguments: Any, rng: random.Random, linker: Callable[[Any], Any] | None = None) -> None:
+    `linker`: makes the linker for its cache's parameters; None: HiCache.
+    """
+
+    def __init__(
+        self, arguments: Any, rng: random.Random, linker: Callable[[Any], Any] | None = None
+    ) -> None:
         self.rng = rng
-        self.kv = MHATokenToKVPool(SLOTS, PAGE, torch.bfloat16, 1, 8, LAYERS, "cpu", False, start_layer=0)
-        self.allocator = PagedTokenToKVPoolAllocator(SLOTS, PAGE, torch.bfloat16, "cpu", self.kv, False)
+        self.kv = MHATokenToKVPool(
+            SLOTS, PAGE, torch.bfloat16, 1, 8, LAYERS, "cpu", False, start_layer=0
+        )
+        self.allocator = PagedTokenToKVPoolAllocator(
+            SLOTS, PAGE, torch.bfloat16, "cpu", self.kv, False
+        )
         self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", False)
         params = CacheInitParams(
-            False, self.rows, self.allocator, PAGE, tree_components=(ComponentType.FULL,), tree_core_backend="python"
+            False,
+            self.rows,
+            self.allocator,
+            PAGE,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend="python",
         )
         self.cache = UnifiedRadixCache(params)
         self.linker = None if linker is None else linker(params)
@@ -165,14 +194,22 @@ class StormEngine:
         if had:
             self.chunked = adder.add_chunked_req(self.chunked)
         for req in list(self.waiting):
-            if adder.budget_state() == AddReqResult.OTHER or len(self.running) + len(adder.can_run_list) >= ROWS - 1:
+            if (
+                adder.budget_state() == AddReqResult.OTHER
+                or len(self.running) + len(adder.can_run_list) >= ROWS - 1
+            ):
                 break
             if self.linker is None:
                 if not self.cache.check_prefetch_progress(req.cache_request_handle):
                     continue
-                self.counts["from the store"] += self.cache.pop_prefetch_loaded_span(req.cache_request_handle)[0]
+                self.counts["from the store"] += self.cache.pop_prefetch_loaded_span(
+                    req.cache_request_handle
+                )[0]
             req.init_next_round_input(self.cache)
-            if adder.add_one_req(req, has_chunked_req=had, truncation_align_size=None) != AddReqResult.CONTINUE:
+            if (
+                adder.add_one_req(req, has_chunked_req=had, truncation_align_size=None)
+                != AddReqResult.CONTINUE
+            ):
                 break
         self.waiting = [req for req in self.waiting if req not in adder.can_run_list]
         if adder.new_chunked_req is not None:
@@ -184,7 +221,11 @@ class StormEngine:
         alloc_for_extend(self._batch(batch, [req.extend_end for req in batch], extend=True))
         for req in batch:
             req.kv.kv_committed_len = req.extend_end
-        counter = self.linker.layer_done_counter if self.linker else self.cache.cache_controller.layer_done_counter
+        counter = (
+            self.linker.layer_done_counter
+            if self.linker
+            else self.cache.cache_controller.layer_done_counter
+        )
         counter.set_consumer(consumer)
         for layer in range(LAYERS):
             counter.wait_until(layer)
@@ -201,7 +242,9 @@ class StormEngine:
                 self._drop(req, "failed")
                 continue
             if not right:
-                self.wrong.append(f"{req.rid} was computed over a wrong prefix of {req.prefix_len} tokens")
+                self.wrong.append(
+                    f"{req.rid} was computed over a wrong prefix of {req.prefix_len} tokens"
+                )
             if req is not self.chunked:
                 self.running.append(req)
                 self._result(req, value, first=True)
@@ -245,11 +288,16 @@ class StormEngine:
             batch.extend_lens = [req.extend_len for req in reqs]
             batch.extend_num_tokens = sum(batch.extend_lens)
         else:
-            batch.req_pool_indices = batch.req_pool_indices_cpu = torch.tensor([req.kv.req_pool_idx for req in reqs])
+            batch.req_pool_indices = batch.req_pool_indices_cpu = torch.tensor(
+                [req.kv.req_pool_idx for req in reqs]
+            )
         return batch
 
     def _forward(self, req: Req, start: int, end: int) -> tuple[bool, int]:
-        """Compute the KV of [start, end). Return whether all before was right, and the last token's value."""
+        """Compute the KV of [start, end).
+
+        Return whether all before was right, and the last token's value.
+        """
         known = [*req.origin_input_ids, *req.output_ids][:end]
         slots = self.rows.req_to_token[req.kv.req_pool_idx, :end].long().numpy()
         past = self.values(slots[:start])
@@ -276,7 +324,9 @@ class StormEngine:
         parts = [buffer[slots] for buffer in self._buffers()]
         whole = np.ones(len(slots), bool)
         for mark, part in zip(MARKS, parts, strict=True):
-            whole &= (part[:, 3] == mark) & (part[:, 0] == parts[0][:, 0]) & (part[:, 1] == ~part[:, 0])
+            whole &= (
+                (part[:, 3] == mark) & (part[:, 0] == parts[0][:, 0]) & (part[:, 1] == ~part[:, 0])
+            )
         return [int(value) for value in np.where(whole, parts[0][:, 0], GARBAGE)]
 
     def _result(self, req: Req, value: int, first: bool) -> None:
@@ -330,7 +380,9 @@ class StormEngine:
             found.append(f"{self.rows.available_size()} of {ROWS} rows are free")
         if self.linker is None:
             pool = cache.host_pool_group.anchor_entry.host_pool
-            self.evict(SLOTS, pool.size)  # of the host's slots, those behind slots of the device go last
+            self.evict(
+                SLOTS, pool.size
+            )  # of the host's slots, those behind slots of the device go last
             if pool.available_size() != pool.size - pool.size % PAGE:
                 found.append(f"{pool.available_size()} of {pool.size} host slots are free")
         cache.sanity_check()

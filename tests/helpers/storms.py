@@ -1,4 +1,6 @@
-"""How long the storms of engines run: SEEDS=1000 makes a thousand of each; KVSTORE_SEED names the first one's seed."""
+"""How long the storms of engines run: SEEDS=1000 makes a thousand of each; KVSTORE_SEED names the
+first one's seed.
+"""
 
 import os
 

@@ -1,11 +1,12 @@
-"""Attackers: processes that make an attack's connections and keep them up, and a sink that takes all they send.
+"""Attackers: processes that make an attack's connections and keep them up, and a sink that takes
+all they send.
 
     python strangers.py attack NAME HOST:PORT [--sources FIRST-LAST] [--tls] [--connections N]
     python strangers.py sink [--cert FILE --key FILE [--client-ca FILE]]
 
-Each runs until its standard input ends, then prints its counts as one JSON object. The first line of attackers is
-`begun`, with their first connection; the first of a sink is its port. They need the standard library only. Linux: the
-whole of 127.0.0.0/8 is this host, so one host has many addresses.
+Each runs until its standard input ends, then prints its counts as one JSON object. The first line
+of attackers is `begun`, with their first connection; the first of a sink is its port. They need the
+standard library only. Linux: the whole of 127.0.0.0/8 is this host, so one host has many addresses.
 """
 
 import argparse
@@ -36,22 +37,34 @@ CONNECT_S_MAX = 3.0  # a packet filter drops connections without an answer
 RETRY_S = 0.05  # after a refusal
 LOOK_S = 0.5  # for connections that nobody answers
 SEND_NBYTES = 1 << 18
-IN, OUT, GONE = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
+IN, OUT, GONE = (
+    select.EPOLLIN,
+    select.EPOLLOUT,
+    select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP,
+)
 AGAIN = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Stranger:
-    """One connection, and after it the next. `rude`: it takes nothing, and its end is a reset, which has the peer's
-    kernel forget what the peer has not read."""
+    """One connection, and after it the next.
 
-    def __init__(self, attack: Attack, source: str, rude: bool, counts: "collections.Counter[str]") -> None:
+    `rude`: it takes nothing, and its end is a reset, which has the peer's kernel forget what the
+    peer has not read.
+    """
+
+    def __init__(
+        self, attack: Attack, source: str, rude: bool, counts: "collections.Counter[str]"
+    ) -> None:
         self._attack, self._source, self._rude, self._counts = attack, source, rude, counts
         self._sock: socket.socket | None = None
         self.next_s = 0.0  # when to connect, or to give up connecting
         self.state = "away"  # connecting, greeting (TLS), talking
 
     def connect(self, address: tuple[str, int], tls: ssl.SSLContext | None) -> int:
-        """Begin; return the descriptor. Raises OSError."""
+        """Begin; return the descriptor.
+
+        Raises OSError.
+        """
         sock = socket.socket()
         try:
             sock.setblocking(False)
@@ -63,7 +76,9 @@ class Stranger:
             if status not in (0, errno.EINPROGRESS):
                 raise OSError(status, os.strerror(status))
             if tls is not None and self._attack.tls:
-                sock = tls.wrap_socket(sock, do_handshake_on_connect=False, server_hostname="localhost")
+                sock = tls.wrap_socket(
+                    sock, do_handshake_on_connect=False, server_hostname="localhost"
+                )
         except BaseException:
             sock.close()
             raise
@@ -85,7 +100,10 @@ class Stranger:
         self._sock, self.state = None, "away"
 
     def step(self, events: int) -> None:
-        """Go on. Raises OSError when the peer has hung up, StopIteration when there is no more to say."""
+        """Go on.
+
+        Raises OSError when the peer has hung up, StopIteration when there is no more to say.
+        """
         assert self._sock is not None
         if self.state == "connecting":
             status = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -138,7 +156,9 @@ class Stranger:
 class Crowd:
     """All strangers of one process, on one event loop."""
 
-    def __init__(self, attack: Attack, address: tuple[str, int], sources: list[str], tls: bool) -> None:
+    def __init__(
+        self, attack: Attack, address: tuple[str, int], sources: list[str], tls: bool
+    ) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
         self._address, self._epoll = address, select.epoll()
         self._tls = _client_context() if tls else None
@@ -227,7 +247,9 @@ def _client_context() -> ssl.SSLContext:
 
 
 class Sink:
-    """Takes connections and what they send, and says nothing: as much work for the machine, none for a node."""
+    """Takes connections and what they send, and says nothing: as much work for the machine, none
+    for a node.
+    """
 
     def __init__(self, context: ssl.SSLContext | None) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
@@ -263,7 +285,9 @@ class Sink:
                 sock, _ = self._listener.accept()
                 sock.setblocking(False)
                 if self._context:
-                    sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                    sock = self._context.wrap_socket(
+                        sock, server_side=True, do_handshake_on_connect=False
+                    )
                 self._socks[sock.fileno()] = sock, self._serve(sock)
                 self._epoll.register(sock.fileno(), IN)
                 self.counts["connections"] += 1
@@ -307,14 +331,18 @@ def sources_of(text: str) -> list[str]:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = options.add_subparsers(dest="kind", required=True)
     attacking, sinking = kinds.add_parser("attack"), kinds.add_parser("sink")
     attacking.add_argument("name", choices=ATTACKS)
     attacking.add_argument("address")
     attacking.add_argument("--sources", default="127.0.0.2")
     attacking.add_argument("--tls", action="store_true")
-    attacking.add_argument("--connections", type=int, default=0, help="0: as many as the attack has")
+    attacking.add_argument(
+        "--connections", type=int, default=0, help="0: as many as the attack has"
+    )
     for flag in ("--cert", "--key", "--client-ca"):
         sinking.add_argument(flag, default="")
     args = options.parse_args()
@@ -335,7 +363,10 @@ def main() -> None:
         crowd.run(sys.stdin.fileno())
         counts = crowd.counts
     taken = os.times()
-    about = {"seconds": round(time.monotonic() - start, 2), "cpu_s": round(taken.user + taken.system, 2)}
+    about = {
+        "seconds": round(time.monotonic() - start, 2),
+        "cpu_s": round(taken.user + taken.system, 2),
+    }
     print(json.dumps({**counts, **about}), flush=True)
     os._exit(0)  # thousands of sockets close faster so
 

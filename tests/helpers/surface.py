@@ -1,6 +1,8 @@
-"""What others build on, as it is now: names with their signatures, settings, commands, messages, metrics.
+"""What others build on, as it is now: names with their signatures, settings, commands, messages,
+metrics.
 
-Each list is nested dictionaries of plain values, so that `broken.broken` can hold a recorded one against it.
+Each list is nested dictionaries of plain values, so that `broken.broken` can hold a recorded one
+against it.
 """
 
 import ast
@@ -30,7 +32,8 @@ from node.serving.request_metrics import RequestMetrics
 
 ROOT = Path(__file__).parents[2]
 ENGINES = ROOT / "gpu_agent" / "engines"
-# By which an engine is told to load an adapter; docs/engines has the lines. Engines are not installed where this runs.
+# By which an engine is told to load an adapter; docs/engines has the lines. Engines are not
+# installed where this runs.
 ADAPTERS = {
     "lightllm": ("PyLocalCacheService", "PyState"),
     "lmcache": ("NodeAdapter", "NodeConnector"),
@@ -50,18 +53,27 @@ Tree = dict[str, Any]
 
 def python() -> Tree:
     found = {f"kvstore.{name}": _described(getattr(kvstore, name)) for name in kvstore.__all__}
-    found |= {f"gpu_agent.{name}": _described(getattr(gpu_agent, name)) for name in gpu_agent.__all__}
     found |= {
-        f"kvstore.results.{kind.__name__}": _described(kind) for kind in (results.ClientStats, results.VerifyResult)
+        f"gpu_agent.{name}": _described(getattr(gpu_agent, name)) for name in gpu_agent.__all__
     }
-    found |= {f"gpu_agent.engines.{file}.{name}": "class" for file in ADAPTERS for name in _classes(file)}
+    found |= {
+        f"kvstore.results.{kind.__name__}": _described(kind)
+        for kind in (results.ClientStats, results.VerifyResult)
+    }
+    found |= {
+        f"gpu_agent.engines.{file}.{name}": "class" for file in ADAPTERS for name in _classes(file)
+    }
     return found
 
 
 def _classes(file: str) -> list[str]:
     """Of those that engines load, the ones that are there."""
     tree = ast.parse((ENGINES / f"{file}.py").read_text())
-    return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name in ADAPTERS[file]]
+    return [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name in ADAPTERS[file]
+    ]
 
 
 def _described(thing: Any) -> Any:
@@ -70,11 +82,21 @@ def _described(thing: Any) -> Any:
     if not inspect.isclass(thing):
         return {"parameters": _parameters(thing, skip=0)}
     if issubclass(thing, Exception):
-        return {"is": {base.__name__: True for base in thing.__mro__[1:] if issubclass(base, errors.KVStoreError)}}
+        return {
+            "is": {
+                base.__name__: True
+                for base in thing.__mro__[1:]
+                if issubclass(base, errors.KVStoreError)
+            }
+        }
     if issubclass(thing, enum.Enum):
         return {"members": {member.name: member.value for member in thing}}
     names = [name for name in dir(thing) if not name.startswith("_")]
-    names += [field.name for field in dataclasses.fields(thing)] if dataclasses.is_dataclass(thing) else []
+    names += (
+        [field.name for field in dataclasses.fields(thing)]
+        if dataclasses.is_dataclass(thing)
+        else []
+    )
     members = {name: _member(inspect.getattr_static(thing, name, None)) for name in names}
     return {"parameters": _parameters(thing, skip=0), "members": members}
 
@@ -88,11 +110,14 @@ def _member(thing: Any) -> Any:
 def _parameters(call: Any, skip: int) -> Tree:
     """`place`: of one that may be given without its name."""
     found = list(inspect.signature(call).parameters.values())[skip:]
-    places = {some.name: number for number, some in enumerate(found) if some.kind is not some.KEYWORD_ONLY}
+    places = {
+        some.name: number for number, some in enumerate(found) if some.kind is not some.KEYWORD_ONLY
+    }
     return {
         some.name: {
             "place": places.get(some.name, -1),
-            "optional": some.default is not some.empty or some.kind in (some.VAR_KEYWORD, some.VAR_POSITIONAL),
+            "optional": some.default is not some.empty
+            or some.kind in (some.VAR_KEYWORD, some.VAR_POSITIONAL),
         }
         for some in found
     }
@@ -126,7 +151,11 @@ def commands() -> Tree:
         for action in _parser()._actions
         for flag in action.option_strings
     }
-    leaves = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, errors.KVStoreError)]
+    leaves = [
+        kind
+        for kind in vars(errors).values()
+        if inspect.isclass(kind) and issubclass(kind, errors.KVStoreError)
+    ]
     return {
         "kvstore": _command(typer.main.get_command(app)),
         "kvstore-node": {"parameters": node},
@@ -145,7 +174,10 @@ def _command(command: Any) -> Tree:
             about = {"flag": bool(getattr(parameter, "is_flag", False)), "optional": optional}
             found |= dict.fromkeys([*parameter.opts, *parameter.secondary_opts], about)
     inner = getattr(command, "commands", {})
-    return {"parameters": found, "commands": {name: _command(some) for name, some in sorted(inner.items())}}
+    return {
+        "parameters": found,
+        "commands": {name: _command(some) for name, some in sorted(inner.items())},
+    }
 
 
 # ---- messages and metrics --------------------------------------------------------------------
@@ -155,7 +187,8 @@ def messages() -> Tree:
     file = descriptor_pb2.FileDescriptorProto()
     pb.DESCRIPTOR.CopyToProto(file)
     types = {
-        number: name.removeprefix("TYPE_").lower() for name, number in descriptor_pb2.FieldDescriptorProto.Type.items()
+        number: name.removeprefix("TYPE_").lower()
+        for name, number in descriptor_pb2.FieldDescriptorProto.Type.items()
     }
     repeated = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
     found: Tree = {}
@@ -178,7 +211,9 @@ def messages() -> Tree:
 
 def metrics() -> Tree:
     """Of a node that has all that a node can have."""
-    status = pb.NodeStatusReply(ram=pb.RamStatus(), disk=pb.DiskStatus(), peers=pb.PeersStatus(), shm=pb.ShmStatus())
+    status = pb.NodeStatusReply(
+        ram=pb.RamStatus(), disk=pb.DiskStatus(), peers=pb.PeersStatus(), shm=pb.ShmStatus()
+    )
     status.tenants.add(tenant="t")
     status.namespaces.add(digest=b"d")
     status.gateways.add(name="gateway-0")
@@ -191,7 +226,9 @@ def metrics() -> Tree:
     traffic.edge("bulk").failed("get", errors.Exhausted(""))
     peers = SimpleNamespace(links=SimpleNamespace(failing=lambda: {"n1": False}))
     turns = SimpleNamespace(waiting_count=0)
-    service: Any = SimpleNamespace(call=lambda *_: status, traffic=traffic, peers=peers, turns=turns)
+    service: Any = SimpleNamespace(
+        call=lambda *_: status, traffic=traffic, peers=peers, turns=turns
+    )
     found: Tree = {}
     for family in NodeCollector(service, THE_NODE).collect():
         assert family.samples, family.name
@@ -200,4 +237,10 @@ def metrics() -> Tree:
     return found
 
 
-LISTS = {"python": python, "settings": settings, "commands": commands, "messages": messages, "metrics": metrics}
+LISTS = {
+    "python": python,
+    "settings": settings,
+    "commands": commands,
+    "messages": messages,
+    "metrics": metrics,
+}

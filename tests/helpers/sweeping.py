@@ -45,7 +45,9 @@ def alone() -> Iterator[Callable[[Node], Client]]:
     clients: list[Client] = []
 
     def connect(node: Node) -> Client:
-        clients.append(Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", direct=True, wire="bulk")))
+        clients.append(
+            Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", direct=True, wire="bulk"))
+        )
         return clients[-1]
 
     yield connect

@@ -29,14 +29,18 @@ def load_run() -> ModuleType:
 
 
 def targets_of_make() -> set[str]:
-    (phony,) = re.findall(r"^\.PHONY: ((?:.*\\\n)*.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (phony,) = re.findall(
+        r"^\.PHONY: ((?:.*\\\n)*.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
     return set(phony.replace("\\\n", " ").split())
 
 
 def commands_of(name: str, monkeypatch: pytest.MonkeyPatch, root: Path) -> list[Command]:
-    """Return the commands of a target of tests/run.py where every program is there and every environment is up to date.
+    """Return the commands of a target of tests/run.py where every program is there and every
+    environment is up to date.
 
-    `root` stands for the project: nothing of the project's own environments is touched."""
+    `root` stands for the project: nothing of the project's own environments is touched.
+    """
     for path in (".venv", ".venv-oldest"):
         (root / path / "lib" / "python3" / "site-packages").mkdir(parents=True)
     (root / "dist").mkdir()
@@ -46,7 +50,9 @@ def commands_of(name: str, monkeypatch: pytest.MonkeyPatch, root: Path) -> list[
     module = load_run()
     monkeypatch.setattr(module, "ROOT", root)
     monkeypatch.setattr(module, "is_older", lambda *_: False)
-    monkeypatch.setattr(module, "run", lambda *words, cwd=None, **variables: found.append(Command(words, variables)))
+    monkeypatch.setattr(
+        module, "run", lambda *words, cwd=None, **variables: found.append(Command(words, variables))
+    )
     monkeypatch.setattr(shutil, "which", lambda program: f"/bin/{program}")
     done: subprocess.CompletedProcess[str] = subprocess.CompletedProcess((), 0)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)

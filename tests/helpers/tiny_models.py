@@ -1,4 +1,6 @@
-"""Models with random weights from a fixed seed, small enough that a forward pass costs milliseconds."""
+"""Models with random weights from a fixed seed, small enough that a forward pass costs
+milliseconds.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,12 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 VOCABULARY = 512
-TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+TOKENS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 COMMON: dict[str, Any] = {
     **TOKENS,
     "hidden_size": 128,
@@ -54,8 +61,13 @@ KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
 }
 
 
-def save_model(kind: str, directory: Path, seed: int = 0, dtype: str = "float32", **changes: Any) -> None:
-    """A checkpoint in `directory`. `changes` are of the model's configuration."""
+def save_model(
+    kind: str, directory: Path, seed: int = 0, dtype: str = "float32", **changes: Any
+) -> None:
+    """A checkpoint in `directory`.
+
+    `changes` are of the model's configuration.
+    """
     disable_progress_bar()
     torch.manual_seed(seed)
     config_class, model_class, values = KINDS[kind]

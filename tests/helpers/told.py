@@ -1,4 +1,6 @@
-"""What every command prints with --json, by the names of its fields: `ram.used_nbytes`, `namespaces[].digest`."""
+"""What every command prints with --json, by the names of its fields: `ram.used_nbytes`,
+`namespaces[].digest`.
+"""
 
 import concurrent.futures
 import contextlib
@@ -21,8 +23,18 @@ from node.server import Node
 PAGE_NBYTES = 4096
 KEY = "ab" * 32
 TRACE = [{"timestamp": 0, "input_length": 1024, "output_length": 4, "hash_ids": [0, 1]}] * 2
-SMALL: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0, "ram_nbytes": 32 << 20}
-DISK: dict[str, Any] = {"disk_nbytes": 64 << 20, "disk_extent_nbytes": 16 << 20, "scrub_nbytes_per_s": 0}
+SMALL: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "port": 0,
+    "bulk_port": 0,
+    "metrics_port": 0,
+    "ram_nbytes": 32 << 20,
+}
+DISK: dict[str, Any] = {
+    "disk_nbytes": 64 << 20,
+    "disk_extent_nbytes": 16 << 20,
+    "scrub_nbytes_per_s": 0,
+}
 Run = Callable[..., None]
 
 
@@ -35,7 +47,9 @@ def told(work: Path) -> dict[str, list[str]]:
         ran = CliRunner().invoke(app, [*command.split(), *arguments, "--json"], prog_name="kvstore")
         assert status in (None, ran.exit_code), f"{name}: {ran.exit_code}, {ran.output}"
         values = [json.loads(line) for line in (ran.stdout or ran.stderr).splitlines()]
-        found[name] = sorted(set(found.get(name, ())) | {path for value in values for path in fields(value)})
+        found[name] = sorted(
+            set(found.get(name, ())) | {path for value in values for path in fields(value)}
+        )
 
     with _nodes(work) as nodes:
         _of_one(run, work)
@@ -58,9 +72,14 @@ def fields(value: Any, path: str = "") -> Iterator[str]:
 
 @contextlib.contextmanager
 def _nodes(work: Path) -> Iterator[list[Node]]:
-    """Two, each alone at first. The first is where commands go."""
+    """Two, each alone at first.
+
+    The first is where commands go.
+    """
     with contextlib.ExitStack() as ends, pytest.MonkeyPatch.context() as environment:
-        nodes = [Node(NodeConfig(**SMALL, **DISK, data_dir=str(work / name))) for name in ("n0", "n1")]
+        nodes = [
+            Node(NodeConfig(**SMALL, **DISK, data_dir=str(work / name))) for name in ("n0", "n1")
+        ]
         for node in nodes:
             node.start()
             ends.callback(node.stop)
@@ -117,14 +136,18 @@ def _of_one(run: Run, work: Path) -> None:
 
 
 def _of_a_cluster(run: Run, nodes: list[Node]) -> None:
-    members = [Member(f"n{number}", f"127.0.0.1:{node.grpc.port}") for number, node in enumerate(nodes)]
+    members = [
+        Member(f"n{number}", f"127.0.0.1:{node.grpc.port}") for number, node in enumerate(nodes)
+    ]
 
     def tell(number: int, *view: Member) -> None:
         for place, node in enumerate(nodes):
             node.membership.become(View("fleet", number, view), f"n{place}")
 
     tell(1, *members)
-    nodes[1].membership.announcer = lambda state: tell(2, members[0], dataclasses.replace(members[1], state=state))
+    nodes[1].membership.announcer = lambda state: tell(
+        2, members[0], dataclasses.replace(members[1], state=state)
+    )
     for command in ("status", "flush", "scrub", "recover", "ls"):
         run(command, of="a cluster")
     run("top", "--interval", "0.05", "--once", of="a cluster")

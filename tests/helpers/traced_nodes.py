@@ -1,4 +1,6 @@
-"""A node in a process of its own that is told to record spans, and who asks it for something to record."""
+"""A node in a process of its own that is told to record spans, and who asks it for something to
+record.
+"""
 
 import os
 import sys
@@ -15,14 +17,19 @@ FLAGS = ("--ram-bytes", "16MiB", "--shm-socket", "none")
 
 
 def traced_node(modules: Path, **environ: str) -> NodeProcess:
-    """`modules`: a folder where it finds more of them. This process stays as it is: its own spans go nowhere."""
+    """`modules`: a folder where it finds more of them.
+
+    This process stays as it is: its own spans go nowhere.
+    """
     environ["PYTHONPATH"] = os.pathsep.join([str(modules), *filter(None, sys.path)])
     with mock.patch.dict(os.environ, environ):
         return NodeProcess(*FLAGS)
 
 
 def ask(node: NodeProcess, times: int) -> None:
-    with Client(ClientConfig(node.address, wire="bulk", timeout_s=30.0, connect_timeout_s=20.0)) as client:
+    with Client(
+        ClientConfig(node.address, wire="bulk", timeout_s=30.0, connect_timeout_s=20.0)
+    ) as client:
         for _ in range(times):
             with request("cmpl-7"):
                 assert client.lookup(PAGES, KEYS).prefix_pages == 0

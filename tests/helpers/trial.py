@@ -1,6 +1,7 @@
 """A replay during which something happens to the nodes: what came of it, second by second.
 
-An error of the client's is counted and answered as a miss, so that the replay goes on to its end as an engine would.
+An error of the client's is counted and answered as a miss, so that the replay goes on to its end as
+an engine would.
 """
 
 import math
@@ -26,7 +27,9 @@ BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Event:
-    """`action` is called, beside the replay, when that share of the requests is done and the event before has ended."""
+    """`action` is called, beside the replay, when that share of the requests is done and the event
+    before has ended.
+    """
 
     at: float
     name: str
@@ -44,9 +47,13 @@ class Second:
 
 
 class Trial:
-    """Once, by `run`. `errors`: by what they said first; `found`: pages that were stored, of each request;
-    `late_s`: how much later than its deadline a call returned, at most; `lag_s`: how much later than it wanted a thread
-    woke up that did nothing but sleep, at most: so late is whatever runs here; `events`: in which second each began."""
+    """Once, by `run`.
+
+    `errors`: by what they said first; `found`: pages that were stored, of each request; `late_s`:
+    how much later than its deadline a call returned, at most; `lag_s`: how much later than it
+    wanted a thread woke up that did nothing but sleep, at most: so late is whatever runs here;
+    `events`: in which second each began.
+    """
 
     def __init__(
         self,
@@ -78,7 +85,11 @@ class Trial:
             sleeper.submit(self._sleep, done)
             try:
                 report = replay(
-                    cast(Client, self), requests, self._namespace, None, lambda told: self._note(told, len(requests))
+                    cast(Client, self),
+                    requests,
+                    self._namespace,
+                    None,
+                    lambda told: self._note(told, len(requests)),
                 )
             finally:
                 done.set()
@@ -99,12 +110,20 @@ class Trial:
         return found
 
     def get(
-        self, namespace: Namespace, prefix_hashes: list[bytes], buffers: list[bytearray], prefix: bool
+        self,
+        namespace: Namespace,
+        prefix_hashes: list[bytes],
+        buffers: list[bytearray],
+        prefix: bool,
     ) -> list[bool]:
         nothing = [False] * len(prefix_hashes)
-        return self._asked(lambda: self._client.get(namespace, prefix_hashes, buffers, prefix=prefix), nothing)
+        return self._asked(
+            lambda: self._client.get(namespace, prefix_hashes, buffers, prefix=prefix), nothing
+        )
 
-    def put(self, namespace: Namespace, prefix_hashes: list[bytes], pages: list[Any]) -> list[PutOutcome]:
+    def put(
+        self, namespace: Namespace, prefix_hashes: list[bytes], pages: list[Any]
+    ) -> list[PutOutcome]:
         nothing = [PutOutcome.AWAY] * len(prefix_hashes)
         return self._asked(lambda: self._client.put(namespace, prefix_hashes, pages), nothing)
 
@@ -157,4 +176,7 @@ class Trial:
 def plot(values: Sequence[float | None], highest: float) -> str:
     """A bar for each value, from 0 to `highest`; a blank for None."""
     top = len(BARS) - 1
-    return "".join(" " if some is None else BARS[min(top, round(some / (highest or 1) * top))] for some in values)
+    return "".join(
+        " " if some is None else BARS[min(top, round(some / (highest or 1) * top))]
+        for some in values
+    )

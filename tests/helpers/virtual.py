@@ -1,7 +1,8 @@
-"""Virtual time: processes that take turns, one at a time, in an order that a seed decides, and a network between them.
+"""Virtual time: processes that take turns, one at a time, in an order that a seed decides, and a
+network between them.
 
-A process is a thread that runs only while it has the turn; it gives it up where it waits. Nothing takes time but
-waiting, so that minutes are over in moments and a seed repeats all of it.
+A process is a thread that runs only while it has the turn; it gives it up where it waits. Nothing
+takes time but waiting, so that minutes are over in moments and a seed repeats all of it.
 """
 
 import heapq
@@ -26,7 +27,10 @@ class Ended(BaseException):
 
 
 class Process:
-    """`turn` is set when it may run. `waits`: how often it has waited, so that it is woken once for each time."""
+    """`turn` is set when it may run.
+
+    `waits`: how often it has waited, so that it is woken once for each time.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -89,7 +93,10 @@ class World:
         self.wait(Signal(self), self.now + seconds)
 
     def wait(self, signal: Signal, until: float) -> bool:
-        """Of a process: gives up the turn until the signal is given, or it is too late. Whether it was given."""
+        """Of a process: gives up the turn until the signal is given, or it is too late.
+
+        Whether it was given.
+        """
         process = self._running
         assert process is not None, "only a process can wait"
         if not signal.given and self.now < until:
@@ -105,7 +112,9 @@ class World:
                 raise Ended
         return signal.given
 
-    def together(self, name: str, calls: Sequence[Callable[[], Result]]) -> list[Result | KVStoreError]:
+    def together(
+        self, name: str, calls: Sequence[Callable[[], Result]]
+    ) -> list[Result | KVStoreError]:
         """Of a process: what each call returned or raised, in a process of its own."""
         answers: dict[int, Result | KVStoreError] = {}
         all_are_there = Signal(self)
@@ -155,7 +164,9 @@ class World:
 class Network:
     """Requests that may be lost, late or doubled, between hosts that may be down, paused or apart."""
 
-    def __init__(self, world: World, lost: float = 0.0, late: float = 0.0, doubled: float = 0.0) -> None:
+    def __init__(
+        self, world: World, lost: float = 0.0, late: float = 0.0, doubled: float = 0.0
+    ) -> None:
         self.world = world
         self.lost, self.late, self.doubled = lost, late, doubled
         self.paused_until: dict[str, float] = {}
@@ -163,7 +174,9 @@ class Network:
         self.apart: set[frozenset[str]] = set()
         self.sent = 0
 
-    def call(self, source: str, target: str, serve: Callable[[], Result], deadline: Deadline) -> Result:
+    def call(
+        self, source: str, target: str, serve: Callable[[], Result], deadline: Deadline
+    ) -> Result:
         """What `serve` returns or raises at the target, if it and its answer come through in time."""
         world, answers, signal = self.world, list[Any](), Signal(self.world)
 

@@ -26,7 +26,13 @@ def nothing_is_left_at_the_console(node: Node) -> Iterator[None]:
     yield
     console, metrics = console_of(node), node.metrics
     budgets = (console.watchers, console.calls, console.reads)
-    wait_until(lambda: not (metrics._threads or any(budget.used for budget in budgets) or metrics._places.count))
+    wait_until(
+        lambda: (
+            not (
+                metrics._threads or any(budget.used for budget in budgets) or metrics._places.count
+            )
+        )
+    )
 
 
 def connection(node: Node, tls: ssl.SSLContext | None = None) -> http.client.HTTPConnection:
@@ -39,7 +45,10 @@ def connection(node: Node, tls: ssl.SSLContext | None = None) -> http.client.HTT
 def visit(
     node: Node, path: str, values: Any = None, token: str = "", method: str = "", **headers: str
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
-    """Status, headers, body. With `values` a POST as the page makes it."""
+    """Status, headers, body.
+
+    With `values` a POST as the page makes it.
+    """
     asked = {name.replace("_", "-"): value for name, value in headers.items()}
     if token:
         asked["Authorization"] = f"Bearer {token}"
@@ -65,7 +74,12 @@ def told(node: Node, path: str, values: Any, token: str = "") -> tuple[int, dict
 def watching(node: Node, token: str = "") -> Iterator[Iterator[tuple[str, dict[str, Any]]]]:
     """Events, by name."""
     there = connection(node)
-    there.request("POST", "/console/events", b"{}", {**OWN, **({"Authorization": f"Bearer {token}"} if token else {})})
+    there.request(
+        "POST",
+        "/console/events",
+        b"{}",
+        {**OWN, **({"Authorization": f"Bearer {token}"} if token else {})},
+    )
     reply = there.getresponse()
     assert reply.status == 200, (reply.status, reply.read())
     try:

@@ -1,9 +1,10 @@
-"""Record what a client and a node say over gRPC and over shared memory: golden/wires-N.json of protocol N.
+"""Record what a client and a node say over gRPC and over shared memory: golden/wires-N.json of
+protocol N.
 
     client --- proxies, which copy every message and frame --- node
 
-Both ends are the released code, so the requests are the bytes of a real client. Run by hand when PROTOCOL_VERSION was
-raised; this file uses only names that older releases have, too:
+Both ends are the released code, so the requests are the bytes of a real client. Run by hand when
+PROTOCOL_VERSION was raised; this file uses only names that older releases have, too:
 
     PYTHONPATH=CHECKOUT python tests/helpers/wires.py
 """
@@ -32,7 +33,13 @@ PAGE_NBYTES = 256
 SPACE = Namespace(model="golden-wires", layout=opaque_layout(PAGE_NBYTES))
 KEYS = [bytes([number]) * 32 for number in (1, 2)]
 PAGES = [bytes((i * 3 + number) % 251 for i in range(PAGE_NBYTES)) for number in range(2)]
-SETTINGS: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0, "ram_nbytes": 32 << 20}
+SETTINGS: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "port": 0,
+    "bulk_port": 0,
+    "metrics_port": 0,
+    "ram_nbytes": 32 << 20,
+}
 FIXED = struct.Struct("<2sBBIQ")
 CALL_S = 30.0
 
@@ -75,7 +82,9 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
                     asked.append(request.hex())
                     yield request
 
-            for reply in cast("Callable[..., Any]", self._channel.stream_stream(method))(noted(), timeout=CALL_S):
+            for reply in cast("Callable[..., Any]", self._channel.stream_stream(method))(
+                noted(), timeout=CALL_S
+            ):
                 said.append(reply.hex())
                 yield reply
 
@@ -87,7 +96,10 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class ShmProxy:
-    """Stand where the node's socket was and hand frames and descriptors on. `frames`: [from whom, descriptors, hex]."""
+    """Stand where the node's socket was and hand frames and descriptors on.
+
+    `frames`: [from whom, descriptors, hex].
+    """
 
     def __init__(self, path: str) -> None:
         self.frames: list[tuple[str, int, str]] = []
@@ -125,7 +137,9 @@ class ShmProxy:
 
 
 def receive_frame(sock: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Return a frame and the descriptors that came with its first byte; None at the end of the connection."""
+    """Return a frame and the descriptors that came with its first byte; None at the end of the
+    connection.
+    """
     data, rights, _, _ = sock.recvmsg(FIXED.size, socket.CMSG_SPACE(2 * array.array("i").itemsize))
     if not data:
         return None

@@ -1,5 +1,6 @@
-"""Nodes started here as the manifests describe them, with the secrets that docs/kubernetes.md makes and the probes of a
-kubelet; an engine beside them as the example describes it."""
+"""Nodes started here as the manifests describe them, with the secrets that docs/kubernetes.md makes
+and the probes of a kubelet; an engine beside them as the example describes it.
+"""
 
 import os
 import shutil
@@ -26,7 +27,13 @@ from node.server import Node
 PAGE_NBYTES = 4096
 KEYS = [number.to_bytes(32, "big") for number in range(8)]
 PAGES = [bytes([number]) * PAGE_NBYTES for number in range(8)]
-SMALL = {"RAM_BYTES": "16MiB", "EXTENT_BYTES": "1MiB", "DISK_BYTES": "64MiB", "LOG_LEVEL": "ERROR", "DRAIN_S": "0.3"}
+SMALL = {
+    "RAM_BYTES": "16MiB",
+    "EXTENT_BYTES": "1MiB",
+    "DISK_BYTES": "64MiB",
+    "LOG_LEVEL": "ERROR",
+    "DRAIN_S": "0.3",
+}
 # In place of kubectl: what it makes secrets of is copied to secrets/NAME/KEY.
 KUBECTL = """#!/bin/bash
 set -e
@@ -46,7 +53,9 @@ Start = Callable[..., Node]
 def commands(*sections: str) -> str:
     """Of the first indented lines of these sections."""
     texts = (DOCUMENT.split(f"## {title}\n")[1].split("\n## ")[0] for title in sections)
-    return "\n".join(line[4:] for text in texts for line in text.splitlines() if line.startswith("    k"))
+    return "\n".join(
+        line[4:] for text in texts for line in text.splitlines() if line.startswith("    k")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +71,11 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(FOLDER.parents[1])}
     script = f"umask 077\n{commands('From nothing to three nodes', 'Clients and engines')}"
     subprocess.run(
-        ["bash", "-e", "-c", script], cwd=folder, check=True, capture_output=True, env={**os.environ, **path}
+        ["bash", "-e", "-c", script],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        env={**os.environ, **path},
     )
     return folder / "secrets"
 
@@ -83,19 +96,34 @@ class Host:
         """With places of this machine's in place of the pod's."""
         home = self._folder / pod
         home.mkdir()
-        fields = {"metadata.name": pod, "metadata.namespace": "kvstore", "status.podIP": "127.0.0.1"}
-        found = workload.variables(fields) | {f"KVSTORE_NODE_{name}": value for name, value in SMALL.items()}
+        fields = {
+            "metadata.name": pod,
+            "metadata.namespace": "kvstore",
+            "status.podIP": "127.0.0.1",
+        }
+        found = workload.variables(fields) | {
+            f"KVSTORE_NODE_{name}": value for name, value in SMALL.items()
+        }
         for path, (secret, key) in workload.files.items():
             self.give(home / Path(path).name, secret, key)
-        moved = {"/etc/kvstore": str(home), "/data": str(home / "data"), "/run/kvstore": self.socket_folder}
+        moved = {
+            "/etc/kvstore": str(home),
+            "/data": str(home / "data"),
+            "/run/kvstore": self.socket_folder,
+        }
         for name, value in found.items():
             for old, new in moved.items():
                 if value.startswith(old + "/"):
                     found[name] = new + value.removeprefix(old)
-        ports = dict.fromkeys(("KVSTORE_NODE_PORT", "KVSTORE_NODE_BULK_PORT", "KVSTORE_NODE_METRICS_PORT"), "0")
+        ports = dict.fromkeys(
+            ("KVSTORE_NODE_PORT", "KVSTORE_NODE_BULK_PORT", "KVSTORE_NODE_METRICS_PORT"), "0"
+        )
         here = {"KVSTORE_NODE_HOST": "127.0.0.1", **ports}
         if etcd is not None:
-            here |= {"KVSTORE_NODE_CLUSTER": f"etcd://{etcd.endpoint}/fleet", "KVSTORE_NODE_ADVERTISE": "127.0.0.1"}
+            here |= {
+                "KVSTORE_NODE_CLUSTER": f"etcd://{etcd.endpoint}/fleet",
+                "KVSTORE_NODE_ADVERTISE": "127.0.0.1",
+            }
         self.of_pod[pod] = found | here
         return self.of_pod[pod]
 
@@ -132,12 +160,16 @@ def workload(overlay_name: str, name: str) -> Workload:
 
 
 def probe(node: Node, workload: Workload, kind: str, variables: dict[str, str]) -> int:
-    """As a kubelet does: run the command in the container, which here has other ports than the manifest's."""
+    """As a kubelet does: run the command in the container, which here has other ports than the
+    manifest's.
+    """
     program = workload.container[kind]["exec"]["command"][1].rpartition("/")[2]
     ports = {"KVSTORE_NODE_METRICS_PORT": str(node.metrics.port)}
     command = [sys.executable, str(FOLDER.parents[1] / "docker" / program)]
     path = {"PATH": os.environ["PATH"], "PYTHONPATH": str(FOLDER.parents[1])}
-    done = subprocess.run(command, env={**variables, **path, **ports}, capture_output=True, check=False)
+    done = subprocess.run(
+        command, env={**variables, **path, **ports}, capture_output=True, check=False
+    )
     return done.returncode
 
 
@@ -154,7 +186,9 @@ def engine_variables(host: Host, tmp_path: Path, *addresses: str) -> dict[str, s
 
 
 def test_the_documents_secrets_are_for_their_owner_only(secrets: Path) -> None:
-    names = sorted(path.relative_to(secrets).as_posix() for path in secrets.rglob("*") if path.is_file())
+    names = sorted(
+        path.relative_to(secrets).as_posix() for path in secrets.rglob("*") if path.is_file()
+    )
     assert names == [
         "kvstore-engine/ca.crt",
         "kvstore-engine/tls.crt",
@@ -167,10 +201,14 @@ def test_the_documents_secrets_are_for_their_owner_only(secrets: Path) -> None:
         "kvstore-tokens/member",
         "kvstore-tokens/operator",
     ]
-    assert not any(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in secrets.rglob("*") if path.is_file())
+    assert not any(
+        stat.S_IMODE(path.stat().st_mode) & 0o077 for path in secrets.rglob("*") if path.is_file()
+    )
 
 
-def test_one_node_serves_who_has_a_token_and_tells_the_kubelet_so(start: Start, host: Host, tmp_path: Path) -> None:
+def test_one_node_serves_who_has_a_token_and_tells_the_kubelet_so(
+    start: Start, host: Host, tmp_path: Path
+) -> None:
     alone = workload("one", "kvstore")
     node = start(alone, "kvstore-0")
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -194,7 +232,10 @@ def test_who_has_no_certificate_is_not_served_and_spoiled_files_end_no_node(
     known = engine_variables(host, tmp_path, f"127.0.0.1:{node.grpc.port}")
     del known["KVSTORE_TLS_CERT"], known["KVSTORE_TLS_KEY"]
     config = load(ClientConfig, "KVSTORE", {"timeout_s": 20.0, "connect_timeout_s": 10.0}, known)
-    with Client(config) as stranger, pytest.raises(Unavailable, match="asks for client certificates"):
+    with (
+        Client(config) as stranger,
+        pytest.raises(Unavailable, match="asks for client certificates"),
+    ):
         stranger.node_status()
     variables = host.of_pod["kvstore-0"]
     for spoiled in (b"", Path(variables["KVSTORE_NODE_IDENTITIES"]).read_bytes()):
@@ -208,14 +249,17 @@ def test_who_has_no_certificate_is_not_served_and_spoiled_files_end_no_node(
 def test_an_engine_shares_its_near_nodes_memory_and_its_pages_lie_at_storage_nodes(
     start: Start, host: Host, tmp_path: Path, etcd: FakeEtcd
 ) -> None:
-    """The pods' names and the one certificate's are those of the manifests; addresses are in no certificate of theirs
-    but this machine's."""
+    """The pods' names and the one certificate's are those of the manifests; addresses are in no
+    certificate of theirs but this machine's.
+    """
     storage, near_pod = workload("gpu", "kvstore"), workload("gpu", "kvstore-near")
     nodes = [start(storage, f"kvstore-{number}", etcd) for number in range(2)]
     near = start(near_pod, "kvstore-near-x7k2p", etcd)
     wait_until(lambda: all(len(members(node)) == 3 for node in [*nodes, near]))
     wait_until(lambda: all(node.membership.view.settled for node in [*nodes, near]))  # type: ignore[union-attr]
-    known = engine_variables(host, tmp_path, *(f"127.0.0.1:{node.grpc.port}" for node in (near, nodes[0])))
+    known = engine_variables(
+        host, tmp_path, *(f"127.0.0.1:{node.grpc.port}" for node in (near, nodes[0]))
+    )
     config = load(ClientConfig, "KVSTORE", {"timeout_s": 30.0, "connect_timeout_s": 20.0}, known)
     space = Namespace("llama", opaque_layout(PAGE_NBYTES))
     with Client(config) as engine:
@@ -226,6 +270,8 @@ def test_an_engine_shares_its_near_nodes_memory_and_its_pages_lie_at_storage_nod
         assert all(engine.get(space, KEYS, into))
         assert list(map(bytes, into)) == PAGES
     for node in nodes:
-        assert node.tier.lookup(space.digest, KEYS, touch=False) == [True] * len(KEYS), "two replicas, of two nodes"
+        assert node.tier.lookup(space.digest, KEYS, touch=False) == [True] * len(KEYS), (
+            "two replicas, of two nodes"
+        )
     assert near.disk is None
     assert probe(near, near_pod, "livenessProbe", host.of_pod["kvstore-near-x7k2p"]) == 0

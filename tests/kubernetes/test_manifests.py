@@ -9,7 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manifests import DOCUMENT, EXAMPLES, FOLDER, OVERLAYS, ROOT, Overlay, Workload, overlay, read, secrets_told
+from manifests import (
+    DOCUMENT,
+    EXAMPLES,
+    FOLDER,
+    OVERLAYS,
+    ROOT,
+    Overlay,
+    Workload,
+    overlay,
+    read,
+    secrets_told,
+)
 from waiting import wait_until
 
 from gpu_agent.options import AgentConfig, Identity
@@ -40,7 +51,9 @@ def config_of(workload: Workload) -> NodeConfig:
 
 def pods() -> Iterator[Any]:
     for name in OVERLAYS:
-        yield from (pytest.param(some, id=f"{name}-{some.name}") for some in overlay(name).workloads)
+        yield from (
+            pytest.param(some, id=f"{name}-{some.name}") for some in overlay(name).workloads
+        )
 
 
 @pytest.fixture(params=OVERLAYS)
@@ -51,7 +64,9 @@ def composed(request: pytest.FixtureRequest) -> Overlay:
 def known_variables() -> set[str]:
     kinds = [("KVSTORE_NODE_", NodeConfig), ("KVSTORE_", ClientConfig), ("KVSTORE_", Identity)]
     kinds.append(("KVSTORE_AGENT_", AgentConfig))
-    names = {prefix + field.name.upper() for prefix, kind in kinds for field in dataclasses.fields(kind)}
+    names = {
+        prefix + field.name.upper() for prefix, kind in kinds for field in dataclasses.fields(kind)
+    }
     return {name.replace("NBYTES", "BYTES") for name in names}
 
 
@@ -59,7 +74,12 @@ def known_variables() -> set[str]:
 
 
 def test_every_kind_of_pod_is_looked_at() -> None:
-    assert [param.id for param in pods()] == ["one-kvstore", "three-kvstore", "gpu-kvstore", "gpu-kvstore-near"]
+    assert [param.id for param in pods()] == [
+        "one-kvstore",
+        "three-kvstore",
+        "gpu-kvstore",
+        "gpu-kvstore-near",
+    ]
 
 
 @pytest.mark.parametrize("workload", list(pods()))
@@ -94,7 +114,9 @@ def test_a_node_finds_its_cluster_and_says_where_it_is(workload: Workload) -> No
         headless = workload.overlay.one("Service", workload.manifest["spec"]["serviceName"])
         assert host == f"{name}.{headless['metadata']['name']}.{NAMESPACE}.svc"
         assert headless["spec"]["clusterIP"] == "None"
-        assert headless["spec"]["publishNotReadyAddresses"], "it asks itself back before it is ready"
+        assert headless["spec"]["publishNotReadyAddresses"], (
+            "it asks itself back before it is ready"
+        )
     assert config.tls_name
     assert config.tls_ca
     assert config.token_file
@@ -103,15 +125,21 @@ def test_a_node_finds_its_cluster_and_says_where_it_is(workload: Workload) -> No
 def test_without_etcd_members_are_a_list_and_nothing_else_says_who_they_are() -> None:
     (workload,) = overlay("three").workloads
     listed = re.findall(r"KVSTORE_NODE_CLUSTER=(static:\S+?),\.\.\.", DOCUMENT)[0]
-    listed = ",".join([listed, *(listed.partition("/")[2].replace("kvstore-0", f"kvstore-{i}") for i in (1, 2))])
+    listed = ",".join(
+        [listed, *(listed.partition("/")[2].replace("kvstore-0", f"kvstore-{i}") for i in (1, 2))]
+    )
     variables = {**workload.variables(fields(workload)), "KVSTORE_NODE_CLUSTER": listed}
     away = set(re.findall(r"`(KVSTORE_NODE_\w+)`", DOCUMENT.split("| no etcd |")[1].split("\n")[0]))
-    config = load(NodeConfig, "KVSTORE_NODE", {}, {name: variables[name] for name in set(variables) - away})
+    config = load(
+        NodeConfig, "KVSTORE_NODE", {}, {name: variables[name] for name in set(variables) - away}
+    )
     assert [name for name, default in OF_ETCD if getattr(config, name) != default] == []
     view = Membership(config.cluster, config.member, config.replicas).view
     assert view is not None
     assert [member.id for member in view.members] == ["kvstore-0", "kvstore-1", "kvstore-2"]
-    assert all(member.address == f"{member.id}.kvstore-nodes.kvstore.svc:7440" for member in view.members)
+    assert all(
+        member.address == f"{member.id}.kvstore-nodes.kvstore.svc:7440" for member in view.members
+    )
 
 
 @pytest.mark.parametrize("workload", list(pods()))
@@ -125,17 +153,23 @@ def test_its_ports_are_those_of_the_image_and_of_the_services(workload: Workload
     for service in workload.overlay.of_kind("Service"):
         if service["spec"]["selector"].items() <= labels.items():
             for port in service["spec"]["ports"]:
-                assert port["port"] == named[port["targetPort"]], "a client is told the node's own bulk port"
+                assert port["port"] == named[port["targetPort"]], (
+                    "a client is told the node's own bulk port"
+                )
 
 
 @pytest.mark.parametrize("workload", list(pods()))
 def test_probes_ask_what_is_served(workload: Workload) -> None:
     config = config_of(workload)
-    assert config.tls_client_ca, "who has no certificate does not get as far as HTTP/2; nor does a kubelet"
+    assert config.tls_client_ca, (
+        "who has no certificate does not get as far as HTTP/2; nor does a kubelet"
+    )
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert workload.container[kind]["exec"] == {"command": HEALTH}
     assert f'"GET", "{HEALTH_PATH}"' in (ROOT / "docker" / "health.py").read_text()
-    touched_s = config.ram_nbytes / (1 << 30) / 2 * 20  # where a hypervisor finds the memory only then
+    touched_s = (
+        config.ram_nbytes / (1 << 30) / 2 * 20
+    )  # where a hypervisor finds the memory only then
     startup = workload.container["startupProbe"]
     assert startup["failureThreshold"] * startup["periodSeconds"] >= touched_s
     liveness = workload.container["livenessProbe"]
@@ -159,11 +193,17 @@ def nbytes(quantity: str) -> int:
 def test_memory_and_volume_are_enough_for_the_sizes(workload: Workload) -> None:
     config, resources = config_of(workload), workload.container["resources"]
     gateways = config.grpc_processes * config.grpc_memory_nbytes
-    assert nbytes(resources["limits"]["memory"]) >= config.ram_nbytes * 65 // 64 + 512 * MIB + gateways
-    assert resources["requests"]["memory"] == resources["limits"]["memory"], "all of it is touched at the start"
+    assert (
+        nbytes(resources["limits"]["memory"]) >= config.ram_nbytes * 65 // 64 + 512 * MIB + gateways
+    )
+    assert resources["requests"]["memory"] == resources["limits"]["memory"], (
+        "all of it is touched at the start"
+    )
     assert "cpu" not in resources["limits"]
     for claim in workload.manifest["spec"].get("volumeClaimTemplates", []):
-        assert nbytes(claim["spec"]["resources"]["requests"]["storage"]) >= config.disk_nbytes * 1.05
+        assert (
+            nbytes(claim["spec"]["resources"]["requests"]["storage"]) >= config.disk_nbytes * 1.05
+        )
 
 
 # ---- files ---------------------------------------------------------------------------------
@@ -172,14 +212,22 @@ def test_memory_and_volume_are_enough_for_the_sizes(workload: Workload) -> None:
 @pytest.mark.parametrize("workload", list(pods()))
 def test_every_file_that_a_node_reads_is_in_a_secret_of_its_own_pod(workload: Workload) -> None:
     config, variables = config_of(workload), workload.variables(fields(workload))
-    read_by_node = [config.tls_cert, config.tls_key, config.tls_ca, config.tls_client_ca, config.identities]
+    read_by_node = [
+        config.tls_cert,
+        config.tls_key,
+        config.tls_ca,
+        config.tls_client_ca,
+        config.identities,
+    ]
     assert set(filter(None, [*read_by_node, config.token_file])) <= set(workload.files)
     of_operator = ("KVSTORE_TLS_CA", "KVSTORE_TLS_CERT", "KVSTORE_TLS_KEY", "KVSTORE_TOKEN_FILE")
     by_operator = {variables[name] for name in of_operator}
     if workload.manifest["kind"] == "StatefulSet":
         assert by_operator <= set(workload.files)
     else:
-        assert "operator" not in {key for _, key in workload.files.values()}, "on hosts where others run"
+        assert "operator" not in {key for _, key in workload.files.values()}, (
+            "on hosts where others run"
+        )
     (volume,) = (some for some in workload.pod["volumes"] if some["name"] == "known")
     assert volume["projected"]["defaultMode"] == 0o400, "others may not read keys and tokens"
     if config.token_file and workload.manifest["kind"] == "DaemonSet":
@@ -189,7 +237,11 @@ def test_every_file_that_a_node_reads_is_in_a_secret_of_its_own_pod(workload: Wo
 @pytest.mark.parametrize("workload", list(pods()))
 def test_what_a_node_writes_lies_on_a_volume(workload: Workload) -> None:
     config = config_of(workload)
-    writable = {mount["mountPath"] for mount in workload.container["volumeMounts"] if not mount.get("readOnly")}
+    writable = {
+        mount["mountPath"]
+        for mount in workload.container["volumeMounts"]
+        if not mount.get("readOnly")
+    }
     wanted = set()
     if config.data_dir:
         wanted.add(str(Path(config.data_dir).parent))
@@ -200,7 +252,12 @@ def test_what_a_node_writes_lies_on_a_volume(workload: Workload) -> None:
 
 def test_the_document_makes_each_secret_that_the_manifests_want() -> None:
     told = {(secret, key) for secret, key, _ in secrets_told(NAMESPACE)}
-    wanted = {pair for name in OVERLAYS for some in overlay(name).workloads for pair in some.files.values()}
+    wanted = {
+        pair
+        for name in OVERLAYS
+        for some in overlay(name).workloads
+        for pair in some.files.values()
+    }
     assert told == wanted
 
 
@@ -212,8 +269,13 @@ def test_the_document_makes_the_secret_of_an_engine() -> None:
     assert set(variables) <= known_variables()
     mounted = {mount["name"]: mount for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    told = [(key, file) for secret, key, file in secrets_told("default") if secret == "kvstore-engine"]
-    assert volumes["kvstore-known"]["secret"] == {"secretName": "kvstore-engine", "defaultMode": 0o400}
+    told = [
+        (key, file) for secret, key, file in secrets_told("default") if secret == "kvstore-engine"
+    ]
+    assert volumes["kvstore-known"]["secret"] == {
+        "secretName": "kvstore-engine",
+        "defaultMode": 0o400,
+    }
     at = mounted["kvstore-known"]["mountPath"]
     files = ("KVSTORE_TLS_CA", "KVSTORE_TLS_CERT", "KVSTORE_TLS_KEY", "KVSTORE_TOKEN_FILE")
     assert {variables[name] for name in files} == {f"{at}/{key}" for key, _ in told}
@@ -224,7 +286,9 @@ def test_the_document_makes_the_secret_of_an_engine() -> None:
     services = {some["metadata"]["name"] for some in overlay("gpu").of_kind("Service")}
     config = load(ClientConfig, "KVSTORE", {}, variables)
     assert [split_address(address) for address in config.addresses] == [
-        (f"{name}.{NAMESPACE}.svc", 7440) for name in ("kvstore-near", "kvstore") if name in services
+        (f"{name}.{NAMESPACE}.svc", 7440)
+        for name in ("kvstore-near", "kvstore")
+        if name in services
     ]
     assert config.tls_name == overlay("gpu").settings["KVSTORE_NODE_TLS_NAME"]
 
@@ -249,7 +313,11 @@ def test_a_pod_is_as_confined_as_the_image_allows(workload: Workload) -> None:
         assert own["capabilities"]["drop"] == ["ALL"]
         assert "privileged" not in own
         if container is workload.container:
-            assert set(own) == {"readOnlyRootFilesystem", "allowPrivilegeEscalation", "capabilities"}
+            assert set(own) == {
+                "readOnlyRootFilesystem",
+                "allowPrivilegeEscalation",
+                "capabilities",
+            }
             assert set(own["capabilities"]) == {"drop"}
         else:
             assert own["capabilities"].get("add") == ["CHOWN"]
@@ -261,7 +329,9 @@ def test_storage_nodes_may_live_in_a_restricted_namespace(composed: Overlay) -> 
     assert [set(volume) - {"name"} for volume in storage.pod["volumes"]] == [{"projected"}]
 
 
-@pytest.mark.parametrize("path", [*(FOLDER / "base").rglob("*set.yaml"), *(FOLDER / "huge-pages").glob("d*.yaml")])
+@pytest.mark.parametrize(
+    "path", [*(FOLDER / "base").rglob("*set.yaml"), *(FOLDER / "huge-pages").glob("d*.yaml")]
+)
 def test_programs_of_the_image_are_called_where_the_image_has_them(path: Path) -> None:
     (manifest,) = read(path)
     pod = manifest["spec"]["template"]["spec"]
@@ -275,8 +345,9 @@ def test_programs_of_the_image_are_called_where_the_image_has_them(path: Path) -
 
 
 def test_the_pod_of_huge_pages_ends_when_it_is_told() -> None:
-    """As the first process of its container, which the kernel spares signals that it does not take: as one that ignores
-    them is spared."""
+    """As the first process of its container, which the kernel spares signals that it does not take:
+    as one that ignores them is spared.
+    """
     (manifest,) = read(FOLDER / "huge-pages" / "daemonset.yaml")
     *_, program = manifest["spec"]["template"]["spec"]["containers"][0]["command"]
     begin = (
@@ -306,21 +377,30 @@ def test_selectors_select_what_they_are_for(composed: Overlay) -> None:
     labels = {some.name: some.template["metadata"]["labels"] for some in composed.workloads}
     for workload in composed.workloads:
         selector = workload.manifest["spec"]["selector"]["matchLabels"]
-        assert [name for name, some in labels.items() if selector.items() <= some.items()] == [workload.name]
+        assert [name for name, some in labels.items() if selector.items() <= some.items()] == [
+            workload.name
+        ]
         for constraint in workload.pod.get("topologySpreadConstraints", []):
             assert constraint["labelSelector"]["matchLabels"] == selector
     selected = {"kvstore-nodes": "kvstore", "kvstore": "kvstore", "kvstore-near": "kvstore-near"}
     for service in composed.of_kind("Service"):
         name, selector = service["metadata"]["name"], service["spec"]["selector"]
-        assert [some for some in labels if selector.items() <= labels[some].items()] == [selected[name]]
+        assert [some for some in labels if selector.items() <= labels[some].items()] == [
+            selected[name]
+        ]
     (budget,) = composed.of_kind("PodDisruptionBudget")
     storage = composed.one("StatefulSet", "kvstore")
     assert budget["spec"] == {"maxUnavailable": 1, "selector": storage["spec"]["selector"]}
     (policy,) = composed.of_kind("NetworkPolicy")
-    assert all(policy["spec"]["podSelector"]["matchLabels"].items() <= some.items() for some in labels.values())
+    assert all(
+        policy["spec"]["podSelector"]["matchLabels"].items() <= some.items()
+        for some in labels.values()
+    )
 
 
-def test_the_policy_lets_in_engines_members_and_prometheus_by_the_ports_that_are_theirs(composed: Overlay) -> None:
+def test_the_policy_lets_in_engines_members_and_prometheus_by_the_ports_that_are_theirs(
+    composed: Overlay,
+) -> None:
     (policy,) = composed.of_kind("NetworkPolicy")
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     pages, metrics = policy["spec"]["ingress"]
@@ -335,12 +415,17 @@ def test_the_policy_lets_in_engines_members_and_prometheus_by_the_ports_that_are
     assert "kvstore-clients=true" in DOCUMENT
 
 
-def test_no_service_becomes_a_setting_by_the_variables_that_kubernetes_makes_of_it(composed: Overlay) -> None:
+def test_no_service_becomes_a_setting_by_the_variables_that_kubernetes_makes_of_it(
+    composed: Overlay,
+) -> None:
     """A service `kvstore-node` would set KVSTORE_NODE_PORT=tcp://... in every pod of its namespace."""
     made = set()
     for service in composed.of_kind("Service"):
         stem = service["metadata"]["name"].upper().replace("-", "_")
-        made |= {f"{stem}_{rest}" for rest in ("PORT", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_BULK")}
+        made |= {
+            f"{stem}_{rest}"
+            for rest in ("PORT", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_BULK")
+        }
     assert not made & known_variables()
     assert all(some.pod["enableServiceLinks"] is False for some in composed.workloads)
 
@@ -356,7 +441,10 @@ def test_the_etcd_to_try_with_is_where_the_overlays_look_for_one() -> None:
     name = f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc"
     cluster = overlay("three").settings["KVSTORE_NODE_CLUSTER"]
     assert cluster == f"etcd://{name}:{service['spec']['ports'][0]['port']}/fleet"
-    assert f"--advertise-client-urls=http://{name}:2379" in etcd["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert (
+        f"--advertise-client-urls=http://{name}:2379"
+        in etcd["spec"]["template"]["spec"]["containers"][0]["command"]
+    )
     compose = (ROOT / "docker" / "compose.cluster.yaml").read_text()
     assert etcd["spec"]["template"]["spec"]["containers"][0]["image"] in compose
 
@@ -371,10 +459,14 @@ def test_every_file_of_the_folder_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "deploy" / "kubernetes").rglob("*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}"
+    "path",
+    sorted((ROOT / "deploy" / "kubernetes").rglob("*.yaml")),
+    ids=lambda path: f"{path.parent.name}-{path.stem}",
 )
 def test_every_pod_of_every_manifest_says_what_it_may_do(path: Path) -> None:
-    """Examples are copied as they are; a patch (of an overlay) has no image and adds to a pod that says it."""
+    """Examples are copied as they are; a patch (of an overlay) has no image and adds to a pod that
+    says it.
+    """
     for document in read(path):
         pod = (document.get("spec") or {}).get("template", {}).get("spec", {})
         containers = [*pod.get("initContainers", ()), *pod.get("containers", ())]
@@ -383,5 +475,9 @@ def test_every_pod_of_every_manifest_says_what_it_may_do(path: Path) -> None:
             assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in whole:
             context = container["securityContext"]
-            assert context.get("privileged") or context["allowPrivilegeEscalation"] is False, container["name"]
-            assert context.get("privileged") or context["capabilities"]["drop"] == ["ALL"], container["name"]
+            assert context.get("privileged") or context["allowPrivilegeEscalation"] is False, (
+                container["name"]
+            )
+            assert context.get("privileged") or context["capabilities"]["drop"] == ["ALL"], (
+                container["name"]
+            )

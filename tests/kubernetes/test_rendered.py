@@ -1,5 +1,7 @@
-"""What kubectl makes of the manifests: the same as `manifests.py` does, and what the API's schemas allow. `make
-test-kubernetes` runs it: kubectl is needed, and kubernetes-validate, which KVSTORE_KUBERNETES_VALIDATE names."""
+"""What kubectl makes of the manifests: the same as `manifests.py` does, and what the API's schemas
+allow. `make test-kubernetes` runs it: kubectl is needed, and kubernetes-validate, which
+KVSTORE_KUBERNETES_VALIDATE names.
+"""
 
 import os
 import re
@@ -19,21 +21,30 @@ pytestmark = pytest.mark.skipif(not VALIDATE, reason="make test-kubernetes")
 
 
 def rendered(folder: Path) -> str:
-    done = subprocess.run([KUBECTL, "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [KUBECTL, "kustomize", str(folder)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def by_name(manifests: list[Manifest]) -> dict[tuple[str, str], Manifest]:
     return {
-        (some["kind"], re.sub(r"(-settings)-[a-z0-9]+$", r"\1", some["metadata"]["name"])): some for some in manifests
+        (some["kind"], re.sub(r"(-settings)-[a-z0-9]+$", r"\1", some["metadata"]["name"])): some
+        for some in manifests
     }
 
 
 def plain(value: Any, images: dict[str, str]) -> Any:
-    """Without what Kustomize adds: the namespace, images, hashes in names, empty labels; variables by name."""
+    """Without what Kustomize adds: the namespace, images, hashes in names, empty labels; variables
+    by name.
+    """
     if isinstance(value, dict):
-        found = {key: plain(some, images) for key, some in value.items() if key not in ("namespace", "annotations")}
+        found = {
+            key: plain(some, images)
+            for key, some in value.items()
+            if key not in ("namespace", "annotations")
+        }
         if "image" in found:
             found["image"] = images.get(found["image"], found["image"])
         if isinstance(found.get("env"), list):
@@ -41,12 +52,17 @@ def plain(value: Any, images: dict[str, str]) -> Any:
         return found
     if isinstance(value, list):
         return [plain(some, images) for some in value]
-    return re.sub(r"^(kvstore-settings)-[a-z0-9]+$", r"\1", value) if isinstance(value, str) else value
+    return (
+        re.sub(r"^(kvstore-settings)-[a-z0-9]+$", r"\1", value) if isinstance(value, str) else value
+    )
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_kubectl_renders_what_the_other_tests_look_at(name: str) -> None:
-    made, ours = by_name(list(yaml.safe_load_all(rendered(FOLDER / "overlays" / name)))), overlay(name)
+    made, ours = (
+        by_name(list(yaml.safe_load_all(rendered(FOLDER / "overlays" / name)))),
+        overlay(name),
+    )
     settings = made.pop(("ConfigMap", "kvstore-settings"))
     assert settings["data"] == ours.settings
     wanted = by_name(ours.manifests)
@@ -60,7 +76,9 @@ def test_kubectl_renders_what_the_other_tests_look_at(name: str) -> None:
 def test_variables_stand_behind_those_that_they_are_made_of(name: str) -> None:
     """Kubernetes replaces $(NAME) by what stands before."""
     for manifest in yaml.safe_load_all(rendered(FOLDER / "overlays" / name)):
-        for container in manifest.get("spec", {}).get("template", {}).get("spec", {}).get("containers", []):
+        for container in (
+            manifest.get("spec", {}).get("template", {}).get("spec", {}).get("containers", [])
+        ):
             seen: set[str] = set()
             for entry in container["env"]:
                 assert set(re.findall(r"\$\((\w+)\)", entry.get("value", ""))) <= seen
@@ -68,11 +86,18 @@ def test_variables_stand_behind_those_that_they_are_made_of(name: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("path", [*(FOLDER / "overlays" / name for name in OVERLAYS), FOLDER / "huge-pages", *EXAMPLES])
+@pytest.mark.parametrize(
+    "path", [*(FOLDER / "overlays" / name for name in OVERLAYS), FOLDER / "huge-pages", *EXAMPLES]
+)
 def test_the_schemas_of_the_api_allow_it(tmp_path: Path, path: Path, version: str) -> None:
     text = path.read_text() if path.is_file() else rendered(path)
     (tmp_path / "all.yaml").write_text(text)
-    words = [VALIDATE, "--strict", *(["-k", version] if version else []), str(tmp_path / "all.yaml")]
+    words = [
+        VALIDATE,
+        "--strict",
+        *(["-k", version] if version else []),
+        str(tmp_path / "all.yaml"),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.findall(r"passed for resource", done.stdout + done.stderr)
@@ -83,7 +108,9 @@ def test_what_the_schemas_do_not_allow_is_found(tmp_path: Path) -> None:
     (manifest,) = read(FOLDER / "base" / "near" / "daemonset.yaml")
     manifest["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
     (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(manifest))
-    done = subprocess.run([VALIDATE, "--strict", str(tmp_path / "wrong.yaml")], capture_output=True, check=False)
+    done = subprocess.run(
+        [VALIDATE, "--strict", str(tmp_path / "wrong.yaml")], capture_output=True, check=False
+    )
     assert done.returncode != 0
 
 
@@ -98,7 +125,9 @@ def test_kubectl_understands_how_the_document_makes_secrets(tmp_path: Path) -> N
             (tmp_path / file).parent.mkdir(exist_ok=True)
             (tmp_path / file).write_text(f"content of {file}")
         dry = [] if "--dry-run=client" in words else ["--dry-run=client", "-o", "yaml"]
-        done = subprocess.run([*words, *dry], cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*words, *dry], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         assert len(yaml.safe_load(done.stdout)["data"]) == len(files)
 

@@ -1,4 +1,6 @@
-"""What docker/compose.monitoring.yaml runs and shows, and what Grafana is given: as far as can be told without them."""
+"""What docker/compose.monitoring.yaml runs and shows, and what Grafana is given: as far as can be
+told without them.
+"""
 
 import re
 from typing import Any
@@ -38,13 +40,19 @@ def test_nothing_but_grafana_is_published_and_that_on_loopback() -> None:
 
 def test_prometheus_listens_where_engines_are_not() -> None:
     prometheus, grafana = (SERVICES[name] for name in WATCHING)
-    (address,) = [word.partition("=")[2] for word in prometheus["command"] if "listen-address" in word]
+    (address,) = [
+        word.partition("=")[2] for word in prometheus["command"] if "listen-address" in word
+    ]
     (source,) = read("grafana/datasources.yaml")["datasources"]
     assert source["url"] == f"http://{address}"
     assert address.partition(":")[0] in prometheus["networks"]["monitoring"]["aliases"]
     assert prometheus["networks"]["default"] is None
     assert grafana["networks"] == ["monitoring"]
-    assert not [word for word in prometheus["command"] if "enable-lifecycle" in word or "enable-admin" in word]
+    assert not [
+        word
+        for word in prometheus["command"]
+        if "enable-lifecycle" in word or "enable-admin" in word
+    ]
 
 
 @pytest.mark.parametrize("name", WATCHING)
@@ -79,12 +87,20 @@ def test_files_that_are_mounted_are_there_and_where_they_are_looked_for() -> Non
         for here in mounts(name).values():
             assert not here.startswith("../") or (DOCKER / here).resolve().is_file()
     there = mounts("prometheus")
-    (file,) = [word.partition("=")[2] for word in SERVICES["prometheus"]["command"] if "config.file" in word]
+    (file,) = [
+        word.partition("=")[2]
+        for word in SERVICES["prometheus"]["command"]
+        if "config.file" in word
+    ]
     assert there[file].endswith("/prometheus.yaml")
     config = read("prometheus.yaml")
     assert [f"/etc/prometheus/{name}" in there for name in config["rule_files"]] == [True]
     (job,) = config["scrape_configs"]
-    told = [*job["tls_config"].values(), job["authorization"]["credentials_file"], *job["file_sd_configs"][0]["files"]]
+    told = [
+        *job["tls_config"].values(),
+        job["authorization"]["credentials_file"],
+        *job["file_sd_configs"][0]["files"],
+    ]
     made = (DOCKER / "first_scrape.py").read_text()
     assert all(f'"{name.removeprefix("known/")}"' in made for name in told)
     assert there["/etc/prometheus/known"] == mounts("scrape")["/prometheus"]
@@ -102,13 +118,19 @@ def test_what_the_image_copies_is_let_into_its_build() -> None:
 
 def test_the_dashboard_asks_the_source_that_is_provided() -> None:
     (source,) = read("grafana/datasources.yaml")["datasources"]
-    (variable,) = [some for some in dashboard()["templating"]["list"] if some["type"] == "datasource"]
+    (variable,) = [
+        some for some in dashboard()["templating"]["list"] if some["type"] == "datasource"
+    ]
     assert (source["type"], source["isDefault"]) == (variable["query"], True)
     asked = {"type": source["type"], "uid": f"${{{variable['name']}}}"}
     for panel in panels():
         assert panel["datasource"] == asked, panel["title"]
-        assert [target["datasource"] for target in panel["targets"]] == [asked] * len(panel["targets"])
-    assert source["jsonData"]["timeInterval"] == read("prometheus.yaml")["global"]["scrape_interval"]
+        assert [target["datasource"] for target in panel["targets"]] == [asked] * len(
+            panel["targets"]
+        )
+    assert (
+        source["jsonData"]["timeInterval"] == read("prometheus.yaml")["global"]["scrape_interval"]
+    )
 
 
 def test_the_dashboard_is_provided_from_where_it_lies() -> None:

@@ -1,4 +1,6 @@
-"""What `scrape` of docker/compose.monitoring.yaml makes: Prometheus is known by it, and stays revoked when it was."""
+"""What `scrape` of docker/compose.monitoring.yaml makes: Prometheus is known by it, and stays
+revoked when it was.
+"""
 
 import json
 import stat
@@ -15,7 +17,9 @@ NODES = ("node:7442", "n1:7442", "n2:9000")
 
 @pytest.fixture
 def folders(tmp_path: Path) -> SimpleNamespace:
-    folders = SimpleNamespace(**{name: tmp_path / name for name in ("secrets", "prometheus", "grafana")})
+    folders = SimpleNamespace(
+        **{name: tmp_path / name for name in ("secrets", "prometheus", "grafana")}
+    )
     for folder in vars(folders).values():
         folder.mkdir()
     assert program("first_start").main([str(folders.secrets), "n1", "n2"]) == 0
@@ -23,7 +27,9 @@ def folders(tmp_path: Path) -> SimpleNamespace:
 
 
 def run(folders: SimpleNamespace, *nodes: str) -> int:
-    status: int = program("first_scrape").main([*map(str, vars(folders).values()), *(nodes or NODES)])
+    status: int = program("first_scrape").main(
+        [*map(str, vars(folders).values()), *(nodes or NODES)]
+    )
     return status
 
 
@@ -45,7 +51,9 @@ def test_prometheus_is_known_as_a_reader_of_all_tenants(folders: SimpleNamespace
     assert len((folders.grafana / "admin.password").read_text()) > 20
 
 
-def test_what_the_certificate_does_not_name_is_of_another_compose_file(folders: SimpleNamespace) -> None:
+def test_what_the_certificate_does_not_name_is_of_another_compose_file(
+    folders: SimpleNamespace,
+) -> None:
     assert run(folders) == 0
     assert scraped(folders) == ["n1:7442", "n2:9000"]
     assert run(folders, "n1:7000") == 0
@@ -63,7 +71,9 @@ def test_only_the_group_reads_it_and_each_container_what_is_its(folders: SimpleN
         assert {stat.S_IMODE(path.stat().st_mode) for path in there} == {0o640}
 
 
-def test_a_token_and_a_password_stay_as_they_are_and_one_that_was_revoked_stays_so(folders: SimpleNamespace) -> None:
+def test_a_token_and_a_password_stay_as_they_are_and_one_that_was_revoked_stays_so(
+    folders: SimpleNamespace,
+) -> None:
     assert run(folders) == 0
     files = [
         folders.prometheus / "prometheus.token",
@@ -75,7 +85,9 @@ def test_a_token_and_a_password_stay_as_they_are_and_one_that_was_revoked_stays_
     assert [path.read_bytes() for path in files] == before
     assert revoke(folders.secrets / "identities", "compose-prometheus") == 1
     assert run(folders) == 0
-    assert "compose-prometheus" not in {some.name for some in read(folders.secrets / "identities").tokens.values()}
+    assert "compose-prometheus" not in {
+        some.name for some in read(folders.secrets / "identities").tokens.values()
+    }
 
 
 def test_a_token_that_nobody_has_is_replaced(folders: SimpleNamespace) -> None:
@@ -87,7 +99,12 @@ def test_a_token_that_nobody_has_is_replaced(folders: SimpleNamespace) -> None:
     known = read(identities).tokens
     assert token_hash(token) in known
     assert token_hash(lost) not in known
-    assert {some.name for some in known.values()} == {"operator", "member", "engine", "compose-prometheus"}
+    assert {some.name for some in known.values()} == {
+        "operator",
+        "member",
+        "engine",
+        "compose-prometheus",
+    }
 
 
 @pytest.mark.parametrize(

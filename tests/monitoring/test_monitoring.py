@@ -1,5 +1,6 @@
-"""Alerts, the dashboard and documents name what a node really tells: a member of a cluster with a disk, TLS, tenants
-and shared memory, whose metrics are read here."""
+"""Alerts, the dashboard and documents name what a node really tells: a member of a cluster with a
+disk, TLS, tenants and shared memory, whose metrics are read here.
+"""
 
 import ast
 import os
@@ -27,10 +28,14 @@ from node.serving.metrics import metrics_text
 DOCUMENT = (ROOT / "docs" / "kubernetes.md").read_text()
 TABLES = (ROOT / "docs" / "metrics.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# What documents name that begins like a metric: volumes, containers and networks of Docker, a wheel.
+# What documents name that begins like a metric: volumes, containers and networks of Docker, a
+# wheel.
 OTHERS = {"data", "socket", "secrets", "default", "node_1", "llm"}
 # Where adapters say what they add to an engine's metrics.
-OF_ENGINES = {"vllm:kvstore_": ("vllm_metrics.py", "COUNTERS"), "vllm:kvstore_tier_": ("vllm_tier.py", "_COUNTERS")}
+OF_ENGINES = {
+    "vllm:kvstore_": ("vllm_metrics.py", "COUNTERS"),
+    "vllm:kvstore_tier_": ("vllm_tier.py", "_COUNTERS"),
+}
 OF_PROMETHEUS = {"job", "instance", "alertname", "alertstate"}
 PROMTOOL = os.environ.get("KVSTORE_PROMTOOL", "")
 WORD = r"[a-zA-Z_][a-zA-Z0-9_]*"
@@ -64,10 +69,14 @@ def text(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             "connect_timeout_s": 20.0,
         }
         with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", direct=True, **known)) as client:
-            client.put(Namespace("llama", opaque_layout(4096), "team-a"), [b"k" * 32], [bytes(4096)])
+            client.put(
+                Namespace("llama", opaque_layout(4096), "team-a"), [b"k" * 32], [bytes(4096)]
+            )
             with pytest.raises(Forbidden):
                 client.flush()
-        answer = metrics_text(node.service)({"authorization": f"Bearer {operator}"}, Asker("127.0.0.1", ()))
+        answer = metrics_text(node.service)(
+            {"authorization": f"Bearer {operator}"}, Asker("127.0.0.1", ())
+        )
         yield answer.body().decode()
     finally:
         node.stop()
@@ -106,17 +115,26 @@ def asked(expression: str) -> tuple[set[str], set[str]]:
     grouped = re.findall(r"\bby \(([^)]*)\)", plain)
     matched = re.findall(r"\{([^}]*)\}", plain)
     named = {word for part in grouped for word in re.findall(WORD, part)}
-    return metrics, named | {word for part in matched for word in re.findall(rf"({WORD})\s*(?:=|!)", part)}
+    return metrics, named | {
+        word for part in matched for word in re.findall(rf"({WORD})\s*(?:=|!)", part)
+    }
 
 
 def test_what_is_told_is_found_at_all(told: dict[str, set[str]]) -> None:
     assert len(told) > 50
-    assert {"kvstore_disk_serving", "kvstore_tls", "kvstore_shm_orphan_pages", "kvstore_peers_view_number"} <= set(told)
+    assert {
+        "kvstore_disk_serving",
+        "kvstore_tls",
+        "kvstore_shm_orphan_pages",
+        "kvstore_peers_view_number",
+    } <= set(told)
     assert told["kvstore_tenant_refused_total"] == {"tenant", "what"}
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
-def test_an_alert_asks_for_what_a_node_tells(told: dict[str, set[str]], rule: dict[str, Any]) -> None:
+def test_an_alert_asks_for_what_a_node_tells(
+    told: dict[str, set[str]], rule: dict[str, Any]
+) -> None:
     metrics, named = asked(rule["expr"])
     assert metrics <= set(told)
     assert metrics or rule["alert"] == "KVStoreNodeDown"
@@ -139,12 +157,18 @@ def test_alerts_are_of_the_job_that_the_document_scrapes() -> None:
 
 def test_each_alert_is_tried() -> None:
     tried = (FOLDER / "alerts_test.yaml").read_text()
-    assert [rule["alert"] for rule in rules() if not re.search(rf"\b{rule['alert']}\b", tried)] == []
+    assert [
+        rule["alert"] for rule in rules() if not re.search(rf"\b{rule['alert']}\b", tried)
+    ] == []
 
 
 @pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
-def test_a_panel_asks_for_what_a_node_tells(told: dict[str, set[str]], panel: dict[str, Any]) -> None:
-    assert [target["refId"] for target in panel["targets"]] == list("ABCDEFG"[: len(panel["targets"])])
+def test_a_panel_asks_for_what_a_node_tells(
+    told: dict[str, set[str]], panel: dict[str, Any]
+) -> None:
+    assert [target["refId"] for target in panel["targets"]] == list(
+        "ABCDEFG"[: len(panel["targets"])]
+    )
     for target in panel["targets"]:
         metrics, named = asked(target["expr"])
         assert metrics <= set(told)
@@ -155,10 +179,14 @@ def test_a_panel_asks_for_what_a_node_tells(told: dict[str, set[str]], panel: di
         assert target["expr"].count("(") == target["expr"].count(")")
 
 
-def test_each_metric_is_in_the_tables_with_its_kind_and_labels(families: dict[str, tuple[str, set[str]]]) -> None:
+def test_each_metric_is_in_the_tables_with_its_kind_and_labels(
+    families: dict[str, tuple[str, set[str]]],
+) -> None:
     rows = re.findall(r"^\| `(kvstore_\w+)` \| (\w+) \|([^|]*)\| \S", TABLES, re.MULTILINE)
     assert len({name for name, _, _ in rows}) == len(rows)
-    assert {name: (kind, set(re.findall(r"`(\w+)`", named))) for name, kind, named in rows} == families
+    assert {
+        name: (kind, set(re.findall(r"`(\w+)`", named))) for name, kind, named in rows
+    } == families
 
 
 def test_names_say_what_they_count(families: dict[str, tuple[str, set[str]]]) -> None:
@@ -171,7 +199,11 @@ def test_names_say_what_they_count(families: dict[str, tuple[str, set[str]]]) ->
 def counted_by(file: str, table: str) -> set[str]:
     """Keys of a dictionary in an adapter, which only an engine's environment can import."""
     for node in ast.parse((ROOT / "gpu_agent" / "engines" / file).read_text()).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == table:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id == table
+        ):
             return set(ast.literal_eval(node.value))
     raise AssertionError(f"{file} has no {table}")
 
@@ -183,8 +215,14 @@ def test_documents_name_metrics_that_there_are(
     engines = {prefix + name for prefix, place in OF_ENGINES.items() for name in counted_by(*place)}
     known = {*told, *families, *engines, *(f"{name}_total" for name in engines)}
     code = re.findall(r"`+([^`]+)`+", page.read_text())
-    named = {name for part in code for name in re.findall(r"(?<![\w/.-])(?:vllm:)?kvstore_[a-z]\w*(?![\w*])", part)}
-    wrong = {name for name in named if name not in known and name.removeprefix("kvstore_") not in OTHERS}
+    named = {
+        name
+        for part in code
+        for name in re.findall(r"(?<![\w/.-])(?:vllm:)?kvstore_[a-z]\w*(?![\w*])", part)
+    }
+    wrong = {
+        name for name in named if name not in known and name.removeprefix("kvstore_") not in OTHERS
+    }
     assert wrong == set()
 
 
@@ -204,12 +242,19 @@ def test_panels_have_a_place_and_a_number_of_their_own() -> None:
     for panel in found:
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= 24
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
         assert not cells & taken, panel["title"]
         taken |= cells
     variables = {variable["name"] for variable in dashboard()["templating"]["list"]}
     used = {
-        name for panel in panels() for target in panel["targets"] for name in re.findall(r"\$(\w+)", target["expr"])
+        name
+        for panel in panels()
+        for target in panel["targets"]
+        for name in re.findall(r"\$(\w+)", target["expr"])
     }
     assert used | {"datasource"} == variables
 
@@ -219,7 +264,9 @@ def test_prometheus_understands_the_rules_and_each_fires(tmp_path: Path) -> None
     for name in ("alerts.yaml", "alerts_test.yaml"):
         shutil.copy(FOLDER / name, tmp_path)
     for words in (["check", "rules", "alerts.yaml"], ["test", "rules", "alerts_test.yaml"]):
-        done = subprocess.run([PROMTOOL, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [PROMTOOL, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -230,6 +277,10 @@ def test_prometheus_understands_the_panels(tmp_path: Path, panel: dict[str, Any]
         {"record": f"panel:{number}", "expr": re.sub(r"\$\w+", "some", target["expr"])}
         for number, target in enumerate(panel["targets"])
     ]
-    (tmp_path / "panel.yaml").write_text(yaml.safe_dump({"groups": [{"name": "panel", "rules": made}]}))
-    done = subprocess.run([PROMTOOL, "check", "rules", "panel.yaml"], cwd=tmp_path, capture_output=True, check=False)
+    (tmp_path / "panel.yaml").write_text(
+        yaml.safe_dump({"groups": [{"name": "panel", "rules": made}]})
+    )
+    done = subprocess.run(
+        [PROMTOOL, "check", "rules", "panel.yaml"], cwd=tmp_path, capture_output=True, check=False
+    )
     assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()

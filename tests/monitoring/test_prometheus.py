@@ -1,4 +1,6 @@
-"""A real Prometheus scrapes three members under traffic, and the dashboard's queries and the rules are asked of it."""
+"""A real Prometheus scrapes three members under traffic, and the dashboard's queries and the rules
+are asked of it.
+"""
 
 import os
 import re
@@ -46,7 +48,9 @@ MAY_BE_PENDING = {
 def targets(chosen: dict[str, str]) -> dict[str, str]:
     """Queries by their panel's title and their letter."""
     found = [(panel["title"], target) for panel in panels() for target in panel["targets"]]
-    return {f"{title} {target['refId']}": substituted(target["expr"], chosen) for title, target in found}
+    return {
+        f"{title} {target['refId']}": substituted(target["expr"], chosen) for title, target in found
+    }
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +61,19 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
 
 
 @pytest.fixture(scope="module")
-def prometheus(nodes: Monitored, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPrometheus]:
+def prometheus(
+    nodes: Monitored, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealPrometheus]:
     folder = tmp_path_factory.mktemp("prometheus")
     (folder / "known").mkdir()
     (folder / "grafana").mkdir()
-    arguments = [str(nodes.known), str(folder / "known"), str(folder / "grafana"), *nodes.scraped, "elsewhere:7442"]
+    arguments = [
+        str(nodes.known),
+        str(folder / "known"),
+        str(folder / "grafana"),
+        *nodes.scraped,
+        "elsewhere:7442",
+    ]
     assert program("first_scrape").main(arguments) == 0
     with started(PROGRAM, folder) as prometheus:
         wait_until(lambda: prometheus.query(f'sum(up{{job="{JOB}"}})') == [({}, 3.0)])
@@ -74,7 +86,9 @@ def chosen(prometheus: RealPrometheus) -> dict[str, str]:
     chosen = dict(WINDOWS)
     for variable in dashboard()["templating"]["list"]:
         if variable["type"] == "query":
-            ((metric, label),) = re.findall(r"^label_values\((.+), (\w+)\)$", variable["query"]["query"])
+            ((metric, label),) = re.findall(
+                r"^label_values\((.+), (\w+)\)$", variable["query"]["query"]
+            )
             values = prometheus.values(label, substituted(metric, chosen))
             assert values, variable
             chosen[variable["name"]] = variable["allValue"] if variable["includeAll"] else values[0]
@@ -100,12 +114,20 @@ def test_each_panels_query_tells_of_the_traffic(
     silent, end = asked, time.monotonic() + ANSWERS_S
     while silent and time.monotonic() < end:
         nodes.traffic()
-        silent = {name: expression for name, expression in asked.items() if not answered(prometheus, name, expression)}
+        silent = {
+            name: expression
+            for name, expression in asked.items()
+            if not answered(prometheus, name, expression)
+        }
     assert silent == {}
 
 
 def test_what_nothing_tells_is_seen_to_be_missing(prometheus: RealPrometheus) -> None:
-    for wrong in ('kvstore_ram_page{job="kvstore"}', 'kvstore_ram_pages{job="other"}', "vector(0) / 0"):
+    for wrong in (
+        'kvstore_ram_page{job="kvstore"}',
+        'kvstore_ram_pages{job="other"}',
+        "vector(0) / 0",
+    ):
         assert not answered(prometheus, next(iter(QUIET)), wrong)
 
 
@@ -124,7 +146,9 @@ def test_panels_have_a_line_for_each_of_what_they_tell_apart(
     def told() -> bool:
         nodes.traffic()
         found = {(name, label): prometheus.query(asked[name]) for name, label in expected}
-        return expected == {at: {labels[at[1]] for labels, _ in lines} for at, lines in found.items()}
+        return expected == {
+            at: {labels[at[1]] for labels, _ in lines} for at, lines in found.items()
+        }
 
     wait_until(told)
 
@@ -141,7 +165,9 @@ def test_all_rules_are_healthy_and_none_fires(prometheus: RealPrometheus) -> Non
     assert [rule["name"] for rule in found if rule["state"] == "firing"] == []
 
 
-def test_a_node_that_is_killed_is_told(nodes: Monitored, prometheus: RealPrometheus, chosen: dict[str, str]) -> None:
+def test_a_node_that_is_killed_is_told(
+    nodes: Monitored, prometheus: RealPrometheus, chosen: dict[str, str]
+) -> None:
     nodes.nodes["n3"].kill()
     asked = targets(chosen)
     wait_until(lambda: prometheus.query(asked["Nodes that do not answer A"]) == [({}, 1.0)])
@@ -153,6 +179,8 @@ def test_a_node_that_is_killed_is_told(nodes: Monitored, prometheus: RealPrometh
 
     def fails() -> bool:
         nodes.look()
-        return ({"member": "n3"}, 2.0) in prometheus.query(asked["Members that others do not reach A"])
+        return ({"member": "n3"}, 2.0) in prometheus.query(
+            asked["Members that others do not reach A"]
+        )
 
     wait_until(fails)

@@ -1,5 +1,6 @@
-"""Nodes in this process, so that `check()` and the sessions can be looked at, and raw bulk connections
-that can break every rule."""
+"""Nodes in this process, so that `check()` and the sessions can be looked at, and raw bulk
+connections that can break every rule.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,13 +27,17 @@ from visits import nothing_is_left_at_the_console as nothing_is_left_at_the_cons
 from node.config import NodeConfig
 from node.server import Node
 
-STALL_S = 0.8  # where clients stall on purpose: the shortest that a machine with other things to do bears
+STALL_S = (
+    0.8  # where clients stall on purpose: the shortest that a machine with other things to do bears
+)
 
 
 @pytest.fixture(scope="module")
 def start_node() -> Iterator[StartNode]:
-    """Starts a small node in this process; keyword arguments are NodeConfig fields. At the end of the
-    module each must be consistent, hold nothing, and stop."""
+    """Starts a small node in this process; keyword arguments are NodeConfig fields.
+
+    At the end of the module each must be consistent, hold nothing, and stop.
+    """
     nodes: list[Node] = []
 
     def start(**settings: Any) -> Node:
@@ -53,7 +58,10 @@ def start_node() -> Iterator[StartNode]:
 
 @pytest.fixture(scope="module")
 def node(start_node: StartNode) -> Node:
-    """One node for the tests of a module that leave it as it was. Use a namespace of your own."""
+    """One node for the tests of a module that leave it as it was.
+
+    Use a namespace of your own.
+    """
     return start_node(stall_s=STALL_S)
 
 

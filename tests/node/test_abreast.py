@@ -11,12 +11,26 @@ import pytest
 from known_pages import Pages
 from local_nodes import Connect, StartNode
 
-from kvstore import ByteRange, Client, DeadlineExceeded, Exhausted, InvalidRequest, PutOutcome, Unavailable
+from kvstore import (
+    ByteRange,
+    Client,
+    DeadlineExceeded,
+    Exhausted,
+    InvalidRequest,
+    PutOutcome,
+    Unavailable,
+)
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports import bulk
 from kvstore.transports.bulk import BulkWire
-from kvstore.transports.parallel import STREAMS_MAX, THREADS_MAX, ParallelTransfer, split, stream_count
+from kvstore.transports.parallel import (
+    STREAMS_MAX,
+    THREADS_MAX,
+    ParallelTransfer,
+    split,
+    stream_count,
+)
 from node.server import Node
 
 LANES = 3
@@ -39,7 +53,9 @@ def link_of(client: Client) -> BulkWire:
     return wire
 
 
-def test_pages_cross_and_answers_are_in_order(client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_cross_and_answers_are_in_order(
+    client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys, met, put = pages.keys(*range(11)), threading.Barrier(LANES), BulkWire._put
 
     def together(*arguments: Any) -> list[int]:
@@ -62,7 +78,9 @@ def test_a_prefix_ends_at_the_first_miss_in_whichever_share(client: Client, page
     assert client.get(pages.namespace, keys, buffers, prefix=True) == [True] * 4 + [False] * 5
 
 
-def test_ranges_and_damaged_pages_are_those_of_their_share(client: Client, pages: Pages, node: Node) -> None:
+def test_ranges_and_damaged_pages_are_those_of_their_share(
+    client: Client, pages: Pages, node: Node
+) -> None:
     keys = pages.keys(*range(9))
     pages.put(client, keys)
     buffers = [bytearray(7) for _ in keys]
@@ -71,7 +89,9 @@ def test_ranges_and_damaged_pages_are_those_of_their_share(client: Client, pages
     for bad in (1, 5, 8):
         pages.flip(node, keys[bad])
     assert pages.get(client, keys) == [i not in (1, 5, 8) for i in range(9)]
-    assert client.lookup(pages.namespace, keys).present == tuple(i not in (1, 5, 8) for i in range(9))
+    assert client.lookup(pages.namespace, keys).present == tuple(
+        i not in (1, 5, 8) for i in range(9)
+    )
 
 
 @pytest.mark.parametrize("error", [Unavailable("gone"), DeadlineExceeded("late")])
@@ -81,7 +101,9 @@ def test_a_share_that_fails_fails_the_call_when_all_have_ended(
     keys, ended, wire = pages.keys(*range(6)), [], link_of_opened(client, pages)
     put = BulkWire._put
 
-    def failing(wire: BulkWire, request: Any, views: Any, deadline: Deadline, *more: Any) -> list[int]:
+    def failing(
+        wire: BulkWire, request: Any, views: Any, deadline: Deadline, *more: Any
+    ) -> list[int]:
         if keys[2] in request.prefix_hashes:
             raise error
         time.sleep(0.05)
@@ -90,7 +112,9 @@ def test_a_share_that_fails_fails_the_call_when_all_have_ended(
         return found
 
     monkeypatch.setattr(BulkWire, "_put", failing)
-    request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
+    request = pb.PutRequest(
+        namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes
+    )
     with pytest.raises(type(error)):
         wire.put(request, [(memoryview(pages.content(key)),) for key in keys], Deadline(10.0))
     assert ended == [2, 2]
@@ -107,15 +131,30 @@ def test_shares_for_which_there_is_no_room_are_full_and_no_error(
     keys, wire = pages.keys(*range(6)), link_of_opened(client, pages)
     put, refused = BulkWire._put, {keys[2]}
 
-    def without_room(wire: BulkWire, request: Any, views: Any, deadline: Deadline, *more: Any) -> list[int]:
+    def without_room(
+        wire: BulkWire, request: Any, views: Any, deadline: Deadline, *more: Any
+    ) -> list[int]:
         if refused & set(request.prefix_hashes):
             raise Exhausted("no slot")
-        return [pb.WRITE] * len(views) if request.durable else put(wire, request, views, deadline, *more)
+        return (
+            [pb.WRITE] * len(views)
+            if request.durable
+            else put(wire, request, views, deadline, *more)
+        )
 
     monkeypatch.setattr(BulkWire, "_put", without_room)
-    request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
+    request = pb.PutRequest(
+        namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes
+    )
     views = [(memoryview(pages.content(key)),) for key in keys]
-    assert wire.put(request, views, Deadline(10.0)) == [pb.WRITE, pb.WRITE, pb.FULL, pb.FULL, pb.WRITE, pb.WRITE]
+    assert wire.put(request, views, Deadline(10.0)) == [
+        pb.WRITE,
+        pb.WRITE,
+        pb.FULL,
+        pb.FULL,
+        pb.WRITE,
+        pb.WRITE,
+    ]
     request.durable = True
     with pytest.raises(Exhausted):
         wire.put(request, views, Deadline(10.0))
@@ -134,14 +173,21 @@ def test_without_threads_one_connection_does_it_all(
     monkeypatch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", none_left)
     keys = pages.keys(*range(6))
     wire = link_of_opened(client, pages)
-    request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
-    assert wire.put(request, [(memoryview(pages.content(key)),) for key in keys], Deadline(10.0)) == [pb.WRITE] * 6
+    request = pb.PutRequest(
+        namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes
+    )
+    assert (
+        wire.put(request, [(memoryview(pages.content(key)),) for key in keys], Deadline(10.0))
+        == [pb.WRITE] * 6
+    )
 
 
 def test_a_share_without_a_thread_is_not_made_once_more_by_a_later_one(
     client: Client, pages: Pages, connect: Connect, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool keeps what it can start no thread for: the next call's thread stored it, with other bytes by then."""
+    """The pool keeps what it can start no thread for: the next call's thread stored it, with other
+    bytes by then.
+    """
     keys, others = pages.keys(*range(6)), pages.keys(*range(10, 16))
     buffers = [bytearray(pages.content(key)) for key in keys]
     client.open(pages.namespace)
@@ -167,8 +213,15 @@ def refused(thread: threading.Thread) -> None:
 def test_an_interrupt_while_a_thread_starts_ends_its_share_too(
     client: Client, pages: Pages, connect: Connect, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The share went on in a thread that nobody waited for, out of buffers that were the caller's again."""
-    keys, reused, send, start = pages.keys(*range(6)), threading.Event(), bulk._send_page, threading.Thread.start
+    """The share went on in a thread that nobody waited for, out of buffers that were the caller's
+    again.
+    """
+    keys, reused, send, start = (
+        pages.keys(*range(6)),
+        threading.Event(),
+        bulk._send_page,
+        threading.Thread.start,
+    )
     client.open(pages.namespace)
 
     def slow(connection: Any, page: Any) -> None:
@@ -194,7 +247,11 @@ def test_an_interrupt_while_a_thread_starts_ends_its_share_too(
     beside = connect(node, "grpc")
     found = [bytearray(pages.nbytes) for _ in keys]
     hits = beside.get(pages.namespace, keys, found)
-    assert [key for key, hit, page in zip(keys, hits, found, strict=True) if hit and page != pages.content(key)] == []
+    assert [
+        key
+        for key, hit, page in zip(keys, hits, found, strict=True)
+        if hit and page != pages.content(key)
+    ] == []
 
 
 def test_a_process_that_was_forked_off_is_told_and_does_not_wait(
@@ -247,7 +304,9 @@ def test_one_that_breaks_otherwise_is_raised_when_the_others_have_ended() -> Non
 
 
 def test_an_interrupted_call_ends_when_all_its_shares_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They read the caller's buffers: pages were stored under their old keys with what came into them afterwards."""
+    """They read the caller's buffers: pages were stored under their old keys with what came into
+    them afterwards.
+    """
     wait, interrupts, ended = (
         concurrent.futures.Future.exception,
         iter([KeyboardInterrupt(), KeyboardInterrupt()]),
@@ -272,7 +331,9 @@ def test_an_interrupted_call_ends_when_all_its_shares_have(monkeypatch: pytest.M
 
 
 def test_a_call_does_not_wait_for_the_threads_of_others() -> None:
-    """One with half a second of time returned when those in front of it gave a hung node up, after fifteen."""
+    """One with half a second of time returned when those in front of it gave a hung node up, after
+    fifteen.
+    """
     threads, go_on = ParallelTransfer(), threading.Event()
     with concurrent.futures.ThreadPoolExecutor(4) as callers:
         hung = [callers.submit(threads.run, [go_on.wait] * STREAMS_MAX) for _ in range(4)]
@@ -314,7 +375,9 @@ def test_a_chain_loses_its_end_first_whichever_share_was_the_last(
     assert client.lookup(pages.namespace, keys).present == (True, True, True, False, False, False)
 
 
-def test_idle_connections_that_had_to_leave_are_no_failure(client: Client, pages: Pages, node: Node) -> None:
+def test_idle_connections_that_had_to_leave_are_no_failure(
+    client: Client, pages: Pages, node: Node
+) -> None:
     keys = pages.keys(*range(9))
     pages.put(client, keys)
     connects, known = client._fan_out.nodes.only.connect_count, link_of(client)
@@ -324,7 +387,11 @@ def test_idle_connections_that_had_to_leave_are_no_failure(client: Client, pages
         while node.bulk._places.drop_idle():
             pass
         assert pages.get(client, keys) == [True] * 9
-    assert (link_of(client), client._fan_out.nodes.only.connect_count, client._fan_out.nodes.only.failure_count) == (
+    assert (
+        link_of(client),
+        client._fan_out.nodes.only.connect_count,
+        client._fan_out.nodes.only.failure_count,
+    ) == (
         known,
         connects,
         0,
@@ -333,9 +400,18 @@ def test_idle_connections_that_had_to_leave_are_no_failure(client: Client, pages
 
 @pytest.mark.parametrize(
     ("cores", "mib", "pages", "lanes"),
-    [(2, 1024, 64, 1), (16, 8, 8, 1), (16, 64, 64, 4), (16, 48, 64, 3), (6, 1024, 64, 2), (16, 1024, 1, 1)],
+    [
+        (2, 1024, 64, 1),
+        (16, 8, 8, 1),
+        (16, 64, 64, 4),
+        (16, 48, 64, 3),
+        (6, 1024, 64, 2),
+        (16, 1024, 1, 1),
+    ],
 )
-def test_how_many(cores: int, mib: int, pages: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many(
+    cores: int, mib: int, pages: int, lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     assert stream_count(pages, (mib << 20) // pages) == lanes
 

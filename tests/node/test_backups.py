@@ -1,4 +1,6 @@
-"""Data directories of a cluster's members that are put back from a backup, copied to another node, or wiped."""
+"""Data directories of a cluster's members that are put back from a backup, copied to another node,
+or wiped.
+"""
 
 import contextlib
 import os
@@ -19,7 +21,11 @@ from kvstore.errors import ConfigError, KVStoreError
 from node.cluster.membership import FILE_NAME, REMOVALS_KEPT_S, Identity
 from node.server import Node
 
-DISK: dict[str, Any] = {"disk_nbytes": 16 << 20, "disk_extent_nbytes": 1 << 20, "scrub_nbytes_per_s": 0}
+DISK: dict[str, Any] = {
+    "disk_nbytes": 16 << 20,
+    "disk_extent_nbytes": 1 << 20,
+    "scrub_nbytes_per_s": 0,
+}
 NUMBERS = range(20)
 
 
@@ -42,7 +48,9 @@ def test_a_directory_from_an_old_backup_is_as_old_as_its_file_says(
     later = time.time() + REMOVALS_KEPT_S + 60
     os.utime(copy / FILE_NAME, (later, later))
     monkeypatch.setattr("time.time", lambda: later)
-    with pytest.raises(ConfigError, match="away for 30 days, and what was removed is remembered for 30"):
+    with pytest.raises(
+        ConfigError, match="away for 30 days, and what was removed is remembered for 30"
+    ):
         Identity(str(copy), "fleet", "n1")
     monkeypatch.undo()
     assert Identity(str(copy), "fleet", "n1").applied == 7
@@ -115,7 +123,9 @@ def test_a_backup_from_before_a_forget_brings_nothing_back(
 def test_a_backup_from_before_a_removal_of_another_members_directory_brings_nothing_back(
     fleet: Start, connect: Connect, tmp_path: Path
 ) -> None:
-    """Under its own name it is refused; as a new member's, whose file of identity was removed, it is cleared."""
+    """Under its own name it is refused; as a new member's, whose file of identity was removed, it
+    is cleared.
+    """
     data, copy = tmp_path / "data", tmp_path / "copy"
     one, two = fleet("n1"), fleet("n2", data_dir=str(data), **DISK)
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
@@ -148,7 +158,9 @@ def test_a_copy_of_a_directory_that_is_in_use_is_refused(fleet: Start, tmp_path:
     data = tmp_path / "data"
     one = fleet("n1", data_dir=str(data), **DISK)
     copied(data, tmp_path / "copy")
-    with pytest.raises(ConfigError, match=rf"that of a copy of this data directory, at 127.0.0.1:{one.grpc.port}"):
+    with pytest.raises(
+        ConfigError, match=rf"that of a copy of this data directory, at 127.0.0.1:{one.grpc.port}"
+    ):
         fleet("n1", data_dir=str(tmp_path / "copy"), **DISK)
     assert one.peers.status().registry == "etcd"
 

@@ -1,5 +1,6 @@
-"""Requests that are well formed and wrong, over both wires: one clear error each, nobody else notices,
-nothing leaks."""
+"""Requests that are well formed and wrong, over both wires: one clear error each, nobody else
+notices, nothing leaks.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,9 +55,16 @@ def wire(request: pytest.FixtureRequest, node: Node) -> Iterator[Wire]:
 
 def send(wire: Wire, op: str, request: Any) -> Any:
     if op == "put":
-        return wire.put(request, [(memoryview(bytes(4096)),)] * len(request.prefix_hashes), Deadline(5))
+        return wire.put(
+            request, [(memoryview(bytes(4096)),)] * len(request.prefix_hashes), Deadline(5)
+        )
     if op == "get":
-        return wire.get(request, [(memoryview(bytearray(4096)),)] * len(request.prefix_hashes), [0] * 99, Deadline(5))
+        return wire.get(
+            request,
+            [(memoryview(bytearray(4096)),)] * len(request.prefix_hashes),
+            [0] * 99,
+            Deadline(5),
+        )
     return wire.call(op, request, Deadline(5))
 
 
@@ -68,9 +76,19 @@ def keyed(op: str, message: Callable[..., Any], **fields: Any) -> list[Any]:
 
     cases = [
         pytest.param(op, with_keys(), InvalidRequest, "no key", id=f"{op} without keys"),
-        pytest.param(op, with_keys(b""), InvalidRequest, "0 bytes; allowed are 16 to 64", id=f"{op} with an empty key"),
-        pytest.param(op, with_keys(b"x" * 15), InvalidRequest, "15 bytes", id=f"{op} with a short key"),
-        pytest.param(op, with_keys(KEY, b"x" * 65), InvalidRequest, "65 bytes", id=f"{op} with a long key"),
+        pytest.param(
+            op,
+            with_keys(b""),
+            InvalidRequest,
+            "0 bytes; allowed are 16 to 64",
+            id=f"{op} with an empty key",
+        ),
+        pytest.param(
+            op, with_keys(b"x" * 15), InvalidRequest, "15 bytes", id=f"{op} with a short key"
+        ),
+        pytest.param(
+            op, with_keys(KEY, b"x" * 65), InvalidRequest, "65 bytes", id=f"{op} with a long key"
+        ),
         pytest.param(
             op,
             with_keys(*(bytes([i]) * 32 for i in range(9))),
@@ -94,12 +112,18 @@ def keyed(op: str, message: Callable[..., Any], **fields: Any) -> list[Any]:
         ),
     ]
     if op not in ("lookup", "get", "stat"):
-        cases.append(pytest.param(op, with_keys(KEY, KEY), InvalidRequest, "twice", id=f"{op} of a key twice"))
+        cases.append(
+            pytest.param(
+                op, with_keys(KEY, KEY), InvalidRequest, "twice", id=f"{op} of a key twice"
+            )
+        )
     return cases
 
 
 def put_of(page_nbytes: int) -> Builder:
-    return lambda digest: pb.PutRequest(namespace=digest, prefix_hashes=[KEY], page_nbytes=page_nbytes)
+    return lambda digest: pb.PutRequest(
+        namespace=digest, prefix_hashes=[KEY], page_nbytes=page_nbytes
+    )
 
 
 def get_of(*ranges: tuple[int, int]) -> Builder:
@@ -114,7 +138,9 @@ def pin_of(ttl_ms: int) -> Builder:
 def opening(change: Callable[[pb.OpenNamespaceRequest], object]) -> Builder:
     def build(_: bytes) -> pb.OpenNamespaceRequest:
         namespace = Namespace("new", opaque_layout(4096))
-        request = pb.OpenNamespaceRequest(namespace=namespace_message(namespace), digest=namespace.digest)
+        request = pb.OpenNamespaceRequest(
+            namespace=namespace_message(namespace), digest=namespace.digest
+        )
         change(request)
         return request
 
@@ -127,7 +153,9 @@ def larger_plane(request: pb.OpenNamespaceRequest) -> None:
 
 def page_of_2_mib(request: pb.OpenNamespaceRequest) -> None:
     namespace = Namespace("new", opaque_layout(2 << 20))
-    request.CopyFrom(pb.OpenNamespaceRequest(namespace=namespace_message(namespace), digest=namespace.digest))
+    request.CopyFrom(
+        pb.OpenNamespaceRequest(namespace=namespace_message(namespace), digest=namespace.digest)
+    )
 
 
 CASES = [
@@ -139,17 +167,59 @@ CASES = [
     *keyed("pin", pb.PinRequest, ttl_ms=1),
     *keyed("unpin", pb.UnpinRequest),
     *keyed("stat", pb.StatRequest),
-    pytest.param("put", put_of(8192), LayoutMismatch, "pages of 8192 bytes; namespace .* has 4096", id="larger page"),
+    pytest.param(
+        "put",
+        put_of(8192),
+        LayoutMismatch,
+        "pages of 8192 bytes; namespace .* has 4096",
+        id="larger page",
+    ),
     pytest.param("put", put_of(0), LayoutMismatch, "pages of 0 bytes", id="empty page"),
-    pytest.param("put", put_of(HUGE), InvalidRequest, r"at most 1048576 \(batch_nbytes_max\)", id="too many bytes"),
+    pytest.param(
+        "put",
+        put_of(HUGE),
+        InvalidRequest,
+        r"at most 1048576 \(batch_nbytes_max\)",
+        id="too many bytes",
+    ),
     pytest.param("get", get_of((0, 0)), InvalidRequest, r"range 0\+0 is empty", id="empty range"),
-    pytest.param("get", get_of((4095, 2)), InvalidRequest, "leaves the page of 4096 bytes", id="range over the end"),
-    pytest.param("get", get_of((HUGE, HUGE)), InvalidRequest, "leaves the page", id="range far away"),
-    pytest.param("get", get_of((0, 100), (99, 1)), InvalidRequest, "range 0.100 overlaps", id="overlapping ranges"),
-    pytest.param("get", get_of((9, 9), (0, 10)), InvalidRequest, "range 0.10 overlaps", id="overlaps out of order"),
-    pytest.param("get", get_of(*[(0, 4096)] * 257), InvalidRequest, "overlaps", id="the same range again"),
-    pytest.param("get", get_of(*[(0, 1)] * 4097), InvalidRequest, "4097 ranges in one get, at most 4096", id="ranges"),
-    pytest.param("pin", pin_of(0), InvalidRequest, r"ttl_ms 0 is not in 1\.\.604800000", id="pin for no time"),
+    pytest.param(
+        "get",
+        get_of((4095, 2)),
+        InvalidRequest,
+        "leaves the page of 4096 bytes",
+        id="range over the end",
+    ),
+    pytest.param(
+        "get", get_of((HUGE, HUGE)), InvalidRequest, "leaves the page", id="range far away"
+    ),
+    pytest.param(
+        "get",
+        get_of((0, 100), (99, 1)),
+        InvalidRequest,
+        "range 0.100 overlaps",
+        id="overlapping ranges",
+    ),
+    pytest.param(
+        "get",
+        get_of((9, 9), (0, 10)),
+        InvalidRequest,
+        "range 0.10 overlaps",
+        id="overlaps out of order",
+    ),
+    pytest.param(
+        "get", get_of(*[(0, 4096)] * 257), InvalidRequest, "overlaps", id="the same range again"
+    ),
+    pytest.param(
+        "get",
+        get_of(*[(0, 1)] * 4097),
+        InvalidRequest,
+        "4097 ranges in one get, at most 4096",
+        id="ranges",
+    ),
+    pytest.param(
+        "pin", pin_of(0), InvalidRequest, r"ttl_ms 0 is not in 1\.\.604800000", id="pin for no time"
+    ),
     pytest.param("pin", pin_of(HUGE), InvalidRequest, "pin_ttl_ms_max", id="pin for ever"),
     pytest.param(
         "remove_namespace",
@@ -165,10 +235,22 @@ CASES = [
         "a removal has 1 bytes",
         id="an erasure without a name",
     ),
-    pytest.param("list", lambda _: pb.ListRequest(), UnknownNamespace, "is not open", id="list of nothing"),
-    pytest.param("hello", lambda _: pb.HelloRequest(protocol_version=9), ProtocolError, "protocol 9", id="version"),
     pytest.param(
-        "open_namespace", opening(larger_plane), LayoutMismatch, "digest .* does not belong", id="layout disagrees"
+        "list", lambda _: pb.ListRequest(), UnknownNamespace, "is not open", id="list of nothing"
+    ),
+    pytest.param(
+        "hello",
+        lambda _: pb.HelloRequest(protocol_version=9),
+        ProtocolError,
+        "protocol 9",
+        id="version",
+    ),
+    pytest.param(
+        "open_namespace",
+        opening(larger_plane),
+        LayoutMismatch,
+        "digest .* does not belong",
+        id="layout disagrees",
     ),
     pytest.param(
         "open_namespace",
@@ -211,12 +293,16 @@ def test_a_wrong_request_gets_one_clear_error(
     named: str,
 ) -> None:
     namespace = Namespace("bad requests", opaque_layout(4096))
-    opened = pb.OpenNamespaceRequest(namespace=namespace_message(namespace), digest=namespace.digest)
+    opened = pb.OpenNamespaceRequest(
+        namespace=namespace_message(namespace), digest=namespace.digest
+    )
     wire.call("open_namespace", opened, Deadline(5))
     with pytest.raises(error, match=named):
         send(wire, op, build(namespace.digest))
     # The connection still serves, and by the next request nothing is held.
-    assert wire.call("lookup", pb.LookupRequest(namespace=namespace.digest, prefix_hashes=[KEY]), Deadline(5))
+    assert wire.call(
+        "lookup", pb.LookupRequest(namespace=namespace.digest, prefix_hashes=[KEY]), Deadline(5)
+    )
     settle(node, sessions=0 if wire.name == "grpc" else 1)
 
 
@@ -229,7 +315,9 @@ def test_a_message_over_the_limit_is_refused_and_others_go_on(node: Node, wire: 
     settle(node)
 
 
-def test_namespaces_are_bounded_and_empty_ones_make_room(start_node: StartNode, connect: Connect) -> None:
+def test_namespaces_are_bounded_and_empty_ones_make_room(
+    start_node: StartNode, connect: Connect
+) -> None:
     client = connect(start_node(namespaces_max=8))  # four for one peer
     namespaces = [Namespace(f"model-{n}", opaque_layout(4096)) for n in range(6)]
     for namespace in namespaces[:5]:
@@ -256,14 +344,18 @@ def test_descriptions_are_bounded_in_bytes_too(start_node: StartNode, connect: C
             client.put(namespace, [KEY], [bytes(64)])
             opened += 1
 
-    with pytest.raises(Exhausted, match=r"127\.0\.0\.1 with pages are open, described by .* 524288 bytes"):
+    with pytest.raises(
+        Exhausted, match=r"127\.0\.0\.1 with pages are open, described by .* 524288 bytes"
+    ):
         open_all()
     assert 120 < opened < 131
     assert len(client.namespaces()) == opened
 
 
 @pytest.mark.parametrize("name", ["shm", "bulk", "grpc"])
-def test_an_arena_of_pinned_pages_is_exhausted_at_once(start_node: StartNode, connect: Connect, name: str) -> None:
+def test_an_arena_of_pinned_pages_is_exhausted_at_once(
+    start_node: StartNode, connect: Connect, name: str
+) -> None:
     """At once: long before the deadline, and with the numbers that explain it."""
     node = start_node(ram_nbytes=1 << 20, extent_nbytes=1 << 20)
     client = connect(node, wire=name, timeout_s=600.0)
@@ -271,10 +363,18 @@ def test_an_arena_of_pinned_pages_is_exhausted_at_once(start_node: StartNode, co
     keys = pages.keys(*range(256))
     pages.put(client, keys)
     assert all(client.pin(pages.namespace, keys[:128], 60.0))
-    with pytest.raises(Exhausted, match=r"with 1 more, pinned pages would keep .* \(half of ram_nbytes\)"):
+    with pytest.raises(
+        Exhausted, match=r"with 1 more, pinned pages would keep .* \(half of ram_nbytes\)"
+    ):
         client.pin(pages.namespace, keys[128:129], 60.0)
-    held = [page for page in node.tier.acquire(pages.namespace.digest, keys[128:], False, 0).pages if page]
-    with pytest.raises(Exhausted, match=r"all pages are pinned or in use \(128 pinned, 128 being read"):
+    held = [
+        page
+        for page in node.tier.acquire(pages.namespace.digest, keys[128:], False, 0).pages
+        if page
+    ]
+    with pytest.raises(
+        Exhausted, match=r"all pages are pinned or in use \(128 pinned, 128 being read"
+    ):
         pages.put(client, pages.keys(1000))
     assert all(pages.get(client, keys))
     assert client.unpin(pages.namespace, keys[:1]) == [True]

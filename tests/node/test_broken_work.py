@@ -1,4 +1,6 @@
-"""Work under the RAM tier's lock that breaks in the middle, out of memory say, leaves nothing behind."""
+"""Work under the RAM tier's lock that breaks in the middle, out of memory say, leaves nothing
+behind.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +14,10 @@ PAGE, COUNT = 4096, 16
 
 
 class Below(LocalTier):
-    """All pages with a first byte of 1 are there. `broken_at`: the look that fails."""
+    """All pages with a first byte of 1 are there.
+
+    `broken_at`: the look that fails.
+    """
 
     def __init__(self) -> None:
         self.reading: list[int] = []
@@ -65,7 +70,9 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, part: Any, name: str, number: int)
 
 
 @pytest.mark.parametrize("number", [1, 4, 12])
-def test_a_put_that_breaks_keeps_no_slot(box: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_put_that_breaks_keeps_no_slot(
+    box: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     pages = box.open("broken", PAGE)
     old, new = pages.keys(*range(3)), pages.keys(*range(3, 15))
     box.put(pages, old)
@@ -92,7 +99,11 @@ def test_a_put_that_breaks_while_others_go_for_it_keeps_no_slot(
         with pytest.raises(MemoryError):
             box.reserve(pages, new)
     tier = box.tier
-    assert (tier.writing_count, tier.held_count, tier.slots.used_nbytes) == (0, 0, (COUNT + 1 - number) * PAGE)
+    assert (tier.writing_count, tier.held_count, tier.slots.used_nbytes) == (
+        0,
+        0,
+        (COUNT + 1 - number) * PAGE,
+    )
     assert tier.check() == []
     assert box.put(pages, new) == [1] * 12
     assert box.get(pages, new) == [True] * 12

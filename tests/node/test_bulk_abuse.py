@@ -1,5 +1,6 @@
-"""Bulk connections that break the rules: one error or a closed connection, nobody else notices, and no
-slot, hold or session is left."""
+"""Bulk connections that break the rules: one error or a closed connection, nobody else notices, and
+no slot, hold or session is left.
+"""
 
 import random
 import socket
@@ -66,7 +67,9 @@ NO_FRAMES = {
 
 
 @pytest.mark.parametrize("what", NO_FRAMES)
-def test_what_is_no_request_is_answered_with_one_error_and_the_end(node: Node, raw: ConnectRaw, what: str) -> None:
+def test_what_is_no_request_is_answered_with_one_error_and_the_end(
+    node: Node, raw: ConnectRaw, what: str
+) -> None:
     with Bystander(node):
         connection = raw(node)
         connection.send(NO_FRAMES[what])
@@ -100,17 +103,26 @@ BREAKING_A_PUT: dict[str, Callable[[Any], bytes]] = {
     "data with a header": lambda space: pack_fixed(3, 2 * PAGE) + b"abc" + bytes(2 * PAGE),
     "data without end": lambda space: pack_fixed(0, 2**64 - 1),
     "no frame": lambda space: b"nonsense, not a frame",
-    "data, then no frame": lambda space: pack_fixed(0, 2 * PAGE) + bytes(2 * PAGE) + b"nonsense, not a frame",
+    "data, then no frame": lambda space: (
+        pack_fixed(0, 2 * PAGE) + bytes(2 * PAGE) + b"nonsense, not a frame"
+    ),
     "data, then more data": lambda space: (pack_fixed(0, 2 * PAGE) + bytes(2 * PAGE)) * 2,
-    "data, then a get": lambda space: pack_fixed(0, 2 * PAGE) + bytes(2 * PAGE) + frame(get=get_of(space, 0)),
+    "data, then a get": lambda space: (
+        pack_fixed(0, 2 * PAGE) + bytes(2 * PAGE) + frame(get=get_of(space, 0))
+    ),
 }
 
 
 @pytest.mark.parametrize("what", BREAKING_A_PUT)
-def test_a_put_out_of_order_ends_and_stores_nothing(node: Node, raw: ConnectRaw, space: Pages, what: str) -> None:
+def test_a_put_out_of_order_ends_and_stores_nothing(
+    node: Node, raw: ConnectRaw, space: Pages, what: str
+) -> None:
     with Bystander(node):
         connection = raw(node)
-        assert list(connection.ask(put=put_of(space, 100, 101)).put.verdicts) == [pb.WRITE, pb.WRITE]
+        assert list(connection.ask(put=put_of(space, 100, 101)).put.verdicts) == [
+            pb.WRITE,
+            pb.WRITE,
+        ]
         try:
             connection.send(BREAKING_A_PUT[what](space))  # which may be cut off in the middle
             error = connection.ending()
@@ -152,7 +164,13 @@ def test_a_commit_with_wrong_leaves_is_refused_and_the_connection_stays(
     settle(node, sessions=2)
 
 
-PUT_STAGES = ["after the request", "after the verdicts", "within the data", "after the data", "within the commit"]
+PUT_STAGES = [
+    "after the request",
+    "after the verdicts",
+    "within the data",
+    "after the data",
+    "within the commit",
+]
 
 
 def begin_put(connection: Any, space: Pages, stage: str, *numbers: int) -> None:
@@ -161,7 +179,9 @@ def begin_put(connection: Any, space: Pages, stage: str, *numbers: int) -> None:
     if stage != "after the request":
         assert list(connection.reply()[0].put.verdicts) == [pb.WRITE] * 2
         data = pack_fixed(0, 2 * PAGE) + bytes(2 * PAGE)
-        connection.send({"after the verdicts": b"", "within the data": data[: PAGE + 100]}.get(stage, data))
+        connection.send(
+            {"after the verdicts": b"", "within the data": data[: PAGE + 100]}.get(stage, data)
+        )
     if stage == "within the commit":
         connection.send(frame(commit=pb.CommitRequest(leaves=[b"c" * 8] * 2))[:-1])
 
@@ -182,7 +202,9 @@ def test_a_client_that_is_gone_in_the_middle_of_a_put_leaves_nothing(
     settle(node, sessions=1)
 
 
-def test_clients_that_stall_in_the_middle_of_a_put_leave_nothing(node: Node, raw: ConnectRaw, space: Pages) -> None:
+def test_clients_that_stall_in_the_middle_of_a_put_leave_nothing(
+    node: Node, raw: ConnectRaw, space: Pages
+) -> None:
     with Bystander(node):
         for number, stage in enumerate(PUT_STAGES):
             begin_put(raw(node), space, stage, 100 + 2 * number, 101 + 2 * number)

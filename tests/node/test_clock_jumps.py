@@ -1,4 +1,5 @@
-"""The wall clock jumps by days, both ways, while a node serves: only what is shown to people follows it.
+"""The wall clock jumps by days, both ways, while a node serves: only what is shown to people
+follows it.
 
 A longer run: SEEDS=20 CALLS=100000.
 """
@@ -27,9 +28,15 @@ CALLS = int(os.environ.get("CALLS") or 600)
 DAY_S = 86400.0
 PAGE_NBYTES = 4096
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(40)]
-DISK = {"ram_nbytes": 1 << 20, "extent_nbytes": 64 << 10, "disk_nbytes": 2 << 20, "disk_extent_nbytes": 64 << 10}
-# gRPC's Python reckons a call's deadline by time.time and gives it to its C core, which reads the clock itself: here,
-# where only Python's clock jumps, the two would differ by days. A real clock jumps for both.
+DISK = {
+    "ram_nbytes": 1 << 20,
+    "extent_nbytes": 64 << 10,
+    "disk_nbytes": 2 << 20,
+    "disk_extent_nbytes": 64 << 10,
+}
+# gRPC's Python reckons a call's deadline by time.time and gives it to its C core, which reads the
+# clock itself: here, where only Python's clock jumps, the two would differ by days. A real clock
+# jumps for both.
 OF_GRPC = ("_channel", "_common", "_server", "_utilities")
 SHORT_TTL_S, LONG_TTL_S, CALL_S = 1.0, 3600.0, 30.0
 
@@ -68,8 +75,12 @@ def node(start_node: StartNode, tmp_path: Path, wall: WallClock) -> Iterator[Nod
     wall.ahead_s = 0.0
 
 
-def put(client: Client, space: Namespace, keys: list[bytes], keep: Keep = Keep()) -> list[PutOutcome]:  # noqa: B008
-    return client.put(space, keys, [page_content(space.digest, key, PAGE_NBYTES) for key in keys], keep)
+def put(
+    client: Client, space: Namespace, keys: list[bytes], keep: Keep = Keep()
+) -> list[PutOutcome]:  # noqa: B008
+    return client.put(
+        space, keys, [page_content(space.digest, key, PAGE_NBYTES) for key in keys], keep
+    )
 
 
 def get(client: Client, space: Namespace, keys: list[bytes]) -> list[bool]:
@@ -114,11 +125,17 @@ def test_pin_holds_and_ends_without_the_wall_clock(
 
 
 def test_page_that_was_written_by_a_wrong_clock_does_not_outlive_its_time(
-    tmp_path: Path, space: Namespace, connect: Connect, wall: WallClock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    space: Namespace,
+    connect: Connect,
+    wall: WallClock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its expiry lies days ahead after a restart with the right clock: how old it is, nobody knows."""
     wall.ahead_s, keys = 3 * DAY_S, KEYS[:2]
-    monkeypatch.setattr("node.clock._EPOCH_S", time.clock_gettime(time.CLOCK_BOOTTIME) - wall())  # as a process begins
+    monkeypatch.setattr(
+        "node.clock._EPOCH_S", time.clock_gettime(time.CLOCK_BOOTTIME) - wall()
+    )  # as a process begins
     config = NodeConfig(**{**SMALL, **DISK, "data_dir": str(tmp_path / "data")})
     node = Node(config)
     node.start()
@@ -142,8 +159,9 @@ def test_page_that_was_written_by_a_wrong_clock_does_not_outlive_its_time(
 def test_storm_of_calls_under_a_clock_that_jumps(
     node: Node, space: Namespace, connect: Connect, wall: WallClock, seed: int, number: int
 ) -> None:
-    """Pages with a long time to live and pages without one stay, those of a short one are never found after it, no
-    call ends by another error or takes longer than its deadline."""
+    """Pages with a long time to live and pages without one stay, those of a short one are never
+    found after it, no call ends by another error or takes longer than its deadline.
+    """
     rng = random.Random(seed + number)
     clients = [connect(node, wire, timeout_s=CALL_S) for wire in ("shm", "bulk", "grpc")]
     stays, mortal = KEYS[:10], KEYS[10:]
@@ -152,7 +170,11 @@ def test_storm_of_calls_under_a_clock_that_jumps(
     ends: dict[bytes, float] = {}
     for _ in range(CALLS):
         if rng.random() < 0.3:
-            wall.ahead_s = rng.choice((-1, 1)) * rng.choice((0.0, 1.0, 60.0, DAY_S, 400 * DAY_S)) * rng.random()
+            wall.ahead_s = (
+                rng.choice((-1, 1))
+                * rng.choice((0.0, 1.0, 60.0, DAY_S, 400 * DAY_S))
+                * rng.random()
+            )
         client, began = rng.choice(clients), time.monotonic()
         some = rng.sample(mortal, 3)
         kind = rng.choice(("put", "get", "get", "stays", "stat", "lookup", "pin", "status"))
@@ -162,7 +184,9 @@ def test_storm_of_calls_under_a_clock_that_jumps(
                     ends[key] = time.monotonic() + SHORT_TTL_S
         elif kind == "get":
             for key, hit in zip(some, get(client, space, some), strict=True):
-                assert not hit or began <= ends[key], f"served {began - ends[key]:.2f} s after its time"
+                assert not hit or began <= ends[key], (
+                    f"served {began - ends[key]:.2f} s after its time"
+                )
         elif kind == "stays":
             assert all(get(client, space, rng.sample(stays, 4)))
         elif kind == "stat":

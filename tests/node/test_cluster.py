@@ -48,18 +48,26 @@ def test_pages_lie_at_their_owners_and_come_back_in_order(
         mine = owned(view, pages, NUMBERS, f"n{number}")
         assert 0 < len(mine) == node.tier.visible_count
     assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == sorted(keys)
-    assert [page.prefix_hash for page in client.list_pages(pages.namespace, limit=5)] == sorted(keys)[:5]
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace, limit=5)] == sorted(
+        keys
+    )[:5]
     ((_, info),) = [found for found in client.namespaces() if found[0] == pages.namespace]
     assert (info.page_count, info.counters.pages_put) == (len(keys), len(keys))
     assert all(page.present for page in client.stat(pages.namespace, keys))
-    assert client.pin(pages.namespace, keys, 5.0) == client.unpin(pages.namespace, keys) == [True] * len(keys)
+    assert (
+        client.pin(pages.namespace, keys, 5.0)
+        == client.unpin(pages.namespace, keys)
+        == [True] * len(keys)
+    )
     assert client.verify(pages.namespace, keys) == (len(keys), 0, 0)
     assert client.remove(pages.namespace, keys[:7]) == [True] * 7
     assert client.remove_namespace(pages.namespace) == len(keys) - 7
     assert [node.tier.visible_count for node in cluster] == [0, 0, 0]
 
 
-def test_a_prefix_ends_at_the_first_page_that_is_missing(cluster: list[Node], connect: Connect, pages: Pages) -> None:
+def test_a_prefix_ends_at_the_first_page_that_is_missing(
+    cluster: list[Node], connect: Connect, pages: Pages
+) -> None:
     client, keys = connect(cluster[1]), pages.keys(*NUMBERS)
     pages.put(client, keys[:20] + keys[21:])
     buffers = [bytearray(pages.nbytes) for _ in keys]
@@ -75,13 +83,19 @@ def test_any_member_tells_of_all_and_one_that_is_gone_costs_its_pages(
     pages.put(client, keys)
     lost = owned(view_of(cluster), pages, NUMBERS, "n0")
     dead = replace(view_of(cluster).members[0], address="127.0.0.1:9")
-    tell(cluster, replace(view_of(cluster), number=2, members=(dead, *view_of(cluster).members[1:])))
+    tell(
+        cluster, replace(view_of(cluster), number=2, members=(dead, *view_of(cluster).members[1:]))
+    )
     other = connect(cluster[1])
     hits = pages.get(other, keys)
     assert [number for number, hit in zip(NUMBERS, hits, strict=True) if not hit] == lost
     outcomes = pages.put(other, keys)
-    assert [number for number, some in zip(NUMBERS, outcomes, strict=True) if some is PutOutcome.AWAY] == lost
-    pinned = other.pin(pages.namespace, keys, 5.0)  # an engine that holds what it finds loses no more than that
+    assert [
+        number for number, some in zip(NUMBERS, outcomes, strict=True) if some is PutOutcome.AWAY
+    ] == lost
+    pinned = other.pin(
+        pages.namespace, keys, 5.0
+    )  # an engine that holds what it finds loses no more than that
     assert [number for number, some in zip(NUMBERS, pinned, strict=True) if not some] == lost
     with pytest.raises(Unavailable):
         other.remove(pages.namespace, keys)  # a copy may be left
@@ -89,10 +103,14 @@ def test_any_member_tells_of_all_and_one_that_is_gone_costs_its_pages(
     assert [isinstance(answer, Unavailable) for answer in answers.values()] == [True, False, False]
 
 
-def test_a_call_for_pages_of_a_dead_member_alone_is_a_miss(cluster: list[Node], connect: Connect, pages: Pages) -> None:
+def test_a_call_for_pages_of_a_dead_member_alone_is_a_miss(
+    cluster: list[Node], connect: Connect, pages: Pages
+) -> None:
     mine = pages.keys(*owned(view_of(cluster), pages, NUMBERS, "n0"))
     dead = replace(view_of(cluster).members[0], address="127.0.0.1:9")
-    tell(cluster, replace(view_of(cluster), number=2, members=(dead, *view_of(cluster).members[1:])))
+    tell(
+        cluster, replace(view_of(cluster), number=2, members=(dead, *view_of(cluster).members[1:]))
+    )
     client = connect(cluster[1], "bulk", near="none")
     assert pages.get(client, mine) == [False] * len(mine)
     assert pages.put(client, mine) == [PutOutcome.AWAY] * len(mine)
@@ -100,7 +118,10 @@ def test_a_call_for_pages_of_a_dead_member_alone_is_a_miss(cluster: list[Node], 
 
 
 def test_nobody_answers(connect: Connect, cluster: list[Node], pages: Pages) -> None:
-    members = tuple(replace(member, address=f"127.0.0.1:{9 + i}") for i, member in enumerate(view_of(cluster).members))
+    members = tuple(
+        replace(member, address=f"127.0.0.1:{9 + i}")
+        for i, member in enumerate(view_of(cluster).members)
+    )
     tell(cluster, View("fleet", 3, members))
     client = connect(cluster[0])
     with pytest.raises(Unavailable):
@@ -123,7 +144,9 @@ def test_while_a_member_joins_its_pages_are_found_where_they_were(
     assert cluster[2].tier.visible_count == len(owned(view, pages, more, "n2")) > 0
 
 
-def test_who_is_drained_is_given_nothing_and_asked(cluster: list[Node], connect: Connect, pages: Pages) -> None:
+def test_who_is_drained_is_given_nothing_and_asked(
+    cluster: list[Node], connect: Connect, pages: Pages
+) -> None:
     keys = pages.keys(*NUMBERS)
     pages.put(connect(cluster[0]), keys)
     before = cluster[1].tier.visible_count
@@ -159,7 +182,9 @@ def test_several_addresses_of_nodes_that_are_alone(start_node: StartNode, connec
             client.node_status()
 
 
-def test_a_page_that_two_members_have_is_listed_once(cluster: list[Node], connect: Connect, pages: Pages) -> None:
+def test_a_page_that_two_members_have_is_listed_once(
+    cluster: list[Node], connect: Connect, pages: Pages
+) -> None:
     """As while members come and go."""
     keys = pages.keys(*range(6))
     pages.put(connect(cluster[0], direct=True), keys[:4])
@@ -167,17 +192,23 @@ def test_a_page_that_two_members_have_is_listed_once(cluster: list[Node], connec
     client = connect(cluster[2])
     assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == keys
     assert [page.prefix_hash for page in client.list_pages(pages.namespace, limit=4)] == keys[:4]
-    assert [page.prefix_hash for page in client.list_pages(pages.namespace, after=keys[2])] == keys[3:]
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace, after=keys[2])] == keys[
+        3:
+    ]
 
 
-def test_an_address_that_hangs_leaves_time_to_ask_the_next(cluster: list[Node], connect: Connect, pages: Pages) -> None:
+def test_an_address_that_hangs_leaves_time_to_ask_the_next(
+    cluster: list[Node], connect: Connect, pages: Pages
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as hung:
         address = f"127.0.0.1:{hung.getsockname()[1]},127.0.0.1:{cluster[1].grpc.port}"
         client = connect(cluster[1], address=address, timeout_s=4.0, connect_timeout_s=4.0)
         assert pages.put(client, pages.keys(1)) == [PutOutcome.STORED]
 
 
-def test_the_first_address_does_not_answer(cluster: list[Node], connect: Connect, pages: Pages) -> None:
+def test_the_first_address_does_not_answer(
+    cluster: list[Node], connect: Connect, pages: Pages
+) -> None:
     client = connect(cluster[1], address=f"127.0.0.1:9, 127.0.0.1:{cluster[1].grpc.port}")
     assert pages.put(client, pages.keys(1, 2, 3)) == [PutOutcome.STORED] * 3
 
@@ -207,14 +238,18 @@ def test_a_member_leaves_while_it_is_asked(
 
     def shrunk(*arguments: Any) -> Any:
         found = routes(*arguments)
-        client._fan_out.nodes._view = replace(view_of(cluster), number=2, members=view_of(cluster).members[:2])
+        client._fan_out.nodes._view = replace(
+            view_of(cluster), number=2, members=view_of(cluster).members[:2]
+        )
         return found
 
     monkeypatch.setattr(fan_out, "routes", shrunk)
     assert pages.get(client, keys) == [True] * len(keys)
 
 
-def test_what_is_listed_when_a_member_has_died(start_node: StartNode, connect: Connect, pages: Pages) -> None:
+def test_what_is_listed_when_a_member_has_died(
+    start_node: StartNode, connect: Connect, pages: Pages
+) -> None:
     settings: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
     dies = Node(NodeConfig(**settings, ram_nbytes=16 << 20, drain_s=0.1))
     dies.start()
@@ -224,28 +259,46 @@ def test_what_is_listed_when_a_member_has_died(start_node: StartNode, connect: C
     pages.put(client, pages.keys(*NUMBERS))
     dies.stop()
     mine = owned(view_of(nodes), pages, NUMBERS, "n0")
-    assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == sorted(pages.keys(*mine))
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == sorted(
+        pages.keys(*mine)
+    )
 
 
-def test_a_member_that_is_full_is_not_away(start_node: StartNode, connect: Connect, pages: Pages) -> None:
+def test_a_member_that_is_full_is_not_away(
+    start_node: StartNode, connect: Connect, pages: Pages
+) -> None:
     nodes = [start_node(copies_share=1.0) for _ in range(2)]
     tell(nodes, view_of(nodes))
-    client, other, large = connect(nodes[0]), connect(nodes[1], "shm", direct=True), Pages("large", 1 << 18)
+    client, other, large = (
+        connect(nodes[0]),
+        connect(nodes[1], "shm", direct=True),
+        Pages("large", 1 << 18),
+    )
     with contextlib.ExitStack() as held:
         for start in range(0, 64, 16):  # all of its RAM
-            held.enter_context(other.open_put(large.namespace, large.keys(*range(start, start + 16))))
+            held.enter_context(
+                other.open_put(large.namespace, large.keys(*range(start, start + 16)))
+            )
         outcomes = pages.put(client, pages.keys(*NUMBERS))
-    refused = [number for number, some in zip(NUMBERS, outcomes, strict=True) if some is PutOutcome.FULL]
+    refused = [
+        number for number, some in zip(NUMBERS, outcomes, strict=True) if some is PutOutcome.FULL
+    ]
     assert refused == owned(view_of(nodes), pages, NUMBERS, "n1")
     assert PutOutcome.AWAY not in outcomes
 
 
 def test_a_member_that_is_away_does_not_fill_an_engines_log(
-    cluster: list[Node], connect: Connect, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    cluster: list[Node],
+    connect: Connect,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one_window(admin.log, monkeypatch)
     view = view_of(cluster)
-    tell(cluster, replace(view, members=(replace(view.members[0], address="127.0.0.1:9"), *view.members[1:])))
+    tell(
+        cluster,
+        replace(view, members=(replace(view.members[0], address="127.0.0.1:9"), *view.members[1:])),
+    )
     client = connect(cluster[1])
     for _ in range(2 * LINES):  # as LMCache asks, ten times a second
         client.namespaces()

@@ -1,4 +1,6 @@
-"""`kvstore` against a cluster: one screen of its members, whose a key is, and every command as with one node."""
+"""`kvstore` against a cluster: one screen of its members, whose a key is, and every command as with
+one node.
+"""
 
 import json
 import os
@@ -22,7 +24,9 @@ from node.server import Node
 @pytest.fixture
 def fleet(start_node: StartNode) -> list[Node]:
     nodes = [start_node() for _ in range(2)]
-    members = tuple(Member(f"n{i}", f"127.0.0.1:{node.grpc.port}", 1.0 + i) for i, node in enumerate(nodes))
+    members = tuple(
+        Member(f"n{i}", f"127.0.0.1:{node.grpc.port}", 1.0 + i) for i, node in enumerate(nodes)
+    )
     for number, node in enumerate(nodes):
         node.membership.become(View("fleet", 1, members), f"n{number}")
     return nodes
@@ -39,7 +43,9 @@ def kvstore_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Node], Callable[...
 
 
 @pytest.fixture
-def kvstore(fleet: list[Node], kvstore_at: Callable[[Node], Callable[..., Any]]) -> Callable[..., Any]:
+def kvstore(
+    fleet: list[Node], kvstore_at: Callable[[Node], Callable[..., Any]]
+) -> Callable[..., Any]:
     return kvstore_at(fleet[0])
 
 
@@ -53,7 +59,9 @@ def test_members_and_shares(fleet: list[Node], kvstore: Callable[..., Any]) -> N
     assert [member["weight"] for member in found["members"]] == [1.0, 2.0]
 
 
-def test_a_member_that_is_away(fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages) -> None:
+def test_a_member_that_is_away(
+    fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
+) -> None:
     pages.put(connect(fleet[0]), pages.keys(*range(20)))
     view = View("fleet", 2, (*fleet[0].membership.view.members, Member("gone", "127.0.0.1:9")))
     fleet[0].membership.become(view)
@@ -82,7 +90,10 @@ def test_what_is_done_at_all_members_tells_of_those_that_are_away(
         (("verify", *model, "--all"), {"intact": 20, "dropped": 0}),
         (("unpin", *known), {"unpinned": 0}),
         (("rm", *model, "--all", "--yes"), {"removed": 20, "absent": 0}),
-        (("bench", "--seconds", "0.05", "--page-nbytes", "4KiB", "--batch", "2"), {"mismatches": 0}),
+        (
+            ("bench", "--seconds", "0.05", "--page-nbytes", "4KiB", "--batch", "2"),
+            {"mismatches": 0},
+        ),
         (("cluster", "rebalance"), {"dry_run": False}),
     ):
         ran = kvstore(*command, "--json")
@@ -142,18 +153,31 @@ def test_commands_work_as_with_one_node(
     assert [node.tier.visible_count for node in fleet] == [0, 0]
 
 
-def test_one_member_alone(fleet: list[Node], kvstore: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_member_alone(
+    fleet: list[Node], kvstore: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = os.environ["KVSTORE_ADDRESS"]
     monkeypatch.setenv("KVSTORE_DIRECT", "1")
     assert json.loads(kvstore("status", "--json").stdout)["state"] == "SERVING"
-    assert "member n0 of fleet  view 1  members 2  replicas 1  registry static" in kvstore("status").stdout
-    assert "members" not in json.loads(kvstore("top", "--once", "--interval", "0.05", "--json").stdout)
+    assert (
+        "member n0 of fleet  view 1  members 2  replicas 1  registry static"
+        in kvstore("status").stdout
+    )
+    assert "members" not in json.loads(
+        kvstore("top", "--once", "--interval", "0.05", "--json").stdout
+    )
     assert kvstore("cluster").exit_code == 2
     monkeypatch.setenv("KVSTORE_ADDRESS", f"{one},127.0.0.1:9")
     for command in ("top", "scrub", "recover"):
         refused = kvstore(command)
-        assert (refused.exit_code, "names 2 nodes, and this is asked of one" in refused.stderr) == (2, True)
-        assert "asked of one" not in kvstore(command, *(("--once",) if command == "top" else ()), "-a", one).stderr
+        assert (refused.exit_code, "names 2 nodes, and this is asked of one" in refused.stderr) == (
+            2,
+            True,
+        )
+        assert (
+            "asked of one"
+            not in kvstore(command, *(("--once",) if command == "top" else ()), "-a", one).stderr
+        )
     monkeypatch.setenv("KVSTORE_DIRECT", "maybe")
     assert "KVSTORE_DIRECT='maybe' must be one of" in kvstore("status").stderr
 
@@ -178,7 +202,10 @@ def test_disks_of_all_members(
     assert nodes[1].disk is not None
     nodes[1].disk.blame("writing", OSError("it broke"))
     shown = kvstore("cluster")
-    assert ("DEGRADED" in shown.stdout, "n1: DISK STOPPED: writing failed: it broke" in shown.stderr) == (True, True)
+    assert (
+        "DEGRADED" in shown.stdout,
+        "n1: DISK STOPPED: writing failed: it broke" in shown.stderr,
+    ) == (True, True)
     assert json.loads(kvstore("recover", "--json").stdout) == {"recovered": ["n1"], "away": []}
     assert "DEGRADED" not in kvstore("cluster").stdout
 
@@ -195,7 +222,10 @@ def test_what_waits_for_a_member_is_shown(
     monkeypatch.setenv("KVSTORE_TIMEOUT_S", "6")
     refused = kvstore(*put, "all")
     assert (refused.exit_code, "visible but not at all owners" in refused.stderr) == (4, True)
-    assert "to other members 1 pages wait, 4.0 KiB of 4.0 MiB  handed 0  dropped 0" in kvstore("cluster").stdout
+    assert (
+        "to other members 1 pages wait, 4.0 KiB of 4.0 MiB  handed 0  dropped 0"
+        in kvstore("cluster").stdout
+    )
     for node in fleet:
         node.membership.become(View("fleet", 3, members, 2))
     assert kvstore(*put, "all").exit_code == 0
@@ -206,11 +236,19 @@ def test_what_waits_for_a_member_is_shown(
     assert ["dropped 1" in text for text in shown].count(True) == 1
 
 
-def test_top_of_a_cluster(fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages) -> None:
+def test_top_of_a_cluster(
+    fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
+) -> None:
     shown = kvstore("top", "--once", "--interval", "0.05")
     assert (shown.exit_code, shown.stderr) == (0, "")
-    assert shown.stdout.startswith("cluster fleet  view 1  members 2, 2 answer  replicas 1  from static\n")
-    assert [line.split()[0] for line in shown.stdout.splitlines() if line.startswith(("n0", "n1", "all"))] == [
+    assert shown.stdout.startswith(
+        "cluster fleet  view 1  members 2, 2 answer  replicas 1  from static\n"
+    )
+    assert [
+        line.split()[0]
+        for line in shown.stdout.splitlines()
+        if line.startswith(("n0", "n1", "all"))
+    ] == [
         "n0",
         "n1",
         "all",
@@ -219,7 +257,9 @@ def test_top_of_a_cluster(fleet: list[Node], kvstore: Callable[..., Any], connec
     assert [json.loads(line)["view"] for line in ran.stdout.splitlines()] == [1, 1]
 
 
-def test_members_come_and_go_while_top_runs(fleet: list[Node], connect: Connect, pages: Pages) -> None:
+def test_members_come_and_go_while_top_runs(
+    fleet: list[Node], connect: Connect, pages: Pages
+) -> None:
     client, members = connect(fleet[0]), fleet[0].membership.view.members
     client.namespaces()
     samples = cluster_samples(client, 0.01, 0)

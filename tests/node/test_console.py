@@ -1,4 +1,6 @@
-"""The console's server: what it gives to whom, and what it does with who is slow, silent, or comes from elsewhere."""
+"""The console's server: what it gives to whom, and what it does with who is slow, silent, or comes
+from elsewhere.
+"""
 
 import gc
 import http.client
@@ -18,7 +20,14 @@ from node.cluster.membership import with_port
 from node.console.console import NAMES
 from node.server import Node
 from node.serving import http_server
-from node.serving.http_server import BODY_NBYTES_MAX, HEAD_NBYTES_MAX, POLICY, Response, is_trusted_host, json_response
+from node.serving.http_server import (
+    BODY_NBYTES_MAX,
+    HEAD_NBYTES_MAX,
+    POLICY,
+    Response,
+    is_trusted_host,
+    json_response,
+)
 from node.serving.limits import CONSOLE_CALLS_MAX, HTTP_CONNECTIONS_MAX
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_at_the_console")
@@ -29,7 +38,11 @@ def test_the_page_and_all_that_it_loads_come_from_the_node_with_a_strict_policy(
     assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
     for name in NAMES[1:]:
         status, headers, body = visit(node, f"/console/{name}")
-        assert (status, headers["Content-Security-Policy"], len(body)) == (200, POLICY, int(headers["Content-Length"]))
+        assert (status, headers["Content-Security-Policy"], len(body)) == (
+            200,
+            POLICY,
+            int(headers["Content-Length"]),
+        )
         assert headers["X-Frame-Options"] == "DENY"
         assert headers["X-Content-Type-Options"] == "nosniff"
         assert b"http://" not in body.replace(b"http://www.w3.org/2000/svg", b"")
@@ -42,7 +55,13 @@ def test_the_page_and_all_that_it_loads_come_from_the_node_with_a_strict_policy(
 
 def test_paths_are_exact_and_metrics_are_where_they_were(node: Node) -> None:
     assert visit(node, "/console")[0:1] == (308,)
-    for path in ("/console/x", "/console/page.html", "/console//", "/console/../metrics", "/console/?a=1"):
+    for path in (
+        "/console/x",
+        "/console/page.html",
+        "/console//",
+        "/console/../metrics",
+        "/console/?a=1",
+    ):
         assert visit(node, path)[0] == 404, path
     assert visit(node, "/console/", method="POST")[0] == 405
     assert visit(node, "/console/style.css", method="HEAD")[0] == 405
@@ -91,16 +110,16 @@ def test_what_is_too_long_is_refused(node: Node) -> None:
 
 def test_a_request_that_comes_in_pieces_is_answered(node: Node) -> None:
     with socket.create_connection(("127.0.0.1", node.metrics.port), 20.0) as sock:
-        text = (
-            "POST /console/look-up HTTP/1.1\r\nHost: localhost\r\nX-KVStore-Console: 1\r\nContent-Length: 2\r\n\r\n{}"
-        )
+        text = "POST /console/look-up HTTP/1.1\r\nHost: localhost\r\nX-KVStore-Console: 1\r\nContent-Length: 2\r\n\r\n{}"
         for byte in text.encode():
             sock.sendall(bytes((byte,)))
             threading.Event().wait(0.0005)
         assert sock.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
-def test_a_request_that_does_not_end_is_hung_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_does_not_end_is_hung_up(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("node.serving.http_server.HTTP_REQUEST_S_MAX", 0.3)
     with socket.create_connection(("127.0.0.1", node.metrics.port), 20.0) as sock:
         sock.sendall(b"GET /console/ HTTP/1.1\r\nX: ")
@@ -123,7 +142,9 @@ def test_connections_that_say_nothing_make_room_and_metrics_are_told_meanwhile(n
 # ---- watchers --------------------------------------------------------------------------------
 
 
-def test_it_costs_no_thread_until_somebody_looks_and_stops_with_the_node(start_node: StartNode) -> None:
+def test_it_costs_no_thread_until_somebody_looks_and_stops_with_the_node(
+    start_node: StartNode,
+) -> None:
     node: Node = start_node()
     console = console_of(node)
     visit(node, "/metrics")
@@ -155,7 +176,8 @@ def test_look_ups_are_few_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(node.console._work, "/console/look-up", wait)
     found: list[int] = []
     threads = [
-        threading.Thread(target=lambda: found.append(visit(node, "/console/look-up", {})[0])) for _ in range(share)
+        threading.Thread(target=lambda: found.append(visit(node, "/console/look-up", {})[0]))
+        for _ in range(share)
     ]
     for thread in threads:
         thread.start()
@@ -170,7 +192,9 @@ def test_look_ups_are_few_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch)
     assert found == [200] * share
 
 
-def test_who_has_left_leaves_nothing_behind_until_a_collection(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_left_leaves_nothing_behind_until_a_collection(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A node collects seldom: replies of megabytes stayed, as fast as somebody could ask for them."""
     met: list[weakref.ref[Any]] = []
 
@@ -186,9 +210,9 @@ def test_who_has_left_leaves_nothing_behind_until_a_collection(node: Node, monke
     monkeypatch.setattr(http_server, "Request", noted(http_server.Request))
     gc.disable()
     try:
-        assert [visit(node, path)[0] for path in ("/metrics", "/health", "/console/", "/console/x")] == [200] * 3 + [
-            404
-        ]
+        assert [
+            visit(node, path)[0] for path in ("/metrics", "/health", "/console/", "/console/x")
+        ] == [200] * 3 + [404]
         assert told(node, "/console/look-up", {})[0] == 400
         first(node)
         wait_until(lambda: not any(one() for one in met))
@@ -197,7 +221,9 @@ def test_who_has_left_leaves_nothing_behind_until_a_collection(node: Node, monke
     assert len(met) == 6 + 6, "a connection and a request each"
 
 
-def test_reads_that_hang_keep_nobody_from_looking_up_and_acting(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_that_hang_keep_nobody_from_looking_up_and_acting(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two pages that somebody looked at on a disk that hung took both threads, until it answered."""
     go, share = threading.Event(), CONSOLE_CALLS_MAX // 2
 
@@ -207,7 +233,9 @@ def test_reads_that_hang_keep_nobody_from_looking_up_and_acting(node: Node, monk
 
     assert node.console is not None
     monkeypatch.setitem(node.console._work, "/console/bytes", wait)
-    threads = [threading.Thread(target=lambda: visit(node, "/console/bytes", {})) for _ in range(share)]
+    threads = [
+        threading.Thread(target=lambda: visit(node, "/console/bytes", {})) for _ in range(share)
+    ]
     for thread in threads:
         thread.start()
     console = console_of(node)
@@ -233,7 +261,12 @@ def test_a_fault_is_answered_logged_and_ends_one_call_only(
     assert "ZeroDivisionError" in values["error"]
     assert "console: a call failed" in caplog.text
     monkeypatch.undo()
-    assert urllib.request.urlopen(f"http://127.0.0.1:{node.metrics.port}/console/", timeout=20.0).status == 200
+    assert (
+        urllib.request.urlopen(
+            f"http://127.0.0.1:{node.metrics.port}/console/", timeout=20.0
+        ).status
+        == 200
+    )
 
 
 @pytest.mark.parametrize(

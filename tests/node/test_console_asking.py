@@ -1,4 +1,6 @@
-"""Asking members what they say of themselves: seldom, for so long at most, and who was asked longest ago first."""
+"""Asking members what they say of themselves: seldom, for so long at most, and who was asked
+longest ago first.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,7 +28,9 @@ class Fleet:
         self.leave(count)
 
     def leave(self, count: int) -> None:
-        self.view = View("fleet", 1, tuple(Member(f"n{n}", f"10.0.0.{n}:7440") for n in range(count)))
+        self.view = View(
+            "fleet", 1, tuple(Member(f"n{n}", f"10.0.0.{n}:7440") for n in range(count))
+        )
 
     def link(self, member: str) -> Any:
         def run(call: Any, again: Any, deadline: Any) -> pb.NodeStatusReply:

@@ -25,7 +25,9 @@ def changed(**fields: object) -> pb.NodeStatusReply:
 
 def test_of_what_is_well_nothing_is_told() -> None:
     assert findings(WELL) == []
-    assert findings(pb.NodeStatusReply(state="SERVING")) == [], "a tenant, who is told neither of RAM nor of members"
+    assert findings(pb.NodeStatusReply(state="SERVING")) == [], (
+        "a tenant, who is told neither of RAM nor of members"
+    )
 
 
 def test_what_does_not_hit_is_told_and_of_many_namespaces_the_largest_are_compared() -> None:
@@ -33,10 +35,15 @@ def test_what_does_not_hit_is_told_and_of_many_namespaces_the_largest_are_compar
     for number in range(2 * COMPARED_MAX):
         space = Namespace(f"model-{number}", opaque_layout(4096))
         counters = pb.Counters(pages_asked=number + 1, miss_absent=number + 1)
-        status.namespaces.add(namespace=namespace_message(space), digest=space.digest, counters=counters)
+        status.namespaces.add(
+            namespace=namespace_message(space), digest=space.digest, counters=counters
+        )
     found = findings(status)
     assert len(found) == COMPARED_MAX
-    assert all(f"model-{2 * COMPARED_MAX - 1 - place} " in finding.found for place, finding in enumerate(found))
+    assert all(
+        f"model-{2 * COMPARED_MAX - 1 - place} " in finding.found
+        for place, finding in enumerate(found)
+    )
 
 
 @pytest.mark.parametrize(

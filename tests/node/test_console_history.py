@@ -35,7 +35,9 @@ class Spaces:
     def counted(self, read: Callable[[Counters], Any]) -> tuple[Any, list[tuple[Any, Any, int]]]:
         each = []
         for tenant, counters in self.by_tenant.items():
-            index = SimpleNamespace(value=SimpleNamespace(tenant=tenant), digest=tenant.encode(), page_nbytes=100)
+            index = SimpleNamespace(
+                value=SimpleNamespace(tenant=tenant), digest=tenant.encode(), page_nbytes=100
+            )
             each.append((index, read(counters), 3))
         return read(self.forgotten), each
 
@@ -58,7 +60,9 @@ def made() -> tuple[History, Spaces, Callable[[float], None]]:
     return history, spaces, pass_by
 
 
-def test_a_sample_is_what_changed_by_second(made: tuple[History, Spaces, Callable[[float], None]]) -> None:
+def test_a_sample_is_what_changed_by_second(
+    made: tuple[History, Spaces, Callable[[float], None]],
+) -> None:
     history, spaces, pass_by = made
     spaces.of("team-a").pages_asked = 50
     pass_by(EVERY_S / 2)
@@ -75,7 +79,9 @@ def test_a_sample_is_what_changed_by_second(made: tuple[History, Spaces, Callabl
     assert "get_p99_ms" not in told, "nobody measures it"
 
 
-def test_each_tenant_is_told_of_itself(made: tuple[History, Spaces, Callable[[float], None]]) -> None:
+def test_each_tenant_is_told_of_itself(
+    made: tuple[History, Spaces, Callable[[float], None]],
+) -> None:
     history, spaces, pass_by = made
     for tenant in ("team-a", "team-b"):
         spaces.of(tenant)
@@ -91,7 +97,9 @@ def test_each_tenant_is_told_of_itself(made: tuple[History, Spaces, Callable[[fl
     assert history.told(of(ALL, "llama-*")) is None
 
 
-def test_it_keeps_an_hour_and_no_more(made: tuple[History, Spaces, Callable[[float], None]]) -> None:
+def test_it_keeps_an_hour_and_no_more(
+    made: tuple[History, Spaces, Callable[[float], None]],
+) -> None:
     history, spaces, pass_by = made
     for number in range(KEPT + 10):
         spaces.of("team-a").pages_got = 10 * number * (number + 1) // 2
@@ -104,7 +112,9 @@ def test_it_keeps_an_hour_and_no_more(made: tuple[History, Spaces, Callable[[flo
     assert len(history.told(OPERATOR, 10 * KEPT)["got"]) == KEPT
 
 
-def test_counts_that_go_away_are_no_negative_rates(made: tuple[History, Spaces, Callable[[float], None]]) -> None:
+def test_counts_that_go_away_are_no_negative_rates(
+    made: tuple[History, Spaces, Callable[[float], None]],
+) -> None:
     history, spaces, pass_by = made
     spaces.of("team-a").pages_asked = 100
     pass_by(EVERY_S)
@@ -127,7 +137,9 @@ def test_tenants_are_bounded(made: tuple[History, Spaces, Callable[[float], None
     pass_by(EVERY_S)
     pass_by(EVERY_S)
     assert len(history._rings) == TENANTS_MAX + 1
-    assert history.told(OPERATOR)["asked"][0] == pytest.approx((TENANTS_MAX + 20) / EVERY_S, rel=1e-3), "all count"
+    assert history.told(OPERATOR)["asked"][0] == pytest.approx(
+        (TENANTS_MAX + 20) / EVERY_S, rel=1e-3
+    ), "all count"
     spaces.by_tenant = dict(reversed(spaces.by_tenant.items()))
     pass_by(EVERY_S)
     pass_by(EVERY_S)

@@ -45,7 +45,9 @@ def layout_of(values: dict[str, Any]) -> Layout:
     message = pb.PageLayout(page_tokens=values["page_tokens"])
     for group in values["groups"]:
         planes = [pb.Plane(**plane) for plane in group["planes"]]
-        message.groups.append(pb.LayerGroup(name=group["name"], layers=group["layers"], planes=planes))
+        message.groups.append(
+            pb.LayerGroup(name=group["name"], layers=group["layers"], planes=planes)
+        )
     return layout_value(message)
 
 
@@ -60,8 +62,12 @@ def test_a_whole_key_tells_the_page_and_its_layout(stored: Node) -> None:
 
 
 def test_a_part_of_a_key_finds_those_that_begin_so(stored: Node) -> None:
-    assert [page["prefix_hash"] for page in look_up(stored, "ABCD0303")[1]["pages"]] == [KEYS[3].hex()]
-    assert [page["prefix_hash"] for page in look_up(stored, "abcd03030")[1]["pages"]] == [KEYS[3].hex()]
+    assert [page["prefix_hash"] for page in look_up(stored, "ABCD0303")[1]["pages"]] == [
+        KEYS[3].hex()
+    ]
+    assert [page["prefix_hash"] for page in look_up(stored, "abcd03030")[1]["pages"]] == [
+        KEYS[3].hex()
+    ]
     assert look_up(stored, "abcd03031")[1]["pages"] == []
     values = look_up(stored, "abcd")[1]
     assert (len(values["pages"]), values["more"]) == (FOUND_MAX, True)
@@ -70,15 +76,21 @@ def test_a_part_of_a_key_finds_those_that_begin_so(stored: Node) -> None:
 
 
 def test_half_a_byte_is_found_however_many_begin_like_the_other_half(stored: Node) -> None:
-    """Of the first that begin with the whole bytes all could be of other halves: the page was said not to be there."""
+    """Of the first that begin with the whole bytes all could be of other halves: the page was said
+    not to be there.
+    """
     space = Namespace("halves", LAYOUT)
-    many = [bytes((0xAB, 0xCD, number // 2)) + bytes([number]) * 29 for number in range(20 * FOUND_MAX)]
+    many = [
+        bytes((0xAB, 0xCD, number // 2)) + bytes([number]) * 29 for number in range(20 * FOUND_MAX)
+    ]
     wanted = [b"\xab\xcd\xf0" + b"y" * 29, b"\xab\xcd\xff" + b"y" * 29]
     with _client(stored) as client:
         client.put(space, [*many, *wanted], [PAGE] * (len(many) + len(wanted)))
     found = look_up(stored, "abcdf", space.digest)[1]
     assert [page["prefix_hash"] for page in found["pages"]] == [key.hex() for key in wanted]
-    assert [page["prefix_hash"][:5] for page in look_up(stored, "abcd0", space.digest)[1]["pages"]] == ["abcd0"] * 8
+    assert [
+        page["prefix_hash"][:5] for page in look_up(stored, "abcd0", space.digest)[1]["pages"]
+    ] == ["abcd0"] * 8
     assert look_up(stored, "abcde", space.digest)[1]["pages"] == []
 
 
@@ -105,7 +117,12 @@ def test_the_bytes_of_a_page_are_those_that_were_stored(stored: Node) -> None:
     assert read(stored, KEYS[0], 0, LAYOUT.page_nbytes) == (200, PAGE)
     assert read(stored, KEYS[0], 7, 30) == (200, PAGE[7:37])
     assert stored.service.traffic.moved()["console", "out"] >= LAYOUT.page_nbytes + 30
-    assert {wire for wire, _ in stored.service.traffic.moved()} <= {"bulk", "shm", "grpc", "console"}
+    assert {wire for wire, _ in stored.service.traffic.moved()} <= {
+        "bulk",
+        "shm",
+        "grpc",
+        "console",
+    }
     assert stored.tier.held_count == 0
 
 
@@ -121,7 +138,9 @@ def test_bytes_are_read_in_parts_of_bounded_size(stored: Node) -> None:
         (0, None),
     ):
         assert read(stored, KEYS[0], offset, nbytes)[0] == 400, (offset, nbytes)
-    assert f"not in 1..{BYTES_MAX}".encode() in read(stored, KEYS[0], 0, BYTES_MAX + 1)[1], "not for want of bytes"
+    assert f"not in 1..{BYTES_MAX}".encode() in read(stored, KEYS[0], 0, BYTES_MAX + 1)[1], (
+        "not for want of bytes"
+    )
     assert read(stored, KEYS[0], LAYOUT.page_nbytes - 1, 2)[0] == 400
     status, body = read(stored, b"\1" * 32, 0, 4)
     assert (status, b"not here" in body) == (200, True)
@@ -155,7 +174,9 @@ def test_a_member_tells_who_owns_a_page_and_removes_none(start_node: StartNode) 
 def test_a_scrub_goes_on_from_where_it_was() -> None:
     asked: list[Any] = []
     gate = SimpleNamespace(who=lambda caller: Principal("root", "*", Role.ADMIN))
-    service: Any = SimpleNamespace(gate=gate, call=lambda op, request, caller: (asked.append(request), request)[1])
+    service: Any = SimpleNamespace(
+        gate=gate, call=lambda op, request, caller: (asked.append(request), request)[1]
+    )
     nobody: Any = None
     acts = Acts(service, nobody)
     acts.do({"act": "scrub"}, nobody)

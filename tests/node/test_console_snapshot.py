@@ -17,7 +17,10 @@ NOBODY: Any = None  # the service below asks nobody who calls
 
 
 class Asked:
-    """A service whose status says what drains it: the tenant. Each takes `took_s` of a clock that is ours."""
+    """A service whose status says what drains it: the tenant.
+
+    Each takes `took_s` of a clock that is ours.
+    """
 
     def __init__(self) -> None:
         self.now_s, self.took_s, self.count = 100.0, 0.0, 0
@@ -36,7 +39,9 @@ class Asked:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     service = Asked()
-    monkeypatch.setattr(snapshot, "time", SimpleNamespace(monotonic=lambda: service.now_s, time=lambda: 0.0))
+    monkeypatch.setattr(
+        snapshot, "time", SimpleNamespace(monotonic=lambda: service.now_s, time=lambda: 0.0)
+    )
     return service
 
 
@@ -57,7 +62,9 @@ def told(asked: Asked) -> Any:
     return tell
 
 
-def test_a_tenant_is_told_neither_of_members_nor_of_calls_nor_what_another_should_know(told: Any) -> None:
+def test_a_tenant_is_told_neither_of_members_nor_of_calls_nor_what_another_should_know(
+    told: Any,
+) -> None:
     operator, one, other = told(OPERATOR), told(TEAMS[0]), told(TEAMS[1])
     assert (operator["cluster"], operator["slow"]) == ({"cluster": "fleet"}, [])
     assert "DRAINING" in str(operator["findings"])
@@ -85,9 +92,13 @@ def test_a_status_is_made_as_seldom_as_it_takes_long(told: Any, asked: Asked) ->
     assert asked.count == 3
 
 
-def test_namespaces_are_compared_seldom(told: Any, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_namespaces_are_compared_seldom(
+    told: Any, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, findings = [], snapshot.findings
-    monkeypatch.setattr(snapshot, "findings", lambda status: (made.append(asked.now_s), findings(status))[1])
+    monkeypatch.setattr(
+        snapshot, "findings", lambda status: (made.append(asked.now_s), findings(status))[1]
+    )
     for _ in range(int(3 * FINDINGS_S)):
         told(OPERATOR)
         asked.now_s += 1.0

@@ -1,4 +1,6 @@
-"""What the console looks like can be read: each of its inks on each of its grounds, in light and dark (WCAG, AA)."""
+"""What the console looks like can be read: each of its inks on each of its grounds, in light and
+dark (WCAG, AA).
+"""
 
 import re
 from pathlib import Path
@@ -23,7 +25,9 @@ def colours(block: str) -> dict[str, tuple[float, float, float]]:
 
 
 def ratio(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    light, dark = sorted((0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2] for c in (one, other)), reverse=True)
+    light, dark = sorted(
+        (0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2] for c in (one, other)), reverse=True
+    )
     return (light + 0.05) / (dark + 0.05)
 
 
@@ -38,8 +42,12 @@ def test_every_ink_is_read_on_every_ground(scheme: str) -> None:
     assert {*INKS, *MARKS, "panel", "ground"} <= palette.keys()
     for ground in ("panel", "ground"):
         told = {ink: round(ratio(palette[ink], palette[ground]), 2) for ink in (*INKS, *MARKS)}
-        assert {ink: value for ink, value in told.items() if ink in INKS and value < TEXT_RATIO} == {}
-        assert {ink: value for ink, value in told.items() if ink in MARKS and value < MARK_RATIO} == {}
+        assert {
+            ink: value for ink, value in told.items() if ink in INKS and value < TEXT_RATIO
+        } == {}
+        assert {
+            ink: value for ink, value in told.items() if ink in MARKS and value < MARK_RATIO
+        } == {}
 
 
 def test_the_two_schemes_name_the_same_colours() -> None:

@@ -65,7 +65,10 @@ def test_files_that_are_larger_than_a_record_come_whole(node: Node, ours: Author
     for name in ("board.js", "style.css"):
         there = connection(node, client_context(ours, **pair(ours, "client")))
         there.request("GET", f"/console/{name}")
-        assert there.getresponse().read() == (Path(__file__).parents[2] / "node" / "console" / name).read_bytes()
+        assert (
+            there.getresponse().read()
+            == (Path(__file__).parents[2] / "node" / "console" / name).read_bytes()
+        )
         there.close()
 
 

@@ -1,4 +1,6 @@
-"""Those who watch the console: what they are told, how often, and what becomes of who does not listen."""
+"""Those who watch the console: what they are told, how often, and what becomes of who does not
+listen.
+"""
 
 import socket
 import time
@@ -30,10 +32,14 @@ def test_a_watcher_is_told_at_once_and_again(node: Node, monkeypatch: pytest.Mon
         assert "who" not in later
 
 
-def test_all_who_are_told_the_same_are_told_of_one_status(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_who_are_told_the_same_are_told_of_one_status(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
     call = node.service.call
-    monkeypatch.setattr(node.service, "call", lambda op, *rest: (asked.append(op), call(op, *rest))[1])
+    monkeypatch.setattr(
+        node.service, "call", lambda op, *rest: (asked.append(op), call(op, *rest))[1]
+    )
     with watching(node) as one, watching(node) as other:
         next(one), next(other)
         before, began = len(asked), time.monotonic()
@@ -51,17 +57,25 @@ def test_of_many_tenants_namespaces_and_hot_prefixes_the_largest_are_told(
     def told_more(op: str, *rest: Any) -> Any:
         status = call(op, *rest)
         for number in range(80):
-            status.tenants.add(tenant=f"t{number}", ram_nbytes=number, disk_nbytes=number % 2 * 1000)
+            status.tenants.add(
+                tenant=f"t{number}", ram_nbytes=number, disk_nbytes=number % 2 * 1000
+            )
             described = namespace_message(Namespace(f"m{number}", opaque_layout(2)))
-            space = status.namespaces.add(digest=number.to_bytes(16, "big"), namespace=described, page_nbytes=2)
+            space = status.namespaces.add(
+                digest=number.to_bytes(16, "big"), namespace=described, page_nbytes=2
+            )
             space.page_count, space.disk_page_count = number, number % 2 * 1000
         return status
 
-    heat = [HotPrefix(number.to_bytes(16, "big"), b"12345678", 80 - number, 0, 1.0) for number in range(80)]
+    heat = [
+        HotPrefix(number.to_bytes(16, "big"), b"12345678", 80 - number, 0, 1.0)
+        for number in range(80)
+    ]
     monkeypatch.setattr(node.service, "call", told_more)
     monkeypatch.setattr(node.service.heat, "hottest", lambda: heat)
     assert node.console is not None
-    node.console._snapshots._found.clear()  # what was found of a page before is not asked again for some seconds
+    # what was found of a page before is not asked again for some seconds
+    node.console._snapshots._found.clear()
     with watching(node) as events:
         values = next(values for _, values in events if values["tenant_count"] == 80)
     largest = [*range(79, 0, -2), *range(78, 58, -2)]
@@ -84,20 +98,26 @@ def test_watchers_are_few_and_the_next_is_refused_by_name(node: Node) -> None:
     assert first(node)["state"] == "SERVING"
 
 
-def test_a_page_that_is_opened_again_and_again_makes_no_hour_anew(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_is_opened_again_and_again_makes_no_hour_anew(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It took ten milliseconds of the interpreter each time, also for who was refused then."""
     assert node.console is not None
     history = node.console._snapshots._history
     history._take(history._clock() + 1.0), history._take(history._clock() + 2.0)
     asked, told_of = [], history.told
     monkeypatch.setattr(history, "look", lambda: None)
-    monkeypatch.setattr(history, "told", lambda who, most=KEPT: (asked.append(most), told_of(who, most))[1])
+    monkeypatch.setattr(
+        history, "told", lambda who, most=KEPT: (asked.append(most), told_of(who, most))[1]
+    )
     hours = [first(node)["history"] for _ in range(5)]
     assert all(hour == hours[0] for hour in hours)
     assert hours[0]["count"] >= 1
     assert asked.count(KEPT) == 1
     watchers = console_of(node).watchers
-    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: pytest.fail("made for who is refused"))
+    monkeypatch.setattr(
+        node.console._snapshots, "first", lambda *_: pytest.fail("made for who is refused")
+    )
     wait_until(lambda: not watchers.used)
     with watchers.lent("127.0.0.1", -(-WATCHERS_MAX // 2)):
         assert told(node, "/console/events", {})[0] == 429
@@ -160,11 +180,15 @@ def test_a_watcher_stays_when_connections_make_room(node: Node) -> None:
             sock.close()
 
 
-def test_who_does_not_take_what_he_is_told_is_hung_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_take_what_he_is_told_is_hung_up(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And keeps nobody: the others are told as ever."""
     monkeypatch.setattr(console_module, "STALL_S", 0.5)
     assert node.console is not None
-    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: '{"big":"%s"}' % ("x" * (32 << 20)))
+    monkeypatch.setattr(
+        node.console._snapshots, "first", lambda *_: '{"big":"%s"}' % ("x" * (32 << 20))
+    )
     slow = connection(node)
     slow.connect()
     slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
@@ -182,14 +206,21 @@ def test_who_does_not_take_what_he_is_told_is_hung_up(node: Node, monkeypatch: p
 def test_who_takes_nothing_is_hung_up_though_the_kernel_takes_it_for_him(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As is one who has gone without a word. The kernel has room for hours of events, and his place was taken."""
+    """As is one who has gone without a word.
+
+    The kernel has room for hours of events, and his place was taken.
+    """
     monkeypatch.setattr(console_module, "STALL_S", 0.5)
     assert node.console is not None
-    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: '{"some":"%s"}' % ("x" * (16 << 10)))
+    monkeypatch.setattr(
+        node.console._snapshots, "first", lambda *_: '{"some":"%s"}' % ("x" * (16 << 10))
+    )
     with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 11)
         deaf.connect(("127.0.0.1", node.metrics.port))
-        deaf.sendall(b"POST /console/events HTTP/1.1\r\nHost: localhost\r\nX-KVStore-Console: 1\r\n\r\n")
+        deaf.sendall(
+            b"POST /console/events HTTP/1.1\r\nHost: localhost\r\nX-KVStore-Console: 1\r\n\r\n"
+        )
         console = console_of(node)
         wait_until(lambda: console.watchers.used == 1)
         wait_until(lambda: not console.watchers.used)

@@ -1,4 +1,6 @@
-"""What the reply to a get says of pages beside their bytes, and what is remembered of those that are gone."""
+"""What the reply to a get says of pages beside their bytes, and what is remembered of those that
+are gone.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,4 +23,7 @@ def test_an_old_generation_of_reasons_is_freed_bit_by_bit() -> None:
     assert len(ghosts._gone) == 10 - FREED
     ghosts.remember(b"space", b"more", "evicted")
     assert len(ghosts._gone) == 10 - 2 * FREED
-    assert ghosts.reasons(b"space", [bytes([30]), bytes([25]), bytes([15])]) == {"evicted": 2, "absent": 1}
+    assert ghosts.reasons(b"space", [bytes([30]), bytes([25]), bytes([15])]) == {
+        "evicted": 2,
+        "absent": 1,
+    }

@@ -1,4 +1,6 @@
-"""SIGTERM and `Node.stop`: what is under way is finished, nothing new begins, and the process ends well."""
+"""SIGTERM and `Node.stop`: what is under way is finished, nothing new begins, and the process ends
+well.
+"""
 
 import os
 import pathlib
@@ -24,7 +26,13 @@ from node.config import NodeConfig
 from node.server import Node
 
 PAGE = 1 << 20
-SMALL: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0, "ram_nbytes": 64 << 20}
+SMALL: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "port": 0,
+    "bulk_port": 0,
+    "metrics_port": 0,
+    "ram_nbytes": 64 << 20,
+}
 
 
 @pytest.fixture
@@ -55,7 +63,9 @@ class Stopping:
         return not self._thread.is_alive()
 
 
-def test_a_put_and_a_get_under_way_are_finished(node: Node, raw: ConnectRaw, connect: Connect) -> None:
+def test_a_put_and_a_get_under_way_are_finished(
+    node: Node, raw: ConnectRaw, connect: Connect
+) -> None:
     pages = Pages("drain", PAGE)
     client = connect(node)
     pages.put(client, pages.keys(*range(16)))
@@ -63,7 +73,9 @@ def test_a_put_and_a_get_under_way_are_finished(node: Node, raw: ConnectRaw, con
     (key,) = pages.keys(100)
     put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=[key], page_nbytes=PAGE)
     assert list(writer.ask(put=put).put.verdicts) == [pb.WRITE]
-    reader.request(get=pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(16))))
+    reader.request(
+        get=pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(16)))
+    )
     assert all(reader.reply()[0].get.hits)
 
     stopping = Stopping(node)
@@ -77,19 +89,25 @@ def test_a_put_and_a_get_under_way_are_finished(node: Node, raw: ConnectRaw, con
     stopping.wait()
 
 
-def test_while_draining_health_says_so_and_new_pages_are_refused(node: Node, raw: ConnectRaw, connect: Connect) -> None:
+def test_while_draining_health_says_so_and_new_pages_are_refused(
+    node: Node, raw: ConnectRaw, connect: Connect
+) -> None:
     pages = Pages("drain", 4096)
     bulk, over_grpc = connect(node), connect(node, "grpc")
     pages.put(bulk, pages.keys(0))
     pages.put(over_grpc, pages.keys(1))
     busy = raw(node)
-    put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(9), page_nbytes=4096)
+    put = pb.PutRequest(
+        namespace=pages.namespace.digest, prefix_hashes=pages.keys(9), page_nbytes=4096
+    )
     assert list(busy.ask(put=put).put.verdicts) == [pb.WRITE]
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         health = health_pb2_grpc.HealthStub(channel)
         stopping = Stopping(node)
         for service in ("", "kvstore.KVStore"):
-            status = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5.0).status
+            status = health.Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=5.0
+            ).status
             assert status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert pages.get(over_grpc, pages.keys(0, 1)) == [True, True]
         assert over_grpc.node_status().state == "DRAINING"
@@ -101,13 +119,17 @@ def test_while_draining_health_says_so_and_new_pages_are_refused(node: Node, raw
         stopping.wait()
 
 
-def test_a_client_that_hangs_is_not_waited_for_beyond_the_drain_time(raw: ConnectRaw, connect: Connect) -> None:
+def test_a_client_that_hangs_is_not_waited_for_beyond_the_drain_time(
+    raw: ConnectRaw, connect: Connect
+) -> None:
     node = Node(NodeConfig(**SMALL, drain_s=0.1, stall_s=5.0))
     node.start()
     pages = Pages("drain", PAGE)
     connect(node).open(pages.namespace)
     hung = raw(node)
-    put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(0), page_nbytes=PAGE)
+    put = pb.PutRequest(
+        namespace=pages.namespace.digest, prefix_hashes=pages.keys(0), page_nbytes=PAGE
+    )
     assert list(hung.ask(put=put).put.verdicts) == [pb.WRITE]
     Stopping(node).wait()
     assert node.check() == []
@@ -124,18 +146,30 @@ def process() -> Iterator[NodeProcess]:
 
 
 def test_a_signal_ends_the_command_with_status_0(process: NodeProcess) -> None:
-    """No thread can take it from the one that waits for it: a handler is of no use where the kernel gives the signal to
-    a thread that is just being started; about one SIGTERM in ten was lost while connections came. Blocked everywhere,
-    it can only be waited for."""
+    """No thread can take it from the one that waits for it: a handler is of no use where the kernel
+    gives the signal to a thread that is just being started; about one SIGTERM in ten was lost while
+    connections came. Blocked everywhere, it can only be waited for.
+    """
     pages = Pages("signal", 4096)
     with Client(ClientConfig(address=process.address)) as client:
         pages.put(client, pages.keys(0))  # has started threads of all kinds
-        tasks = [task for task in pathlib.Path(f"/proc/{process.pid}/task").iterdir() if task.name != str(process.pid)]
+        tasks = [
+            task
+            for task in pathlib.Path(f"/proc/{process.pid}/task").iterdir()
+            if task.name != str(process.pid)
+        ]
         assert len(tasks) > 5
         for task in tasks:
-            (blocked,) = [line for line in (task / "status").read_text().splitlines() if line.startswith("SigBlk")]
+            (blocked,) = [
+                line
+                for line in (task / "status").read_text().splitlines()
+                if line.startswith("SigBlk")
+            ]
             mask = int(blocked.split()[1], 16)
-            assert all(mask >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+            assert all(
+                mask >> (number - 1) & 1
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            )
         os.kill(process.pid, signal.SIGINT)
         assert process._process.wait(20.0) == 0
         with pytest.raises(Unavailable):
@@ -143,7 +177,9 @@ def test_a_signal_ends_the_command_with_status_0(process: NodeProcess) -> None:
 
 
 def test_sigterm_lets_a_put_under_way_finish(process: NodeProcess, raw: ConnectRaw) -> None:
-    """The same through the command, by SIGTERM: the put began before the signal and is committed after it."""
+    """The same through the command, by SIGTERM: the put began before the signal and is committed
+    after it.
+    """
     pages = Pages("signal", PAGE)
     (key,) = pages.keys(0)
     with Client(ClientConfig(address=process.address)) as client:
@@ -177,7 +213,9 @@ def test_a_second_signal_does_not_wait_for_the_drain(raw: ConnectRaw) -> None:
         with Client(ClientConfig(address=process.address)) as client:
             client.open(pages.namespace)
         writer = raw(process.bulk_port)
-        put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(0), page_nbytes=PAGE)
+        put = pb.PutRequest(
+            namespace=pages.namespace.digest, prefix_hashes=pages.keys(0), page_nbytes=PAGE
+        )
         assert list(writer.ask(put=put).put.verdicts) == [pb.WRITE]
         os.kill(process.pid, signal.SIGTERM)
         wait_until_refused(process.bulk_port)

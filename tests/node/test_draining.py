@@ -1,4 +1,6 @@
-"""A member that is to go: its pages are with their owners when that is over, or it says how many are not."""
+"""A member that is to go: its pages are with their owners when that is over, or it says how many
+are not.
+"""
 
 import threading
 from collections.abc import Callable
@@ -161,16 +163,23 @@ def test_a_drain_goes_on_when_its_member_was_lost_for_a_while_and_a_namespace_go
 
     monkeypatch.setattr(Inventory, "list_pages", list_pages)
     drained = replace(view.members[1], state=State.DRAINING)
-    own.membership.become(replace(view, number=51, members=(view.members[0], drained, view.members[2])))
+    own.membership.become(
+        replace(view, number=51, members=(view.members[0], drained, view.members[2]))
+    )
     wait_until(lambda: direct.drain().over)
     assert direct.drain().pages_left == len(of(view, pages, "n1"))
 
 
 def test_a_drain_asks_within_the_limits_of_who_takes_over(
-    start_node: StartNode, alone: Callable[[Node], Client], pages: Pages, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode,
+    alone: Callable[[Node], Client],
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nodes = [start_node(), start_node(batch_keys_max=3)]
-    nodes[0].peers.draining.timeouts = nodes[1].peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.01)
+    nodes[0].peers.draining.timeouts = nodes[1].peers.draining.timeouts = DrainTimeouts(
+        pass_pause_s=0.01
+    )
     members = [Member(f"n{i}", f"127.0.0.1:{node.grpc.port}") for i, node in enumerate(nodes)]
     for node in nodes:
         plant(node, pages, pages.keys(*NUMBERS))

@@ -70,7 +70,9 @@ def test_one_page_size_is_exact_lru_tail_to_head(seed: int) -> None:
     assert box.tier.check() == []
 
 
-@pytest.mark.parametrize("stored", [range(64, 128), range(70, 80), range(128)], ids=["a turn", "some", "all"])
+@pytest.mark.parametrize(
+    "stored", [range(64, 128), range(70, 80), range(128)], ids=["a turn", "some", "all"]
+)
 def test_a_batch_of_several_turns_has_each_key_s_verdict_and_is_counted(stored: range) -> None:
     box = Sandbox(16 * EXTENT, EXTENT)
     pages = box.open("model", PAGE)
@@ -78,8 +80,12 @@ def test_a_batch_of_several_turns_has_each_key_s_verdict_and_is_counted(stored: 
     box.put(pages, [keys[number] for number in stored])
     counters = box.tier.namespace(pages.namespace.digest).counters
     result = box.reserve(pages, keys)
-    assert result.verdicts == [PutStatus.EXISTS if number in stored else PutStatus.WRITE for number in range(192)]
-    assert [page.prefix_hash for page in result.pages] == [key for n, key in enumerate(keys) if n not in stored]
+    assert result.verdicts == [
+        PutStatus.EXISTS if number in stored else PutStatus.WRITE for number in range(192)
+    ]
+    assert [page.prefix_hash for page in result.pages] == [
+        key for n, key in enumerate(keys) if n not in stored
+    ]
     assert counters.pages_put_exists == len(stored)
     box.tier.abort(result)
     assert box.tier.check() == []
@@ -121,8 +127,10 @@ def test_a_put_does_not_evict_the_rest_of_its_own_chain() -> None:
 
 
 def test_slots_come_in_the_order_of_the_keys_whatever_goes_for_them() -> None:
-    """A page that another writer stored meanwhile went for those behind it in the batch, and its new slot came last:
-    the writer, who goes by the verdicts, wrote each page's bytes under its neighbour's key, and no checksum told."""
+    """A page that another writer stored meanwhile went for those behind it in the batch, and its
+    new slot came last: the writer, who goes by the verdicts, wrote each page's bytes under its
+    neighbour's key, and no checksum told.
+    """
     box = Sandbox(128 * 4096, 128 * 4096)
     pages = box.open("order", 4096)
     keys = pages.keys(*range(KEYS_A_SLICE + 60))
@@ -150,7 +158,9 @@ def test_after_a_page_that_does_not_fit_nothing_of_the_chain_is_stored() -> None
     ("keeper", "cause"),
     [("pin", "16 pinned, 16 being read"), ("hold", "32 being read"), ("write", "32 being written")],
 )
-def test_when_nothing_may_go_the_answer_is_exhausted_and_names_the_cause(keeper: str, cause: str) -> None:
+def test_when_nothing_may_go_the_answer_is_exhausted_and_names_the_cause(
+    keeper: str, cause: str
+) -> None:
     box = Sandbox(2 * EXTENT, EXTENT)
     pages, keys = (space := box.open("model", PAGE)), space.keys(*range(32))
     reservation = box.reserve(pages, keys)
@@ -245,7 +255,9 @@ def test_the_one_place_that_can_be_cleared_is_found_wherever_it_is() -> None:
     for start in range(0, len(keys), 16):
         box.now_ms += 1
         box.put(small, keys[start : start + 16])
-    box.acquire(small, keys[0 : 63 * 16 : 16])  # one of each extent but the last, whose pages are the newest
+    box.acquire(
+        small, keys[0 : 63 * 16 : 16]
+    )  # one of each extent but the last, whose pages are the newest
     box.now_ms += 1
     assert box.put(large, large.keys(0)) == [PutStatus.WRITE]
     assert box.present(small, keys) == set(keys[: 63 * 16])
@@ -257,7 +269,9 @@ def test_pinned_pages_that_fill_their_extents_are_left_in_peace() -> None:
     keys = small.keys(*range(64))
     box.put(small, keys)
     box.pin(small, keys[:32])
-    held = [page for page in box.acquire(small, keys[33:48]) if page]  # but for one page, a third extent
+    held = [
+        page for page in box.acquire(small, keys[33:48]) if page
+    ]  # but for one page, a third extent
     box.acquire(small, keys[48:])
     with pytest.raises(Exhausted):
         box.reserve(large, large.keys(0))
@@ -314,7 +328,9 @@ DAMAGES = {
     "use not recorded": lambda tier, page: setattr(page, "used_ms", 77),
     "page out of the list": lambda tier, page: page.order.pool.withdraw(page),
     "pinned and in the list": lambda tier, page: tier.eviction.pins.add(page, 5),
-    "list counts wrongly": lambda tier, page: setattr(page.namespace.account.pool._lists[PAGE]._own, "count", 9),
+    "list counts wrongly": lambda tier, page: setattr(
+        page.namespace.account.pool._lists[PAGE]._own, "count", 9
+    ),
     "forgotten, keeps its slot": lambda tier, page: page.namespace.pages.pop(page.prefix_hash),
     "state": lambda tier, page: setattr(page, "state", State.DOOMED),
 }

@@ -1,4 +1,5 @@
-"""Strangers who flood the gRPC port of a node: it lives, its memory stays, and who is served by other wires still is.
+"""Strangers who flood the gRPC port of a node: it lives, its memory stays, and who is served by
+other wires still is.
 
 Each attack lasts a moment here; `benchmarks/floods.py` has the long ones, with figures.
 """
@@ -26,7 +27,9 @@ GROWTH_NBYTES_MAX = (16 + 8) << 20  # the aim, and what a node's own work moves 
 PLAIN = [name for name, attack in ATTACKS.items() if attack.tls]
 CASES = [("open", name) for name in PLAIN]
 CASES += [
-    (mode, name) for mode in ("token", "mtls") for name in ("continuation-12", "hang-up", "tls-stalled", "tls-half")
+    (mode, name)
+    for mode in ("token", "mtls")
+    for name in ("continuation-12", "hang-up", "tls-stalled", "tls-half")
 ]
 
 
@@ -59,7 +62,9 @@ class Besieged:
             innocent.begin()
 
     def calls(self, count: int) -> list[str]:
-        """Wait until each innocent has made so many more calls; return the errors of all, with their wires."""
+        """Wait until each innocent has made so many more calls; return the errors of all, with
+        their wires.
+        """
         errors: list[str] = []
         for innocent in self.innocents:
             made = 0
@@ -68,14 +73,18 @@ class Besieged:
                 assert time.monotonic() < end, f"an innocent is not served over {innocent.wire}"
                 taken = innocent.take()
                 made += len(taken)
-                errors += [f"{innocent.wire} {call.op}: {call.error}" for call in taken if call.error]
+                errors += [
+                    f"{innocent.wire} {call.op}: {call.error}" for call in taken if call.error
+                ]
                 threading.Event().wait(0.01)
         return errors
 
     def status(self) -> tuple[int, bytes]:
         """Return (pid, instance id), asked over gRPC by a new client."""
         with Client(
-            ClientConfig(**{**self._settings, "wire": "grpc", "timeout_s": 5.0, "connect_timeout_s": 5.0})
+            ClientConfig(
+                **{**self._settings, "wire": "grpc", "timeout_s": 5.0, "connect_timeout_s": 5.0}
+            )
         ) as client:
             status = client.node_status()
             return status.pid, status.instance_id
@@ -101,7 +110,9 @@ def besieged(request: pytest.FixtureRequest, modes: Callable[[str], Mode]) -> It
 
 
 @pytest.mark.parametrize(("besieged", "attack"), CASES, indirect=["besieged"])
-def test_a_node_under_a_flood_lives_keeps_its_memory_and_serves(besieged: Besieged, attack: str) -> None:
+def test_a_node_under_a_flood_lives_keeps_its_memory_and_serves(
+    besieged: Besieged, attack: str
+) -> None:
     node: NodeProcess = besieged.node
     assert besieged.calls(QUIET_CALLS) == []
     before, private = besieged.status(), memory(node.pid)["RssAnon"]

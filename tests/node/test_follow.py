@@ -1,4 +1,6 @@
-"""Clients that follow the views of a cluster: who tells them, what ends it, and what it must not do."""
+"""Clients that follow the views of a cluster: who tells them, what ends it, and what it must not
+do.
+"""
 
 import gc
 import subprocess
@@ -92,7 +94,9 @@ def test_followers_do_not_delay_a_stop(start_node: StartNode) -> None:
         one.grpc.stop = lambda drain_s: None
 
 
-def test_a_client_hears_of_a_view_without_asking(cluster: list[Node], connect: Connect, pages: Pages) -> None:
+def test_a_client_hears_of_a_view_without_asking(
+    cluster: list[Node], connect: Connect, pages: Pages
+) -> None:
     client = connect(cluster[0])
     pages.put(client, pages.keys(1))
     wait_until(lambda: followers() == 1)
@@ -130,7 +134,9 @@ def test_a_member_that_hangs_is_not_believed_for_ever(
     pages.put(client, pages.keys(*range(30)))  # both are connected to
     wait_until(lambda: followers() == 1)
     time.sleep(1.0)
-    cluster[1].membership.become(view_of(cluster, number=2), "n1")  # and the first never hears of it
+    cluster[1].membership.become(
+        view_of(cluster, number=2), "n1"
+    )  # and the first never hears of it
     wait_until(lambda: known(client) == 2)
 
 
@@ -147,7 +153,11 @@ def test_a_client_that_nobody_has_any_more_is_followed_by_no_thread(
     cluster: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower, "FOLLOW_S", 0.5)
-    client = Client(ClientConfig(address=f"127.0.0.1:{cluster[0].grpc.port}", wire="grpc", connect_timeout_s=5.0))
+    client = Client(
+        ClientConfig(
+            address=f"127.0.0.1:{cluster[0].grpc.port}", wire="grpc", connect_timeout_s=5.0
+        )
+    )
     assert client.view() is not None
     wait_until(lambda: followers() == 1)
     del client
@@ -179,7 +189,9 @@ if sys.argv[2] == "fork":
 @pytest.mark.parametrize("how", ["end", "fork"])
 def test_it_keeps_no_process_alive(cluster: list[Node], how: str) -> None:
     address = f"127.0.0.1:{cluster[0].grpc.port}"
-    done = subprocess.run([*SCRIPT, ENDS, address, how], capture_output=True, timeout=20.0, check=False)
+    done = subprocess.run(
+        [*SCRIPT, ENDS, address, how], capture_output=True, timeout=20.0, check=False
+    )
     assert (done.returncode, done.stderr) == (0, b"")
 
 
@@ -225,7 +237,9 @@ def test_a_name_with_several_addresses_counts_as_several(
 ) -> None:
     """The first of them is nobody's, and gRPC asks no other: it does not know them."""
     port = cluster[0].grpc.port
-    monkeypatch.setattr(nodes, "_records", lambda address, limit: ["127.0.0.2:9", f"127.0.0.1:{port}"])
+    monkeypatch.setattr(
+        nodes, "_records", lambda address, limit: ["127.0.0.2:9", f"127.0.0.1:{port}"]
+    )
     client = connect(cluster[0], address="127.0.0.3:9")
     assert pages.put(client, pages.keys(*range(5)))
     assert known(client) == 1

@@ -1,4 +1,6 @@
-"""The frame `follow`: a request that waits for the next view, what it costs the node, and what ends it."""
+"""The frame `follow`: a request that waits for the next view, what it costs the node, and what ends
+it.
+"""
 
 import os
 import threading
@@ -43,9 +45,13 @@ def test_another_view_is_told_at_once_and_the_known_one_is_not(one: Node, raw: C
     client = raw(one)
     view = client.ask(follow=pb.FollowRequest(wait_ms=LONG_MS)).follow
     assert view == view_of([one]).with_ports(one.membership.view).message
-    assert client.ask(follow=pb.FollowRequest(number=1)).follow == pb.View(), "without a time nobody waits"
+    assert client.ask(follow=pb.FollowRequest(number=1)).follow == pb.View(), (
+        "without a time nobody waits"
+    )
     assert client.ask(follow=pb.FollowRequest(number=1, wait_ms=50)).follow == pb.View()
-    assert client.ask(follow=pb.FollowRequest(number=7, wait_ms=LONG_MS)).follow.number == 1, "also an older one"
+    assert client.ask(follow=pb.FollowRequest(number=7, wait_ms=LONG_MS)).follow.number == 1, (
+        "also an older one"
+    )
 
 
 def test_a_view_is_told_when_it_comes(one: Node, raw: ConnectRaw) -> None:
@@ -61,7 +67,9 @@ def test_a_view_is_told_when_it_comes(one: Node, raw: ConnectRaw) -> None:
 def test_no_view_is_missed_between_two_requests(one: Node, raw: ConnectRaw) -> None:
     """Many come while nobody waits, and one just before the wait begins."""
     client, heard, last = raw(one), 1, 60
-    views = threading.Thread(target=lambda: [tell([one], view_of([one], number=n)) for n in range(2, last + 1)])
+    views = threading.Thread(
+        target=lambda: [tell([one], view_of([one], number=n)) for n in range(2, last + 1)]
+    )
     views.start()
     while heard < last:
         heard = client.ask(follow=pb.FollowRequest(number=heard, wait_ms=LONG_MS)).follow.number
@@ -92,7 +100,9 @@ def test_waiting_costs_no_processor(one: Node, raw: ConnectRaw) -> None:
         total = 0
         for thread in mine:
             with open(f"/proc/self/task/{thread}/status") as status:
-                total += sum(int(line.split()[1]) for line in status if line.startswith("voluntary_ctxt"))
+                total += sum(
+                    int(line.split()[1]) for line in status if line.startswith("voluntary_ctxt")
+                )
         return total
 
     time.sleep(0.3)  # until the last of them sleeps
@@ -122,7 +132,9 @@ def test_followers_are_bounded(one: Node, raw: ConnectRaw, monkeypatch: pytest.M
     more = raw(one)
     error = more.ask(follow=pb.FollowRequest(number=1, wait_ms=LONG_MS)).error
     assert (error.code, "followers of views" in error.message) == (Code.RESOURCE_EXHAUSTED, True)
-    assert more.ask(follow=pb.FollowRequest()).follow.number == 1, "who need not wait takes no place"
+    assert more.ask(follow=pb.FollowRequest()).follow.number == 1, (
+        "who need not wait takes no place"
+    )
 
 
 def test_a_full_house_lets_a_follower_go(start_node: StartNode, raw: ConnectRaw) -> None:
@@ -158,7 +170,8 @@ def test_clients_follow_by_frames(
     one: Node, connect: Connect, pages: Pages, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "kvstore.transports.grpc_wire.GrpcWire.follow", lambda *_: pytest.fail("a client of frames followed over gRPC")
+        "kvstore.transports.grpc_wire.GrpcWire.follow",
+        lambda *_: pytest.fail("a client of frames followed over gRPC"),
     )
     client = connect(one, wire)
     pages.put(client, pages.keys(1))
@@ -173,7 +186,9 @@ def test_clients_follow_by_frames(
 def test_an_older_view_is_not_asked_for_again_and_again(
     start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A member that has not heard yet answers each question at once, unless it is asked for another than its own."""
+    """A member that has not heard yet answers each question at once, unless it is asked for another
+    than its own.
+    """
     nodes = [start_node() for _ in range(2)]
     tell(nodes, view_of(nodes, number=1))
     asked, wait = list[int](), nodes[0].service.followers.view
@@ -212,7 +227,9 @@ def test_a_node_that_does_not_know_the_frame_is_followed_over_grpc(
 
     monkeypatch.setattr(type(one.bulk), "connection", older)
     followed, over_grpc = list[int](), GrpcWire.follow
-    monkeypatch.setattr(GrpcWire, "follow", lambda *arguments: followed.append(1) or over_grpc(*arguments))
+    monkeypatch.setattr(
+        GrpcWire, "follow", lambda *arguments: followed.append(1) or over_grpc(*arguments)
+    )
     client = connect(one)
     pages.put(client, pages.keys(1))
     wait_until(lambda: followed)
@@ -240,7 +257,9 @@ def test_a_member_that_says_nothing_is_not_believed_for_ever(
 
 
 def test_a_fork_does_not_end_what_is_followed_by_frames(one: Node) -> None:
-    client = Client(ClientConfig(f"bulk://127.0.0.1:{one.bulk.port}", connect_timeout_s=20.0, timeout_s=30.0))
+    client = Client(
+        ClientConfig(f"bulk://127.0.0.1:{one.bulk.port}", connect_timeout_s=20.0, timeout_s=30.0)
+    )
     with client:
         assert client.view() is not None
         wait_until(lambda: one.service.followers.count == 1)

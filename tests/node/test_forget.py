@@ -33,14 +33,18 @@ def in_rows(directory: Path, text: bytes) -> bool:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_nothing_is_left_at_any_member(start_node: StartNode, connect: Connect, replicas: int) -> None:
+def test_nothing_is_left_at_any_member(
+    start_node: StartNode, connect: Connect, replicas: int
+) -> None:
     nodes = [start_node() for _ in range(3)]
     tell(nodes, view_of(nodes, replicas))
     gone, kept = Pages("gone", tenant="gone"), Pages("kept", tenant="kept")
     client, keys = connect(nodes[0], timeout_s=20.0), gone.keys(*NUMBERS)
     for pages in (gone, kept):
         pages.put(client, keys)
-        assert pages.get(connect(nodes[1], timeout_s=20.0), keys) == [True] * len(keys)  # which has copies now
+        assert pages.get(connect(nodes[1], timeout_s=20.0), keys) == [True] * len(
+            keys
+        )  # which has copies now
     calm(nodes)
     assert sum(in_ram(node, gone) for node in nodes) >= replicas * len(keys)
     away: Away = {}
@@ -52,7 +56,9 @@ def test_nothing_is_left_at_any_member(start_node: StartNode, connect: Connect, 
     assert kept.get(client, keys) == [True] * len(keys)
 
 
-def test_what_waits_for_a_member_that_is_away_is_erased_too(start_node: StartNode, connect: Connect) -> None:
+def test_what_waits_for_a_member_that_is_away_is_erased_too(
+    start_node: StartNode, connect: Connect
+) -> None:
     nodes = [start_node(), start_node()]
     view = view_of(nodes, 2, elsewhere={1: "127.0.0.1:9"})
     nodes[0].membership.become(view, "n0")
@@ -91,7 +97,9 @@ def test_a_member_that_was_away_is_named_and_erases_when_it_is_back(
     assert present(two, kept.namespace, kept.keys(*NUMBERS)).count(True) > 0
 
 
-def test_a_page_that_is_put_behind_a_forget_stays(fleet: Start, etcd: FakeEtcd, connect: Connect) -> None:
+def test_a_page_that_is_put_behind_a_forget_stays(
+    fleet: Start, etcd: FakeEtcd, connect: Connect
+) -> None:
     """Members hear of it once more, from etcd, when its caller has gone on already."""
     nodes = [fleet(f"n{i}") for i in range(2)]
     wait_until(lambda: all(len(node.membership.view.members) == 2 for node in nodes))  # type: ignore[union-attr]
@@ -106,7 +114,11 @@ def test_a_page_that_is_put_behind_a_forget_stays(fleet: Start, etcd: FakeEtcd, 
         for node in nodes:
             registry = node.registry
             assert registry is not None
-            wait_until(lambda registry=registry, revisions=revisions: registry._identity.applied >= max(revisions))  # type: ignore[misc]
+            wait_until(
+                lambda registry=registry, revisions=revisions: (
+                    registry._identity.applied >= max(revisions)
+                )
+            )  # type: ignore[misc]
         assert gone.get(client, keys) == [True] * len(keys)
 
 

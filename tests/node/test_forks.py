@@ -1,5 +1,6 @@
-"""A process that forks while its threads are in calls: its children are told that the client is not theirs, may make
-one of their own, and end; it goes on."""
+"""A process that forks while its threads are in calls: its children are told that the client is not
+theirs, may make one of their own, and end; it goes on.
+"""
 
 import os
 import signal
@@ -21,7 +22,9 @@ def begin(node: NodeProcess, wire: str, forks: int) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
-def test_forks_beside_calls_leave_parent_and_children_well(shared_node: NodeProcess, wire: str) -> None:
+def test_forks_beside_calls_leave_parent_and_children_well(
+    shared_node: NodeProcess, wire: str
+) -> None:
     process = begin(shared_node, wire, FORKS)
     try:
         said, _ = process.communicate(timeout=300)
@@ -32,7 +35,10 @@ def test_forks_beside_calls_leave_parent_and_children_well(shared_node: NodeProc
 
 
 def test_a_fork_beside_a_grpc_call_that_hangs_refuses_clients_in_the_child() -> None:
-    """gRPC can not be used there: a call would not end. The fork does not wait for the call."""
+    """gRPC can not be used there: a call would not end.
+
+    The fork does not wait for the call.
+    """
     with NodeProcess("--ram-bytes", "64MiB", "--extent-bytes", "16MiB") as node:
         process = begin(node, "grpc", 0)
         try:

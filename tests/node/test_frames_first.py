@@ -1,4 +1,6 @@
-"""Clients that begin by frames: at bulk:// and unix: addresses, and where a node is known from before."""
+"""Clients that begin by frames: at bulk:// and unix: addresses, and where a node is known from
+before.
+"""
 
 import contextlib
 import socket
@@ -83,10 +85,14 @@ def test_without_shared_memory_frames_go_on_over_tcp(
     client = connect(node, "auto", address=by_frames(node))
     pages.put(client, pages.keys(1))
     assert client.wire_name == "bulk"
-    assert not [record for record in caplog.records if record.levelname == "WARNING"], "nothing should have worked"
+    assert not [record for record in caplog.records if record.levelname == "WARNING"], (
+        "nothing should have worked"
+    )
 
 
-def test_a_restart_is_noticed_at_an_address_of_frames(start_node: StartNode, connect: Connect, pages: Pages) -> None:
+def test_a_restart_is_noticed_at_an_address_of_frames(
+    start_node: StartNode, connect: Connect, pages: Pages
+) -> None:
     first = start_node()
     client = connect(first, "bulk", address=by_frames(first), backoff_s_max=0.05)
     pages.put(client, pages.keys(1))
@@ -94,12 +100,16 @@ def test_a_restart_is_noticed_at_an_address_of_frames(start_node: StartNode, con
     first.bulk.stop(0.0)
     first.bulk.stop = lambda drain_s: None
     second = start_node(bulk_port=port)
-    assert pages.get(client, pages.keys(1)) == [False], "the next call reaches the new one, which has nothing"
+    assert pages.get(client, pages.keys(1)) == [False], (
+        "the next call reaches the new one, which has nothing"
+    )
     assert client.node_status().instance_id == second.service.instance_id
 
 
 @pytest.mark.usefixtures("no_grpc")
-def test_tls_at_an_address_of_frames(start_node: StartNode, connect: Connect, pages: Pages, ours: Authority) -> None:
+def test_tls_at_an_address_of_frames(
+    start_node: StartNode, connect: Connect, pages: Pages, ours: Authority
+) -> None:
     node = start_node(**of_node(ours))
     client = connect(node, "bulk", address=by_frames(node), **of_client(ours))
     pages.put(client, pages.keys(1))
@@ -125,7 +135,9 @@ def test_a_socket_that_is_not_there_is_said(node: Node, connect: Connect) -> Non
 
 def test_what_serves_no_frames_is_said(node: Node, connect: Connect) -> None:
     with pytest.raises(KVStoreError):
-        connect(node, "bulk", address=f"bulk://127.0.0.1:{node.metrics.port}", timeout_s=3.0).node_status()
+        connect(
+            node, "bulk", address=f"bulk://127.0.0.1:{node.metrics.port}", timeout_s=3.0
+        ).node_status()
 
 
 # ---- known from before -------------------------------------------------------------------
@@ -164,7 +176,9 @@ def test_who_knows_the_node_connects_again_though_grpc_is_down(
         assert tried == []
 
 
-def test_who_does_not_know_it_yet_is_kept_out(node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_know_it_yet_is_kept_out(
+    node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with grpc_down(monkeypatch), pytest.raises(Unavailable, match="gateway is down"):
         connect(node).node_status()
 
@@ -201,13 +215,17 @@ def test_a_bulk_port_that_is_silent_leaves_the_time_to_ask_over_grpc(
         assert link._negotiation._known is None, "it is not waited for at the next connection"
 
 
-def test_a_client_of_grpc_says_hello_over_grpc(node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_of_grpc_says_hello_over_grpc(
+    node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = connect(node, "grpc")
     client.node_status()
     link = client._fan_out.nodes.only
     link.expect(node.bulk.port, "")
     drop(link)
-    monkeypatch.setattr("kvstore.transports.bulk.BulkWire.greet", lambda *_: pytest.fail("by frames"))
+    monkeypatch.setattr(
+        "kvstore.transports.bulk.BulkWire.greet", lambda *_: pytest.fail("by frames")
+    )
     assert client.node_status().instance_id
 
 
@@ -215,7 +233,9 @@ def test_a_client_of_grpc_says_hello_over_grpc(node: Node, connect: Connect, mon
 
 
 def listed(numbers: range, ports: list[int]) -> str:
-    return "static:fleet/" + ",".join(f"n{i}=bulk://127.0.0.1:{ports[i]}@z{i}*{i + 1}" for i in numbers)
+    return "static:fleet/" + ",".join(
+        f"n{i}=bulk://127.0.0.1:{ports[i]}@z{i}*{i + 1}" for i in numbers
+    )
 
 
 def test_a_static_list_of_addresses_of_frames() -> None:
@@ -234,8 +254,13 @@ def test_a_cluster_whose_members_are_reached_by_frames_only(
 ) -> None:
     ports = free_ports(2)
     cluster = listed(range(2), ports)
-    nodes = [start_node(cluster=cluster, member=f"n{i}", bulk_port=ports[i], replicas=2) for i in range(2)]
-    client = connect(nodes[0], "bulk", address=f"bulk://127.0.0.1:{ports[1]},{by_frames(nodes[0])}", near="none")
+    nodes = [
+        start_node(cluster=cluster, member=f"n{i}", bulk_port=ports[i], replicas=2)
+        for i in range(2)
+    ]
+    client = connect(
+        nodes[0], "bulk", address=f"bulk://127.0.0.1:{ports[1]},{by_frames(nodes[0])}", near="none"
+    )
     keys = pages.keys(*range(12))
     pages.put(client, keys)
     calm(nodes)
@@ -245,7 +270,9 @@ def test_a_cluster_whose_members_are_reached_by_frames_only(
         assert pages.get(alone, keys) == [True] * 12, "replicas came by frames"
 
 
-def test_a_node_of_a_fixed_list_tells_its_own_bulk_port(start_node: StartNode, connect: Connect) -> None:
+def test_a_node_of_a_fixed_list_tells_its_own_bulk_port(
+    start_node: StartNode, connect: Connect
+) -> None:
     ports = free_ports(2)
     cluster = "static:fleet/" + ",".join(f"n{i}=127.0.0.1:{port}" for i, port in enumerate(ports))
     nodes = [start_node(cluster=cluster, member=f"n{i}", port=ports[i]) for i in range(2)]
@@ -255,7 +282,9 @@ def test_a_node_of_a_fixed_list_tells_its_own_bulk_port(start_node: StartNode, c
     for link in client._fan_out.nodes.all().values():
         link.run(lambda link, limit: None, None, Deadline(30.0))
     both = {member.id: member.bulk_port for member in client._fan_out.nodes.view.members}
-    assert both == {"n0": nodes[0].bulk.port, "n1": nodes[1].bulk.port}, "what each knows is put together"
+    assert both == {"n0": nodes[0].bulk.port, "n1": nodes[1].bulk.port}, (
+        "what each knows is put together"
+    )
     again = client._fan_out.nodes.view
     client._fan_out.nodes._take(nodes[0].membership.view.message)
     assert client._fan_out.nodes.view is again, "it is no other view"
@@ -267,7 +296,9 @@ def test_a_member_with_a_known_bulk_port_is_reached_by_frames_at_first(
     nodes = [start_node() for _ in range(2)]
     view = view_of(nodes)
     ports = [node.bulk.port for node in nodes]
-    members = tuple(Member(m.id, m.address, bulk_port=port) for m, port in zip(view.members, ports, strict=True))
+    members = tuple(
+        Member(m.id, m.address, bulk_port=port) for m, port in zip(view.members, ports, strict=True)
+    )
     tell(nodes, View(view.cluster, 1, members))
     client = connect(nodes[0], "bulk", near="none")
     assert client.view() is not None
@@ -302,7 +333,9 @@ def test_registered_members_tell_their_bulk_ports(fleet: Start, connect: Connect
 
 
 @pytest.mark.usefixtures("no_grpc")
-def test_a_member_registers_an_address_of_frames(fleet: Start, connect: Connect, pages: Pages) -> None:
+def test_a_member_registers_an_address_of_frames(
+    fleet: Start, connect: Connect, pages: Pages
+) -> None:
     (port,) = free_ports(1)
     node = fleet("n0", bulk_port=port, advertise=f"bulk://127.0.0.1:{port}")
     assert node.membership.view.by_id["n0"].address == f"bulk://127.0.0.1:{port}"
@@ -365,11 +398,15 @@ def test_a_client_of_frames_does_its_whole_job_without_grpc(
     """In a cluster, too: its view is followed by frames."""
     one = start_node()
     tell([one], view_of([one]))
-    members = tuple(Member(m.id, m.address, bulk_port=one.bulk.port) for m in view_of([one]).members)
+    members = tuple(
+        Member(m.id, m.address, bulk_port=one.bulk.port) for m in view_of([one]).members
+    )
     tell([one], View("fleet", 2, members))
     newer = View("fleet", 3, members)
     command = [sys.executable, "-c", WITHOUT, address(one), wire, taken]
-    threading.Thread(target=lambda: (wait_until(lambda: one.service.followers.count), tell([one], newer))).start()
+    threading.Thread(
+        target=lambda: (wait_until(lambda: one.service.followers.count), tell([one], newer))
+    ).start()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -40,7 +40,10 @@ def test_new_pages_are_no_reason_for_a_full_collection() -> None:
     gc.collect()
     before = full_count()
     kept = many_pages(200_000)
-    if sys.version_info < (3, 14):  # which collects in increments, and has full collections only when asked
+    if sys.version_info < (
+        3,
+        14,
+    ):  # which collects in increments, and has full collections only when asked
         assert full_count() > before, "this test shows nothing: Python collects differently now"
     seldom = SeldomCollections()
     try:
@@ -66,12 +69,18 @@ def test_cycles_are_freed_all_the_same() -> None:
     assert gc.get_threshold() == thresholds
 
 
-def test_a_slow_collection_puts_the_next_one_off_for_two_minutes_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand times as long as it took was an hour, in which calls that fail left hundreds of MiB."""
+def test_a_slow_collection_puts_the_next_one_off_for_two_minutes_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thousand times as long as it took was an hour, in which calls that fail left hundreds of
+    MiB.
+    """
     assert process.INTERVAL_S_MAX == 120.0
     monkeypatch.setattr(process, "INTERVAL_S_MAX", 0.01)
     again = threading.Semaphore(0)
-    monkeypatch.setattr("node.process.gc.collect", lambda: (threading.Event().wait(0.03), again.release()))
+    monkeypatch.setattr(
+        "node.process.gc.collect", lambda: (threading.Event().wait(0.03), again.release())
+    )
     seldom = SeldomCollections(interval_s_min=0.001)
     try:
         assert all(again.acquire(timeout=10.0) for _ in range(3))

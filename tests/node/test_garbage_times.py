@@ -1,4 +1,6 @@
-"""When full collections are made, with a clock that is moved by hand; and that there is a way to give memory back."""
+"""When full collections are made, with a clock that is moved by hand; and that there is a way to
+give memory back.
+"""
 
 import ctypes
 import platform
@@ -13,7 +15,9 @@ from node.process import SeldomCollections
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has it")
 def test_this_system_has_a_way_to_take_memory_back() -> None:
-    """A function that is looked for under a wrong name is as one that is not there: nothing went back to the system."""
+    """A function that is looked for under a wrong name is as one that is not there: nothing went
+    back to the system.
+    """
     seldom = SeldomCollections()
     try:
         assert seldom._trim is not None
@@ -26,7 +30,10 @@ def test_this_system_has_a_way_to_take_memory_back() -> None:
 def test_a_collection_is_followed_by_a_thousand_times_its_length(
     took_s: float, interval_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between a minute and two. A node whose collections take a hundredth of the time passed for one."""
+    """Between a minute and two.
+
+    A node whose collections take a hundredth of the time passed for one.
+    """
     now, began = [0.0], list[float]()
 
     class Event:

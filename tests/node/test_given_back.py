@@ -16,8 +16,9 @@ from node.server import Node
 
 
 def test_misses_over_shared_memory_hold_nothing(start_node: StartNode, connect: Connect) -> None:
-    """A client releases what it got (docs/FORMAT.md): each miss kept its share of what a process may hold for good, and
-    one with misses was refused everything in the end."""
+    """A client releases what it got (docs/FORMAT.md): each miss kept its share of what a process
+    may hold for good, and one with misses was refused everything in the end.
+    """
     node = start_node(batch_nbytes_max=4 << 20, batch_keys_max=16)
     client, pages = connect(node, "shm"), Pages("misses", 1 << 20)
     for number in range(8):
@@ -33,7 +34,9 @@ def test_a_large_request_is_counted_until_it_is_answered(
     connection = raw(node)
     for _ in range(2):
         reply = connection.ask(
-            lookup=pb.LookupRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(4096)))
+            lookup=pb.LookupRequest(
+                namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(4096))
+            )
         )
         assert not reply.lookup.prefix_pages
     wait_until(lambda: not node.service.requests.used)
@@ -47,7 +50,9 @@ def test_a_get_over_grpc_ends_when_its_reader_has_left(
     keys = pages.keys(*range(60))
     pages.put(connect(node), keys)
     request = pb.GetRequest(
-        namespace=pages.namespace.digest, prefix_hashes=keys, ranges=[pb.ByteRange(offset=0, nbytes=1)]
+        namespace=pages.namespace.digest,
+        prefix_hashes=keys,
+        ranges=[pb.ByteRange(offset=0, nbytes=1)],
     )
     intact, hashed, begun = node.service.content.intact, list[Any](), threading.Event()
 

@@ -1,5 +1,6 @@
-"""gRPC transfers that end early, come in the wrong order, stall or are cancelled: one status each, nobody
-else notices, and no slot, hold or session is left."""
+"""gRPC transfers that end early, come in the wrong order, stall or are cancelled: one status each,
+nobody else notices, and no slot, hold or session is left.
+"""
 
 import logging
 import queue
@@ -39,7 +40,9 @@ def space(request: pytest.FixtureRequest, node: Node, connect: Connect) -> Pages
 
 def begin(space: Pages, *numbers: int) -> pb.PutFrame:
     request = pb.PutRequest(
-        namespace=space.namespace.digest, prefix_hashes=space.keys(*numbers), page_nbytes=space.nbytes
+        namespace=space.namespace.digest,
+        prefix_hashes=space.keys(*numbers),
+        page_nbytes=space.nbytes,
     )
     return pb.PutFrame(begin=request)
 
@@ -62,21 +65,39 @@ BAD_STREAMS: dict[str, tuple[Callable[[Any], list[pb.PutFrame]], str]] = {
     "chunk first": (lambda space: [chunk(5)], "a chunk frame where a begin frame"),
     "commit first": (lambda space: [commit()], "a commit frame where a begin frame"),
     "nothing after begin": (lambda space: [begin(space, 100, 101)], "ended where a chunk frame"),
-    "begin twice": (lambda space: [begin(space, 100, 101)] * 2, "a begin frame where a chunk frame"),
-    "commit without data": (lambda space: [begin(space, 100, 101), commit(b"c" * 16, b"c" * 16)], "a commit frame"),
-    "half of the data": (lambda space: [begin(space, 100, 101), chunk(PAGE)], "ended where a chunk frame"),
+    "begin twice": (
+        lambda space: [begin(space, 100, 101)] * 2,
+        "a begin frame where a chunk frame",
+    ),
+    "commit without data": (
+        lambda space: [begin(space, 100, 101), commit(b"c" * 16, b"c" * 16)],
+        "a commit frame",
+    ),
+    "half of the data": (
+        lambda space: [begin(space, 100, 101), chunk(PAGE)],
+        "ended where a chunk frame",
+    ),
     "half, then commit": (
         lambda space: [begin(space, 100, 101), chunk(PAGE), commit()],
         "a commit frame where a chunk",
     ),
-    "one byte too many": (lambda space: [begin(space, 100, 101), chunk(2 * PAGE + 1)], "1 page bytes more than"),
+    "one byte too many": (
+        lambda space: [begin(space, 100, 101), chunk(2 * PAGE + 1)],
+        "1 page bytes more than",
+    ),
     "a chunk too many": (
         lambda space: [begin(space, 100, 101), chunk(2 * PAGE), chunk(1)],
         "a chunk frame where a commit frame",
     ),
     "empty chunk": (lambda space: [begin(space, 100, 101), chunk(0)], "page bytes ended early"),
-    "no commit": (lambda space: [begin(space, 100, 101), chunk(2 * PAGE)], "ended where a commit frame"),
-    "no leaves": (lambda space: [begin(space, 100, 101), chunk(2 * PAGE), commit()], "the leaves of 0 pages for 2"),
+    "no commit": (
+        lambda space: [begin(space, 100, 101), chunk(2 * PAGE)],
+        "ended where a commit frame",
+    ),
+    "no leaves": (
+        lambda space: [begin(space, 100, 101), chunk(2 * PAGE), commit()],
+        "the leaves of 0 pages for 2",
+    ),
     "short leaves": (
         lambda space: [begin(space, 100, 101), chunk(2 * PAGE), commit(b"c" * 8, b"c")],
         "send 8 bytes for each",
@@ -102,7 +123,9 @@ def test_a_put_whose_pages_are_all_there_needs_no_commit(stub: KVStoreStub, spac
     assert [list(reply.begin.verdicts) for reply in replies] == [[pb.EXISTS, pb.EXISTS]]
 
 
-def test_a_put_by_hand_is_stored(stub: KVStoreStub, space: Pages, node: Node, connect: Connect) -> None:
+def test_a_put_by_hand_is_stored(
+    stub: KVStoreStub, space: Pages, node: Node, connect: Connect
+) -> None:
     (key,) = space.keys(100)
     content = space.content(key)
     frames = [begin(space, 100), pb.PutFrame(chunk=pb.PageChunk(data=content[:100]))]
@@ -172,7 +195,9 @@ def test_a_put_that_trickles_is_cancelled(node: Node, stub: KVStoreStub, space: 
 
 
 @pytest.mark.parametrize("stage", ["after begin", "within the data"])
-def test_a_put_that_the_client_cancels_leaves_nothing(node: Node, stub: KVStoreStub, space: Pages, stage: str) -> None:
+def test_a_put_that_the_client_cancels_leaves_nothing(
+    node: Node, stub: KVStoreStub, space: Pages, stage: str
+) -> None:
     held = Held(begin(space, 100, 101))
     with Bystander(node):
         call = stub.Put(iter(held), timeout=30.0)
@@ -231,17 +256,26 @@ def test_transfers_over_the_limit_are_refused_and_small_calls_still_served(
     settle(node, sessions=1)
 
 
-def test_bytes_that_are_no_message_are_refused(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_bytes_that_are_no_message_are_refused(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
     """With a line each; a traceback is for what nobody expected."""
     caplog.set_level(logging.INFO, "node")
-    methods = [f"/kvstore.KVStore/{name}" for name in ("Lookup", "OpenNamespace", "Stat", "Get", "Put")]
-    methods += ["/grpc.health.v1.Health/Check", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"]
+    methods = [
+        f"/kvstore.KVStore/{name}" for name in ("Lookup", "OpenNamespace", "Stat", "Get", "Put")
+    ]
+    methods += [
+        "/grpc.health.v1.Health/Check",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ]
     with Bystander(node), grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         for method in methods:
             with pytest.raises(grpc.RpcError) as caught:
                 list(channel.unary_stream(method)(b"\xff\xff\xff", timeout=5.0))
             assert caught.value.code() is INVALID
-        said = [record for record in caplog.records if "is no message of the schema" in record.message]
+        said = [
+            record for record in caplog.records if "is no message of the schema" in record.message
+        ]
         assert {record.levelno for record in said} == {logging.INFO}
         assert len(said) == len(methods) - 1, "a put's frame is looked at by itself"
         with pytest.raises(grpc.RpcError) as caught:

@@ -1,4 +1,7 @@
-"""Compressed messages of gRPC: a few bytes that become gigabytes. Nodes and clients refuse them before they unpack."""
+"""Compressed messages of gRPC: a few bytes that become gigabytes.
+
+Nodes and clients refuse them before they unpack.
+"""
 
 import os
 import re
@@ -72,7 +75,9 @@ def test_a_call_with_compression_on_is_refused_as_unimplemented(shared_node: Nod
     with grpc.insecure_channel(shared_node.address, compression=grpc.Compression.Gzip) as channel:
         stub: Any = KVStoreStub(channel)  # type: ignore[no-untyped-call]
         with pytest.raises(grpc.RpcError) as raised:
-            stub.Lookup(pb.LookupRequest(namespace=bytes(32), prefix_hashes=[bytes(16)] * 64), timeout=20.0)
+            stub.Lookup(
+                pb.LookupRequest(namespace=bytes(32), prefix_hashes=[bytes(16)] * 64), timeout=20.0
+            )
         assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
         assert "disabled" in raised.value.details()
 
@@ -85,7 +90,9 @@ def answering() -> Iterator[Callable[[bytes], str]]:
     def start(answer: bytes) -> str:
         class Same(grpc.GenericRpcHandler):
             def service(self, details: Any) -> Any:
-                return grpc.unary_unary_rpc_method_handler(lambda request, context: answer, None, None)
+                return grpc.unary_unary_rpc_method_handler(
+                    lambda request, context: answer, None, None
+                )
 
         server = grpc.server(futures.ThreadPoolExecutor(2), compression=grpc.Compression.Gzip)
         server.add_generic_rpc_handlers((Same(),))
@@ -102,7 +109,8 @@ def answering() -> Iterator[Callable[[bytes], str]]:
 def test_a_client_refuses_compressed_answers_of_a_node(answering: Callable[[bytes], str]) -> None:
     wire = GrpcWire(answering(bytes(8 << 20)))
     try:
-        # "... is disabled", or what the packed bytes are to protobuf: gRPC may hand them over before it ends the call.
+        # "... is disabled", or what the packed bytes are to protobuf: gRPC may hand them over
+        # before it ends the call.
         with pytest.raises(KVStoreError) as raised:
             wire.call("hello", pb.HelloRequest(), Deadline(60.0))
         assert "larger than max" not in str(raised.value), "it was unpacked"
@@ -121,14 +129,18 @@ def test_a_node_refuses_compressed_answers_of_an_etcd(answering: Callable[[bytes
         etcd.close()
 
 
-@pytest.mark.parametrize("version", ["1.62.3", "1.81.2", "1.82.1", "1.83.0", "1.83.0rc1", "unknown"])
+@pytest.mark.parametrize(
+    "version", ["1.62.3", "1.81.2", "1.82.1", "1.83.0", "1.83.0rc1", "unknown"]
+)
 def test_a_grpcio_that_unpacks_without_a_limit_is_refused(version: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"grpcio {version} unpacks")) as raised:
         check_grpcio(version)
     assert "pip install 'grpcio>=1.82.2,!=1.83.0'" in str(raised.value)
 
 
-@pytest.mark.parametrize("version", ["1.82.2", "1.82.3", "1.83.1", "1.84.0", "1.85.1", "2.0.0", grpc.__version__])
+@pytest.mark.parametrize(
+    "version", ["1.82.2", "1.82.3", "1.83.1", "1.84.0", "1.85.1", "2.0.0", grpc.__version__]
+)
 def test_a_grpcio_that_stops_at_the_limit_is_taken(version: str) -> None:
     check_grpcio(version)
 
@@ -136,9 +148,16 @@ def test_a_grpcio_that_stops_at_the_limit_is_taken(version: str) -> None:
 def test_a_node_with_an_older_grpcio_ends_with_both_versions_named(tmp_path: Path) -> None:
     """It is the gateway's process that imports it."""
     (tmp_path / "sitecustomize.py").write_text("import grpc; grpc.__version__ = '1.62.3'\n")
-    command = [sys.executable, "-m", "node.main", *("--port", "0", "--bulk-port", "0", "--metrics-port", "0")]
+    command = [
+        sys.executable,
+        "-m",
+        "node.main",
+        *("--port", "0", "--bulk-port", "0", "--metrics-port", "0"),
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
     assert done.returncode == 2
     *log, line = done.stderr.splitlines()
     assert all(" INFO " in told for told in log)

@@ -1,4 +1,6 @@
-"""`node.gateway.gateway.stopped`: with gRPC's part played by a server that waits for calls nobody was handed."""
+"""`node.gateway.gateway.stopped`: with gRPC's part played by a server that waits for calls nobody
+was handed.
+"""
 
 import asyncio
 
@@ -19,7 +21,9 @@ class Server:
         await self._over.wait()
 
 
-def test_a_call_that_nobody_was_handed_does_not_take_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_nobody_was_handed_does_not_take_the_whole_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gateway, "LOOK_S", 0.01)
 
     async def stop() -> list[float | None]:
@@ -36,7 +40,9 @@ def test_calls_that_were_handed_over_have_their_time(monkeypatch: pytest.MonkeyP
 
     async def stop() -> int:
         server = Server()
-        await asyncio.wait_for(gateway.stopped(server, 3600.0, lambda: counts.pop(0) if counts else 0), 30.0)
+        await asyncio.wait_for(
+            gateway.stopped(server, 3600.0, lambda: counts.pop(0) if counts else 0), 30.0
+        )
         return len(server.graces)
 
     assert asyncio.run(stop()) == 2

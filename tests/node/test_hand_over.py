@@ -25,7 +25,11 @@ def queue(nbytes_max: int = 1000, nbytes_per_s: int = 0) -> ReplicationQueue[She
 
 
 def offered(
-    waiting: ReplicationQueue[Sheet], *numbers: int, to: str = "b", now: float = 0.0, ticket: AckWaiter | None = None
+    waiting: ReplicationQueue[Sheet],
+    *numbers: int,
+    to: str = "b",
+    now: float = 0.0,
+    ticket: AckWaiter | None = None,
 ) -> list[Sheet]:
     pages = [Sheet(b"%03d" % number) for number in numbers]
     for page in pages:
@@ -51,14 +55,26 @@ def test_pages_go_to_all_their_targets_and_are_freed_with_the_last() -> None:
     assert (waiting.freed, ticket.open_count) == ([], 2)
     waiting.done(second, keys(second), 0.0)
     assert waiting.freed == pages
-    assert (ticket.open_count, ticket.lost_count, waiting.nbytes, waiting.page_count) == (0, 0, 0, 0)
+    assert (ticket.open_count, ticket.lost_count, waiting.nbytes, waiting.page_count) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert (waiting.counts.pages_handed, waiting.counts.nbytes_handed) == (4, 40)
     assert waiting.check() == []
 
 
-def test_a_batch_has_one_namespace_one_end_of_life_and_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_has_one_namespace_one_end_of_life_and_its_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waiting = queue()
-    groups = [LASTING, Group(b"e" * 16, 0, False), LASTING._replace(expiry_s=9), LASTING._replace(durable=True)]
+    groups = [
+        LASTING,
+        Group(b"e" * 16, 0, False),
+        LASTING._replace(expiry_s=9),
+        LASTING._replace(durable=True),
+    ]
     for number, group in enumerate([*groups, LASTING]):
         waiting.offer(Sheet(b"%d" % number), b"%d" % number, 10, group, "b", 0.0)
     found = []
@@ -107,7 +123,11 @@ def test_a_target_that_fails_is_paused_longer_each_time_and_then_given_up() -> N
             now = due
     assert pauses[:5] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6])
     assert max(pauses) == pytest.approx(replication_queue.PAUSE_S_MAX)
-    assert replication_queue.PATIENCE_S <= now <= replication_queue.PATIENCE_S + replication_queue.PAUSE_S_MAX
+    assert (
+        replication_queue.PATIENCE_S
+        <= now
+        <= replication_queue.PATIENCE_S + replication_queue.PAUSE_S_MAX
+    )
     assert (ticket.lost_count, waiting.freed, waiting.counts.pages_dropped) == (1, [page], 1)
 
 
@@ -172,7 +192,9 @@ def test_who_leaves_the_view_is_given_nothing_any_more() -> None:
     (first,) = offered(waiting, 1, to="b", ticket=ticket)
     under_way = waiting.next(0.0)
     assert under_way is not None
-    (other, both) = offered(waiting, 2, to="b", ticket=ticket) + offered(waiting, 3, to="bc", ticket=ticket)
+    (other, both) = offered(waiting, 2, to="b", ticket=ticket) + offered(
+        waiting, 3, to="bc", ticket=ticket
+    )
     waiting.follow({"c"})
     assert waiting.freed == [other]  # the first may be on the wire still
     assert (ticket.open_count, ticket.lost_count, waiting.counts.pages_dropped) == (1, 3, 3)
@@ -217,7 +239,10 @@ def test_the_rate_is_kept() -> None:
 
 @dataclass(eq=False)
 class Sent:
-    """A batch under way. `writing`: keys that its target is about to have; None: it has not been asked yet."""
+    """A batch under way.
+
+    `writing`: keys that its target is about to have; None: it has not been asked yet.
+    """
 
     batch: Batch[Sheet]
     writing: set[bytes] | None = None
@@ -233,7 +258,9 @@ class Fleet:
     now: float = 0.0
     pages: dict[bytes, Sheet] = field(default_factory=dict)
     all: list[Sheet] = field(default_factory=list)
-    has: dict[str, set[bytes]] = field(default_factory=lambda: {name: set[bytes]() for name in "bcd"})
+    has: dict[str, set[bytes]] = field(
+        default_factory=lambda: {name: set[bytes]() for name in "bcd"}
+    )
     under_way: list[Sent] = field(default_factory=list)
     late: list[Sent] = field(default_factory=list)  # given up here, and still to be committed there
     tickets: list[AckWaiter] = field(default_factory=list)
@@ -264,7 +291,10 @@ class Fleet:
         self._remove_everywhere(key)
 
     def _remove_everywhere(self, key: bytes) -> None:
-        for keys_there in [*self.has.values(), *(some.writing for some in self.under_way + self.late if some.writing)]:
+        for keys_there in [
+            *self.has.values(),
+            *(some.writing for some in self.under_way + self.late if some.writing),
+        ]:
             keys_there.discard(key)
 
     def take(self) -> None:
@@ -318,7 +348,16 @@ def test_random_sequences(seed: int) -> None:
     fleet = Fleet(random.Random(seed))
     for _ in range(1500):
         step = fleet.random.choice(
-            [fleet.put, fleet.put, fleet.remove, fleet.take, fleet.arrive, fleet.end, fleet.wait, fleet.change]
+            [
+                fleet.put,
+                fleet.put,
+                fleet.remove,
+                fleet.take,
+                fleet.arrive,
+                fleet.end,
+                fleet.wait,
+                fleet.change,
+            ]
         )
         step()
         assert fleet.waiting.check() == []
@@ -327,7 +366,9 @@ def test_random_sequences(seed: int) -> None:
         fleet.now = max(fleet.now, fleet.waiting.due(fleet.now) or 0.0)
         fleet.take()
         fleet.end(healthy=True)
-    assert sorted(map(id, fleet.waiting.freed)) == sorted(map(id, fleet.all)), "each hold is given back once"
+    assert sorted(map(id, fleet.waiting.freed)) == sorted(map(id, fleet.all)), (
+        "each hold is given back once"
+    )
     assert [ticket.open_count for ticket in fleet.tickets] == [0] * len(fleet.tickets)
     while any(sent.checked and not sent.committed for sent in fleet.late):
         fleet.arrive()

@@ -85,7 +85,9 @@ def test_a_member_that_is_paused(mixed: tuple[Node, NodeProcess], connect: Conne
     assert pages.get(other, keys) == [True] * len(keys)
 
 
-def test_a_member_that_is_killed_under_way(mixed: tuple[Node, NodeProcess], connect: Connect) -> None:
+def test_a_member_that_is_killed_under_way(
+    mixed: tuple[Node, NodeProcess], connect: Connect
+) -> None:
     node, process = mixed
     pages = Pages("killed", 1 << 18)
     client, keys = connect(node, direct=True), pages.keys(*range(8))
@@ -110,7 +112,9 @@ def test_a_member_that_is_full_is_given_its_pages_later(
     keys = pages.keys(*NUMBERS)
     with contextlib.ExitStack() as held:
         for start in range(0, 64, 16):  # all of its RAM
-            held.enter_context(other.open_put(large.namespace, large.keys(*range(start, start + 16))))
+            held.enter_context(
+                other.open_put(large.namespace, large.keys(*range(start, start + 16)))
+            )
         assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
         threading.Event().wait(0.4)
         assert counts(nodes[0]).queue_pages == len(keys)
@@ -118,7 +122,9 @@ def test_a_member_that_is_full_is_given_its_pages_later(
     assert present(nodes[1], pages.namespace, keys) == [True] * len(keys)
 
 
-def test_a_full_queue_costs_replicas_and_no_put(start_node: StartNode, hung: str, connect: Connect) -> None:
+def test_a_full_queue_costs_replicas_and_no_put(
+    start_node: StartNode, hung: str, connect: Connect
+) -> None:
     nodes = [start_node(hand_over_queue_nbytes=1 << 20), start_node()]
     tell(nodes[:1], view_of(nodes, 2, elsewhere={1: hung}))
     pages = Pages("queue", 1 << 16)
@@ -139,7 +145,9 @@ def test_a_full_queue_costs_replicas_and_no_put(start_node: StartNode, hung: str
 def test_what_is_removed_while_it_is_under_way_does_not_come_back(
     pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other has its bytes and is about to commit them when it is asked to remove what it does not have yet."""
+    """The other has its bytes and is about to commit them when it is asked to remove what it does
+    not have yet.
+    """
     reached, go, commit = threading.Event(), threading.Event(), Session.commit
 
     def late(self: Session, *arguments: Any) -> int:
@@ -166,7 +174,10 @@ def test_what_is_removed_while_it_is_under_way_does_not_come_back(
 def test_what_was_removed_before_it_arrives_is_not_there_for_a_moment(
     pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its sender might die then, and nobody else knows that it is there. What was sent with it comes again."""
+    """Its sender might die then, and nobody else knows that it is there.
+
+    What was sent with it comes again.
+    """
     reached, go, service = threading.Event(), threading.Event(), pair[1].service
     begin, commit, committed = service.begin_put, service.commit_put, set[bytes]()
 
@@ -196,7 +207,9 @@ def test_what_was_removed_before_it_arrives_is_not_there_for_a_moment(
 def test_what_was_handed_on_while_it_was_removed_is_removed_once_more(
     pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other has been asked already when it is handed the page, and the sender not yet when it has done so."""
+    """The other has been asked already when it is handed the page, and the sender not yet when it
+    has done so.
+    """
     keys, direct, client = pages.keys(*range(4)), connect(pair[0], direct=True), connect(pair[0])
     client.lookup(pages.namespace, keys)
     direct.open(pages.namespace)  # a put alone is nobody's turn
@@ -216,7 +229,9 @@ def test_what_was_handed_on_while_it_was_removed_is_removed_once_more(
 
 
 @pytest.mark.parametrize("target", ["hangs", "is paused in a transfer", "is dead"])
-def test_a_node_stops_in_its_time_whatever_its_peers_do(hung: str, connect: Connect, target: str) -> None:
+def test_a_node_stops_in_its_time_whatever_its_peers_do(
+    hung: str, connect: Connect, target: str
+) -> None:
     ports: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
     node = Node(NodeConfig(**ports, ram_nbytes=64 << 20, drain_s=0.5, shm_socket="none"))
     node.start()
@@ -227,7 +242,16 @@ def test_a_node_stops_in_its_time_whatever_its_peers_do(hung: str, connect: Conn
             port = free_port()
             address = f"127.0.0.1:{port}"
             list_ = f"static:fleet/n0=127.0.0.1:{node.grpc.port},n1={address}"
-            flags = ("--port", str(port), "--cluster", list_, "--member", "n1", "--shm-socket", "none")
+            flags = (
+                "--port",
+                str(port),
+                "--cluster",
+                list_,
+                "--member",
+                "n1",
+                "--shm-socket",
+                "none",
+            )
             process = stack.enter_context(NodeProcess(*flags))
         node.membership.become(view_of([node, node], 2, elsewhere={1: address}), "n0")
         client = connect(node, direct=True)
@@ -275,7 +299,9 @@ def test_patience_ends(
     assert pair[0].tier.held_count == 0
 
 
-def test_a_page_with_a_time_to_live_that_is_over(pair: list[Node], connect: Connect, pages: Pages) -> None:
+def test_a_page_with_a_time_to_live_that_is_over(
+    pair: list[Node], connect: Connect, pages: Pages
+) -> None:
     """It is not handed on for longer than it has."""
     tell(pair[:1], view_of(pair, 2, 2, elsewhere={1: "127.0.0.1:9"}))
     client, key = connect(pair[0], direct=True), pages.key(1)

@@ -1,4 +1,6 @@
-"""SIGHUP, which a closing terminal sends to a node and its processes: the node drains, or stays (nohup)."""
+"""SIGHUP, which a closing terminal sends to a node and its processes: the node drains, or stays
+(nohup).
+"""
 
 import os
 import pty
@@ -25,7 +27,10 @@ def put(address: str, pages: Pages) -> None:
 
 def assert_kept(flags: tuple[str, ...], pages: Pages) -> None:
     """The pages are read back, and compared, from a node on the same directory."""
-    with NodeProcess(*flags) as again, Client(ClientConfig(address=again.address, timeout_s=20.0)) as client:
+    with (
+        NodeProcess(*flags) as again,
+        Client(ClientConfig(address=again.address, timeout_s=20.0)) as client,
+    ):
         assert pages.get(client, pages.keys(*range(8))) == [True] * 8
 
 
@@ -56,12 +61,16 @@ def test_sighup_writes_all_pages_to_the_disk_and_ends_with_status_0(
 
 
 def test_a_terminal_that_closes_lets_the_node_drain(tmp_path: Path) -> None:
-    """The kernel sends SIGHUP to all processes of the terminal, and writing to it fails from then on."""
+    """The kernel sends SIGHUP to all processes of the terminal, and writing to it fails from then
+    on.
+    """
     pages, flags = Pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
     ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0")
     ours, terminal = pty.openpty()
     command = ["setsid", "--ctty", sys.executable, "-m", "node.main", *ports, *flags]
-    with subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE, stderr=terminal, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=subprocess.PIPE, stderr=terminal, text=True
+    ) as process:
         os.close(terminal)
         assert process.stdout is not None
         put(process.stdout.readline().split("grpc=")[1].split()[0], pages)
@@ -85,7 +94,10 @@ def test_under_nohup_sighup_does_nothing() -> None:
 
 
 def test_sigterm_and_sighup_together_are_one_stop(tmp_path: Path) -> None:
-    """As systemd sends them with SendSIGHUP=yes. The lower number is delivered first, the other must not kill."""
+    """As systemd sends them with SendSIGHUP=yes.
+
+    The lower number is delivered first, the other must not kill.
+    """
     pages, flags = Pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
     process = NodeProcess(*flags)
     try:

@@ -13,11 +13,15 @@ from node.config import NodeConfig
 from node.server import Node
 
 
-def ask(port: int, path: str = "/health", tls: bool = False, method: str = "GET") -> tuple[int, bytes]:
+def ask(
+    port: int, path: str = "/health", tls: bool = False, method: str = "GET"
+) -> tuple[int, bytes]:
     if tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        connection: Any = http.client.HTTPSConnection("127.0.0.1", port, timeout=20.0, context=context)
+        connection: Any = http.client.HTTPSConnection(
+            "127.0.0.1", port, timeout=20.0, context=context
+        )
     else:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20.0)
     try:
@@ -28,7 +32,9 @@ def ask(port: int, path: str = "/health", tls: bool = False, method: str = "GET"
         connection.close()
 
 
-def test_a_node_that_serves_says_so_and_one_that_drains_that_it_does_not(start_node: StartNode) -> None:
+def test_a_node_that_serves_says_so_and_one_that_drains_that_it_does_not(
+    start_node: StartNode,
+) -> None:
     node: Node = start_node()
     assert ask(node.metrics.port) == (200, b"serving\n")
     assert ask(node.metrics.port, method="HEAD") == (200, b"")
@@ -38,7 +44,9 @@ def test_a_node_that_serves_says_so_and_one_that_drains_that_it_does_not(start_n
 
 
 def test_a_node_that_has_not_begun_is_not_healthy() -> None:
-    node = Node(NodeConfig(port=0, bulk_port=0, metrics_port=0, ram_nbytes=16 << 20, shm_socket="none"))
+    node = Node(
+        NodeConfig(port=0, bulk_port=0, metrics_port=0, ram_nbytes=16 << 20, shm_socket="none")
+    )
     try:
         assert ask(node.metrics.port) == (503, b"not serving\n")
     finally:

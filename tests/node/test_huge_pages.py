@@ -16,7 +16,9 @@ from node.serving.metrics import metrics_text
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 HUGE = 2 << 20
-given = ENABLED.exists() and not any(f"[{word}]" in ENABLED.read_text() for word in ("never", "deny"))
+given = ENABLED.exists() and not any(
+    f"[{word}]" in ENABLED.read_text() for word in ("never", "deny")
+)
 
 
 @pytest.fixture(params=[8 * HUGE, 3 * HUGE + 4096, 4096])
@@ -33,7 +35,8 @@ def test_a_client_sees_the_same_bytes_whatever_the_arena_is_made_of(arena: Arena
     for place in range(0, arena.nbytes, 4096):
         arena.view(place, 8)[:] = place.to_bytes(8, "little")
     assert all(
-        theirs.memory[place : place + 8] == place.to_bytes(8, "little") for place in range(0, arena.nbytes, 4096)
+        theirs.memory[place : place + 8] == place.to_bytes(8, "little")
+        for place in range(0, arena.nbytes, 4096)
     )
     theirs.depopulate()
     (last,) = theirs.views([arena.nbytes - 4096], [8])
@@ -60,8 +63,13 @@ def test_a_kernel_that_knows_no_huge_pages_does_not_matter(monkeypatch: pytest.M
     arena.close()
 
 
-def test_status_and_metrics_tell(start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_and_metrics_tell(
+    start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node = start_node()
     monkeypatch.setattr(node.arena, "huge_nbytes", 6 << 20)
     assert connect(node).node_status().ram.huge_nbytes == 6 << 20
-    assert b"kvstore_ram_huge_bytes 6.291456e+06" in metrics_text(node.service)({}, Asker("me", ())).body()
+    assert (
+        b"kvstore_ram_huge_bytes 6.291456e+06"
+        in metrics_text(node.service)({}, Asker("me", ())).body()
+    )

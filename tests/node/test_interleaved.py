@@ -1,4 +1,6 @@
-"""A few lives of a RAM tier with its users interleaved; `make test-races` runs hundreds, as KVSTORE_RACES says."""
+"""A few lives of a RAM tier with its users interleaved; `make test-races` runs hundreds, as
+KVSTORE_RACES says.
+"""
 
 import os
 import random

@@ -1,4 +1,5 @@
-"""Calls that are interrupted again and again leave the client as it was, for every thread and over every wire.
+"""Calls that are interrupted again and again leave the client as it was, for every thread and over
+every wire.
 
 make longer:  SEEDS=30 INTERRUPTS=5000 python -m pytest tests/node/test_interrupt_storm.py
 """
@@ -16,8 +17,8 @@ from node.server import Node
 
 STORM = Path(__file__).parent.parent / "helpers" / "interrupt_storm.py"
 SEEDS = int(os.environ.get("SEEDS", "1"))
-# Without what `kvstore.sync` is for (commit 9eaed49), each of eight runs of each wire failed within 500 interrupts with
-# small pages, and within 150 with large ones.
+# Without what `kvstore.sync` is for (commit 9eaed49), each of eight runs of each wire failed within
+# 500 interrupts with small pages, and within 150 with large ones.
 INTERRUPTS = int(os.environ.get("INTERRUPTS", "500"))
 LARGE = 64 << 10  # pages of many chunks: most interrupts come while bytes move
 LARGE_SHARE = 0.3
@@ -34,14 +35,26 @@ def node(start_node: StartNode) -> Node:
 def test_calls_that_are_interrupted_all_the_time_leave_nothing_behind(
     node: Node, seed: int, wire: str, page_nbytes: int, number: int
 ) -> None:
-    """No call hangs or is late, no byte is wrong, no connection's place is lost, and the node keeps no slot for it."""
+    """No call hangs or is late, no byte is wrong, no connection's place is lost, and the node keeps
+    no slot for it.
+    """
     address, interrupts = (
         f"127.0.0.1:{node.grpc.port}",
         INTERRUPTS if page_nbytes < LARGE else int(INTERRUPTS * LARGE_SHARE),
     )
-    command = [sys.executable, str(STORM), address, wire, str(interrupts), str(seed + number), str(page_nbytes)]
+    command = [
+        sys.executable,
+        str(STORM),
+        address,
+        wire,
+        str(interrupts),
+        str(seed + number),
+        str(page_nbytes),
+    ]
     with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+        child = subprocess.Popen(
+            command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+        )
         try:
             assert child.stdout is not None
             said = child.stdout.readline()

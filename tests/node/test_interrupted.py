@@ -1,5 +1,6 @@
-"""A call that is interrupted, by Ctrl-C or an engine's signal, touches nothing afterwards: its buffers are the
-caller's again."""
+"""A call that is interrupted, by Ctrl-C or an engine's signal, touches nothing afterwards: its
+buffers are the caller's again.
+"""
 
 import concurrent.futures
 import threading
@@ -63,13 +64,17 @@ def test_a_put_over_grpc_that_is_interrupted_stores_nothing(
     while node.tier.writing_count:
         threading.Event().wait(0.01)
     assert pages.get(connect(node, "bulk"), keys) == [False, False]
-    assert held.tb is not None, "its frames have the stream, which gRPC ends when nobody has it any more"
+    assert held.tb is not None, (
+        "its frames have the stream, which gRPC ends when nobody has it any more"
+    )
 
 
 def test_a_get_over_shared_memory_that_is_interrupted_before_its_release_holds_nothing(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the node holds the pages for as long as this process lives, and refuses the connection's next get."""
+    """Else the node holds the pages for as long as this process lives, and refuses the connection's
+    next get.
+    """
     client, keys, interrupts = connect(node, "shm"), pages.keys(31, 32), [True]
     pages.put(client, keys)
 
@@ -90,7 +95,9 @@ def test_a_get_over_shared_memory_that_is_interrupted_before_its_release_holds_n
 def test_an_interrupt_while_pages_are_copied_is_told_as_what_it_is(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
-    """Not as a view that is in use, as it is where the interrupt came before anybody could give its address back."""
+    """Not as a view that is in use, as it is where the interrupt came before anybody could give its
+    address back.
+    """
     client, keys = connect(node, "shm"), pages.keys(41, 42)
     client.open(pages.namespace)
     if op == "get":
@@ -98,7 +105,9 @@ def test_an_interrupt_while_pages_are_copied_is_told_as_what_it_is(
 
     def interrupted(buffer: Any, flags: int) -> Any:
         found = _exported(buffer, flags)
-        if threading.current_thread() is threading.main_thread() and (op == "put" or not flags):  # the node's memory
+        if threading.current_thread() is threading.main_thread() and (
+            op == "put" or not flags
+        ):  # the node's memory
             raise KeyboardInterrupt
         return found
 
@@ -114,7 +123,9 @@ def test_an_interrupt_while_pages_are_copied_is_told_as_what_it_is(
 def test_a_second_interrupt_before_slots_are_released_does_not_break_the_next_call(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection, whose slots the node still holds, must not be used again; the slots are given back."""
+    """The connection, whose slots the node still holds, must not be used again; the slots are given
+    back.
+    """
     client, keys = connect(node, "shm"), pages.keys(31, 32)
     pages.put(client, keys)
 

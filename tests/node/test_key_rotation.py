@@ -1,4 +1,6 @@
-"""Page keys that change while engines run: those of the old and of the new one share a cluster, some members lie."""
+"""Page keys that change while engines run: those of the old and of the new one share a cluster,
+some members lie.
+"""
 
 import os
 import random
@@ -27,13 +29,20 @@ def flip(data: bytearray) -> None:
 def test_engines_with_an_old_and_a_new_page_key_have_right_bytes_or_misses(
     cluster: list[Node], connect: Connect, seed: int
 ) -> None:
-    """Members come and go, sweep, and change bytes; each has near nodes and replicas of both keys' pages."""
+    """Members come and go, sweep, and change bytes; each has near nodes and replicas of both keys'
+    pages.
+    """
     randomly, number = random.Random(seed), 10
     random.seed(seed)
     tell(cluster, view_of(cluster, 2, number))
-    pages = {secret: Pages("rotated", key_id=PageKeys(bytes.fromhex(secret)).key_id) for secret in (SECRET, NEXT)}
+    pages = {
+        secret: Pages("rotated", key_id=PageKeys(bytes.fromhex(secret)).key_id)
+        for secret in (SECRET, NEXT)
+    }
     clients = {
-        secret: [connect(node, near=near, page_key=secret) for node in cluster for near in ("none", "n0")][:4]
+        secret: [
+            connect(node, near=near, page_key=secret) for node in cluster for near in ("none", "n0")
+        ][:4]
         for secret in pages
     }
     hits = forged = 0

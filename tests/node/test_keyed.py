@@ -1,4 +1,6 @@
-"""Pages of a keyed namespace: what a node, or a writer without the key, makes or changes is a miss, on every wire."""
+"""Pages of a keyed namespace: what a node, or a writer without the key, makes or changes is a miss,
+on every wire.
+"""
 
 import itertools
 import random
@@ -11,7 +13,15 @@ from forging import OTHER, SECRET, become, forge, key_id, pretender, stored
 from known_pages import Pages
 from local_nodes import Connect, StartNode, settle
 
-from kvstore import ByteRange, Client, ConfigError, InvalidRequest, Namespace, PutOutcome, opaque_layout
+from kvstore import (
+    ByteRange,
+    Client,
+    ConfigError,
+    InvalidRequest,
+    Namespace,
+    PutOutcome,
+    opaque_layout,
+)
 from kvstore.page_hmac import Seals
 from kvstore.results import Keep
 from node.server import Node
@@ -46,23 +56,31 @@ def ranged(client: Client, pages: Pages, keys: list[bytes], *ranges: tuple[int, 
     buffers = [bytearray(sum(part.nbytes for part in parts)) for _ in keys]
     hits = client.get_ranges(pages.namespace, keys, parts, buffers)
     for key, hit, buffer in zip(keys, hits, buffers, strict=True):
-        wanted = b"".join(pages.content(key)[part.offset : part.offset + part.nbytes] for part in parts)
+        wanted = b"".join(
+            pages.content(key)[part.offset : part.offset + part.nbytes] for part in parts
+        )
         assert not hit or buffer == wanted, f"wrong bytes under {key.hex()}"
     return hits
 
 
-def test_pages_come_back_whole_and_in_ranges(node: Node, client: Client, keyed: Pages, wire: str) -> None:
+def test_pages_come_back_whole_and_in_ranges(
+    node: Node, client: Client, keyed: Pages, wire: str
+) -> None:
     keys = keyed.keys(*range(4))
     assert keyed.put(client, keys) == [PutOutcome.STORED] * 4
     assert client.wire_name == wire
     assert keyed.put(client, keys) == [PutOutcome.EXISTS] * 4
     assert keyed.get(client, [*keys, keyed.key(9), keys[0]]) == [True] * 4 + [False, True]
-    assert ranged(client, keyed, [*keys, keyed.key(9)], (1000, 380), (0, 1), (300, 10)) == [True] * 4 + [False]
+    assert ranged(client, keyed, [*keys, keyed.key(9)], (1000, 380), (0, 1), (300, 10)) == [
+        True
+    ] * 4 + [False]
     assert client.stats.forged_pages == client.stats.corrupt_pages == 0
     for key in keys:
         assert stored(node, keyed, key)[:NBYTES] == keyed.content(key)
         assert len(stored(node, keyed, key)) == NBYTES + SEAL
-    ((space, info),) = [entry for entry in client.namespaces() if entry[0].model == keyed.namespace.model]
+    ((space, info),) = [
+        entry for entry in client.namespaces() if entry[0].model == keyed.namespace.model
+    ]
     assert (space, info.page_nbytes) == (keyed.namespace, NBYTES + SEAL)
     assert client.verify(keyed.namespace, keys) == (4, 0, 0)
 
@@ -73,7 +91,9 @@ def in_pieces(data: bytearray | bytes, rng: random.Random) -> list[memoryview]:
     return [memoryview(data)[start:end] for start, end in itertools.pairwise(edges)]
 
 
-def test_pages_in_pieces_have_the_same_seals(node: Node, client: Client, keyed: Pages, seed: int) -> None:
+def test_pages_in_pieces_have_the_same_seals(
+    node: Node, client: Client, keyed: Pages, seed: int
+) -> None:
     keys, rng = keyed.keys(*range(4)), random.Random(seed)
     client.put(keyed.namespace, keys, [in_pieces(keyed.content(key), rng) for key in keys])
     assert keyed.get(client, keys) == [True] * 4
@@ -84,7 +104,10 @@ def test_pages_in_pieces_have_the_same_seals(node: Node, client: Client, keyed: 
     assert [page == keyed.content(key) for page, key in zip(pages, keys, strict=True)] == hits
     ranges = [ByteRange(1000, 380), ByteRange(0, 300)]
     parts = [bytearray(680) for _ in keys]
-    assert client.get_ranges(keyed.namespace, keys, ranges, [in_pieces(part, rng) for part in parts]) == hits
+    assert (
+        client.get_ranges(keyed.namespace, keys, ranges, [in_pieces(part, rng) for part in parts])
+        == hits
+    )
     for part, key, hit in zip(parts, keys, hits, strict=True):
         assert not hit or part == keyed.content(key)[1000:1380] + keyed.content(key)[:300]
 
@@ -130,7 +153,9 @@ def test_what_a_node_changed_is_a_miss_goes_and_can_be_stored_anew(
     keys = keyed.keys(*range(4))
     keyed.put(client, keys)
     forge(node, keyed, keys[1], change)
-    hits = keyed.get(client, keys) if read == "get" else ranged(client, keyed, keys, (0, NBYTES - 1))
+    hits = (
+        keyed.get(client, keys) if read == "get" else ranged(client, keyed, keys, (0, NBYTES - 1))
+    )
     assert hits == [True, False, True, True]
     assert (client.stats.forged_pages, client.stats.corrupt_pages) == (1, 0)
     assert client.lookup(keyed.namespace, keys).present == (True, False, True, True)
@@ -161,7 +186,9 @@ def test_pages_that_changed_places_are_both_misses_and_an_older_one_of_the_same_
     assert client.stats.forged_pages == 2
 
 
-def test_a_page_with_the_seal_of_another_namespace_is_a_miss(node: Node, client: Client, keyed: Pages) -> None:
+def test_a_page_with_the_seal_of_another_namespace_is_a_miss(
+    node: Node, client: Client, keyed: Pages
+) -> None:
     """Made with the same secret, for the same prefix hash."""
     other = Pages(keyed.namespace.model, NBYTES, key_id=key_id(), tenant="other")
     (key,) = keyed.keys(1)
@@ -186,7 +213,9 @@ def test_what_a_writer_without_the_key_stores_first_is_a_miss(
     assert keyed.get(stranger, keys) == [False, False]
 
 
-def test_a_range_is_checked_by_the_parts_that_it_lies_in(node: Node, client: Client, keyed: Pages) -> None:
+def test_a_range_is_checked_by_the_parts_that_it_lies_in(
+    node: Node, client: Client, keyed: Pages
+) -> None:
     (key,) = keyed.keys(1)
     keyed.put(client, [key])
 
@@ -204,7 +233,9 @@ def test_bad_ranges_are_refused(client: Client, keyed: Pages) -> None:
             ranged(client, keyed, keyed.keys(1), *ranges)
 
 
-def test_many_ranges_come_in_several_batches(client: Client, keyed: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ranges_come_in_several_batches(
+    client: Client, keyed: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvstore.cluster.calls.SCRATCH_NBYTES", 3 * 512)
     keys = keyed.keys(*range(10))
     keyed.put(client, keys)
@@ -219,9 +250,14 @@ def test_without_the_key_nothing_is_put_or_got_and_the_rest_works(
     keyed.put(client, [key])
     for settings, says in (({}, "has none"), ({"page_key": OTHER}, f"has {key_id(OTHER)}")):
         other = connect(node, wire, **settings)
-        for call in (keyed.put, keyed.get, lambda client, keys: ranged(client, keyed, keys, (0, 1))):
+        for call in (
+            keyed.put,
+            keyed.get,
+            lambda client, keys: ranged(client, keyed, keys, (0, 1)),
+        ):
             with pytest.raises(
-                ConfigError, match=f"sealed with the key {key_id()}, and this client {says}; set KVSTORE"
+                ConfigError,
+                match=f"sealed with the key {key_id()}, and this client {says}; set KVSTORE",
             ):
                 call(other, [key])
         assert other.lookup(keyed.namespace, [key]).prefix_pages == 1
@@ -265,7 +301,9 @@ def test_a_page_that_changes_after_it_was_copied_is_what_was_checked(
     assert keyed.get(client, [key]) == [False]
 
 
-def test_pages_on_disk_whole_and_in_part(start_node: StartNode, connect: Connect, keyed: Pages, tmp_path: Path) -> None:
+def test_pages_on_disk_whole_and_in_part(
+    start_node: StartNode, connect: Connect, keyed: Pages, tmp_path: Path
+) -> None:
     """Read back into RAM, or only the parts that a range needs."""
     node = start_node(data_dir=str(tmp_path / "data"), disk_nbytes=64 << 20)
     client, keys = connect(node, page_key=SECRET), keyed.keys(1, 2)
@@ -286,7 +324,9 @@ def evict(node: Node, pages: Pages, keys: list[bytes], settle: Any) -> None:
             node.tier._forget(page, "evicted")
 
 
-def test_whatever_is_changed_only_true_bytes_are_hits(node: Node, connect: Connect, seed: int) -> None:
+def test_whatever_is_changed_only_true_bytes_are_hits(
+    node: Node, connect: Connect, seed: int
+) -> None:
     """Random pages, forgeries, reads and wires."""
     rng = random.Random(seed)
     clients = [connect(node, wire, page_key=SECRET) for wire in ("shm", "bulk", "grpc")]
@@ -322,8 +362,12 @@ def change(rng: random.Random, node: Node, pages: Pages, key: bytes, keys: list[
     forge(node, pages, key, become(made))
 
 
-def test_a_page_that_is_too_large_with_its_seal_is_refused(start_node: StartNode, connect: Connect, node: Node) -> None:
+def test_a_page_that_is_too_large_with_its_seal_is_refused(
+    start_node: StartNode, connect: Connect, node: Node
+) -> None:
     client = connect(node, page_key=SECRET)
     space = Namespace("large", opaque_layout(1 << 20), key_id=key_id())  # an extent has 1 MiB
-    with pytest.raises(InvalidRequest, match=f"has {space.stored_nbytes} bytes, this node takes at most {1 << 20}"):
+    with pytest.raises(
+        InvalidRequest, match=f"has {space.stored_nbytes} bytes, this node takes at most {1 << 20}"
+    ):
         client.open(space)

@@ -35,7 +35,9 @@ def lie(nodes: list[Node], keyed: Pages, keys: list[bytes], replicas: int) -> li
     return mine
 
 
-def test_where_one_owner_lies_the_other_is_asked(replicated: list[Node], connect: Connect, keyed: Pages) -> None:
+def test_where_one_owner_lies_the_other_is_asked(
+    replicated: list[Node], connect: Connect, keyed: Pages
+) -> None:
     client, keys = connect(replicated[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
     keyed.put(client, keys)
     calm(replicated)
@@ -45,12 +47,16 @@ def test_where_one_owner_lies_the_other_is_asked(replicated: list[Node], connect
     assert present(replicated[1], keyed.namespace, mine) == [False] * len(mine)
 
 
-def test_replicas_of_sealed_pages_are_whole(replicated: list[Node], connect: Connect, keyed: Pages) -> None:
+def test_replicas_of_sealed_pages_are_whole(
+    replicated: list[Node], connect: Connect, keyed: Pages
+) -> None:
     """Handed on by their first owner, seal and all."""
     client, keys = connect(replicated[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
     keyed.put(client, keys)
     calm(replicated)
-    for key, (first, _) in zip(keys, owners(view_of(replicated, 2), keyed.namespace, keys), strict=True):
+    for key, (first, _) in zip(
+        keys, owners(view_of(replicated, 2), keyed.namespace, keys), strict=True
+    ):
         replicated[int(first[1])].tier.remove(keyed.namespace.digest, [key])
     assert keyed.get(client, keys) == [True] * len(keys)
     assert client.stats.forged_pages == 0

@@ -1,4 +1,6 @@
-"""Connections, descriptors and slow transfers: whatever one peer does with them, the others are served."""
+"""Connections, descriptors and slow transfers: whatever one peer does with them, the others are
+served.
+"""
 
 import contextlib
 import errno
@@ -109,7 +111,9 @@ def test_connections_that_said_hello_and_nothing_more_keep_nobody_out(
     works(node, pages, wire)
 
 
-def test_a_connection_has_no_session_before_its_first_valid_frame(start_node: StartNode, raw: ConnectRaw) -> None:
+def test_a_connection_has_no_session_before_its_first_valid_frame(
+    start_node: StartNode, raw: ConnectRaw
+) -> None:
     node = start_node(stall_s=30.0)
     silent, nonsense, good = raw(node), raw(node), raw(node)
     nonsense.send(pack_fixed(4, 0) + b"\xff\xff\xff\xff")
@@ -152,7 +156,9 @@ def test_the_longest_idle_connection_leaves_first(start_node: StartNode, raw: Co
     with pytest.raises(ConnectionError):
         second.ask(hello=pb.HelloRequest())
     until = time.monotonic() + 10.0
-    while node.bulk.count > 2 and time.monotonic() < until:  # the peer sees its end before the node has counted it
+    while (
+        node.bulk.count > 2 and time.monotonic() < until
+    ):  # the peer sees its end before the node has counted it
         threading.Event().wait(0.01)
     assert node.bulk.count == 2
 
@@ -191,18 +197,25 @@ def test_busy_connections_stay_and_one_more_is_refused_by_name(
     pages = Pages("busy")
     connect(node, "grpc").open(pages.namespace)
     writer = raw(node)
-    put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=4096)
+    put = pb.PutRequest(
+        namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=4096
+    )
     assert list(writer.ask(put=put).put.verdicts) == [pb.WRITE]
     error = raw(node).ending()
     assert (error.code, node.bulk.count) == (EXHAUSTED, 1)
-    assert "bulk connections: 1 of 127.0.0.1 and 1 in all; allowed are 1 for one peer and 2 in all" in error.message
+    assert (
+        "bulk connections: 1 of 127.0.0.1 and 1 in all; allowed are 1 for one peer and 2 in all"
+        in error.message
+    )
     assert "sessions_max" in error.message
     client = connect(node, "bulk")
     with pytest.raises(Exhausted, match="bulk connections"):
         client.lookup(pages.namespace, pages.keys(1))
     writer.send(pack_fixed(0, 4096) + bytes(4096))
     assert writer.ask(commit=pb.CommitRequest(leaves=[b"c" * 8])).commit.stored == 1
-    assert client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 1  # no pause: it was no failure of the node
+    assert (
+        client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 1
+    )  # no pause: it was no failure of the node
 
 
 @pytest.mark.skipif(GRPC_VERSION < GRPC_COUNTS, reason="gRPC does not count its connections")
@@ -219,7 +232,10 @@ def test_grpc_itself_takes_only_so_many_connections_at_once(
 
 
 def trickle(writer: Any, nbytes: int) -> None:
-    """320 KiB a second: more than 256 KiB each second, less than 1 MiB. Then the commit."""
+    """320 KiB a second: more than 256 KiB each second, less than 1 MiB.
+
+    Then the commit.
+    """
     for _ in range(0, nbytes, 16 << 10):
         writer.send(bytes(16 << 10))
         threading.Event().wait(0.05)
@@ -233,7 +249,9 @@ def test_a_put_that_trickles_is_ended_however_steady_it_is(
     pages = Pages("trickle", nbytes)
     connect(node, "grpc").open(pages.namespace)
     writer = raw(node)
-    put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=nbytes)
+    put = pb.PutRequest(
+        namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=nbytes
+    )
     assert list(writer.ask(put=put).put.verdicts) == [pb.WRITE]
     writer.send(pack_fixed(0, nbytes))
     with pytest.raises(ConnectionError):
@@ -253,7 +271,9 @@ def test_writers_that_do_not_commit_leave_room_for_others(
 
     def put(connection: Any, *numbers: int) -> pb.BulkReply:
         keys = pages.keys(*numbers)
-        request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=PAGE)
+        request = pb.PutRequest(
+            namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=PAGE
+        )
         reply: pb.BulkReply = connection.ask(put=request)
         return reply
 
@@ -262,8 +282,12 @@ def test_writers_that_do_not_commit_leave_room_for_others(
     for number, writer in enumerate(writers[1:], start=2):
         error = put(writer, *range(number * 10, number * 10 + 4)).error
         assert error.code == EXHAUSTED
-        assert "bytes reserved by puts that are not committed: 4194304 of 127.0.0.1" in error.message
-    assert list(put(writers[1], 0, 1).put.verdicts) == [pb.EXISTS] * 2, "what is there reserves nothing"
+        assert (
+            "bytes reserved by puts that are not committed: 4194304 of 127.0.0.1" in error.message
+        )
+    assert list(put(writers[1], 0, 1).put.verdicts) == [pb.EXISTS] * 2, (
+        "what is there reserves nothing"
+    )
     assert pages.put(client, pages.keys(*range(50, 54))) == [PutOutcome.STORED] * 4
     assert all(pages.get(client, pages.keys(0, 1, 50, 51, 52, 53)))
     writers[0].close()
@@ -272,7 +296,9 @@ def test_writers_that_do_not_commit_leave_room_for_others(
     assert list(put(writers[2], 30, 31, 32, 33).put.verdicts) == [pb.WRITE] * 4
 
 
-def test_a_process_that_holds_half_of_the_ram_gets_no_more(start_node: StartNode, connect: Connect) -> None:
+def test_a_process_that_holds_half_of_the_ram_gets_no_more(
+    start_node: StartNode, connect: Connect
+) -> None:
     node = start_node(batch_nbytes_max=4 << 20, batch_keys_max=16)
     pages = Pages("held", PAGE)
     client = connect(node, "shm")
@@ -288,7 +314,9 @@ def test_a_process_that_holds_half_of_the_ram_gets_no_more(start_node: StartNode
     assert pages.get(client, pages.keys(8)) == [True]
 
 
-def test_large_requests_are_refused_before_they_are_received(start_node: StartNode, raw: ConnectRaw) -> None:
+def test_large_requests_are_refused_before_they_are_received(
+    start_node: StartNode, raw: ConnectRaw
+) -> None:
     node = start_node(stall_s=30.0)
     writers = [raw(node) for _ in range(9)]
     for writer in writers[:8]:

@@ -1,5 +1,6 @@
-"""Calls over gRPC that say nothing, go on for ever, or are many: they cost no thread, end after a time, and small
-calls and health checks are answered beside them."""
+"""Calls over gRPC that say nothing, go on for ever, or are many: they cost no thread, end after a
+time, and small calls and health checks are answered beside them.
+"""
 
 import threading
 import time
@@ -46,7 +47,9 @@ def silence() -> Iterator[Callable[[], RequestStream]]:
 
 def channel_to(node: Node) -> grpc.Channel:
     """Of its own, so that one of them is not full of the other's calls."""
-    return grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}", [("grpc.use_local_subchannel_pool", 1)])
+    return grpc.insecure_channel(
+        f"127.0.0.1:{node.grpc.port}", [("grpc.use_local_subchannel_pool", 1)]
+    )
 
 
 @pytest.fixture
@@ -71,8 +74,14 @@ def answers(node: Node) -> None:
     """A new client is served at once."""
     with channel_to(node) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
-        assert check(health_pb2.HealthCheckRequest(), timeout=5.0, wait_for_ready=True).status == SERVING
-        assert KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=5.0).protocol_version == PROTOCOL_VERSION
+        assert (
+            check(health_pb2.HealthCheckRequest(), timeout=5.0, wait_for_ready=True).status
+            == SERVING
+        )
+        assert (
+            KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=5.0).protocol_version
+            == PROTOCOL_VERSION
+        )
 
 
 def at_rest(node: Node) -> None:
@@ -82,13 +91,23 @@ def at_rest(node: Node) -> None:
 def test_calls_that_send_no_request_keep_nobody_out(
     node: Node, channels: Callable[[], grpc.Channel], silence: Callable[[], RequestStream]
 ) -> None:
-    """Any client can open a unary call as a stream that says nothing: 32 of them ended gRPC's service."""
+    """Any client can open a unary call as a stream that says nothing: 32 of them ended gRPC's
+    service.
+    """
     calls = []
     for _ in range(2):
         channel = channels()
-        methods = ["/kvstore.KVStore/Lookup", "/kvstore.KVStore/Put", "/grpc.health.v1.Health/Check"]
+        methods = [
+            "/kvstore.KVStore/Lookup",
+            "/kvstore.KVStore/Put",
+            "/grpc.health.v1.Health/Check",
+        ]
         for method in methods * 10:
-            calls.append(channel.stream_unary(method).future(iter(silence()), timeout=60.0, wait_for_ready=True))
+            calls.append(
+                channel.stream_unary(method).future(
+                    iter(silence()), timeout=60.0, wait_for_ready=True
+                )
+            )
     for _ in range(3):
         answers(node)
     assert len(calls) == 60
@@ -147,7 +166,10 @@ def test_a_call_is_refused_by_name_when_a_peer_has_its_share_of_busy_ones(
             with pytest.raises(grpc.RpcError) as caught:
                 stub.Hello(pb.HelloRequest(), timeout=10.0)
             assert caught.value.code() is EXHAUSTED
-            assert "gRPC calls: 8 of 127.0.0.1 and 8 in all; allowed are 8 for one peer" in caught.value.details()
+            assert (
+                "gRPC calls: 8 of 127.0.0.1 and 8 in all; allowed are 8 for one peer"
+                in caught.value.details()
+            )
         finally:
             go_on.set()
             for call in calls:
@@ -159,12 +181,17 @@ def test_a_call_is_refused_by_name_when_a_peer_has_its_share_of_busy_ones(
 def test_of_one_connections_calls_so_many_are_open_and_the_others_wait_at_the_client(
     start_node: StartNode, silence: Callable[[], RequestStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.gateway.call.REQUEST_S_MAX", 600.0)  # a busy machine takes long to begin so many
+    monkeypatch.setattr(
+        "node.gateway.call.REQUEST_S_MAX", 600.0
+    )  # a busy machine takes long to begin so many
     node = start_node(grpc_threads=64, stall_s=30.0)
     counted = servicer_of(node)._calls
     with channel_to(node) as channel:
         silent = channel.stream_unary("/kvstore.KVStore/Put")
-        calls = [silent.future(iter(silence()), timeout=60.0) for _ in range(2 * STREAMS_OF_CONNECTION_MAX)]
+        calls = [
+            silent.future(iter(silence()), timeout=60.0)
+            for _ in range(2 * STREAMS_OF_CONNECTION_MAX)
+        ]
         wait_until(lambda: counted.count >= STREAMS_OF_CONNECTION_MAX)
         threading.Event().wait(0.2)
         assert counted.count == STREAMS_OF_CONNECTION_MAX
@@ -178,7 +205,10 @@ def test_silent_reflection_streams_keep_nobody_out(
     streams = []
     for _ in range(4):
         stub = reflection_pb2_grpc.ServerReflectionStub(channels())
-        streams += [stub.ServerReflectionInfo(iter(silence()), timeout=60.0, wait_for_ready=True) for _ in range(8)]
+        streams += [
+            stub.ServerReflectionInfo(iter(silence()), timeout=60.0, wait_for_ready=True)
+            for _ in range(8)
+        ]
     while sum(stream.done() for stream in streams) < len(streams) - -(-REFLECTION_STREAMS_MAX // 2):
         threading.Event().wait(0.01)
     ended = [stream for stream in streams if stream.done()]
@@ -201,7 +231,9 @@ def test_a_reflection_stream_ends_however_much_it_says(
 ) -> None:
     monkeypatch.setattr("node.gateway.server.REFLECTION_S_MAX", 0.5)
     said = silence()
-    stream = reflection_pb2_grpc.ServerReflectionStub(channels()).ServerReflectionInfo(iter(said), timeout=30.0)
+    stream = reflection_pb2_grpc.ServerReflectionStub(channels()).ServerReflectionInfo(
+        iter(said), timeout=30.0
+    )
 
     def talk() -> None:
         for _ in range(600):
@@ -239,7 +271,9 @@ def test_a_watch_tells_of_changes_and_the_oldest_of_too_many_ends(
     others = []  # kept, or they would be cancelled
     for _ in range(2):
         stub = health_pb2_grpc.HealthStub(channels())
-        for _ in range(20):  # one after the other: a call that has not asked for anything leaves before all others
+        for _ in range(
+            20
+        ):  # one after the other: a call that has not asked for anything leaves before all others
             others.append(stub.Watch(request, timeout=60.0))
             assert next(others[-1]).status == SERVING
     with pytest.raises(grpc.RpcError) as caught:
@@ -253,7 +287,9 @@ def test_calls_that_wait_do_not_delay_a_stop(silence: Callable[[], RequestStream
     node = Node(NodeConfig(host="127.0.0.1", ram_nbytes=16 << 20, drain_s=60.0, **ports))
     node.start()
     with channel_to(node) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=120.0)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(), timeout=120.0
+        )
         assert next(watch).status == SERVING
         channel.stream_unary("/kvstore.KVStore/Lookup").future(iter(silence()), timeout=120.0)
         began = time.monotonic()
@@ -277,7 +313,11 @@ def test_a_watch_does_not_last_for_ever(
 ) -> None:
     monkeypatch.setattr("node.gateway.server.HEALTH_WATCH_S_MAX", 0.3)
     with pytest.raises(grpc.RpcError) as caught:
-        list(health_pb2_grpc.HealthStub(channels()).Watch(health_pb2.HealthCheckRequest(), timeout=30.0))
+        list(
+            health_pb2_grpc.HealthStub(channels()).Watch(
+                health_pb2.HealthCheckRequest(), timeout=30.0
+            )
+        )
     assert caught.value.code() is EXHAUSTED
     assert "watch again" in caught.value.details()
 
@@ -289,7 +329,9 @@ def test_a_put_that_trickles_over_grpc_is_ended_however_steady_it_is(
     pages = Pages("trickle", nbytes)
     connect(node, "grpc").open(pages.namespace)
     frames = silence()
-    put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=nbytes)
+    put = pb.PutRequest(
+        namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=nbytes
+    )
     frames.say(pb.PutFrame(begin=put))
     stop = threading.Event()
 
@@ -326,7 +368,9 @@ def test_a_put_for_which_there_is_no_thread_leaves_nothing(
         start(thread)
 
     with monkeypatch.context() as short:
-        in_loop(node, lambda: [upstream._close(upstream._idle.pop()) for _ in upstream._idle[:]])  # they have threads
+        in_loop(
+            node, lambda: [upstream._close(upstream._idle.pop()) for _ in upstream._idle[:]]
+        )  # they have threads
         short.setattr(threading.Thread, "start", refuse)
         with pytest.raises(Exhausted, match="no more threads"):
             pages.put(client, pages.keys(1))
@@ -346,10 +390,17 @@ def test_long_metadata_is_refused(node: Node, channels: Callable[[], grpc.Channe
     answers(node)
 
 
-def test_large_requests_over_grpc_are_refused_by_name(node: Node, channels: Callable[[], grpc.Channel]) -> None:
+def test_large_requests_over_grpc_are_refused_by_name(
+    node: Node, channels: Callable[[], grpc.Channel]
+) -> None:
     requests = node.service.requests
-    large = pb.LookupRequest(namespace=bytes(16), prefix_hashes=[bytes(64)] * (REQUEST_NBYTES_FREE // 64))
-    with requests.lent("one peer", requests.cap.per_peer), requests.lent("another", requests.cap.per_peer):
+    large = pb.LookupRequest(
+        namespace=bytes(16), prefix_hashes=[bytes(64)] * (REQUEST_NBYTES_FREE // 64)
+    )
+    with (
+        requests.lent("one peer", requests.cap.per_peer),
+        requests.lent("another", requests.cap.per_peer),
+    ):
         with pytest.raises(grpc.RpcError) as caught:
             KVStoreStub(channels()).Lookup(large, timeout=10.0)
         assert caught.value.code() is EXHAUSTED
@@ -361,8 +412,18 @@ def test_cancelled_scrubs_neither_end_service_nor_delay_the_stop(
     connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """40 of them without a limit kept all threads, and SIGTERM waited for 25 s."""
-    settings: dict[str, Any] = {"port": 0, "bulk_port": 0, "metrics_port": 0, "ram_nbytes": 16 << 20, "drain_s": 0.1}
-    disk: dict[str, Any] = {"data_dir": str(tmp_path), "disk_nbytes": 64 << 20, "scrub_nbytes_per_s": 0}
+    settings: dict[str, Any] = {
+        "port": 0,
+        "bulk_port": 0,
+        "metrics_port": 0,
+        "ram_nbytes": 16 << 20,
+        "drain_s": 0.1,
+    }
+    disk: dict[str, Any] = {
+        "data_dir": str(tmp_path),
+        "disk_nbytes": 64 << 20,
+        "scrub_nbytes_per_s": 0,
+    }
     node = Node(NodeConfig(host="127.0.0.1", grpc_threads=4, **settings, **disk))
     node.start()
     pages = Pages("scrub")
@@ -386,7 +447,9 @@ def test_cancelled_scrubs_neither_end_service_nor_delay_the_stop(
     monkeypatch.setattr(node.disk.reading, "verify", slowly)
     with channel_to(node) as channel:
         stub = KVStoreStub(channel)
-        calls = [stub.Scrub.future(pb.ScrubRequest(nbytes_max=1 << 60), timeout=60.0) for _ in range(20)]
+        calls = [
+            stub.Scrub.future(pb.ScrubRequest(nbytes_max=1 << 60), timeout=60.0) for _ in range(20)
+        ]
         until_more_than(0)
         for call in calls:
             call.cancel()
@@ -395,7 +458,9 @@ def test_cancelled_scrubs_neither_end_service_nor_delay_the_stop(
         count = len(verified)
         threading.Event().wait(0.5)
         assert len(verified) <= count + 1 < 400
-        again = [stub.Scrub.future(pb.ScrubRequest(nbytes_max=1 << 60), timeout=60.0) for _ in range(20)]
+        again = [
+            stub.Scrub.future(pb.ScrubRequest(nbytes_max=1 << 60), timeout=60.0) for _ in range(20)
+        ]
         until_more_than(count + 1)
         began = time.monotonic()
         node.stop()

@@ -1,4 +1,6 @@
-"""The metrics server: few connections, a time for each; and what still works without descriptors or threads."""
+"""The metrics server: few connections, a time for each; and what still works without descriptors or
+threads.
+"""
 
 import contextlib
 import errno
@@ -61,7 +63,9 @@ def trickle(sock: socket.socket, data: bytes, pause_s: float) -> None:
         threading.Event().wait(pause_s)
 
 
-def test_silent_scrapes_take_few_threads_and_keep_nobody_out(node: Node, dial: Callable[[int], socket.socket]) -> None:
+def test_silent_scrapes_take_few_threads_and_keep_nobody_out(
+    node: Node, dial: Callable[[int], socket.socket]
+) -> None:
     before = threading.active_count()
     for _ in range(60):
         dial(node.metrics.port).sendall(b"GET /metrics HT")
@@ -97,7 +101,9 @@ def test_who_says_no_more_before_the_end_of_a_head_is_hung_up_at_once(
 
 def test_every_scrape_gives_its_place_back_whoever_answers_it(node: Node) -> None:
     for path in ("/metrics", "/health", "/console/"):
-        with urllib.request.urlopen(f"http://127.0.0.1:{node.metrics.port}{path}", timeout=20.0) as reply:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{node.metrics.port}{path}", timeout=20.0
+        ) as reply:
             reply.read()
     wait_until(lambda: not node.metrics._places.count)
 
@@ -169,8 +175,12 @@ def test_scrapers_that_name_versions_get_one_of_two_texts(node: Node) -> None:
     assert len(node.metrics._cached) == 2
 
 
-def test_scrapes_without_pause_are_answered_from_one_text(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making the text of many namespaces takes tens of milliseconds in which nobody else runs Python."""
+def test_scrapes_without_pause_are_answered_from_one_text(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making the text of many namespaces takes tens of milliseconds in which nobody else runs
+    Python.
+    """
     made = []
     choose = node.metrics._choose
 
@@ -197,12 +207,20 @@ class Idle(MetricsServer):
 
 
 def idle() -> Idle:
-    return Idle("127.0.0.1", 0, lambda headers, asker: Answer("text/plain", 0, lambda: b"text"), lambda: True)
+    return Idle(
+        "127.0.0.1",
+        0,
+        lambda headers, asker: Answer("text/plain", 0, lambda: b"text"),
+        lambda: True,
+    )
 
 
-def test_a_probe_in_a_crowd_that_connects_all_at_once_is_answered(dial: Callable[[int], socket.socket]) -> None:
-    """A kubelet's waited a second for each of its packets that met a full backlog, and was hung up, as the oldest of
-    its host, before what it had sent was read."""
+def test_a_probe_in_a_crowd_that_connects_all_at_once_is_answered(
+    dial: Callable[[int], socket.socket],
+) -> None:
+    """A kubelet's waited a second for each of its packets that met a full backlog, and was hung up,
+    as the oldest of its host, before what it had sent was read.
+    """
     server = idle()
     silent = [dial(server.port) for _ in range(2 * HTTP_CONNECTIONS_MAX)]
     probe = dial(server.port)
@@ -211,23 +229,32 @@ def test_a_probe_in_a_crowd_that_connects_all_at_once_is_answered(dial: Callable
     for _ in range(len(silent) + 1):
         server._accept()
     assert probe.recv(100).startswith(b"HTTP/1.1 200 ")
-    wait_until(lambda: len(server._threads) <= HTTP_CONNECTIONS_MAX // 2)  # who had to leave has left
+    wait_until(
+        lambda: len(server._threads) <= HTTP_CONNECTIONS_MAX // 2
+    )  # who had to leave has left
     server.stop()
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(Exhausted("not so often"), 429), (Unavailable("it stops"), 503), (ZeroDivisionError(), 500)]
+    ("error", "status"),
+    [(Exhausted("not so often"), 429), (Unavailable("it stops"), 503), (ZeroDivisionError(), 500)],
 )
 def test_a_text_that_can_not_be_made_is_that_scrapes_and_keeps_nobody(
-    dial: Callable[[int], socket.socket], caplog: pytest.LogCaptureFixture, error: Exception, status: int
+    dial: Callable[[int], socket.socket],
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    status: int,
 ) -> None:
-    """A tenant beyond its quota of requests left each of its scrapes without an answer, and all others, the probes
-    among them, waiting for a tenth of a second."""
+    """A tenant beyond its quota of requests left each of its scrapes without an answer, and all
+    others, the probes among them, waiting for a tenth of a second.
+    """
 
     def body() -> bytes:
         raise error
 
-    server = MetricsServer("127.0.0.1", 0, lambda headers, asker: Answer("text/plain", 0, body), lambda: True)
+    server = MetricsServer(
+        "127.0.0.1", 0, lambda headers, asker: Answer("text/plain", 0, body), lambda: True
+    )
     found, _, text = scrape(server.port)
     assert found == status
     assert text.strip()
@@ -299,7 +326,16 @@ def test_a_node_raises_its_own_limit_of_descriptors(tmp_path: pathlib.Path) -> N
     limited = tmp_path / "python"
     limited.write_text(f'#!/bin/sh\nulimit -Sn 64\nexec {sys.executable} "$@"\n')
     limited.chmod(0o700)
-    flags = ("--ram-bytes", "1MiB", "--sessions-max", "100", "--grpc-threads", "8", "--grpc-processes", "2")
+    flags = (
+        "--ram-bytes",
+        "1MiB",
+        "--sessions-max",
+        "100",
+        "--grpc-threads",
+        "8",
+        "--grpc-processes",
+        "2",
+    )
     with NodeProcess(*flags, python=str(limited)) as process:
         soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
     assert soft == min(hard, 64 + 100 * DESCRIPTORS_OF_SESSION + 2 * connections_max(8))
@@ -336,8 +372,12 @@ def soon(call: Callable[[], T]) -> T:
 def test_a_node_without_descriptors_sheds_connections_and_serves(
     starved: NodeProcess, dial: Callable[[int], socket.socket], pages: Pages
 ) -> None:
-    """It did not even refuse: connections waited, the acceptors spun, metrics and health did not answer."""
-    with Client(ClientConfig(address=starved.address, wire="bulk", timeout_s=20.0, connect_timeout_s=10.0)) as known:
+    """It did not even refuse: connections waited, the acceptors spun, metrics and health did not
+    answer.
+    """
+    with Client(
+        ClientConfig(address=starved.address, wire="bulk", timeout_s=20.0, connect_timeout_s=10.0)
+    ) as known:
         assert pages.put(known, pages.keys(1))
         host, _, port = starved.address.rpartition(":")
         for where in [starved.bulk_port, int(port)] * 100:
@@ -354,7 +394,9 @@ def test_a_node_without_descriptors_sheds_connections_and_serves(
         assert cpu_s(starved.pid) - before < 0.5 * (time.monotonic() - began)
 
     def late() -> list[bool]:
-        with Client(ClientConfig(address=starved.address, wire="bulk", connect_timeout_s=0.5)) as late:
+        with Client(
+            ClientConfig(address=starved.address, wire="bulk", connect_timeout_s=0.5)
+        ) as late:
             found: list[bool] = pages.get(late, pages.keys(1))
             return found
 
@@ -364,11 +406,18 @@ def test_a_node_without_descriptors_sheds_connections_and_serves(
 def test_silent_connections_leave_descriptors_to_others(
     starved: NodeProcess, dial: Callable[[int], socket.socket]
 ) -> None:
-    """A connection that took the gap of one that had to leave counted as if all above it were free: one was left."""
-    (_, allowed), end = resource.prlimit(starved.pid, resource.RLIMIT_NOFILE), time.monotonic() + 0.8 * REQUEST_S_MAX
+    """A connection that took the gap of one that had to leave counted as if all above it were free:
+    one was left.
+    """
+    (_, allowed), end = (
+        resource.prlimit(starved.pid, resource.RLIMIT_NOFILE),
+        time.monotonic() + 0.8 * REQUEST_S_MAX,
+    )
     for _ in range(100):
         dial(starved.bulk_port)
-    with Client(ClientConfig(address=starved.address, wire="bulk", timeout_s=20.0, connect_timeout_s=10.0)) as late:
+    with Client(
+        ClientConfig(address=starved.address, wire="bulk", timeout_s=20.0, connect_timeout_s=10.0)
+    ) as late:
         assert late.node_status().session_count
     while allowed - len(os.listdir(f"/proc/{starved.pid}/fd")) < DESCRIPTORS_LEFT_MIN // 2:
         assert time.monotonic() < end, "all descriptors are taken"

@@ -1,4 +1,6 @@
-"""What a get with ranges may cost: the parts of its pages that are hashed for it are counted, each once."""
+"""What a get with ranges may cost: the parts of its pages that are hashed for it are counted, each
+once.
+"""
 
 import pytest
 from known_pages import Pages
@@ -20,7 +22,9 @@ PART = 1 << 20
 def ranged(pages: Pages, *numbers: int) -> pb.GetRequest:
     """A get of one byte of each MiB of some pages."""
     request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*numbers))
-    request.ranges.extend([pb.ByteRange(offset=offset, nbytes=1) for offset in range(0, pages.nbytes, PART)])
+    request.ranges.extend(
+        [pb.ByteRange(offset=offset, nbytes=1) for offset in range(0, pages.nbytes, PART)]
+    )
     return request
 
 
@@ -50,7 +54,10 @@ def test_a_get_of_ranges_counts_what_is_hashed_for_it_and_the_client_divides_it(
     buffers = [bytearray(3) for _ in range(3)]
     ranges = [ByteRange(offset, 1) for offset in range(0, large_pages.nbytes, PART)]
     client = connect(large_node, wire)
-    assert client.get_ranges(large_pages.namespace, large_pages.keys(0, 1, 2), ranges, buffers) == [True] * 3
+    assert (
+        client.get_ranges(large_pages.namespace, large_pages.keys(0, 1, 2), ranges, buffers)
+        == [True] * 3
+    )
     assert buffers == [large_pages.content(key)[::PART] for key in large_pages.keys(0, 1, 2)]
 
 
@@ -58,7 +65,9 @@ def test_a_get_of_too_many_pieces_is_refused(large_node: Node, large_pages: Page
     """Keys x ranges: a view of each is kept."""
     request = ranged(large_pages, *[0] * (GET_PIECES_MAX // GET_RANGES_MAX + 1))
     del request.ranges[:]
-    request.ranges.extend([pb.ByteRange(offset=offset, nbytes=1) for offset in range(GET_RANGES_MAX)])
+    request.ranges.extend(
+        [pb.ByteRange(offset=offset, nbytes=1) for offset in range(GET_RANGES_MAX)]
+    )
     with large_node.sessions.open(Caller("test")) as session:
         with pytest.raises(InvalidRequest, match=f"more than {GET_PIECES_MAX} pieces"):
             large_node.service.begin_get(session, request)
@@ -71,11 +80,17 @@ def test_a_page_is_hashed_once_for_a_get_however_often_it_is_asked_for(
 ) -> None:
     service = large_node.service
     intact, hashed = service.content.intact, []
-    monkeypatch.setattr(service.content, "intact", lambda page, ranges: hashed.append(page) or intact(page, ranges))
+    monkeypatch.setattr(
+        service.content, "intact", lambda page, ranges: hashed.append(page) or intact(page, ranges)
+    )
     with large_node.sessions.open(Caller("test")) as session:
         nbytes, reply, pieces = service.begin_get(session, ranged(large_pages, *[0, 1] * 500))
         assert list(reply.hits) == [True] * 1000
-        assert (nbytes, sum(piece.nbytes for piece in pieces), len(reply.checksums)) == (3000, 3000, 1000)
+        assert (nbytes, sum(piece.nbytes for piece in pieces), len(reply.checksums)) == (
+            3000,
+            3000,
+            1000,
+        )
     assert len(hashed) == 2
 
 
@@ -84,7 +99,9 @@ def test_nobody_goes_on_hashing_for_a_reader_who_has_left(
 ) -> None:
     service = large_node.service
     intact, hashed = service.content.intact, []
-    monkeypatch.setattr(service.content, "intact", lambda page, ranges: hashed.append(page) or intact(page, ranges))
+    monkeypatch.setattr(
+        service.content, "intact", lambda page, ranges: hashed.append(page) or intact(page, ranges)
+    )
     with large_node.sessions.open(Caller("test", lambda: bool(hashed))) as session:
         with pytest.raises(Unavailable, match="the caller is gone"):
             service.begin_get(session, ranged(large_pages, 0, 1))
@@ -92,8 +109,12 @@ def test_nobody_goes_on_hashing_for_a_reader_who_has_left(
     assert len(hashed) == 1
 
 
-def test_a_range_is_compared_with_the_checksum_and_not_with_leaves_alone(large_node: Node, connect: Connect) -> None:
-    """Leaves that went wrong in the node's memory vouch for nothing; what is damaged elsewhere is nobody's miss."""
+def test_a_range_is_compared_with_the_checksum_and_not_with_leaves_alone(
+    large_node: Node, connect: Connect
+) -> None:
+    """Leaves that went wrong in the node's memory vouch for nothing; what is damaged elsewhere is
+    nobody's miss.
+    """
     pages = Pages("leaves", 3 << 20)
     client, (key,) = connect(large_node), pages.keys(0)
     pages.put(client, [key])

@@ -23,13 +23,16 @@ from node.serving import limits
 
 
 class Errors:
-    """The errors with which a service refuses, watched from outside: each keeps the frames it went through, and they
-    the request."""
+    """The errors with which a service refuses, watched from outside: each keeps the frames it went
+    through, and they the request.
+    """
 
     SAID = "no, and watched"
 
     def alive(self) -> int:
-        return sum(isinstance(one, InvalidRequest) and one.args == (self.SAID,) for one in gc.get_objects())
+        return sum(
+            isinstance(one, InvalidRequest) and one.args == (self.SAID,) for one in gc.get_objects()
+        )
 
     def fail(self, *_: Any) -> Any:
         raise InvalidRequest(self.SAID)
@@ -55,7 +58,9 @@ def test_refused_calls_over_grpc_leave_nothing_to_collect(
                 with pytest.raises(grpc.RpcError, match="no"):
                     list(stub.Get(pb.GetRequest(prefix_hashes=keys), timeout=20.0))
         end = time.monotonic() + 20.0
-        while errors.alive() and time.monotonic() < end:  # the last call's task ends behind its status
+        while (
+            errors.alive() and time.monotonic() < end
+        ):  # the last call's task ends behind its status
             threading.Event().wait(0.05)
         assert errors.alive() == 0
     finally:
@@ -63,7 +68,9 @@ def test_refused_calls_over_grpc_leave_nothing_to_collect(
 
 
 def refusals(node: Node, raw: ConnectRaw, op: str, body: bytes) -> list[str]:
-    """What the node says to a request in its wire form, over gRPC and bulk; a bulk connection goes on."""
+    """What the node says to a request in its wire form, over gRPC and bulk; a bulk connection goes
+    on.
+    """
     said = []
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         with pytest.raises(grpc.RpcError) as caught:
@@ -85,7 +92,9 @@ def refusals(node: Node, raw: ConnectRaw, op: str, body: bytes) -> list[str]:
 def test_what_no_request_can_need_is_refused_before_it_is_parsed(
     node: Node, raw: ConnectRaw, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
-    """To parse a million empty keys or ranges keeps the GIL for 60 ms: gets from RAM waited for seconds."""
+    """To parse a million empty keys or ranges keeps the GIL for 60 ms: gets from RAM waited for
+    seconds.
+    """
 
     class Unparsed:
         @staticmethod
@@ -106,7 +115,9 @@ def test_large_gets_take_from_the_budget_for_their_ranges(
     connect(node).open(pages.namespace)
     budget, seen = node.service.requests, []
     begin = node.service.begin_get
-    monkeypatch.setattr(node.service, "begin_get", lambda *some: seen.append(budget.used) or begin(*some))
+    monkeypatch.setattr(
+        node.service, "begin_get", lambda *some: seen.append(budget.used) or begin(*some)
+    )
     get = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(16)))
     get.ranges.extend([pb.ByteRange(offset=1 << 40, nbytes=1 << 40)] * GET_RANGES_MAX)
     body = get.SerializeToString()
@@ -125,7 +136,10 @@ def test_a_get_of_too_many_ranges_is_refused_on_every_wire(
     client = connect(node)
     client.open(pages.namespace)
     get = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1))
-    for count in (GET_RANGES_MAX + 1, 8 * GET_RANGES_MAX):  # small enough to be parsed at once, and large
+    for count in (
+        GET_RANGES_MAX + 1,
+        8 * GET_RANGES_MAX,
+    ):  # small enough to be parsed at once, and large
         del get.ranges[:]
         get.ranges.extend([pb.ByteRange(offset=4, nbytes=1)] * count)
         for said in refusals(node, raw, "get", get.SerializeToString()):
@@ -133,13 +147,17 @@ def test_a_get_of_too_many_ranges_is_refused_on_every_wire(
             assert f"at most {GET_RANGES_MAX}" in said
     buffer = bytearray(GET_RANGES_MAX + 1)
     with pytest.raises(InvalidRequest, match=f"at most {GET_RANGES_MAX}"):
-        client.get_ranges(pages.namespace, pages.keys(1), [ByteRange(0, 1)] * (GET_RANGES_MAX + 1), [buffer])
+        client.get_ranges(
+            pages.namespace, pages.keys(1), [ByteRange(0, 1)] * (GET_RANGES_MAX + 1), [buffer]
+        )
 
 
 def test_an_error_does_not_hold_a_whole_digest(node: Node) -> None:
     """2 MiB of it were 4 MiB of text, for each call that was refused."""
     digest = bytes(60_000)
-    opening = pb.OpenNamespaceRequest(namespace=namespace_message(Namespace("m", opaque_layout(4096))), digest=digest)
+    opening = pb.OpenNamespaceRequest(
+        namespace=namespace_message(Namespace("m", opaque_layout(4096))), digest=digest
+    )
     lookup = pb.LookupRequest(namespace=digest, prefix_hashes=[bytes(32)])
     for op, request in (("open_namespace", opening), ("lookup", lookup)):
         with pytest.raises(KVStoreError, match="of 60000 bytes") as caught:

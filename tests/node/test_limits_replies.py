@@ -1,4 +1,6 @@
-"""Clients over gRPC that ask and never take the answer: HTTP/2 lets them say that they have room for nothing."""
+"""Clients over gRPC that ask and never take the answer: HTTP/2 lets them say that they have room
+for nothing.
+"""
 
 import socket
 import struct
@@ -81,7 +83,9 @@ def test_a_put_whose_answer_is_not_taken_gives_its_slots_back(
     client.open(pages.namespace)
     rude = deaf()
     for key in pages.keys(*range(CALLS)):
-        request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=[key], page_nbytes=pages.nbytes)
+        request = pb.PutRequest(
+            namespace=pages.namespace.digest, prefix_hashes=[key], page_nbytes=pages.nbytes
+        )
         rude.call("/kvstore.KVStore/Put", pb.PutFrame(begin=request).SerializeToString(), end=False)
     assert writing(node, CALLS)
     assert writing(node, 0)
@@ -89,8 +93,10 @@ def test_a_put_whose_answer_is_not_taken_gives_its_slots_back(
 
 
 def test_calls_whose_reply_is_not_taken_end(node: Node, deaf: Callable[[], Deaf]) -> None:
-    """A call was over when its reply was made, so that one peer could leave thousands of them behind. What gRPC still
-    has of them, and replies of unary calls, count to a gateway's memory (`tests/gateway/test_ends.py`)."""
+    """A call was over when its reply was made, so that one peer could leave thousands of them
+    behind. What gRPC still has of them, and replies of unary calls, count to a gateway's memory
+    (`tests/gateway/test_ends.py`).
+    """
     rude = deaf()
     for _ in range(CALLS):
         rude.call("/grpc.health.v1.Health/Check", b"")
@@ -100,12 +106,16 @@ def test_calls_whose_reply_is_not_taken_end(node: Node, deaf: Callable[[], Deaf]
 
 def told(frames: list[tuple[int, int, bytes]], setting: int) -> list[int]:
     """The values of a setting of HTTP/2 that the node has told."""
-    settings = b"".join(body for kind, flags, body in frames if kind == SETTINGS and not flags & ACK)
+    settings = b"".join(
+        body for kind, flags, body in frames if kind == SETTINGS and not flags & ACK
+    )
     return [value for number, value in struct.iter_unpack(">HI", settings) if number == setting]
 
 
 def test_a_stream_over_grpc_has_a_window_that_does_not_grow(deaf: Callable[[], Deaf]) -> None:
-    """It grows with what gRPC learns by pings; who answered them late could pour 512 MiB into each stream."""
+    """It grows with what gRPC learns by pings; who answered them late could pour 512 MiB into each
+    stream.
+    """
     connection = deaf()
     connection.call("/kvstore.KVStore/Stat", bytes(60_000))
     frames = list(connection.frames(last=HEADERS))

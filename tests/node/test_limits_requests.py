@@ -1,5 +1,6 @@
-"""What one request may cost: memory, time, and how many of a kind run; and what is answered when the node itself
-fails at one."""
+"""What one request may cost: memory, time, and how many of a kind run; and what is answered when
+the node itself fails at one.
+"""
 
 import contextlib
 import logging
@@ -40,7 +41,10 @@ class Blocked:
         def wait(*_: Any) -> Any:
             self.running.release()
             assert self.go_on.wait(20.0)
-            return answer or getattr(pb, "".join(word.capitalize() for word in op.split("_")) + "Reply")()
+            return (
+                answer
+                or getattr(pb, "".join(word.capitalize() for word in op.split("_")) + "Reply")()
+            )
 
         monkeypatch.setitem(node.service._unary, op, wait)
 
@@ -75,7 +79,10 @@ def test_of_one_peers_requests_one_is_worked_on_at_a_time(
     client = connect(node, wire, timeout_s=30.0, connections_max=8)
     client.open(pages.namespace)
     blocked = Blocked(node, "pin", monkeypatch)
-    calls = [threading.Thread(target=client.pin, args=(pages.namespace, pages.keys(1), 1.0)) for _ in range(6)]
+    calls = [
+        threading.Thread(target=client.pin, args=(pages.namespace, pages.keys(1), 1.0))
+        for _ in range(6)
+    ]
     for call in calls:
         call.start()
     assert blocked.running.acquire(timeout=10.0)
@@ -164,14 +171,18 @@ def test_a_caller_who_hangs_up_is_gone_also_behind_what_it_said_last(
     assert seen.wait(10.0)
 
 
-def test_ranges_of_a_get_are_not_gathered_in_memory(start_node: StartNode, connect: Connect) -> None:
+def test_ranges_of_a_get_are_not_gathered_in_memory(
+    start_node: StartNode, connect: Connect
+) -> None:
     """16 gets of overlapping ranges of small pages took 1 GiB."""
     node = start_node(batch_nbytes_max=8 << 20)
     pages = Pages("ranges", PAGE)
     pages.put(connect(node), pages.keys(*range(8)))
     half = PAGE // 2
     request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(8)))
-    request.ranges.extend([pb.ByteRange(offset=half, nbytes=half), pb.ByteRange(offset=0, nbytes=half)])
+    request.ranges.extend(
+        [pb.ByteRange(offset=half, nbytes=half), pb.ByteRange(offset=0, nbytes=half)]
+    )
     with node.sessions.open(Caller("test")) as session:
         tracemalloc.start()
         try:
@@ -183,7 +194,9 @@ def test_ranges_of_a_get_are_not_gathered_in_memory(start_node: StartNode, conne
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_ranges_may_come_in_any_order_but_no_byte_twice(node: Node, connect: Connect, pages: Pages, wire: str) -> None:
+def test_ranges_may_come_in_any_order_but_no_byte_twice(
+    node: Node, connect: Connect, pages: Pages, wire: str
+) -> None:
     client = connect(node, wire)
     (key,) = pages.keys(1)
     pages.put(client, [key])
@@ -199,9 +212,14 @@ def test_ranges_may_come_in_any_order_but_no_byte_twice(node: Node, connect: Con
 def test_a_huge_description_is_refused_and_blocks_nobody(node: Node, connect: Connect) -> None:
     """Two of half a MiB each, with a page, blocked all others."""
     client = connect(node)
-    layout = PageLayout(1, (LayerGroup("all", tuple(range(1 << 15)), (Plane("k", "uint8", (1,)),)),))
+    layout = PageLayout(
+        1, (LayerGroup("all", tuple(range(1 << 15)), (Plane("k", "uint8", (1,)),)),)
+    )
     huge = Namespace(model="huge", layout=layout)
-    with pytest.raises(InvalidRequest, match=r"the description of this namespace has \d{5} bytes, allowed are 32768"):
+    with pytest.raises(
+        InvalidRequest,
+        match=r"the description of this namespace has \d{5} bytes, allowed are 32768",
+    ):
         client.put(huge, [bytes(32)], [bytes(1 << 15)])
     others = Pages("others")
     assert others.put(client, others.keys(1)) == [PutOutcome.STORED]
@@ -226,8 +244,12 @@ def test_nobody_goes_on_verifying_for_a_caller_who_has_left(
     pages.put(connect(node), pages.keys(*range(5)))
     verifying = node.service._verifying
     verify, verified = verifying._verified, []
-    monkeypatch.setattr(verifying, "_verified", lambda *page: verified.append(page) or verify(*page))
-    request = pb.VerifyRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(5)))
+    monkeypatch.setattr(
+        verifying, "_verified", lambda *page: verified.append(page) or verify(*page)
+    )
+    request = pb.VerifyRequest(
+        namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(5))
+    )
     with pytest.raises(Unavailable, match="the caller is gone"):
         node.service.call("verify", request, Caller("peer", lambda: len(verified) == 2))
     assert len(verified) == 2
@@ -255,7 +277,9 @@ def disk_node(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_stat_and_list_bear_a_clock_that_was_set_back(disk_node: Node, connect: Connect, wire: str) -> None:
+def test_stat_and_list_bear_a_clock_that_was_set_back(
+    disk_node: Node, connect: Connect, wire: str
+) -> None:
     """A negative age in an unsigned field raised, which closed the connection."""
     node = disk_node
     pages = Pages(f"clock {wire}")
@@ -305,7 +329,12 @@ def test_an_unexpected_exception_is_answered_logged_and_drops_no_link(
         "commit": lambda: pages.put(client, pages.keys(2)),
         "get": lambda: pages.get(client, pages.keys(1)),
     }
-    name = {"stat": "_inventory.stat", "put": "_tier.reserve", "commit": "_tier.commit", "get": "_tier.acquire"}[op]
+    name = {
+        "stat": "_inventory.stat",
+        "put": "_tier.reserve",
+        "commit": "_tier.commit",
+        "get": "_tier.acquire",
+    }[op]
     owner = getattr(node.service, name.partition(".")[0])
 
     def fail(*_: Any, **__: Any) -> None:
@@ -314,7 +343,9 @@ def test_an_unexpected_exception_is_answered_logged_and_drops_no_link(
     with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):
         patched.setattr(owner, name.partition(".")[2], fail)
         for _ in range(3):
-            with pytest.raises(KVStoreError, match=rf"{op} failed inside the node \(ZeroDivisionError\)") as caught:
+            with pytest.raises(
+                KVStoreError, match=rf"{op} failed inside the node \(ZeroDivisionError\)"
+            ) as caught:
                 calls[op]()
             assert type(caught.value) is KVStoreError
     assert "a bug" in caplog.text
@@ -351,9 +382,24 @@ def test_sigterm_before_the_start_is_over_ends_it_with_status_0() -> None:
         "os.kill(os.getpid(), signal.SIGTERM);"
         "os.execv(sys.executable, [sys.executable, '-m', 'node.main', *sys.argv[1:]])"
     )
-    flags = ("--port", "0", "--bulk-port", "0", "--metrics-port", "0", "--ram-bytes", "64MiB", "--host", "127.0.0.1")
+    flags = (
+        "--port",
+        "0",
+        "--bulk-port",
+        "0",
+        "--metrics-port",
+        "0",
+        "--ram-bytes",
+        "64MiB",
+        "--host",
+        "127.0.0.1",
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code, *flags], check=False, capture_output=True, text=True, timeout=60.0
+        [sys.executable, "-c", code, *flags],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60.0,
     )
     assert done.returncode == 0, done.stderr
     assert "ready" not in done.stdout

@@ -16,7 +16,9 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 def rows() -> list[list[str]]:
     text = (ROOT / "docs" / "operations.md").read_text()
     section = text.split("## Limits\n")[1].split("\n## ")[0]
-    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    lines = [
+        line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")
+    ]
     return [cells for cells in lines[2:] if cells]
 
 
@@ -24,7 +26,12 @@ def test_every_cap_has_its_row(node: Node, monkeypatch: pytest.MonkeyPatch) -> N
     """Caps are made by one function; those of a node that starts are all of them."""
     assert node.shm is not None
     servicer, calls = servicer_of(node), node.grpc.calls
-    budgets = [node.service.requests, node.sessions.reserved, node.sessions.held, node.service.followers._budget]
+    budgets = [
+        node.service.requests,
+        node.sessions.reserved,
+        node.sessions.held,
+        node.service.followers._budget,
+    ]
     budgets += node.service._long_calls.values()
     budgets += [calls.calls, calls.transfers, calls.durable, calls.loads]
     places = [node.bulk._places, node.shm._places, node.metrics._places, *servicer.places]

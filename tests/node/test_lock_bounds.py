@@ -1,4 +1,6 @@
-"""Nothing under the RAM tier's lock grows with pages, sizes, holds or pins: counted in bytecodes, not in time."""
+"""Nothing under the RAM tier's lock grows with pages, sizes, holds or pins: counted in bytecodes,
+not in time.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -25,7 +27,9 @@ def longest(box: Any, work: Callable[[], object]) -> int:
     return lock.longest
 
 
-def full(sandbox: type[Sandbox], count: int, spare: int = 0, extent: int = EXTENT) -> tuple[Any, Any, list[bytes]]:
+def full(
+    sandbox: type[Sandbox], count: int, spare: int = 0, extent: int = EXTENT
+) -> tuple[Any, Any, list[bytes]]:
     """A tier full of pages, oldest first."""
     box = sandbox(-(-(count + spare) * PAGE // extent) * extent, extent)
     pages = box.open("full", PAGE)
@@ -149,7 +153,9 @@ def make_batch_over_pins(sandbox: type[Sandbox], count: int) -> Callable[[], int
     for start in range(0, count // 3, 50):
         box.pin(pages, keys[start : start + 50], 1000)
     box.now_ms += 1000
-    return lambda: longest(box, lambda: box.reserve(pages, pages.keys(*range(50_000, 50_000 + count // 2))))
+    return lambda: longest(
+        box, lambda: box.reserve(pages, pages.keys(*range(50_000, 50_000 + count // 2)))
+    )
 
 
 def make_other_size(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
@@ -216,16 +222,24 @@ def test_a_chain_of_several_turns_goes_from_its_tail() -> None:
     box, pages, keys = full(Sandbox, 1000)
     chain = keys[100:900]
     box.now_ms += 1
-    assert box.tier.lookup(pages.namespace.digest, [*chain, *pages.keys(10_000)], touch=True) == [True] * 800 + [False]
+    assert box.tier.lookup(pages.namespace.digest, [*chain, *pages.keys(10_000)], touch=True) == [
+        True
+    ] * 800 + [False]
     box.put(pages, pages.keys(*range(20_000, 20_000 + len(keys) - 10)))
-    assert [key for key in keys if box.tier.lookup(pages.namespace.digest, [key], touch=False) == [True]] == chain[:10]
+    assert [
+        key for key in keys if box.tier.lookup(pages.namespace.digest, [key], touch=False) == [True]
+    ] == chain[:10]
 
 
-def test_slots_of_an_erased_namespace_are_zeroed_without_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_of_an_erased_namespace_are_zeroed_without_the_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     box = Sandbox(1 << 22, 1 << 22)
     pages, locked = box.open("gone", PAGE), []
     box.put(pages, pages.keys(*range(600)))
-    monkeypatch.setattr(box.tier.eviction, "_zero", lambda offset, nbytes: locked.append(box.tier.lock.locked()))
+    monkeypatch.setattr(
+        box.tier.eviction, "_zero", lambda offset, nbytes: locked.append(box.tier.lock.locked())
+    )
     assert box.tier.remove_namespace(pages.namespace.digest, zero=True) == 600
     assert locked == [False] * 600
     assert box.tier.check() == []
@@ -248,7 +262,9 @@ def placement(sandbox: type[Sandbox], sizes: int, removed: bool) -> int:
 
 @pytest.mark.parametrize(("sizes", "removed"), [(60, False), (1000, True)])
 def test_a_placement_takes_as_long_with_many_page_sizes(sizes: int, removed: bool) -> None:
-    """Also after they are gone: 4,095 sizes once made each placement 4,000 times as slow until a restart."""
+    """Also after they are gone: 4,095 sizes once made each placement 4,000 times as slow until a
+    restart.
+    """
     few, many = placement(Sandbox, 4, removed), placement(Sandbox, sizes, removed)
     assert many < 3 * few + 10_000, f"{few} bytecodes after 4 sizes, {many} after {sizes}"
 

@@ -12,10 +12,14 @@ def test_lines_of_a_kind_are_few_and_the_others_are_counted() -> None:
     rate = LogRate(lambda: now)
 
     def say(line: int, *arguments: object) -> str | None:
-        record = logging.LogRecord("node", logging.INFO, "file.py", line, "%s said %d", arguments, None)
+        record = logging.LogRecord(
+            "node", logging.INFO, "file.py", line, "%s said %d", arguments, None
+        )
         return record.getMessage() if rate.filter(record) else None
 
-    assert [say(1, "a", n) for n in range(LINES + 30)] == [f"a said {n}" for n in range(LINES)] + [None] * 30
+    assert [say(1, "a", n) for n in range(LINES + 30)] == [f"a said {n}" for n in range(LINES)] + [
+        None
+    ] * 30
     assert say(2, "b", 1) == "b said 1", "another statement is another kind"
     now += WINDOW_S
     assert say(1, "a %", 2) == "a % said 2 (and 30 more like this before)"

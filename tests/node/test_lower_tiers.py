@@ -1,4 +1,6 @@
-"""Pages that RAM lacks come from lower tiers, which are asked in order; what one fails at is asked of the next."""
+"""Pages that RAM lacks come from lower tiers, which are asked in order; what one fails at is asked
+of the next.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,9 +16,14 @@ PAGE, COUNT = 4096, 16
 
 
 class Shelf(LocalTier):
-    """A tier that has the pages of `keys`. What it says it has, and fails to read, is in `broken`."""
+    """A tier that has the pages of `keys`.
 
-    def __init__(self, box: Any, pages: Any, keys: Iterable[bytes] = (), broken: Iterable[bytes] = ()) -> None:
+    What it says it has, and fails to read, is in `broken`.
+    """
+
+    def __init__(
+        self, box: Any, pages: Any, keys: Iterable[bytes] = (), broken: Iterable[bytes] = ()
+    ) -> None:
         self._box, self._pages = box, pages
         self.keys, self.broken = set(keys), set(broken)
         self.asked: list[list[bytes]] = []
@@ -55,7 +62,9 @@ class Shelf(LocalTier):
         for page, source in loads:
             self.open.remove(source.place)
             if source.place not in self.broken:
-                self._box.arena[page.offset : page.offset + PAGE] = self._pages.content(source.place)
+                self._box.arena[page.offset : page.offset + PAGE] = self._pages.content(
+                    source.place
+                )
                 page.checksum = b"checksum"
                 arrived(page)
 
@@ -80,8 +89,13 @@ def shelves() -> Any:
     return box, pages, pages.keys(*range(10)), below, far
 
 
-def get(box: Any, pages: Any, keys: Sequence[bytes], near: bool, prefix_only: bool = False) -> list[bool]:
-    """Read, verify and release. Nothing may be left open afterwards."""
+def get(
+    box: Any, pages: Any, keys: Sequence[bytes], near: bool, prefix_only: bool = False
+) -> list[bool]:
+    """Read, verify and release.
+
+    Nothing may be left open afterwards.
+    """
     deadline = Deadline(5.0) if near else None
     acquired = box.tier.acquire(pages.namespace.digest, keys, prefix_only, PAGE, None, deadline)
     found = box.tier.promotion.read(acquired, lambda: False)
@@ -113,7 +127,18 @@ def test_a_tier_is_not_asked_without_need(shelves: Any) -> None:
 def test_what_a_tier_fails_to_read_is_asked_of_the_next_one(shelves: Any) -> None:
     box, pages, keys, below, far = shelves
     below.keys, below.broken, far.keys = set(keys[:6]), set(keys[1:4]), set(keys[2:8])
-    assert get(box, pages, keys, near=True) == [True, False, True, True, True, True, True, True, False, False]
+    assert get(box, pages, keys, near=True) == [
+        True,
+        False,
+        True,
+        True,
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert far.asked == [keys[6:], keys[1:4]]
 
 
@@ -156,7 +181,9 @@ def test_a_namespace_is_kept_while_a_tier_is_asked_for_its_pages(shelves: Any) -
     assert closed == [False]
 
 
-def test_a_tier_that_breaks_leaves_no_page_behind(shelves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_that_breaks_leaves_no_page_behind(
+    shelves: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     box, pages, keys, below, far = shelves
     below.keys, far.keys = set(keys[:5]), set(keys[5:])
 
@@ -175,7 +202,12 @@ def test_a_tier_that_breaks_leaves_no_page_behind(shelves: Any, monkeypatch: pyt
         with pytest.raises(MemoryError):
             box.tier.promotion.read(acquired, lambda: False)
     box.tier.release(acquired.pages)
-    assert (far.open, box.tier.held_count, box.tier.writing_count, box.tier.slots.used_nbytes) == ([], 0, 0, 0)
+    assert (far.open, box.tier.held_count, box.tier.writing_count, box.tier.slots.used_nbytes) == (
+        [],
+        0,
+        0,
+        0,
+    )
     assert box.tier.check() == []
 
 

@@ -1,4 +1,6 @@
-"""Which member of which cluster a node is: said at its start, told to clients, refused when it can not be."""
+"""Which member of which cluster a node is: said at its start, told to clients, refused when it can
+not be.
+"""
 
 from typing import Any
 
@@ -16,7 +18,11 @@ TEXT = "static:fleet/n1=h1:7440,n2=[::1]:7441@rack-2*2.5, n3=h3"
 
 def test_a_static_list() -> None:
     membership = Membership(TEXT, "n2")
-    members = (Member("n1", "h1:7440"), Member("n2", "[::1]:7441", 2.5, "rack-2"), Member("n3", "h3"))
+    members = (
+        Member("n1", "h1:7440"),
+        Member("n2", "[::1]:7441", 2.5, "rack-2"),
+        Member("n3", "h3"),
+    )
     assert membership.view == View("fleet", 1, members)
     hello = pb.HelloReply()
     membership.tell(hello)
@@ -33,7 +39,9 @@ def test_a_view_is_put_into_words_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replicas_without_a_cluster() -> None:
-    with pytest.raises(ConfigError, match="replicas=2 is named, but no cluster; name it with --cluster"):
+    with pytest.raises(
+        ConfigError, match="replicas=2 is named, but no cluster; name it with --cluster"
+    ):
         Membership("", "", 2)
 
 
@@ -45,7 +53,9 @@ def test_a_node_that_is_alone_tells_nothing() -> None:
 
 def test_replicas_of_a_static_list() -> None:
     assert Membership(TEXT, "n2", 3).view.replicas == 3  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match="replicas=4, but the cluster fleet has 3 members; list more of them"):
+    with pytest.raises(
+        ConfigError, match="replicas=4, but the cluster fleet has 3 members; list more of them"
+    ):
         Membership(TEXT, "n2", 4)
 
 
@@ -53,9 +63,17 @@ def test_replicas_of_a_static_list() -> None:
     ("cluster", "member", "said"),
     [
         (TEXT, "n4", "member='n4' is not of the cluster fleet; its members are n1, n2, n3"),
-        (TEXT, "", r"member='' is not of the cluster fleet.* say which of them this node is \(--member\)"),
+        (
+            TEXT,
+            "",
+            r"member='' is not of the cluster fleet.* say which of them this node is \(--member\)",
+        ),
         ("", "n1", "member=n1 is named, but no cluster"),
-        ("zk://h:2181/fleet", "n1", r"is neither etcd://HOST:PORT,.../NAME nor static:NAME/ID=HOST:PORT\[@ZONE\]"),
+        (
+            "zk://h:2181/fleet",
+            "n1",
+            r"is neither etcd://HOST:PORT,.../NAME nor static:NAME/ID=HOST:PORT\[@ZONE\]",
+        ),
         ("etcd:h:2379/fleet", "n1", "is neither etcd://"),
         ("etcd://h:2379", "n1", "is not etcd://HOST:PORT,.../NAME"),
         ("etcd://h:2379,/fleet", "n1", "is not etcd://HOST:PORT,.../NAME"),
@@ -69,7 +87,11 @@ def test_replicas_of_a_static_list() -> None:
         ("static:fleet/n1=h1*0", "n1", "the weight of n1 is 0.0; it must be above 0"),
         ("static:fleet/n1=h1:x", "n1", "'h1:x' is not host:port"),
         ("static:fleet/n1=h1,n1=h2", "n1", "two members of fleet have the id n1"),
-        ("static:fleet/n1=http://h1:7440", "n1", "is a URL, not host:port: write h1:7440, without http://"),
+        (
+            "static:fleet/n1=http://h1:7440",
+            "n1",
+            "is a URL, not host:port: write h1:7440, without http://",
+        ),
         ("etcd://http://h:2379,g/fleet", "n1", "has a URL in it: write etcd://h:2379,g/fleet"),
         ("static:fl/eet/n1=h1", "n1", "a member's id is called 'eet/n1'"),
     ],
@@ -81,25 +103,35 @@ def test_what_ends_the_start(start_node: StartNode, cluster: str, member: str, s
 
 @pytest.mark.parametrize(("name", "value"), OF_ETCD)
 def test_what_a_fixed_list_says_is_no_setting(start_node: StartNode, name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name}={value} is for a cluster on etcd; a fixed list says it of each"):
+    with pytest.raises(
+        ConfigError, match=f"{name}={value} is for a cluster on etcd; a fixed list says it of each"
+    ):
         start_node(cluster=TEXT, member="n2", **{name: value})
 
 
-def test_more_members_than_connections_are_told_once(start_node: StartNode, caplog: pytest.LogCaptureFixture) -> None:
+def test_more_members_than_connections_are_told_once(
+    start_node: StartNode, caplog: pytest.LogCaptureFixture
+) -> None:
     node = start_node(sessions_max=8)
     members = tuple(Member(f"n{number}", f"127.0.0.1:{number + 1}") for number in range(6))
     for number, count in enumerate((4, 5, 6, 4), 1):
         node.membership.become(View("fleet", number, members[:count]), "n0")
-    said = [record.getMessage() for record in caplog.records if "sessions_max" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "sessions_max" in record.getMessage()
+    ]
     assert len(said) == 1
     assert "5 members and sessions_max=8" in said[0]
     assert "--sessions-max 20" in said[0]
 
 
 @pytest.mark.parametrize("address", ["10.0.0.5:7440", "[2001:db8::5]:7440", "10.0.0.5"])
-def test_a_member_that_others_can_not_reach_does_not_start(start_node: StartNode, address: str) -> None:
+def test_a_member_that_others_can_not_reach_does_not_start(
+    start_node: StartNode, address: str
+) -> None:
     cluster = f"static:fleet/n1={address},n2=h2"
-    with pytest.raises(ConfigError, match="it listens for its own host only; name an address to listen on"):
+    with pytest.raises(
+        ConfigError, match="it listens for its own host only; name an address to listen on"
+    ):
         start_node(cluster=cluster, member="n1", host="127.0.0.1")
 
 

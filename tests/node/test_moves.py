@@ -23,7 +23,9 @@ class MovingSandbox:
         box.put(self.small, self.keys)
         self.pinned = self.keys[20]
         box.pin(self.small, [self.pinned])
-        box.acquire(self.small, self.keys[:15])  # of the first extent; the one that is left goes for the pinned one
+        box.acquire(
+            self.small, self.keys[:15]
+        )  # of the first extent; the one that is left goes for the pinned one
         (self.page,) = box.read(self.small, [self.pinned])
         box.tier.release([self.page])
         self.offset = self.page.offset
@@ -79,7 +81,8 @@ def test_a_page_that_is_removed_while_it_moves_is_gone_and_keeps_no_slot() -> No
 
 def test_a_page_that_is_erased_while_it_moves_leaves_its_bytes_in_neither_slot() -> None:
     moving = MovingSandbox(
-        Sandbox, lambda moving: moving.box.tier.remove_namespace(moving.small.namespace.digest, zero=True)
+        Sandbox,
+        lambda moving: moving.box.tier.remove_namespace(moving.small.namespace.digest, zero=True),
     )
     piece = moving.small.content(moving.pinned)[:64]
     assert piece in moving.box.arena
@@ -90,8 +93,13 @@ def test_a_page_that_is_erased_while_it_moves_leaves_its_bytes_in_neither_slot()
 
 
 @pytest.mark.parametrize("another", [False, True])
-def test_all_pages_of_a_namespace_go_though_one_moves_meanwhile(monkeypatch: pytest.MonkeyPatch, another: bool) -> None:
-    """From where the walk has not been yet to where it has. `another` walk, such as a flush's, comes and goes."""
+def test_all_pages_of_a_namespace_go_though_one_moves_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, another: bool
+) -> None:
+    """From where the walk has not been yet to where it has.
+
+    `another` walk, such as a flush's, comes and goes.
+    """
     moving = MovingSandbox(Sandbox, lambda moving: None)
     box, steps = moving.box, itertools.count(1)
 
@@ -116,8 +124,13 @@ def test_all_pages_of_a_namespace_go_though_one_moves_meanwhile(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("oldest", [0, 4, 12])
-def test_a_place_that_others_emptied_meanwhile_is_given_out_once(monkeypatch: pytest.MonkeyPatch, oldest: int) -> None:
-    """It is part of a larger free block by then. Closed and opened again, it was free twice, or the rest was lost."""
+def test_a_place_that_others_emptied_meanwhile_is_given_out_once(
+    monkeypatch: pytest.MonkeyPatch, oldest: int
+) -> None:
+    """It is part of a larger free block by then.
+
+    Closed and opened again, it was free twice, or the rest was lost.
+    """
     box = Sandbox(EXTENT, EXTENT)
     small, middle = box.open("small", PAGE), box.open("middle", 4 * PAGE)
     keys = small.keys(*range(16))
@@ -126,7 +139,9 @@ def test_a_place_that_others_emptied_meanwhile_is_given_out_once(monkeypatch: py
     box.get(small, keys[:oldest] + keys[oldest + 4 :])
     monkeypatch.setattr("node.memory.lock_slices.STEPS", 1)
     once = iter([keys])  # removing lets others in, too
-    monkeypatch.setattr("node.memory.lock_slices.time.sleep", lambda _: [box.remove(small, some) for some in once])
+    monkeypatch.setattr(
+        "node.memory.lock_slices.time.sleep", lambda _: [box.remove(small, some) for some in once]
+    )
     box.put(middle, middle.keys(0))
     assert box.tier.check() == []
     monkeypatch.undo()

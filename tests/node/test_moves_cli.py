@@ -31,7 +31,9 @@ def fleet(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> list[Node]:
         node.peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.02, patience_s=0.3)
     numbers = itertools.count(1)
     tell(nodes, view_of(nodes, number=next(numbers)))
-    nodes[1].membership.announcer = lambda state: tell(nodes, view_of(nodes, number=next(numbers), n1=state))
+    nodes[1].membership.announcer = lambda state: tell(
+        nodes, view_of(nodes, number=next(numbers), n1=state)
+    )
     return nodes
 
 
@@ -70,16 +72,23 @@ def test_what_was_left_is_looked_at_again(
     fleet[0].peers.sweeper.sweep_in(0.0)
     wait_until(lambda: fleet[0].tier.visible_count == len(KEYS))
     shown = kvstore("cluster", "drain", "n1")
-    assert (shown.exit_code, shown.stdout) == (0, f"n1: {had} pages are with their owners, 0 are not\n")
+    assert (shown.exit_code, shown.stdout) == (
+        0,
+        f"n1: {had} pages are with their owners, 0 are not\n",
+    )
 
 
-def test_it_goes_on_when_the_member_was_out_of_the_view(fleet: list[Node], kvstore: Callable[..., Any]) -> None:
+def test_it_goes_on_when_the_member_was_out_of_the_view(
+    fleet: list[Node], kvstore: Callable[..., Any]
+) -> None:
     """A lease that ended, say: the member registers again."""
     client = Client(ClientConfig(address=f"127.0.0.1:{fleet[1].grpc.port}", direct=True))
     with client:
         view = fleet[1].membership.view
         assert view is not None
-        fleet[1].membership.announce = lambda state: fleet[1].membership.become(View("fleet", 2, view.members[:1]))  # type: ignore[method-assign]
+        fleet[1].membership.announce = lambda state: fleet[1].membership.become(
+            View("fleet", 2, view.members[:1])
+        )  # type: ignore[method-assign]
         assert not client.drain().over
         time.sleep(0.2)
         tell(fleet, view_of(fleet, number=3, n1=State.DRAINING))
@@ -105,7 +114,9 @@ def test_a_drained_member_has_no_share(fleet: list[Node], kvstore: Callable[...,
     assert ("100.0 %" in first, "0.0 %" in second) == (True, True)
 
 
-def test_rebalance(fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages) -> None:
+def test_rebalance(
+    fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
+) -> None:
     pages.put(connect(fleet[0]), pages.keys(*KEYS))
     shown = kvstore("cluster", "rebalance", "--dry-run", "--json")
     told = json.loads(shown.stdout)["members"]

@@ -1,5 +1,6 @@
-"""A client that talks to the member on its own host: what that has, fetches, keeps as a copy, and what it costs when
-others, or it, fail."""
+"""A client that talks to the member on its own host: what that has, fetches, keeps as a copy, and
+what it costs when others, or it, fail.
+"""
 
 import time
 from pathlib import Path
@@ -54,19 +55,25 @@ def test_a_page_that_nobody_has_is_a_miss_and_ends_a_prefix(
     assert pages.get(client, keys) == [True] * 20 + [False] + [True] * 27
 
 
-def test_ranges_of_pages_that_others_have(cluster: list[Node], far: ClusterClient, near: ClusterClient) -> None:
+def test_ranges_of_pages_that_others_have(
+    cluster: list[Node], far: ClusterClient, near: ClusterClient
+) -> None:
     large = Pages("ranges", MB)
     keys = large.keys(*range(6))
     large.put(far(cluster), keys)
     buffers = [bytearray(100) for _ in keys]
-    hits = near(cluster).get_ranges(large.namespace, keys, [ByteRange(5, 60), ByteRange(9000, 40)], buffers)
+    hits = near(cluster).get_ranges(
+        large.namespace, keys, [ByteRange(5, 60), ByteRange(9000, 40)], buffers
+    )
     assert hits == [True] * 6
     for key, buffer in zip(keys, buffers, strict=True):
         content = large.content(key)
         assert buffer == content[5:65] + content[9000:9040]
 
 
-def test_in_place(cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages) -> None:
+def test_in_place(
+    cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages
+) -> None:
     keys = pages.keys(*NUMBERS)
     pages.put(far(cluster), keys)
     client = near(cluster)
@@ -76,7 +83,10 @@ def test_in_place(cluster: list[Node], far: ClusterClient, near: ClusterClient, 
     with client.open_get(pages.namespace, keys) as slots:
         assert slots.hits == [True] * len(keys)
         assert [bytes(page) for page in slots.pages] == [pages.content(key) for key in keys]
-    with pytest.raises(InvalidRequest, match="asked of one node"), far(cluster).open_get(pages.namespace, keys):
+    with (
+        pytest.raises(InvalidRequest, match="asked of one node"),
+        far(cluster).open_get(pages.namespace, keys),
+    ):
         pass
 
 
@@ -100,12 +110,18 @@ def test_near_is_found_by_itself_and_can_be_refused(
     client = connect(cluster[1], "auto")
     pages.get(client, keys)
     assert client.maps_arena
-    assert [copies(node)[0] > 0 for node in cluster] == [False, True, False]  # the one that was named
+    assert [copies(node)[0] > 0 for node in cluster] == [
+        False,
+        True,
+        False,
+    ]  # the one that was named
     other = connect(cluster[2], "auto", near="none")
     pages.get(other, keys)
     assert not other.maps_arena
     assert copies(cluster[2]) == (0, 0)
-    assert connect(cluster[2], "auto", near="n7").lookup(pages.namespace, keys).prefix_pages == len(keys)
+    assert connect(cluster[2], "auto", near="n7").lookup(pages.namespace, keys).prefix_pages == len(
+        keys
+    )
 
 
 def test_an_owner_that_is_asked_to_ask_asks_nobody_twice(
@@ -141,7 +157,9 @@ def test_one_replica_fills_another(cluster: list[Node], connect: Connect, pages:
 # ---- copies ------------------------------------------------------------------------------
 
 
-def test_what_is_put_at_a_near_node_is_a_copy_there(cluster: list[Node], near: ClusterClient, pages: Pages) -> None:
+def test_what_is_put_at_a_near_node_is_a_copy_there(
+    cluster: list[Node], near: ClusterClient, pages: Pages
+) -> None:
     keys = pages.keys(*NUMBERS)
     client = near(cluster)
     assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
@@ -150,11 +168,15 @@ def test_what_is_put_at_a_near_node_is_a_copy_there(cluster: list[Node], near: C
     assert pages.get(client, keys) == [True] * len(keys)
 
 
-def test_what_a_member_hands_on_is_no_copy(cluster: list[Node], pages: Pages, connect: Connect) -> None:
+def test_what_a_member_hands_on_is_no_copy(
+    cluster: list[Node], pages: Pages, connect: Connect
+) -> None:
     keys = pages.keys(*NUMBERS)
     pages.put(connect(cluster[0], direct=True), keys)
     assert copies(cluster[0])[0] > 0
-    request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
+    request = pb.PutRequest(
+        namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes
+    )
     request.forwarded_by = "n1"
     with cluster[0].sessions.open(Caller("n1")) as session:
         reply, _ = cluster[0].service.begin_put(session, request)
@@ -162,11 +184,16 @@ def test_what_a_member_hands_on_is_no_copy(cluster: list[Node], pages: Pages, co
     assert copies(cluster[0]) == (0, 0)
 
 
-def test_copies_have_their_share_and_go_first(pair: list[Node], far: ClusterClient, near: ClusterClient) -> None:
+def test_copies_have_their_share_and_go_first(
+    pair: list[Node], far: ClusterClient, near: ClusterClient
+) -> None:
     nodes = pair
     pages = Pages("share", KB16)
     keys = pages.keys(*range(400))
-    theirs, mine = owned(view_of(nodes), pages, keys, "n1"), owned(view_of(nodes), pages, keys, "n0")
+    theirs, mine = (
+        owned(view_of(nodes), pages, keys, "n1"),
+        owned(view_of(nodes), pages, keys, "n0"),
+    )
     pages.put(far(nodes), mine[:150] + theirs)
     client = near(nodes)
     for start in range(0, len(theirs), 16):
@@ -186,7 +213,9 @@ def test_copies_have_their_share_and_go_first(pair: list[Node], far: ClusterClie
     assert nodes[0].check() == []
 
 
-def test_a_small_copy_goes_for_a_large_one(pair: list[Node], far: ClusterClient, near: ClusterClient) -> None:
+def test_a_small_copy_goes_for_a_large_one(
+    pair: list[Node], far: ClusterClient, near: ClusterClient
+) -> None:
     nodes = pair
     small, large = Pages("small", KB16), Pages("large", 8 * KB16)
     client = near(nodes)
@@ -198,7 +227,9 @@ def test_a_small_copy_goes_for_a_large_one(pair: list[Node], far: ClusterClient,
         assert nodes[0].check() == []
 
 
-def test_more_copies_than_fit_at_a_time_are_misses(pair: list[Node], far: ClusterClient, near: ClusterClient) -> None:
+def test_more_copies_than_fit_at_a_time_are_misses(
+    pair: list[Node], far: ClusterClient, near: ClusterClient
+) -> None:
     nodes = pair
     pages = Pages("many", KB16)
     keys = owned(view_of(nodes), pages, pages.keys(*range(400)), "n1")[:100]
@@ -224,7 +255,11 @@ def test_copies_do_not_go_to_disk(
     far(nodes).flush()
     mine = owned(view_of(nodes), pages, keys, "n0")
     assert nodes[0].disk is not None
-    assert nodes[0].disk.records.count == len(mine) == nodes[0].tier.visible_count - copies(nodes[0])[0]
+    assert (
+        nodes[0].disk.records.count
+        == len(mine)
+        == nodes[0].tier.visible_count - copies(nodes[0])[0]
+    )
 
 
 def test_what_is_fetched_and_its_own_goes_to_disk(
@@ -242,7 +277,9 @@ def test_what_is_fetched_and_its_own_goes_to_disk(
     wait_until(lambda: disk.records.count == len(keys))
 
 
-def test_a_member_that_is_drained_is_not_near(cluster: list[Node], connect: Connect, pages: Pages) -> None:
+def test_a_member_that_is_drained_is_not_near(
+    cluster: list[Node], connect: Connect, pages: Pages
+) -> None:
     """Nor is one that is talked to over shared memory already."""
     tell(cluster, view_of(cluster, number=2, n0=State.DRAINING))
     client = connect(cluster[0], "auto")
@@ -264,7 +301,9 @@ def test_near_is_looked_for_at_this_hosts_addresses(
     assert client.maps_arena
     assert pages.get(client, pages.keys(*NUMBERS)) == [False] * len(NUMBERS)
     strangers = connect(nodes[0], "auto")
-    far_away = [Member(f"n{number}", f"203.0.113.{number}:7440") for number in range(1, 9)]  # nobody connects to these
+    far_away = [
+        Member(f"n{number}", f"203.0.113.{number}:7440") for number in range(1, 9)
+    ]  # nobody connects to these
     tell(nodes[:1], View("fleet", 2, (view_of(nodes).members[0], *far_away)))
     strangers.open(pages.namespace)
     assert not strangers.maps_arena

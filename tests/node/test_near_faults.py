@@ -66,14 +66,20 @@ def test_an_owner_that_hangs_costs_no_more_than_its_pages(
 
 
 def test_an_owner_that_hangs_while_it_sends(
-    cluster: list[Node], far: ClusterClient, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    cluster: list[Node],
+    far: ClusterClient,
+    connect: Connect,
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What came before is there; nobody waits beyond the deadline."""
     keys = pages.keys(*NUMBERS)
     pages.put(far(cluster), keys)
     go_on = threading.Event()
     begin = cluster[1].service.begin_get
-    monkeypatch.setattr(cluster[1].service, "begin_get", lambda *arguments: (go_on.wait(20.0), begin(*arguments))[1])
+    monkeypatch.setattr(
+        cluster[1].service, "begin_get", lambda *arguments: (go_on.wait(20.0), begin(*arguments))[1]
+    )
     client = connect(cluster[0], "auto", near="n0", timeout_s=3.0)
     client.open(pages.namespace)
     began = time.monotonic()
@@ -85,7 +91,11 @@ def test_an_owner_that_hangs_while_it_sends(
 
 
 def test_a_near_node_that_hangs_leaves_time_for_the_owners(
-    cluster: list[Node], far: ClusterClient, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    cluster: list[Node],
+    far: ClusterClient,
+    connect: Connect,
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keys = pages.keys(*NUMBERS)
     pages.put(far(cluster), keys)
@@ -93,7 +103,9 @@ def test_a_near_node_that_hangs_leaves_time_for_the_owners(
     client.open(pages.namespace)
     go_on = threading.Event()
     begin = cluster[0].service.begin_get
-    monkeypatch.setattr(cluster[0].service, "begin_get", lambda *arguments: (go_on.wait(20.0), begin(*arguments))[1])
+    monkeypatch.setattr(
+        cluster[0].service, "begin_get", lambda *arguments: (go_on.wait(20.0), begin(*arguments))[1]
+    )
     began = time.monotonic()
     hits = pages.get(client, keys)
     assert time.monotonic() - began < 9.0
@@ -103,13 +115,20 @@ def test_a_near_node_that_hangs_leaves_time_for_the_owners(
 
 @pytest.mark.parametrize(("op", "opened"), [("begin_get", "open_get"), ("begin_put", "open_put")])
 def test_a_near_node_that_hangs_leaves_time_for_the_owners_where_pages_are_used_in_place(
-    cluster: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, op: str, opened: str
+    cluster: list[Node],
+    connect: Connect,
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
+    op: str,
+    opened: str,
 ) -> None:
     keys = owned(view_of(cluster), pages, pages.keys(*NUMBERS), "n1")
     client = connect(cluster[0], "auto", near="n0")
     client.open(pages.namespace)
     go_on, begin = threading.Event(), getattr(cluster[0].service, op)
-    monkeypatch.setattr(cluster[0].service, op, lambda *arguments: (go_on.wait(30.0), begin(*arguments))[1])
+    monkeypatch.setattr(
+        cluster[0].service, op, lambda *arguments: (go_on.wait(30.0), begin(*arguments))[1]
+    )
     monkeypatch.setattr(cluster[0].service, "_unary", {})  # it says nothing at all
     asked = getattr(client, opened)(pages.namespace, keys, timeout_s=4.0)
     with pytest.raises(DeadlineExceeded, match=r"in (1\.[5-9]\d*|2) s"), asked:
@@ -119,7 +138,9 @@ def test_a_near_node_that_hangs_leaves_time_for_the_owners_where_pages_are_used_
     go_on.set()
 
 
-def test_a_commit_in_place_has_all_of_the_time(cluster: list[Node], connect: Connect, pages: Pages) -> None:
+def test_a_commit_in_place_has_all_of_the_time(
+    cluster: list[Node], connect: Connect, pages: Pages
+) -> None:
     keys = owned(view_of(cluster), pages, pages.keys(*NUMBERS), "n0")[:1]
     client = connect(cluster[0], "auto", near="n0")
     client.open(pages.namespace)
@@ -145,7 +166,9 @@ def test_wrong_bytes_are_a_miss_and_dropped(
     assert cluster[0].peers.remote_pages.pages_fetch_failed == 1
 
 
-def test_the_other_replica_is_asked_for_what_came_damaged(cluster: list[Node], connect: Connect, pages: Pages) -> None:
+def test_the_other_replica_is_asked_for_what_came_damaged(
+    cluster: list[Node], connect: Connect, pages: Pages
+) -> None:
     view, keys = view_of(cluster, 3, 2), pages.keys(*NUMBERS)
     tell(cluster, view)
     for node in cluster[1:]:
@@ -182,7 +205,11 @@ def beside(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 @pytest.fixture
 def fetching(
-    cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    cluster: list[Node],
+    far: ClusterClient,
+    near: ClusterClient,
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[tuple[list[bytes], Slow, tuple[threading.Thread, list[Any]]]]:
     """Pages of n1 on their way to n0, for one reader."""
     keys = owned(view_of(cluster), pages, pages.keys(*NUMBERS), "n1")
@@ -197,7 +224,9 @@ def fetching(
     reading[0].join()
 
 
-def test_two_readers_of_one_page(fetching: Any, cluster: list[Node], near: ClusterClient, pages: Pages) -> None:
+def test_two_readers_of_one_page(
+    fetching: Any, cluster: list[Node], near: ClusterClient, pages: Pages
+) -> None:
     keys, slow, (first, hits) = fetching
     second, others = beside(lambda: pages.get(near(cluster), keys))
     assert not slow.waiting.acquire(timeout=0.5)
@@ -209,7 +238,9 @@ def test_two_readers_of_one_page(fetching: Any, cluster: list[Node], near: Clust
     assert cluster[0].peers.remote_pages.pages_fetched == len(keys)
 
 
-def test_a_page_that_is_removed_on_its_way_does_not_stay(fetching: Any, cluster: list[Node], pages: Pages) -> None:
+def test_a_page_that_is_removed_on_its_way_does_not_stay(
+    fetching: Any, cluster: list[Node], pages: Pages
+) -> None:
     keys, slow, (reading, hits) = fetching
     cluster[0].tier.remove(pages.namespace.digest, keys[:2])
     slow.go_on.set()
@@ -219,14 +250,18 @@ def test_a_page_that_is_removed_on_its_way_does_not_stay(fetching: Any, cluster:
     assert cluster[0].tier.lookup(pages.namespace.digest, keys[:2], False) == [False, False]
 
 
-def test_the_view_changes_on_the_way(fetching: Any, cluster: list[Node], near: ClusterClient, pages: Pages) -> None:
+def test_the_view_changes_on_the_way(
+    fetching: Any, cluster: list[Node], near: ClusterClient, pages: Pages
+) -> None:
     keys, slow, (reading, hits) = fetching
     view = view_of(cluster)
     tell(cluster, replace(view, number=2, members=(view.members[0], view.members[2])))
     slow.go_on.set()
     reading.join()
     assert len(hits[0]) == len(keys)
-    assert pages.get(near(cluster), keys) == hits[0]  # what came is here, the rest at nobody's who is asked
+    assert (
+        pages.get(near(cluster), keys) == hits[0]
+    )  # what came is here, the rest at nobody's who is asked
 
 
 def test_what_is_being_written_here_comes_from_others(
@@ -260,7 +295,9 @@ def test_a_reader_that_has_left(fetching: Any, cluster: list[Node], pages: Pages
 def test_pages_of_ones_own_press_while_others_are_fetched(
     pair: list[Node], far: ClusterClient, near: ClusterClient, connect: Connect
 ) -> None:
-    """A storm of puts and near gets in a node that is too small: never a wrong byte, all is well afterwards."""
+    """A storm of puts and near gets in a node that is too small: never a wrong byte, all is well
+    afterwards.
+    """
     nodes = pair
     pages, own = Pages("fetched", KB16), Pages("own", KB16)
     theirs = owned(view_of(nodes), pages, pages.keys(*range(600)), "n1")
@@ -273,7 +310,9 @@ def test_pages_of_ones_own_press_while_others_are_fetched(
     def storm(number: int) -> None:
         try:
             at = 0
-            while time.monotonic() < stop or (elsewhere.pages_fetched <= 100 and time.monotonic() < stop + 60.0):
+            while time.monotonic() < stop or (
+                elsewhere.pages_fetched <= 100 and time.monotonic() < stop + 60.0
+            ):
                 at += 7
                 if number < 2:
                     some = [theirs[(at * (number + 1) + i) % len(theirs)] for i in range(12)]
@@ -294,7 +333,9 @@ def test_pages_of_ones_own_press_while_others_are_fetched(
     assert nodes[0].check() == []
 
 
-def test_a_node_that_is_alone_does_not_look_for_copies(start_node: StartNode, connect: Connect, pages: Pages) -> None:
+def test_a_node_that_is_alone_does_not_look_for_copies(
+    start_node: StartNode, connect: Connect, pages: Pages
+) -> None:
     node = start_node()
     client = connect(node, "shm")
     pages.put(client, pages.keys(1, 2))
@@ -303,7 +344,9 @@ def test_a_node_that_is_alone_does_not_look_for_copies(start_node: StartNode, co
     assert not client.node_status().HasField("peers")
 
 
-def test_a_copy_that_is_held_is_stepped_over(pair: list[Node], far: ClusterClient, near: ClusterClient) -> None:
+def test_a_copy_that_is_held_is_stepped_over(
+    pair: list[Node], far: ClusterClient, near: ClusterClient
+) -> None:
     nodes = pair
     pages = Pages("held", KB16)
     keys = owned(view_of(nodes), pages, pages.keys(*range(400)), "n1")
@@ -320,11 +363,17 @@ def test_a_copy_that_is_held_is_stepped_over(pair: list[Node], far: ClusterClien
 def test_what_is_removed_stays_removed_over_two_hops(
     cluster: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """n0 hands pages to n1 when that was asked to remove them, and n2 has them from there before it is asked again."""
+    """n0 hands pages to n1 when that was asked to remove them, and n2 has them from there before it
+    is asked again.
+    """
     view = view_of(cluster)
     keys = [
         key
-        for key, own in zip(pages.keys(*range(60)), owners(view, pages.namespace, pages.keys(*range(60))), strict=True)
+        for key, own in zip(
+            pages.keys(*range(60)),
+            owners(view, pages.namespace, pages.keys(*range(60))),
+            strict=True,
+        )
         if own == ("n1",)
     ]
     writer, reader = connect(cluster[0], "auto", near="n0"), connect(cluster[2], "auto", near="n2")
@@ -370,7 +419,9 @@ def test_a_removal_beside_a_member_that_hangs_tells_what_the_others_did(
     pages.put(client, keys)
     remove = cluster[1].service._unary["remove"]
     monkeypatch.setitem(
-        cluster[1].service._unary, "remove", lambda request, caller: over.wait(60.0) and remove(request, caller)
+        cluster[1].service._unary,
+        "remove",
+        lambda request, caller: over.wait(60.0) and remove(request, caller),
     )
     away: dict[str, Any] = {}
     mine = owned(view_of(cluster), pages, keys, "n1")

@@ -29,7 +29,9 @@ def start(start_node: StartNode, tmp_path: Path) -> StartNodes:
 
     def made(disks: str, replicas: int = 1) -> list[Node]:
         flags = [
-            {"data_dir": str(tmp_path / str(number)), "disk_nbytes": 64 << 20} if disk == "d" else {}
+            {"data_dir": str(tmp_path / str(number)), "disk_nbytes": 64 << 20}
+            if disk == "d"
+            else {}
             for number, disk in enumerate(disks)
         ]
         nodes = [start_node(**some) for some in flags]
@@ -39,7 +41,9 @@ def start(start_node: StartNode, tmp_path: Path) -> StartNodes:
     return made
 
 
-def put(client: Client, pages: Pages, keys: list[bytes], keep: Keep = DURABLE, **how: Any) -> list[PutOutcome]:
+def put(
+    client: Client, pages: Pages, keys: list[bytes], keep: Keep = DURABLE, **how: Any
+) -> list[PutOutcome]:
     return client.put(pages.namespace, keys, [pages.content(key) for key in keys], keep, **how)
 
 
@@ -47,7 +51,9 @@ def safe(nodes: list[Node], pages: Pages, key: bytes) -> list[str]:
     """Who has the page on disk."""
     digest = pages.namespace.digest
     return [
-        f"n{i}" for i, node in enumerate(nodes) if node.disk is not None and node.disk.safe(digest, [key]) == [True]
+        f"n{i}"
+        for i, node in enumerate(nodes)
+        if node.disk is not None and node.disk.safe(digest, [key]) == [True]
     ]
 
 
@@ -64,7 +70,11 @@ def refuse_clients(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("disks", ["dd", "-dd"])
 def test_a_durable_put_is_on_the_owners_disks_when_it_is_answered(
-    start: StartNodes, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch, disks: str
+    start: StartNodes,
+    near: ClusterClient,
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
+    disks: str,
 ) -> None:
     """The near node has them too; it may have no disk if it owns none of them."""
     nodes = start(disks)
@@ -93,7 +103,9 @@ def test_what_the_near_node_has_as_a_copy_only_is_handed_on(
     assert [safe(nodes, pages, key) for key in theirs] == [["n1"]] * len(theirs)
 
 
-def test_where_nobody_owns_pages_nobody_promises_them(start: StartNodes, connect: Connect, pages: Pages) -> None:
+def test_where_nobody_owns_pages_nobody_promises_them(
+    start: StartNodes, connect: Connect, pages: Pages
+) -> None:
     nodes = start("dd")
     tell(nodes, view_of(nodes, number=2, n0=State.DRAINING, n1=State.DRAINING))
     keys = pages.keys(*NUMBERS)
@@ -121,13 +133,17 @@ def test_with_two_replicas_one_is_durable_or_all(
     keys, client = pages.keys(*NUMBERS), near(nodes)
     whose = owners(view_of(nodes, 2), pages.namespace, keys)
     put(client, pages, keys, DURABLE)
-    assert all(set(safe(nodes, pages, key)) & set(some) for key, some in zip(keys, whose, strict=True))
+    assert all(
+        set(safe(nodes, pages, key)) & set(some) for key, some in zip(keys, whose, strict=True)
+    )
     put(client, pages, keys, Keep(durable=True, ack="all"))
     assert [set(safe(nodes, pages, key)) for key in keys] == [set(some) for some in whose]
 
 
 @pytest.mark.parametrize("disks", ["-d", "d-", "--"])
-def test_an_owner_without_a_disk_says_so(start: StartNodes, near: ClusterClient, pages: Pages, disks: str) -> None:
+def test_an_owner_without_a_disk_says_so(
+    start: StartNodes, near: ClusterClient, pages: Pages, disks: str
+) -> None:
     """The near node, or another."""
     nodes = start(disks)
     with pytest.raises(InvalidRequest, match="no disk tier"):
@@ -152,14 +168,22 @@ def test_an_owner_that_is_killed_on_the_way(
 ) -> None:
     """Another owner has it on disk, or it is said that nobody does."""
     disk: dict[str, Any] = {"disk_nbytes": 64 << 20}
-    ports: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0, "drain_s": 0.1}
+    ports: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": 0,
+        "bulk_port": 0,
+        "metrics_port": 0,
+        "drain_s": 0.1,
+    }
     dies = Node(NodeConfig(**ports, **disk, ram_nbytes=16 << 20, data_dir=str(tmp_path / "dies")))
     dies.start()
     nodes = [start_node(), dies, start_node(**disk, data_dir=str(tmp_path / "lives"))]
     view = view_of(nodes, replicas)
     tell(nodes, view)
     wanted = ("n1",) if replicas == 1 else ("n1", "n2")
-    keys = [key for key in pages.keys(*range(400)) if owners(view, pages.namespace, [key]) == [wanted]][:16]
+    keys = [
+        key for key in pages.keys(*range(400)) if owners(view, pages.namespace, [key]) == [wanted]
+    ][:16]
     carry = nodes[0].peers.couriers._carry
     dead: list[bool] = []
 
@@ -175,7 +199,9 @@ def test_an_owner_that_is_killed_on_the_way(
         assert put(client, pages, keys, timeout_s=5.0) == [PutOutcome.AWAY] * len(keys)
     else:
         put(client, pages, keys)
-        assert [safe(nodes[2:], pages, key) for key in keys] == [["n0"]] * len(keys)  # n2, which is alone in the list
+        assert [safe(nodes[2:], pages, key) for key in keys] == [["n0"]] * len(
+            keys
+        )  # n2, which is alone in the list
     assert dead
     tell([nodes[0], nodes[2]], View("fleet", 2, (view.members[0], view.members[2]), 1))
 
@@ -216,7 +242,12 @@ def test_what_finds_no_room_at_the_near_node_is_put_at_its_owners(
     start_node: StartNode, near: ClusterClient, tmp_path: Path
 ) -> None:
     nodes = [
-        start_node(ram_nbytes=ram << 20, data_dir=str(tmp_path / f"{ram}"), disk_nbytes=64 << 20, copies_share=0.25)
+        start_node(
+            ram_nbytes=ram << 20,
+            data_dir=str(tmp_path / f"{ram}"),
+            disk_nbytes=64 << 20,
+            copies_share=0.25,
+        )
         for ram in (4, 16)
     ]
     tell(nodes, view_of(nodes))
@@ -236,7 +267,9 @@ def test_what_finds_no_room_at_the_near_node_is_put_at_its_owners(
 def test_a_near_node_that_is_older_is_asked_for_nothing(
     start: StartNodes, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes of version 3 ask nobody, and hand nothing on: it would keep on its own disk what others own."""
+    """Nodes of version 3 ask nobody, and hand nothing on: it would keep on its own disk what others
+    own.
+    """
     nodes = start("dd")
     hello = nodes[0].service._unary["hello"]
 
@@ -254,14 +287,20 @@ def test_a_near_node_that_is_older_is_asked_for_nothing(
         assert present(nodes[0], pages.namespace, keys) == mine
     assert pages.get(client, keys) == [True] * len(keys)
     assert [tuple(safe(nodes, pages, key)) for key in keys] == whose
-    with pytest.raises(InvalidRequest, match="asked of one node"), client.open_put(pages.namespace, keys, DURABLE):
+    with (
+        pytest.raises(InvalidRequest, match="asked of one node"),
+        client.open_put(pages.namespace, keys, DURABLE),
+    ):
         pass
 
 
 def test_pages_that_are_visible_but_not_promised_get_to_all_owners(
     start: StartNodes, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The near node's own disk fails. Who puts them himself then finds them at an owner, and hands nothing on."""
+    """The near node's own disk fails.
+
+    Who puts them himself then finds them at an owner, and hands nothing on.
+    """
     nodes = start("ddd", replicas=2)
 
     def full(*_: Any) -> None:

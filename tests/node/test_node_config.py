@@ -43,9 +43,18 @@ def test_a_bad_environment_is_named_with_its_range(environ: dict[str, str], name
     ("values", "named"),
     [
         ({"extent_nbytes": 5000}, "extent_nbytes=5000 must be a multiple of 4096"),
-        ({"ram_nbytes": MIB, "extent_nbytes": 2 * MIB}, "extent_nbytes=2097152 .* at most ram_nbytes=1048576"),
-        ({"ram_nbytes": 64 * MIB, "extent_nbytes": MIB, "batch_nbytes_max": 4096}, "batch_nbytes_max=4096 must be at"),
-        ({"ram_nbytes": MIB, "batch_nbytes_max": 2 * MIB}, "batch_nbytes_max=2097152 .* at most ram_nbytes"),
+        (
+            {"ram_nbytes": MIB, "extent_nbytes": 2 * MIB},
+            "extent_nbytes=2097152 .* at most ram_nbytes=1048576",
+        ),
+        (
+            {"ram_nbytes": 64 * MIB, "extent_nbytes": MIB, "batch_nbytes_max": 4096},
+            "batch_nbytes_max=4096 must be at",
+        ),
+        (
+            {"ram_nbytes": MIB, "batch_nbytes_max": 2 * MIB},
+            "batch_nbytes_max=2097152 .* at most ram_nbytes",
+        ),
         ({"batch_keys_max": 1 << 15}, r"batch_keys_max=32768 is outside 1\.\.16384"),
         ({"grpc_threads": 3}, r"grpc_threads=3 is outside 4\.\."),
         ({"namespaces_max": 0}, "namespaces_max=0"),
@@ -58,12 +67,16 @@ def test_a_bad_node_setting_is_named_with_its_range(values: dict[str, Any], name
         NodeConfig(**values)
 
 
-@pytest.mark.parametrize("ram_nbytes", [4096, 5000, 70_000, MIB, 100 * MIB, (1 << 30) + 1, 1 << 40, 1 << 46])
+@pytest.mark.parametrize(
+    "ram_nbytes", [4096, 5000, 70_000, MIB, 100 * MIB, (1 << 30) + 1, 1 << 40, 1 << 46]
+)
 def test_defaults_fit_together_whatever_the_ram(ram_nbytes: int) -> None:
     config = NodeConfig(ram_nbytes=ram_nbytes)
     assert 0 < config.extent_nbytes <= config.batch_nbytes_max <= config.ram_nbytes <= ram_nbytes
     assert config.ram_nbytes % config.extent_nbytes == config.extent_nbytes % 4096 == 0
-    assert config.ram_nbytes > ram_nbytes - config.extent_nbytes, "more than an extent was given away"
+    assert config.ram_nbytes > ram_nbytes - config.extent_nbytes, (
+        "more than an extent was given away"
+    )
 
 
 class Ended(NamedTuple):
@@ -73,8 +86,12 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture
-def run_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ended]]:
-    """The command in this process, for starts that fail; any other exception than its end is a traceback."""
+def run_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Ended]]:
+    """The command in this process, for starts that fail; any other exception than its end is a
+    traceback.
+    """
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     monkeypatch.setattr(os, "umask", lambda _: 0o077)  # it would stay for all tests of this process
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -95,10 +112,18 @@ def run_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ("flags", "environ", "named"),
     [
         (["--port", "http"], {}, "port='http' is no number in 0..65535"),
-        (["--ram-bytes", "100TiB"], {}, "ram_nbytes=109951162777600 is outside 4096..70368744177664"),
+        (
+            ["--ram-bytes", "100TiB"],
+            {},
+            "ram_nbytes=109951162777600 is outside 4096..70368744177664",
+        ),
         (["--extent-bytes", "5000"], {}, "extent_nbytes=5000 must be a multiple of 4096"),
         ([], {"KVSTORE_NODE_STALL_S": "-1"}, "stall_s=-1.0 is outside 0.05..3600.0"),
-        ([], {"KVSTORE_NODE_SESSIONS_MAX": "many"}, "KVSTORE_NODE_SESSIONS_MAX='many' is no number in 1..16384"),
+        (
+            [],
+            {"KVSTORE_NODE_SESSIONS_MAX": "many"},
+            "KVSTORE_NODE_SESSIONS_MAX='many' is no number in 1..16384",
+        ),
         (["--ram-bytes", "60TiB"], {}, "bytes of memory available here"),
     ],
 )
@@ -161,7 +186,11 @@ def test_help_names_every_setting_but_those_for_experts_with_its_default_and_uni
 
 def test_help_is_short_enough_to_read_and_in_groups(run_node: Callable[..., Ended]) -> None:
     done = run_node("--help")
-    assert re.findall(r"^([A-Za-z]+):$", done.stdout, re.MULTILINE) == ["options", *GROUPS, "examples"]
+    assert re.findall(r"^([A-Za-z]+):$", done.stdout, re.MULTILINE) == [
+        "options",
+        *GROUPS,
+        "examples",
+    ]
     grouped = [name for names in GROUPS.values() for name in names]
     assert len(grouped) == len(set(grouped)) <= 40
     assert not set(grouped) & set(EXPERT)
@@ -171,7 +200,11 @@ def test_help_is_short_enough_to_read_and_in_groups(run_node: Callable[..., Ende
 @pytest.mark.parametrize("name", EXPERT)
 def test_a_setting_for_experts_is_taken_from_its_flag_and_its_variable(name: str) -> None:
     default = getattr(NodeConfig(), name)
-    value = default * 2 if name in ("extent_nbytes", "batch_nbytes_max", "disk_extent_nbytes") else default / 2
+    value = (
+        default * 2
+        if name in ("extent_nbytes", "batch_nbytes_max", "disk_extent_nbytes")
+        else default / 2
+    )
     text = f"{value or (64 << 20):.10g}"
     given = vars(_parser().parse_args([FLAGS[name], text]))
     variable = "KVSTORE_NODE" + FLAGS[name][1:].replace("-", "_").upper()
@@ -180,13 +213,21 @@ def test_a_setting_for_experts_is_taken_from_its_flag_and_its_variable(name: str
     assert getattr(by_flag, name) == getattr(by_variable, name) == float(text) != default
 
 
-def test_a_second_node_on_the_same_port_is_refused(run_node: Callable[..., Ended], start_node: StartNode) -> None:
+def test_a_second_node_on_the_same_port_is_refused(
+    run_node: Callable[..., Ended], start_node: StartNode
+) -> None:
     node = start_node()
     host = ["--host", "127.0.0.1", "--ram-bytes", "16MiB"]
     grpc = run_node(*host, "--port", str(node.grpc.port), "--bulk-port", "0", "--metrics-port", "0")
     bulk = run_node(*host, "--port", "0", "--bulk-port", str(node.bulk.port), "--metrics-port", "0")
-    metrics = run_node(*host, "--port", "0", "--bulk-port", "0", "--metrics-port", str(node.metrics.port))
-    for done, taken in ((grpc, node.grpc.port), (bulk, node.bulk.port), (metrics, node.metrics.port)):
+    metrics = run_node(
+        *host, "--port", "0", "--bulk-port", "0", "--metrics-port", str(node.metrics.port)
+    )
+    for done, taken in (
+        (grpc, node.grpc.port),
+        (bulk, node.bulk.port),
+        (metrics, node.metrics.port),
+    ):
         assert done.status == 2
         assert "can not listen on 127.0.0.1" in done.stderr
         assert f"port={taken}" in done.stderr

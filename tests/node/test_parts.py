@@ -28,7 +28,10 @@ def test_every_byte_of_the_ranges_is_in_the_slot_beside_all_that_its_leaves_cove
         checksum.cuts.cache_clear()
         page_nbytes = rng.randint(1, 100_000)
         page = rng.randbytes(page_nbytes) + bytes(ALIGN)
-        ranges = [(start, rng.randint(1, page_nbytes - start)) for start in rng.choices(range(page_nbytes), k=3)]
+        ranges = [
+            (start, rng.randint(1, page_nbytes - start))
+            for start in rng.choices(range(page_nbytes), k=3)
+        ]
         parts = PartialPage(space_of(page_nbytes), ranges)
         assert all(start % ALIGN == end % ALIGN == 0 for start, end in parts.runs)
         slot = b"".join(page[start:end] for start, end in parts.runs)

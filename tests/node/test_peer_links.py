@@ -37,10 +37,15 @@ def test_links_follow_the_view(start_node: StartNode) -> None:
 
 
 def test_a_token_leaves_the_host_in_plain_text_only_if_the_node_was_told_to_be_insecure() -> None:
-    """Whoever may write to etcd says where members are, and a member's token is good for all tenants."""
+    """Whoever may write to etcd says where members are, and a member's token is good for all
+    tenants.
+    """
     config = NodeConfig(token="t" * 43, identities="file")
     membership = Membership("", "")
-    there = (Member("n0", "127.0.0.1:7440", 1.0, "", State.SERVING), Member("n1", ELSEWHERE, 1.0, "", State.SERVING))
+    there = (
+        Member("n0", "127.0.0.1:7440", 1.0, "", State.SERVING),
+        Member("n1", ELSEWHERE, 1.0, "", State.SERVING),
+    )
     membership.become(View("fleet", 1, there, 1), "n0")
     links = PeerLinks(membership, config)
     with pytest.raises(ConfigError, match="would cross the network unencrypted"):

@@ -1,5 +1,6 @@
-"""Pages in pieces of the caller's memory where several nodes, or TLS, are between: each page is whole, whoever has it,
-and who comes too late writes into no piece."""
+"""Pages in pieces of the caller's memory where several nodes, or TLS, are between: each page is
+whole, whoever has it, and who comes too late writes into no piece.
+"""
 
 import itertools
 import random
@@ -29,11 +30,17 @@ class InPieces(Pages):
         self._rng = rng
 
     def cut(self, page: bytes | bytearray) -> list[memoryview]:
-        edges = [0, *sorted(self._rng.sample(range(1, len(page)), self._rng.randrange(1, 9))), len(page)]
+        edges = [
+            0,
+            *sorted(self._rng.sample(range(1, len(page)), self._rng.randrange(1, 9))),
+            len(page),
+        ]
         return [memoryview(page)[start:end] for start, end in itertools.pairwise(edges)]
 
     def put(self, client: Client, keys: Sequence[bytes], **keep: Any) -> list[PutOutcome]:
-        return client.put(self.namespace, keys, [self.cut(self.content(key)) for key in keys], Keep(**keep))
+        return client.put(
+            self.namespace, keys, [self.cut(self.content(key)) for key in keys], Keep(**keep)
+        )
 
     def get(self, client: Client, keys: Sequence[bytes], prefix: bool = False) -> list[bool]:
         buffers = [bytearray(self.nbytes) for _ in keys]
@@ -67,7 +74,10 @@ def test_over_tls(
     page_nbytes: int,
 ) -> None:
     pages = InPieces(request.node.name, random.Random(seed), page_nbytes)
-    client, keys = connect(start_node(**of_node(ours)), wire, **of_client(ours)), pages.keys(*range(9))
+    client, keys = (
+        connect(start_node(**of_node(ours)), wire, **of_client(ours)),
+        pages.keys(*range(9)),
+    )
     assert pages.put(client, keys) == [PutOutcome.STORED] * 9
     assert pages.get(client, [*keys, pages.key(99)]) == [True] * 9 + [False]
     assert client.wire_name == wire
@@ -95,7 +105,9 @@ def test_who_is_late_writes_into_no_piece(
     calm(trio)
     go = hang_gets(trio[1], monkeypatch)
     buffers = [bytearray(cut.nbytes) for _ in keys]
-    assert client.get(cut.namespace, keys, [cut.cut(buffer) for buffer in buffers]) == [True] * len(keys)
+    assert client.get(cut.namespace, keys, [cut.cut(buffer) for buffer in buffers]) == [True] * len(
+        keys
+    )
     assert [bytes(buffer) for buffer in buffers] == [cut.content(key) for key in keys]
     for buffer in buffers:
         buffer[:] = bytes(cut.nbytes)

@@ -1,4 +1,5 @@
-"""Who speaks the version of the protocol before or after ours works with us; who is further away is told.
+"""Who speaks the version of the protocol before or after ours works with us; who is further away is
+told.
 
 golden/protocol-3.json: frames of a client of version 3, recorded with it.
 """
@@ -15,7 +16,16 @@ import grpc
 import pytest
 from local_nodes import Connect
 
-from kvstore import Client, ClientConfig, Exhausted, InvalidRequest, Keep, Namespace, ProtocolError, opaque_layout
+from kvstore import (
+    Client,
+    ClientConfig,
+    Exhausted,
+    InvalidRequest,
+    Keep,
+    Namespace,
+    ProtocolError,
+    opaque_layout,
+)
 from kvstore.cluster.view import Member, View, view_message
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
@@ -43,7 +53,9 @@ class Before:
 
     def ask(self, *frames: bytes) -> tuple[pb.BulkReply, bytes]:
         for frame in frames:
-            self._sock.sendall(frame[:2] + bytes([self._version]) + frame[3:] if frame[:2] == b"KV" else frame)
+            self._sock.sendall(
+                frame[:2] + bytes([self._version]) + frame[3:] if frame[:2] == b"KV" else frame
+            )
         magic, version, _, header_nbytes, payload_nbytes = MAGIC.unpack(self._receive(FIXED_NBYTES))
         assert (magic, version) == (b"KV", self._version), "it takes no frames but its own"
         return pb.BulkReply.FromString(self._receive(header_nbytes)), self._receive(payload_nbytes)
@@ -86,7 +98,9 @@ def test_what_a_client_of_version_3_stored_is_what_ours_gets(node: Node, connect
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 2, PROTOCOL_VERSION + 2])
 def test_who_is_two_versions_away_is_told(node: Node, version: int) -> None:
-    with pytest.raises(ProtocolError, match=f"client speaks protocol {version}, this node {PROTOCOL_VERSION}"):
+    with pytest.raises(
+        ProtocolError, match=f"client speaks protocol {version}, this node {PROTOCOL_VERSION}"
+    ):
         node.service.call("hello", pb.HelloRequest(protocol_version=version), THE_NODE)
 
 
@@ -112,7 +126,9 @@ class OlderNode(KVStoreServicer):
             limits=pb.Limits(batch_keys_max=16, batch_nbytes_max=1 << 20, page_nbytes_max=1 << 20),
         )
 
-    def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceReply:
+    def OpenNamespace(
+        self, request: pb.OpenNamespaceRequest, context: Any
+    ) -> pb.OpenNamespaceReply:
         return pb.OpenNamespaceReply(page_nbytes=4096)
 
     def serve(self) -> None:
@@ -124,8 +140,12 @@ class OlderNode(KVStoreServicer):
                 self.requests.append(pb.BulkRequest.FromString(stream.read(header_nbytes)))
                 op = self.requests[-1].WhichOneof("op")
                 known = {
-                    "hello": pb.BulkReply(hello=pb.HelloReply(protocol_version=3, instance_id=b"an older")),
-                    "open_namespace": pb.BulkReply(open_namespace=pb.OpenNamespaceReply(page_nbytes=4096)),
+                    "hello": pb.BulkReply(
+                        hello=pb.HelloReply(protocol_version=3, instance_id=b"an older")
+                    ),
+                    "open_namespace": pb.BulkReply(
+                        open_namespace=pb.OpenNamespaceReply(page_nbytes=4096)
+                    ),
                     "lookup": pb.BulkReply(lookup=pb.LookupReply(prefix_pages=1, present=[True])),
                 }
                 header = known[op].SerializeToString()
@@ -165,17 +185,30 @@ def test_a_node_of_version_3_is_spoken_to_in_its_own(older: Any) -> None:
 def test_a_node_of_version_3_is_not_taken_for_near(older: Any) -> None:
     """It would answer for itself alone."""
     nodes = [older(PROTOCOL_VERSION - 1) for _ in range(2)]
-    view = View("fleet", 1, tuple(Member(f"n{number}", address) for number, (_, address) in enumerate(nodes)))
+    view = View(
+        "fleet",
+        1,
+        tuple(Member(f"n{number}", address) for number, (_, address) in enumerate(nodes)),
+    )
     for node, _ in nodes:
         node.view = view_message(view)
     space = Namespace(model="protocol-3", layout=opaque_layout(4096))
-    key = next(k for k in (bytes([n]) * 32 for n in range(99)) if view.owners.owners(space.digest, [k]) == [("n0",)])
+    key = next(
+        k
+        for k in (bytes([n]) * 32 for n in range(99))
+        if view.owners.owners(space.digest, [k]) == [("n0",)]
+    )
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         serving = [pool.submit(node.serve) for node, _ in nodes]
-        with Client(ClientConfig(address=nodes[0][1], wire="bulk", near="n1", connect_timeout_s=5.0)) as client:
+        with Client(
+            ClientConfig(address=nodes[0][1], wire="bulk", near="n1", connect_timeout_s=5.0)
+        ) as client:
             for _ in range(2):  # it is connected to at the first call, and known at the second
                 assert client.lookup(space, [key]).present == (True,)
-            with pytest.raises(InvalidRequest, match="name a member of the cluster"), client.open_get(space, [key]):
+            with (
+                pytest.raises(InvalidRequest, match="name a member of the cluster"),
+                client.open_get(space, [key]),
+            ):
                 pass
         for served in serving:
             served.result(10.0)
@@ -189,7 +222,10 @@ def test_what_owners_of_version_3_can_not_promise_is_told(older: Any) -> None:
     members = tuple(Member(f"n{number}", address) for number, (_, address) in enumerate(nodes))
     for node, _ in nodes:
         node.view = view_message(View("fleet", 1, members, 2))
-    space, said = Namespace(model="protocol-3", layout=opaque_layout(4096)), "speaks protocol 3, .* update it to 4"
+    space, said = (
+        Namespace(model="protocol-3", layout=opaque_layout(4096)),
+        "speaks protocol 3, .* update it to 4",
+    )
     with Client(ClientConfig(address=nodes[0][1], wire="grpc", connect_timeout_s=5.0)) as client:
         with pytest.raises(Exhausted, match=said):
             client.put(space, [bytes(32)], [bytes(4096)], Keep(ack="all"))

@@ -58,7 +58,9 @@ def test_one_without_a_quota_has_what_the_others_leave() -> None:
     assert box.present(free, keys) == set(keys[-48:]), "what nobody uses is had"
     more = fill(box, quiet, *range(100, 116))
     assert box.present(quiet, kept + more) == set(kept + more)
-    assert box.present(free, keys) == set(keys[-32:]), "they give room for who is within his quota, the oldest first"
+    assert box.present(free, keys) == set(keys[-32:]), (
+        "they give room for who is within his quota, the oldest first"
+    )
     assert box.tier.check() == []
 
 
@@ -106,7 +108,11 @@ def test_a_page_of_each_of_many_sizes_counts_as_what_it_keeps_from_others(held: 
         full = held and box.tier.namespace(space.namespace.digest).account.full_for(
             box.tier.namespace(space.namespace.digest).slot_nbytes
         )
-        with pytest.raises(Exhausted, match=r"tenant loud .* ram quota") if full else contextlib.nullcontext():
+        with (
+            pytest.raises(Exhausted, match=r"tenant loud .* ram quota")
+            if full
+            else contextlib.nullcontext()
+        ):
             box.put(space, space.keys(1))
         if held:
             box.acquire(space, space.keys(1))
@@ -117,7 +123,9 @@ def test_a_page_of_each_of_many_sizes_counts_as_what_it_keeps_from_others(held: 
 
 
 def test_places_of_another_size_are_made_without_a_loss_for_others() -> None:
-    """Pages of two tenants lie mixed in the same blocks; when one of them changes its page size the other's move."""
+    """Pages of two tenants lie mixed in the same blocks; when one of them changes its page size the
+    other's move.
+    """
     box = Sandbox(16 * EXTENT, EXTENT)
     box.limit(quiet=8 * EXTENT, loud=8 * EXTENT)
     quiet, loud = box.open("m", PAGE, tenant="quiet"), box.open("m", PAGE, tenant="loud")
@@ -140,7 +148,9 @@ def test_what_is_removed_while_it_is_read_counts_until_it_is_released() -> None:
     keys = fill(box, loud, *range(16))
     held = box.read(loud, keys)
     box.remove(loud, keys)
-    with pytest.raises(Exhausted, match="tenant loud has 65536 of the 65536 bytes of its ram quota"):
+    with pytest.raises(
+        Exhausted, match="tenant loud has 65536 of the 65536 bytes of its ram quota"
+    ):
         box.put(loud, loud.keys(50))
     assert box.put(other, other.keys(1)) == [PutStatus.WRITE]
     box.tier.release(held)
@@ -185,7 +195,9 @@ def test_where_the_quotas_are_more_than_the_ram_whoever_has_most_of_his_own_give
     fill(box, one, *range(64))
     fill(box, two, *range(32))
     assert box.nbytes("one") + box.nbytes("two") == 64 * PAGE
-    assert abs(box.nbytes("one") - 2 * box.nbytes("two")) <= 6 * PAGE, "each has about two thirds of its quota"
+    assert abs(box.nbytes("one") - 2 * box.nbytes("two")) <= 6 * PAGE, (
+        "each has about two thirds of its quota"
+    )
     assert box.tier.check() == []
 
 
@@ -207,8 +219,9 @@ def test_copies_of_one_go_for_its_own() -> None:
 
 
 def test_the_hit_rate_beside_a_flood_is_that_of_being_alone(seed: int) -> None:
-    """Traffic of a tenant whose pages do not all fit, alone and beside one that floods, pins, holds and changes
-    sizes."""
+    """Traffic of a tenant whose pages do not all fit, alone and beside one that floods, pins, holds
+    and changes sizes.
+    """
 
     def hit_rate(hostile: bool) -> float:
         rng, other = random.Random(seed), random.Random(seed + 1)
@@ -234,7 +247,9 @@ def test_the_hit_rate_beside_a_flood_is_that_of_being_alone(seed: int) -> None:
             (hit,) = box.get(quiet, [key])
             hits += hit
             if not hit:
-                assert box.put(quiet, [key]) == [PutStatus.WRITE], "a tenant within its quota always has room"
+                assert box.put(quiet, [key]) == [PutStatus.WRITE], (
+                    "a tenant within its quota always has room"
+                )
         assert box.tier.check() == []
         return hits / 1500
 

@@ -1,4 +1,5 @@
-"""The RAM tier in a seeded simulation, beside a model that knows what must be visible, held and pinned.
+"""The RAM tier in a seeded simulation, beside a model that knows what must be visible, held and
+pinned.
 
 The model does not know whom eviction chooses; it knows whom it must not choose, and that nobody is
 chosen unless space was asked for: with quotas, nobody who is within his own, by another.
@@ -33,13 +34,17 @@ class Model:
     writing: set[Key] = field(default_factory=set)
     unwanted: set[Key] = field(default_factory=set)  # removed while they were being written
     pinned: dict[Key, int] = field(default_factory=dict)  # expiry_ms
-    holds: dict[int, tuple[Key, Page, int]] = field(default_factory=dict)  # ticket: (key, page, offset when held)
+    holds: dict[int, tuple[Key, Page, int]] = field(
+        default_factory=dict
+    )  # ticket: (key, page, offset when held)
 
     def held(self, key: Key) -> bool:
         return any(key == other for other, _, _ in self.holds.values())
 
     def outlive(self, key: Key) -> None:
-        """The key is removed: its bytes stay for those who hold them, and do not hold the page that is next put."""
+        """The key is removed: its bytes stay for those who hold them, and do not hold the page that
+        is next put.
+        """
         for ticket, (other, page, offset) in self.holds.items():
             if other == key:
                 self.holds[ticket] = ((key[0], b""), page, offset)
@@ -51,7 +56,10 @@ class Simulation:
     def __init__(self, rng: random.Random, sandbox: type[Sandbox], limited: bool) -> None:
         self.rng = rng
         self.box = sandbox(EXTENT * EXTENTS, EXTENT)
-        self.spaces = {name: self.box.open(name, nbytes, tenant=TENANTS[name]) for name, nbytes in PAGE_SIZES.items()}
+        self.spaces = {
+            name: self.box.open(name, nbytes, tenant=TENANTS[name])
+            for name, nbytes in PAGE_SIZES.items()
+        }
         self.limited = limited
         self.quotas: dict[str, int] = {}
         self.asking = ""  # the tenant for whom room is made
@@ -62,15 +70,28 @@ class Simulation:
 
     def batch(self) -> tuple[str, list[bytes]]:
         # Traffic moves between page sizes: each is preferred for about 170 steps, in turns.
-        name = self.rng.choice([*self.spaces, list(self.spaces)[self.box.now_ms // 2000 % len(self.spaces)]])
-        return name, [self.spaces[name].key(n) for n in self.rng.sample(range(KEYS), self.rng.randint(1, 8))]
+        name = self.rng.choice(
+            [*self.spaces, list(self.spaces)[self.box.now_ms // 2000 % len(self.spaces)]]
+        )
+        return name, [
+            self.spaces[name].key(n) for n in self.rng.sample(range(KEYS), self.rng.randint(1, 8))
+        ]
 
     def step(self) -> None:
         self.box.now_ms += self.rng.choice((0, 0, 1, 7, 50))
         if self.limited and self.rng.random() < 0.02:
             self.change_quotas()
         operation = self.rng.choices(
-            (self.reserve, self.commit, self.abort, self.acquire, self.release, self.remove, self.pin, self.unpin),
+            (
+                self.reserve,
+                self.commit,
+                self.abort,
+                self.acquire,
+                self.release,
+                self.remove,
+                self.pin,
+                self.unpin,
+            ),
             (8, 8, 2, 6, 6, 1, 2, 1),
         )[0]
         before = set(self.model.visible)
@@ -78,7 +99,9 @@ class Simulation:
         operation()
         lost = {name for name, _ in before - self.present()} & within
         if operation == self.reserve:
-            assert {TENANTS[name] for name in lost} <= {self.asking}, "who is within his quota lost a page to another"
+            assert {TENANTS[name] for name in lost} <= {self.asking}, (
+                "who is within his quota lost a page to another"
+            )
         self.done[operation.__name__] = self.done.get(operation.__name__, 0) + 1
         self.compare(before, may_evict=operation == self.reserve)
 
@@ -126,14 +149,22 @@ class Simulation:
             self.reservations.append((name, result))
 
     def check_full(self, name: str, batch: set[Key]) -> None:
-        """FULL only if each page of this slot size is pinned, held or part of the batch, or the quota is less than
-        what a page of this size takes."""
+        """FULL only if each page of this slot size is pinned, held or part of the batch, or the
+        quota is less than what a page of this size takes.
+        """
         box = self.box
         account = box.tier.eviction.order.accounts.of(TENANTS[name])
         if account.too_small_for(slot_nbytes(PAGE_SIZES[name])):
             return
-        present = {(name, key) for key in box.present(self.spaces[name], self.spaces[name].keys(*range(KEYS)))}
-        free = [key for key in present - batch if key not in self.model.pinned and not self.model.held(key)]
+        present = {
+            (name, key)
+            for key in box.present(self.spaces[name], self.spaces[name].keys(*range(KEYS)))
+        }
+        free = [
+            key
+            for key in present - batch
+            if key not in self.model.pinned and not self.model.held(key)
+        ]
         assert not free, f"full, but {len(free)} pages of {name} may be evicted"
 
     def commit(self) -> None:
@@ -161,7 +192,9 @@ class Simulation:
                 self.model.holds[next(self.tickets)] = ((name, key), page, page.offset)
 
     def release(self) -> None:
-        tickets = self.rng.sample(list(self.model.holds), min(len(self.model.holds), self.rng.randint(1, 12)))
+        tickets = self.rng.sample(
+            list(self.model.holds), min(len(self.model.holds), self.rng.randint(1, 12))
+        )
         self.box.tier.release([self.model.holds.pop(ticket)[1] for ticket in tickets])
 
     def remove(self) -> None:
@@ -182,13 +215,18 @@ class Simulation:
         except Exhausted:
             self.expire()
             nbytes = sum(
-                slot_nbytes(PAGE_SIZES[space]) for space, _ in {*self.model.pinned, *((name, k) for k in keys)}
+                slot_nbytes(PAGE_SIZES[space])
+                for space, _ in {*self.model.pinned, *((name, k) for k in keys)}
             )
-            assert nbytes > EXTENT * EXTENTS / 2 / 8, "pinned pages take eight times their own space at most"
+            assert nbytes > EXTENT * EXTENTS / 2 / 8, (
+                "pinned pages take eight times their own space at most"
+            )
             self.done["pins refused"] = self.done.get("pins refused", 0) + 1
             return
         assert pinned == [(name, key) in self.model.visible for key in keys]
-        self.model.pinned.update({(name, key): expiry_ms for key, done in zip(keys, pinned, strict=True) if done})
+        self.model.pinned.update(
+            {(name, key): expiry_ms for key, done in zip(keys, pinned, strict=True) if done}
+        )
 
     def unpin(self) -> None:
         name, keys = self.batch()
@@ -199,13 +237,17 @@ class Simulation:
 
     def expire(self) -> None:
         now_ms = self.box.now_ms
-        self.model.pinned = {key: expiry for key, expiry in self.model.pinned.items() if expiry > now_ms}
+        self.model.pinned = {
+            key: expiry for key, expiry in self.model.pinned.items() if expiry > now_ms
+        }
 
     def compare(self, before: set[Key], may_evict: bool) -> None:
         self.expire()
         box, model = self.box, self.model
         present = self.present()
-        assert not present - model.visible, "a page is visible that was never committed, or was removed"
+        assert not present - model.visible, (
+            "a page is visible that was never committed, or was removed"
+        )
         evicted = model.visible - present
         assert not evicted or may_evict, "a page vanished though no space was asked for"
         assert not evicted & set(model.pinned), "a pinned page was evicted"

@@ -22,7 +22,15 @@ def rates_of(**fields: int) -> tuple[Rates, Clock, Quotas, list[tuple[str, str]]
 
 
 def test_a_quota_is_written_as_in_the_documents() -> None:
-    words = ["ram=4GiB", "disk=40GiB", "pins=1000", "held=1GiB", "connections=64", "requests=1000/s", "bytes=1GiB/s"]
+    words = [
+        "ram=4GiB",
+        "disk=40GiB",
+        "pins=1000",
+        "held=1GiB",
+        "connections=64",
+        "requests=1000/s",
+        "bytes=1GiB/s",
+    ]
     fields = {name: text for name, _, text in (word.partition("=") for word in words)}
     assert quota_of(fields) == Quota(4 << 30, 40 << 30, 1000, 1 << 30, 64, 1000, 1 << 30)
     assert quota_of({}) == quota_of({"ram": "0"}) == Quota()
@@ -60,7 +68,9 @@ def test_so_many_requests_a_second_and_no_more_than_a_seconds_worth_at_once() ->
     clock.now_s += 3600
     for _ in range(10):
         rates.take("a")
-    with pytest.raises(Exhausted, match=r"tenant a has had the 10 requests a second of its quota; wait 0\.100 s"):
+    with pytest.raises(
+        Exhausted, match=r"tenant a has had the 10 requests a second of its quota; wait 0\.100 s"
+    ):
         rates.take("a")
     clock.now_s += 0.11
     rates.take("a")
@@ -106,7 +116,9 @@ def test_a_rate_that_is_gone_is_forgotten_and_one_that_was_changed_holds() -> No
 def test_a_tenants_quota_is_less_than_the_share_of_a_peer_and_tells_of_no_other() -> None:
     refused: list[str] = []
     most = {"a": 3, "b": 100}
-    budget = Budget(cap("things", 20, "wait"), Quoted(lambda tenant: most.get(tenant, 0), refused.append))
+    budget = Budget(
+        cap("things", 20, "wait"), Quoted(lambda tenant: most.get(tenant, 0), refused.append)
+    )
     budget.take("tenant a", 3)
     with pytest.raises(Exhausted, match=r"^things: 3 of tenant a; allowed are 3 by its quota"):
         budget.take("tenant a")
@@ -121,7 +133,9 @@ def test_a_tenants_quota_is_less_than_the_share_of_a_peer_and_tells_of_no_other(
 
 
 def test_a_connection_that_is_known_now_counts_to_its_tenant() -> None:
-    places = ConnectionLimiter(cap("connections", 8, "wait"), Quoted(lambda tenant: 2, lambda tenant: None))
+    places = ConnectionLimiter(
+        cap("connections", 8, "wait"), Quoted(lambda tenant: 2, lambda tenant: None)
+    )
     left: list[int] = []
     mine = [places.enter("10.0.0.1", lambda n=n: left.append(n)) for n in range(4)]  # type: ignore[misc]
     for place in mine[:2]:

@@ -1,4 +1,6 @@
-"""Recording what a node is asked: bounded, one at a time, of no cost when it is off, and without what pages are."""
+"""Recording what a node is asked: bounded, one at a time, of no cost when it is off, and without
+what pages are.
+"""
 
 import hashlib
 import weakref
@@ -45,7 +47,9 @@ def fetch(recorder: Recorder, name: bytes, end: bool = False) -> pb.RecordReply:
     return recorder.record(pb.RecordRequest(recording=name, end=end), None)
 
 
-def test_it_is_off_until_somebody_begins_and_after_the_end(recorder: Recorder, clock: Clock) -> None:
+def test_it_is_off_until_somebody_begins_and_after_the_end(
+    recorder: Recorder, clock: Clock
+) -> None:
     assert not recorder.on
     name = begin(recorder)
     assert recorder.on
@@ -54,7 +58,12 @@ def test_it_is_off_until_somebody_begins_and_after_the_end(recorder: Recorder, c
     recorder.note(SPACE.digest, KEYS[1:4], stored=True)
     reply = fetch(recorder, name)
     asked, stored = reply.uses
-    assert (asked.at_ms, asked.stored, asked.page_nbytes, asked.page_tokens) == (250, False, 300, 16.0)
+    assert (asked.at_ms, asked.stored, asked.page_nbytes, asked.page_tokens) == (
+        250,
+        False,
+        300,
+        16.0,
+    )
     assert list(asked.pages[1:]) == list(stored.pages[:2]), "the same pages have the same ids"
     assert stored.stored
     assert not reply.more
@@ -87,7 +96,9 @@ def test_it_ends_by_itself(recorder: Recorder, clock: Clock) -> None:
         fetch(recorder, name)
 
 
-def test_one_at_a_time_and_one_that_nobody_asks_for_makes_room(recorder: Recorder, clock: Clock) -> None:
+def test_one_at_a_time_and_one_that_nobody_asks_for_makes_room(
+    recorder: Recorder, clock: Clock
+) -> None:
     first = begin(recorder, ms=10**6)
     with pytest.raises(Exhausted, match="one at a time"):
         begin(recorder)
@@ -118,7 +129,9 @@ def test_who_was_away_for_too_long_is_told_so_and_not_given_a_trace_with_a_hole(
 
 
 @pytest.mark.parametrize("ms", [1000, 10**6])
-def test_of_one_that_was_left_alone_nothing_stays(recorder: Recorder, clock: Clock, ms: int) -> None:
+def test_of_one_that_was_left_alone_nothing_stays(
+    recorder: Recorder, clock: Clock, ms: int
+) -> None:
     """Neither its key nor some 50 MiB of what waits, also if its time was over before it was left."""
     begin(recorder, ms)
     gone = weakref.ref(kept := Kept(KEYS))
@@ -194,8 +207,13 @@ def test_one_that_is_asked_for_now_and_then_goes_on(recorder: Recorder, clock: C
         assert len(fetch(recorder, name).uses) == 1
 
 
-def test_the_same_prefix_of_two_namespaces_is_two_pages_and_each_rank_has_its_share_of_the_tokens(clock: Clock) -> None:
-    spaces = [SPACE, Namespace("other", opaque_layout(300, page_tokens=64), tp_size=2, pp_size=2, cp_size=4)]
+def test_the_same_prefix_of_two_namespaces_is_two_pages_and_each_rank_has_its_share_of_the_tokens(
+    clock: Clock,
+) -> None:
+    spaces = [
+        SPACE,
+        Namespace("other", opaque_layout(300, page_tokens=64), tp_size=2, pp_size=2, cp_size=4),
+    ]
     found: Any = {space.digest: SimpleNamespace(value=space, page_nbytes=300) for space in spaces}
     recorder = Recorder(found.__getitem__, clock)
     name = begin(recorder)
@@ -213,7 +231,9 @@ def test_the_largest_reply_fits_a_message(recorder: Recorder) -> None:
     assert fetch(recorder, name).ByteSize() < 2 << 20
 
 
-def test_pages_of_a_namespace_that_was_removed_are_left_out(node: Node, connect: Connect, pages: Pages) -> None:
+def test_pages_of_a_namespace_that_was_removed_are_left_out(
+    node: Node, connect: Connect, pages: Pages
+) -> None:
     client, other = connect(node), Pages("other")
     name = client.record(60.0).recording
     for some in (pages, other):
@@ -228,7 +248,9 @@ def test_pages_of_a_namespace_that_was_removed_are_left_out(node: Node, connect:
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_lookups_and_puts_of_every_wire_are_recorded(node: Node, connect: Connect, pages: Pages, wire: str) -> None:
+def test_lookups_and_puts_of_every_wire_are_recorded(
+    node: Node, connect: Connect, pages: Pages, wire: str
+) -> None:
     client, admin = connect(node, wire), connect(node)
     name = admin.record(60.0).recording
     pages.put(client, pages.keys(0, 1, 2))

@@ -1,4 +1,6 @@
-"""Nodes that register themselves in etcd: who is of the view, who is refused, what an etcd that is away means."""
+"""Nodes that register themselves in etcd: who is of the view, who is refused, what an etcd that is
+away means.
+"""
 
 import json
 import threading
@@ -53,7 +55,9 @@ def test_who_stops_gives_its_lease_back(fleet: Start, etcd: FakeEtcd) -> None:
     assert [ttl for ttl, _ in etcd.leases.values()] == [LEASE_S]
 
 
-def test_a_member_whose_lease_ends_vanishes_and_comes_back_when_it_speaks_again(fleet: Start, etcd: FakeEtcd) -> None:
+def test_a_member_whose_lease_ends_vanishes_and_comes_back_when_it_speaks_again(
+    fleet: Start, etcd: FakeEtcd
+) -> None:
     one, two = fleet("n1"), fleet("n2")
     wait_until(lambda: len(members(one)) == 2)
     seen: list[list[str]] = []  # it may be back at once
@@ -123,7 +127,9 @@ def test_a_lease_that_has_ended_when_it_is_given(fleet: Start, etcd: FakeEtcd) -
     time.sleep(1.0)
     assert etcd.calls - calls < 20 * (time.monotonic() - began), "it asks without a pause"
     etcd.granted_s = None
-    wait_until(lambda: peers(node).registry == "etcd" and "/kvstore/fleet/members/n1" in etcd.names())
+    wait_until(
+        lambda: peers(node).registry == "etcd" and "/kvstore/fleet/members/n1" in etcd.names()
+    )
 
 
 def test_a_slow_etcd_is_no_lost_lease(fleet: Start, etcd: FakeEtcd) -> None:
@@ -133,14 +139,21 @@ def test_a_slow_etcd_is_no_lost_lease(fleet: Start, etcd: FakeEtcd) -> None:
     assert (members(one), peers(one).registry) == (["n1"], "etcd")
 
 
-def test_a_second_node_with_the_same_id_is_refused_by_name(fleet: Start, etcd: FakeEtcd, tmp_path: Path) -> None:
+def test_a_second_node_with_the_same_id_is_refused_by_name(
+    fleet: Start, etcd: FakeEtcd, tmp_path: Path
+) -> None:
     one = fleet("n1")
-    with pytest.raises(ConfigError, match=rf"the id n1 .* is that of another node, at 127.0.0.1:{one.grpc.port}; name"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"the id n1 .* is that of another node, at 127.0.0.1:{one.grpc.port}; name",
+    ):
         fleet("n1")
     assert members(one) == ["n1"]
 
 
-def test_a_node_without_a_directory_comes_back_when_its_old_lease_has_ended(fleet: Start, etcd: FakeEtcd) -> None:
+def test_a_node_without_a_directory_comes_back_when_its_old_lease_has_ended(
+    fleet: Start, etcd: FakeEtcd
+) -> None:
     node = fleet("n1")
     etcd.leases_last = True  # until it was seen that the killed one's is there
     kill(node, etcd)
@@ -163,10 +176,19 @@ def test_a_restart_takes_its_id_over_at_once(fleet: Start, etcd: FakeEtcd, tmp_p
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"replicas": 2}, "replicas=2, but the cluster fleet has 1: start this node with that or without"),
-        ({"advertise": "127.0.0.1:9"}, r"does not reach itself at 127.0.0.1:9: .*name one .* with advertise"),
+        (
+            {"replicas": 2},
+            "replicas=2, but the cluster fleet has 1: start this node with that or without",
+        ),
+        (
+            {"advertise": "127.0.0.1:9"},
+            r"does not reach itself at 127.0.0.1:9: .*name one .* with advertise",
+        ),
         ({"advertise": "host:99999"}, "advertise='host:99999' is not host:port"),
-        ({"advertise": "http://host:1"}, "advertise='http://host:1' is a URL, not host:port: write host:1"),
+        (
+            {"advertise": "http://host:1"},
+            "advertise='http://host:1' is a URL, not host:port: write host:1",
+        ),
         ({"zone": "a/b"}, "zone is called 'a/b'"),
         ({"etcd_ca": "/none.pem"}, r"TLS to etcd \(etcd_ca, etcd_cert, etcd_key\)"),
         ({"etcd_cert": "/none.pem"}, "are given together, and with etcd_ca"),
@@ -187,11 +209,16 @@ def test_an_address_at_which_another_node_is(fleet: Start) -> None:
         fleet("n2", advertise=f"127.0.0.1:{one.grpc.port}")
 
 
-def test_a_start_waits_for_etcd_and_then_ends(fleet: Start, etcd: FakeEtcd, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_waits_for_etcd_and_then_ends(
+    fleet: Start, etcd: FakeEtcd, caplog: pytest.LogCaptureFixture
+) -> None:
     etcd.stop()
     with (
         caplog.at_level("INFO"),
-        pytest.raises(ConfigError, match=r"etcd was not reached in 0.3 s \(cluster_wait_s\) at 127.0.0.1:1, 127"),
+        pytest.raises(
+            ConfigError,
+            match=r"etcd was not reached in 0.3 s \(cluster_wait_s\) at 127.0.0.1:1, 127",
+        ),
     ):
         fleet("n1", cluster_wait_s=0.3)
     assert "waiting for etcd" in caplog.text
@@ -211,7 +238,9 @@ def test_a_start_that_waits_ends_when_it_is_told_to(etcd: FakeEtcd) -> None:
             raise SystemExit(0)
 
     cluster = f"etcd://{etcd.endpoint}/fleet"
-    node = Node(NodeConfig(**{**SMALL, "cluster": cluster, "member": "n1", "cluster_wait_s": 60.0}), pulse)
+    node = Node(
+        NodeConfig(**{**SMALL, "cluster": cluster, "member": "n1", "cluster_wait_s": 60.0}), pulse
+    )
     with pytest.raises(SystemExit):
         node.start()
     assert time.monotonic() - began < 40.0
@@ -222,7 +251,10 @@ def test_while_a_node_joins_nobody_is_told_that_it_is_alone(fleet: Start) -> Non
     node.membership.joining = True
     with pytest.raises(Unavailable, match="is joining its cluster"):
         node.service.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), THE_NODE)
-    assert node.service.call("hello", pb.HelloRequest(), THE_NODE).instance_id == node.service.instance_id
+    assert (
+        node.service.call("hello", pb.HelloRequest(), THE_NODE).instance_id
+        == node.service.instance_id
+    )
 
 
 def test_a_member_two_versions_away_is_apart_and_named(fleet: Start, etcd: FakeEtcd) -> None:
@@ -234,7 +266,9 @@ def test_a_member_two_versions_away_is_apart_and_named(fleet: Start, etcd: FakeE
     wait_until(lambda: members(one) == ["n1", "near"])
     apart = sorted(peers(one).apart)
     assert apart[0].startswith("odd: ")
-    assert apart[1] == f"old at old:7440 speaks protocol {PROTOCOL_VERSION - 2}; update the older one"
+    assert (
+        apart[1] == f"old at old:7440 speaks protocol {PROTOCOL_VERSION - 2}; update the older one"
+    )
 
 
 ODD = b'{"address": "odd:7440", "weight": %s, "zone": "", "state": "SERVING", "protocol": %s, "token": "t", '
@@ -254,7 +288,12 @@ def test_whatever_a_key_says_the_others_are_of_the_view(fleet: Start, etcd: Fake
         etcd.put(f"/kvstore/fleet/removed/{number:032x}", said)
     fleet("n2")
     wait_until(lambda: members(one) == ["n1", "n2"])
-    assert sorted(line.partition(":")[0] for line in peers(one).apart) == ["odd0", "odd1", "odd2", "odd3"]
+    assert sorted(line.partition(":")[0] for line in peers(one).apart) == [
+        "odd0",
+        "odd1",
+        "odd2",
+        "odd3",
+    ]
     assert all(len(line) < 500 for line in peers(one).apart)
 
 

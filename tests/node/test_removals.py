@@ -1,4 +1,6 @@
-"""Namespaces that are removed from a whole cluster: done at every member, once, also at one that was away."""
+"""Namespaces that are removed from a whole cluster: done at every member, once, also at one that
+was away.
+"""
 
 from pathlib import Path
 from typing import Any, cast
@@ -50,7 +52,9 @@ def test_a_member_that_was_away_removes_before_it_serves(
     assert present(again, pages) == len(KEYS)
 
 
-def test_what_is_put_after_a_removal_stays(fleet: Start, etcd: FakeEtcd, connect: Connect, pages: Pages) -> None:
+def test_what_is_put_after_a_removal_stays(
+    fleet: Start, etcd: FakeEtcd, connect: Connect, pages: Pages
+) -> None:
     """Members hear of a removal once more, from etcd, when its caller has gone on already."""
     nodes = [fleet(f"n{i}") for i in range(3)]
     wait_until(lambda: all(len(node.membership.view.members) == 3 for node in nodes))  # type: ignore[union-attr]
@@ -61,14 +65,18 @@ def test_what_is_put_after_a_removal_stays(fleet: Start, etcd: FakeEtcd, connect
         assert present(client, pages) == 0
         pages.put(client, pages.keys(*KEYS))
         assert len(value(etcd, f"removed/{pages.namespace.digest.hex()}")["removal"]) == 32
-        number = etcd.kvs[f"/kvstore/fleet/removed/{pages.namespace.digest.hex()}".encode()].mod_revision
+        number = etcd.kvs[
+            f"/kvstore/fleet/removed/{pages.namespace.digest.hex()}".encode()
+        ].mod_revision
         for node in nodes:  # each has heard of it, and is done
             wait_until(lambda node=node, number=number: node.registry._identity.applied >= number)
         assert present(client, pages) == len(KEYS)
     assert len([key for key in etcd.names() if "/removed/" in key]) == 1
 
 
-def test_a_member_that_was_not_asked_hears_of_it(fleet: Start, connect: Connect, pages: Pages) -> None:
+def test_a_member_that_was_not_asked_hears_of_it(
+    fleet: Start, connect: Connect, pages: Pages
+) -> None:
     one, two = fleet("n1"), fleet("n2")
     alone = connect(two, direct=True)
     pages.put(alone, pages.keys(*KEYS))
@@ -97,7 +105,9 @@ def test_what_was_removed_while_etcd_was_away_is_told_when_it_is_back(
 def test_what_is_recorded_in_an_etcd_that_lost_all_before_numbers_rise_is_removed_by_all(
     fleet: Start, etcd: FakeEtcd, connect: Connect, pages: Pages, tmp_path: Path, away: bool
 ) -> None:
-    """A removal that waited for etcd is written as soon as that answers, and who raises the numbers may be later."""
+    """A removal that waited for etcd is written as soon as that answers, and who raises the numbers
+    may be later.
+    """
     one, two = fleet("n1"), fleet("n2", data_dir=str(tmp_path), **DISK)
     alone = connect(two, direct=True)
     pages.put(alone, pages.keys(*KEYS))
@@ -115,7 +125,10 @@ def test_what_is_recorded_in_an_etcd_that_lost_all_before_numbers_rise_is_remove
     etcd.stop()
     etcd.wipe()
     etcd.put("/kvstore/fleet/config", b'{"replicas": 1, "base": 0}')
-    etcd.put(f"/kvstore/fleet/removed/{pages.namespace.digest.hex()}", b'{"removal": "%s", "by": "n1"}' % (b"07" * 16))
+    etcd.put(
+        f"/kvstore/fleet/removed/{pages.namespace.digest.hex()}",
+        b'{"removal": "%s", "by": "n1"}' % (b"07" * 16),
+    )
     for _ in range(20):
         etcd.put("/kvstore/fleet/others", b"")  # that come before the numbers rise
     etcd.start()
@@ -132,7 +145,9 @@ def test_a_directory_says_who_its_node_is(tmp_path: Path) -> None:
     again = Identity(str(tmp_path), "fleet", "")
     assert (again.member, again.token, again.applied) == (first.member, first.token, 7)
     assert Identity(str(tmp_path), "fleet", first.member).member == first.member
-    with pytest.raises(ConfigError, match=rf"is that of {first.member}; start it as {first.member}"):
+    with pytest.raises(
+        ConfigError, match=rf"is that of {first.member}; start it as {first.member}"
+    ):
         Identity(str(tmp_path), "fleet", "other")
     with pytest.raises(ConfigError, match="belongs to a member of the cluster fleet, not of other"):
         Identity(str(tmp_path), "other", "")
@@ -146,11 +161,15 @@ def test_who_was_away_for_too_long_does_not_bring_back_what_was_removed(
     Identity(str(tmp_path), "fleet", "").save(7)
     later = (tmp_path / "member.json").stat().st_mtime + REMOVALS_KEPT_S + 60
     monkeypatch.setattr("time.time", lambda: later)
-    with pytest.raises(ConfigError, match="away for 30 days, and what was removed is remembered for 30"):
+    with pytest.raises(
+        ConfigError, match="away for 30 days, and what was removed is remembered for 30"
+    ):
         Identity(str(tmp_path), "fleet", "")
 
 
-def test_member_whose_clock_was_set_back_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_whose_clock_was_set_back_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may have been away for months."""
     Identity(str(tmp_path), "fleet", "").save(7)
     earlier = (tmp_path / "member.json").stat().st_mtime - 2 * 86400
@@ -159,21 +178,33 @@ def test_member_whose_clock_was_set_back_is_refused(tmp_path: Path, monkeypatch:
         Identity(str(tmp_path), "fleet", "")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"applied": "x"}', '{"to_erase": "x"}', '{"to_erase": [1]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"applied": "x"}', '{"to_erase": "x"}', '{"to_erase": [1]}']
+)
 def test_a_directory_whose_file_is_damaged(tmp_path: Path, text: str) -> None:
     (tmp_path / "member.json").write_text(text)
     with pytest.raises(ConfigError, match=r"member.json can not be read: .*; remove it"):
         Identity(str(tmp_path), "fleet", "")
 
 
-def test_who_was_asked_to_erase_does_not_do_it_again_for_those_who_were_asked_too(tmp_path: Path) -> None:
-    """Also for namespaces that it did not have then: by the time it hears of them they may have new pages."""
+def test_who_was_asked_to_erase_does_not_do_it_again_for_those_who_were_asked_too(
+    tmp_path: Path,
+) -> None:
+    """Also for namespaces that it did not have then: by the time it hears of them they may have new
+    pages.
+    """
     removed: list[bytes] = []
     erased: list[list[bytes]] = []
-    removals = NamespaceTombstones(Identity(str(tmp_path), "fleet", ""), removed.append, lambda: None, erased.append)
+    removals = NamespaceTombstones(
+        Identity(str(tmp_path), "fleet", ""), removed.append, lambda: None, erased.append
+    )
     removals.begin_erasure(b"asked")
     one, two, three = (bytes([number]) * 16 for number in range(3))
-    heard = [Removal(one, b"1", 1, b"asked"), Removal(two, b"2", 2, b"not asked"), Removal(three, b"3", 3)]
+    heard = [
+        Removal(one, b"1", 1, b"asked"),
+        Removal(two, b"2", 2, b"not asked"),
+        Removal(three, b"3", 3),
+    ]
     removals.heard(heard, 3)
     nobody: Any = None
     removals.work(nobody, nobody)
@@ -193,7 +224,9 @@ def test_a_node_that_ends_before_it_has_erased_does_it_in_its_next_life(
     def dies(digests: list[bytes]) -> None:
         raise SystemExit
 
-    first = NamespaceTombstones(Identity(str(tmp_path), "fleet", ""), lambda digest: None, lambda: None, dies)
+    first = NamespaceTombstones(
+        Identity(str(tmp_path), "fleet", ""), lambda digest: None, lambda: None, dies
+    )
     heard = [Removal(digest, b"1", 1, b"tenant")]
     if at_a_start:
         first.catch_up(heard, 1)
@@ -203,7 +236,9 @@ def test_a_node_that_ends_before_it_has_erased_does_it_in_its_next_life(
     with pytest.raises(SystemExit):
         first.work(nobody, nobody)
     erased: list[list[bytes]] = []
-    second = NamespaceTombstones(Identity(str(tmp_path), "fleet", ""), lambda digest: None, lambda: None, erased.append)
+    second = NamespaceTombstones(
+        Identity(str(tmp_path), "fleet", ""), lambda digest: None, lambda: None, erased.append
+    )
     second.catch_up(heard, 1)
     second.work(nobody, nobody)
     assert erased == [[digest]]
@@ -217,7 +252,9 @@ def test_a_join_reads_more_removals_than_fit_one_answer(
     etcd.keys_max = 3
     removed = [bytes([number]) * 16 for number in range(10)]
     for digest in removed:
-        etcd.put(f"/kvstore/fleet/removed/{digest.hex()}", b'{"removal": "%s"}' % digest.hex().encode())
+        etcd.put(
+            f"/kvstore/fleet/removed/{digest.hex()}", b'{"removal": "%s"}' % digest.hex().encode()
+        )
     node = fleet("n1")
     assert node.registry is not None
     assert {some.digest for some in node.registry._roster.removals()} == set(removed)
@@ -226,8 +263,12 @@ def test_a_join_reads_more_removals_than_fit_one_answer(
 def test_what_was_heard_of_long_ago_is_not_gone_through_again() -> None:
     """Each change in etcd would cost all removals of 30 days, at all members."""
     roster = RegistryState("fleet")
-    written = {roster.removed_key(bytes([n])): Entry(b'{"removal": "%02x"}' % n, n, 0) for n in range(9)}
-    roster.reset(Reading(9, {roster.config_key: Entry(b'{"replicas": 1, "base": 100}', 1, 0)} | written))
+    written = {
+        roster.removed_key(bytes([n])): Entry(b'{"removal": "%02x"}' % n, n, 0) for n in range(9)
+    }
+    roster.reset(
+        Reading(9, {roster.config_key: Entry(b'{"replicas": 1, "base": 100}', 1, 0)} | written)
+    )
     assert [some.number for some in roster.removals()] == list(range(100, 109))
     parse_removed.cache_clear()
     assert [some.number for some in roster.removals(106)] == [107, 108]

@@ -27,7 +27,9 @@ def first_of(nodes: list[Node], pages: Pages, keys: list[bytes], member: int) ->
     return [key for key, some in zip(keys, routes, strict=True) if some[0] == f"n{member}"]
 
 
-def test_a_member_that_is_lost_costs_nothing(trio: list[Node], connect: Connect, pages: Pages) -> None:
+def test_a_member_that_is_lost_costs_nothing(
+    trio: list[Node], connect: Connect, pages: Pages
+) -> None:
     client, keys = connect(trio[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
     calm(trio)
@@ -42,15 +44,23 @@ def test_a_member_that_is_lost_costs_nothing(trio: list[Node], connect: Connect,
     calm(trio)
     mine = first_of(trio, pages, more, 1)
     assert mine
-    assert present(trio[1], pages.namespace, mine) == [True] * len(mine), "it was given them when it was back"
+    assert present(trio[1], pages.namespace, mine) == [True] * len(mine), (
+        "it was given them when it was back"
+    )
 
 
-def test_the_longest_prefix_is_put_together_from_replicas(trio: list[Node], connect: Connect, pages: Pages) -> None:
-    """A member that lacks a page is not the end of the prefix: the next pages may be there and at no other."""
+def test_the_longest_prefix_is_put_together_from_replicas(
+    trio: list[Node], connect: Connect, pages: Pages
+) -> None:
+    """A member that lacks a page is not the end of the prefix: the next pages may be there and at
+    no other.
+    """
     client, keys = connect(trio[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
     calm(trio)
-    for number, node in enumerate(trio):  # of each two the first is at its first owner only, the second at the other
+    for number, node in enumerate(
+        trio
+    ):  # of each two the first is at its first owner only, the second at the other
         mine = first_of(trio, pages, keys, number)
         node.tier.remove(pages.namespace.digest, mine[::2])
         for other in trio:
@@ -65,7 +75,9 @@ def test_the_longest_prefix_is_put_together_from_replicas(trio: list[Node], conn
     assert client.lookup(pages.namespace, keys).prefix_pages == len(keys) - 3
     for node in trio:
         node.tier.remove(pages.namespace.digest, keys[5:6])
-    assert client.get(pages.namespace, keys, buffers, prefix=True) == [True] * 5 + [False] * (len(keys) - 5)
+    assert client.get(pages.namespace, keys, buffers, prefix=True) == [True] * 5 + [False] * (
+        len(keys) - 5
+    )
 
 
 def test_a_slow_owner_costs_half_of_the_time(
@@ -104,7 +116,9 @@ def test_all_copies_are_verified(trio: list[Node], connect: Connect, pages: Page
     assert client.verify(pages.namespace, keys) == (len(keys), 0, 0)
 
 
-def test_who_joined_unheard_of_is_asked_to_remove_too(trio: list[Node], connect: Connect, pages: Pages) -> None:
+def test_who_joined_unheard_of_is_asked_to_remove_too(
+    trio: list[Node], connect: Connect, pages: Pages
+) -> None:
     """It may have fetched the pages before they were removed."""
     tell(trio, view_of(trio, number=2, n2=None))
     client, keys = connect(trio[0]), pages.keys(1, 2)
@@ -116,7 +130,9 @@ def test_who_joined_unheard_of_is_asked_to_remove_too(trio: list[Node], connect:
     assert present(trio[2], pages.namespace, keys) == [False, False]
 
 
-def test_a_copy_that_nobody_owns_is_removed_too(trio: list[Node], connect: Connect, pages: Pages) -> None:
+def test_a_copy_that_nobody_owns_is_removed_too(
+    trio: list[Node], connect: Connect, pages: Pages
+) -> None:
     """As a near node has it."""
     key = pages.key(1)
     (route,) = owners(view_of(trio, 2), pages.namespace, [key])
@@ -129,7 +145,9 @@ def test_a_copy_that_nobody_owns_is_removed_too(trio: list[Node], connect: Conne
     assert [present(node, pages.namespace, [key]) for node in trio] == [[False]] * 3
 
 
-def test_a_put_whose_first_owner_hangs_goes_to_the_next(trio: list[Node], connect: Connect, pages: Pages) -> None:
+def test_a_put_whose_first_owner_hangs_goes_to_the_next(
+    trio: list[Node], connect: Connect, pages: Pages
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as hung:
         view = view_of(trio, 2, 2, elsewhere={1: f"127.0.0.1:{hung.getsockname()[1]}"})
         tell(trio, view)

@@ -49,10 +49,14 @@ def test_a_put_comes_to_all_owners_and_to_nobody_else(
         assert pages.get(direct, keys) == mine, "and with the bytes that were put"
     handed = [counts(node) for node in nodes]
     assert sum(some.pages_handed for some in handed) == len(keys)
-    assert [(some.pages_dropped, some.queue_pages, some.queue_nbytes) for some in handed] == [(0, 0, 0)] * 3
+    assert [(some.pages_dropped, some.queue_pages, some.queue_nbytes) for some in handed] == [
+        (0, 0, 0)
+    ] * 3
 
 
-def test_a_node_that_is_alone_hands_nothing_on(start_node: StartNode, connect: Connect, pages: Pages) -> None:
+def test_a_node_that_is_alone_hands_nothing_on(
+    start_node: StartNode, connect: Connect, pages: Pages
+) -> None:
     node = start_node()
     client = connect(node)
     client.put(pages.namespace, pages.keys(1), [pages.content(pages.key(1))], Keep(ack="all"))
@@ -60,7 +64,9 @@ def test_a_node_that_is_alone_hands_nothing_on(start_node: StartNode, connect: C
     assert not client.node_status().HasField("peers")
 
 
-def test_one_owner_has_nobody_to_hand_to(start_node: StartNode, connect: Connect, pages: Pages) -> None:
+def test_one_owner_has_nobody_to_hand_to(
+    start_node: StartNode, connect: Connect, pages: Pages
+) -> None:
     nodes = [start_node() for _ in range(2)]
     tell(nodes, view_of(nodes, 1))
     pages.put(connect(nodes[0]), pages.keys(*NUMBERS))
@@ -93,7 +99,10 @@ def test_a_put_that_a_member_forwarded_goes_no_further(
     connect(pair[0], direct=True).open(pages.namespace)
     connection = raw(pair[0])
     put = pb.PutRequest(
-        namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=pages.nbytes, forwarded_by="n1"
+        namespace=pages.namespace.digest,
+        prefix_hashes=pages.keys(1),
+        page_nbytes=pages.nbytes,
+        forwarded_by="n1",
     )
     assert list(connection.ask(put=put).put.verdicts) == [pb.WRITE]
     connection.send_frame(b"", pages.nbytes)
@@ -104,12 +113,20 @@ def test_a_put_that_a_member_forwarded_goes_no_further(
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_forward_from_a_stranger_is_refused(
-    pair: list[Node], start_node: StartNode, raw: ConnectRaw, connect: Connect, pages: Pages, alone: bool
+    pair: list[Node],
+    start_node: StartNode,
+    raw: ConnectRaw,
+    connect: Connect,
+    pages: Pages,
+    alone: bool,
 ) -> None:
     node = start_node() if alone else pair[0]
     connect(node, direct=True).open(pages.namespace)
     put = pb.PutRequest(
-        namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=pages.nbytes, forwarded_by="n7"
+        namespace=pages.namespace.digest,
+        prefix_hashes=pages.keys(1),
+        page_nbytes=pages.nbytes,
+        forwarded_by="n7",
     )
     error = raw(node).ask(put=put).error
     assert "'n7', who is no member of" in error.message
@@ -117,7 +134,9 @@ def test_a_forward_from_a_stranger_is_refused(
     assert present(node, pages.namespace, pages.keys(1)) == [False]
 
 
-def test_ack_all_answers_when_all_owners_have_the_pages(pair: list[Node], connect: Connect, pages: Pages) -> None:
+def test_ack_all_answers_when_all_owners_have_the_pages(
+    pair: list[Node], connect: Connect, pages: Pages
+) -> None:
     client = connect(pair[0], direct=True)
     for start in range(0, 40, 4):
         keys = pages.keys(*range(start, start + 4))
@@ -125,13 +144,21 @@ def test_ack_all_answers_when_all_owners_have_the_pages(pair: list[Node], connec
         assert present(pair[1], pages.namespace, keys) == [True] * 4
 
 
-def test_ack_all_of_a_page_that_an_owner_can_not_get(start_node: StartNode, connect: Connect, pages: Pages) -> None:
+def test_ack_all_of_a_page_that_an_owner_can_not_get(
+    start_node: StartNode, connect: Connect, pages: Pages
+) -> None:
     nodes = [start_node(), start_node()]
     tell(nodes[:1], view_of(nodes, 2, elsewhere={1: "127.0.0.1:9"}))
     client, keys = connect(nodes[0], direct=True), pages.keys(1, 2)
     began = time.monotonic()
     with pytest.raises(Exhausted, match="visible but not at all owners"):
-        client.put(pages.namespace, keys, [pages.content(key) for key in keys], Keep(ack="all"), timeout_s=4.0)
+        client.put(
+            pages.namespace,
+            keys,
+            [pages.content(key) for key in keys],
+            Keep(ack="all"),
+            timeout_s=4.0,
+        )
     assert time.monotonic() - began < 12.0
     assert pages.get(client, keys) == [True, True]
     nodes[0].peers.couriers._follow(view_of(nodes[:1], 2))  # who left is not waited for
@@ -149,7 +176,13 @@ def test_the_client_hears_that_not_all_owners_have_the_pages(
     keys = [key for key in every if routes[key] in (("n0", "n1"), ("n1", "n2"))][: NUMBERS.stop]
     client = connect(nodes[0])
     with pytest.raises(Exhausted, match="visible but not at all owners"):
-        client.put(pages.namespace, keys, [pages.content(key) for key in keys], Keep(ack="all"), timeout_s=4.0)
+        client.put(
+            pages.namespace,
+            keys,
+            [pages.content(key) for key in keys],
+            Keep(ack="all"),
+            timeout_s=4.0,
+        )
     assert pages.get(client, keys) == [True] * len(keys)
     tell(nodes[:2], view_of(nodes[:2], 2, number=2))
 
@@ -183,8 +216,12 @@ def test_pages_that_are_on_disk_only_are_handed_on(
             tier._forget(index.pages[key], "evicted")
     tell(nodes, view_of(nodes, 2))
     promises = nodes[0].service.promises
-    ticket = promises.hand(pages.namespace.digest, keys + pages.keys(99), [{"n1"}] * (len(keys) + 1))
-    assert not nodes[0].peers.couriers.wait(ticket, time.monotonic() + 10.0, lambda: False), "one is not there"
+    ticket = promises.hand(
+        pages.namespace.digest, keys + pages.keys(99), [{"n1"}] * (len(keys) + 1)
+    )
+    assert not nodes[0].peers.couriers.wait(ticket, time.monotonic() + 10.0, lambda: False), (
+        "one is not there"
+    )
     assert (ticket.open_count, ticket.lost_count) == (0, 1)
     assert pages.get(connect(nodes[1], direct=True), keys) == [True] * len(keys)
 
@@ -243,7 +280,9 @@ def test_metrics_tell_what_was_handed_on(pair: list[Node], connect: Connect, pag
     found = dict(line.split() for line in text.splitlines() if line.startswith("kvstore_peers_"))
     told = {name.removeprefix("kvstore_peers_"): float(value) for name, value in found.items()}
     assert {
-        name: value for name, value in told.items() if name.startswith(("queue", "pages_ha", "bytes_ha", "pages_d"))
+        name: value
+        for name, value in told.items()
+        if name.startswith(("queue", "pages_ha", "bytes_ha", "pages_d"))
     } == {
         "queue_pages": 0,
         "queue_bytes": 0,

@@ -1,4 +1,6 @@
-"""What anybody may rely on from outside: health, reflection, metrics, drain, exit status, list, pins."""
+"""What anybody may rely on from outside: health, reflection, metrics, drain, exit status, list,
+pins.
+"""
 
 import threading
 import time
@@ -10,7 +12,9 @@ import pytest
 from google.protobuf.descriptor_pb2 import MethodDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 from known_pages import Pages
 from local_nodes import Connect, StartNode
 from prometheus_client.parser import text_string_to_metric_families
@@ -37,13 +41,19 @@ def test_health_says_serving(channel: grpc.Channel, service: str) -> None:
 
 def test_health_does_not_know_other_services(channel: grpc.Channel) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=5.0)
+        health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service="nobody"), timeout=5.0
+        )
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_reflection_describes_the_whole_service(channel: grpc.Channel) -> None:
     database = ProtoReflectionDescriptorDatabase(channel)
-    services = {"kvstore.KVStore", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    services = {
+        "kvstore.KVStore",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
     assert set(database.get_services()) == services
     described = DescriptorPool(database).FindServiceByName("kvstore.KVStore")
     ours = pb.DESCRIPTOR.services_by_name["KVStore"]
@@ -52,7 +62,13 @@ def test_reflection_describes_the_whole_service(channel: grpc.Channel) -> None:
     described.methods_by_name["Put"].CopyToProto(put)
     assert put.client_streaming
     lookup = described.methods_by_name["Lookup"].input_type
-    assert [field.name for field in lookup.fields] == ["namespace", "prefix_hashes", "touch", "near", "wait_ms"]
+    assert [field.name for field in lookup.fields] == [
+        "namespace",
+        "prefix_hashes",
+        "touch",
+        "near",
+        "wait_ms",
+    ]
 
 
 def metrics(port: int) -> dict[str, dict[tuple[str, ...], float]]:
@@ -89,7 +105,12 @@ def test_metrics_parse_and_tell_what_happened(node: Node, connect: Connect, page
     assert found["kvstore_lookup_misses_total"][model[0], "absent"] == 1
     assert found["kvstore_lookup_misses_total"][model[0], "removed"] == 1
     assert found["kvstore_put_bytes_total"][model] == 2 * PAGE
-    for name in ("kvstore_sessions", "kvstore_private_bytes", "kvstore_ram_used_bytes", "kvstore_ram_pages"):
+    for name in (
+        "kvstore_sessions",
+        "kvstore_private_bytes",
+        "kvstore_ram_used_bytes",
+        "kvstore_ram_pages",
+    ):
         assert found[name][()] > 0
     for name in ("kvstore_ram_held_pages", "kvstore_ram_writing_pages", "kvstore_ram_pinned_pages"):
         assert found[name][()] == 0
@@ -99,7 +120,9 @@ def test_metrics_survive_a_model_name_of_any_kind(node: Node, connect: Connect) 
     odd = Pages('a "quoted"\\name\nin two lines, é')
     odd.put(connect(node), odd.keys(0))
     end = time.monotonic() + 5.0  # a scrape may be answered by the text of the one before
-    while not (found := metrics(node.metrics.port)["kvstore_namespace_pages"].get((odd.namespace.model,))):
+    while not (
+        found := metrics(node.metrics.port)["kvstore_namespace_pages"].get((odd.namespace.model,))
+    ):
         assert time.monotonic() < end, "the model's name is not in the metrics"
     assert found == 1
 
@@ -137,6 +160,8 @@ def test_status_adds_up(node: Node, connect: Connect) -> None:
     assert (status.bulk_port, status.metrics_port) == (node.bulk.port, node.metrics.port)
     classes = {size.slot_nbytes: size for size in status.ram.size_classes}
     assert (classes[10 * PAGE].used_count, classes[10 * PAGE].slot_count) == (2, 3)
-    assert status.ram.used_nbytes == sum(size.slot_nbytes * size.used_count for size in classes.values())
+    assert status.ram.used_nbytes == sum(
+        size.slot_nbytes * size.used_count for size in classes.values()
+    )
     assert status.ram.page_count == sum(size.used_count for size in classes.values())
     assert status.ram.extent_free_count == 15, "blocks of two sizes lie in one extent"

@@ -1,5 +1,6 @@
-"""One batch over shared memory whose pages several threads copy: the same bytes, the same answers, and nobody touches
-a page when the call has ended."""
+"""One batch over shared memory whose pages several threads copy: the same bytes, the same answers,
+and nobody touches a page when the call has ended.
+"""
 
 import os
 import threading
@@ -41,7 +42,9 @@ def meeting(monkeypatch: pytest.MonkeyPatch, name: str, first: int) -> None:
     monkeypatch.setattr(shm, name, together)
 
 
-def test_pages_cross_and_answers_are_in_order(client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_cross_and_answers_are_in_order(
+    client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = pages.keys(*range(11))
     assert pages.put(client, keys[3:5]) == [PutOutcome.STORED] * 2
     meeting(monkeypatch, "_write_page", LANES)
@@ -52,7 +55,9 @@ def test_pages_cross_and_answers_are_in_order(client: Client, pages: Pages, monk
     assert pages.get(client, keys) == [i not in (0, 7) for i in range(11)]
 
 
-def test_damaged_pages_and_ranges_are_found_in_whichever_share(client: Client, pages: Pages, node: Node) -> None:
+def test_damaged_pages_and_ranges_are_found_in_whichever_share(
+    client: Client, pages: Pages, node: Node
+) -> None:
     keys = pages.keys(*range(9))
     pages.put(client, keys)
     buffers = [bytearray(7) for _ in keys]
@@ -61,7 +66,9 @@ def test_damaged_pages_and_ranges_are_found_in_whichever_share(client: Client, p
     for bad in (1, 5, 8):
         pages.flip(node, keys[bad])
     assert pages.get(client, keys) == [i not in (1, 5, 8) for i in range(9)]
-    assert client.lookup(pages.namespace, keys).present == tuple(i not in (1, 5, 8) for i in range(9))
+    assert client.lookup(pages.namespace, keys).present == tuple(
+        i not in (1, 5, 8) for i in range(9)
+    )
 
 
 @pytest.mark.parametrize("error", [DeadlineExceeded("late"), MemoryError("none left")])

@@ -94,7 +94,9 @@ def pages(request: pytest.FixtureRequest, node: Node, connect: Connect) -> Pages
 
 def put_of(pages: Pages, *numbers: int) -> pb.PutRequest:
     keys = pages.keys(*numbers)
-    return pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
+    return pb.PutRequest(
+        namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes
+    )
 
 
 def get_of(pages: Pages, *numbers: int) -> pb.GetRequest:
@@ -119,7 +121,9 @@ def test_a_client_must_bring_a_pidfd_of_its_own(node: Node, raw: Callable[[Node]
     settle(node)
 
 
-def test_descriptors_that_nobody_asked_for_are_not_kept(node: Node, raw: Callable[[Node], Raw]) -> None:
+def test_descriptors_that_nobody_asked_for_are_not_kept(
+    node: Node, raw: Callable[[Node], Raw]
+) -> None:
     connection = raw(node)
     there = len(os.listdir("/proc/self/fd"))  # of other tests' nodes, too
     pidfd = os.pidfd_open(os.getpid())
@@ -129,7 +133,9 @@ def test_descriptors_that_nobody_asked_for_are_not_kept(node: Node, raw: Callabl
     connection.sock.sendmsg([frame], rights)
     header, _, fd = connection.recv_frame_with(1 << 20)
     assert pb.BulkReply.FromString(header).hello.arena_nbytes == node.arena.nbytes
-    before = len(os.listdir("/proc/self/fd"))  # with the connection, one pidfd at the node, the arena here
+    before = len(
+        os.listdir("/proc/self/fd")
+    )  # with the connection, one pidfd at the node, the arena here
     assert before < there + 100
     for _ in range(10):
         connection.sock.sendmsg([pack_fixed(len(HELLO), 0) + HELLO], rights)
@@ -161,7 +167,9 @@ for line in sys.stdin:
 
 
 def test_one_put_and_one_get_at_a_time(node: Node, pages: Pages) -> None:
-    """Whoever breaks this rule may be writing all the same, so nobody gets his slots while he lives."""
+    """Whoever breaks this rule may be writing all the same, so nobody gets his slots while he
+    lives.
+    """
     lookup = pb.LookupRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1))
     requests: dict[str, Any] = {
         "put": put_of(pages, 10),
@@ -171,16 +179,26 @@ def test_one_put_and_one_get_at_a_time(node: Node, pages: Pages) -> None:
     }
     assert node.shm is not None
     command = [sys.executable, "-c", OUT_OF_ORDER, node.shm.path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         for first, second, wrong, counts in (
             ("put", "put", "a put before the one before it", (0, 1)),
             ("get", "get", "a get before the one before it", (1, 1)),
             ("lookup", "commit", "a commit without a put", (1, 1)),
-            ("get", "commit", "a commit without a put", (1, 1)),  # the same page: one is held, twice
+            (
+                "get",
+                "commit",
+                "a commit without a put",
+                (1, 1),
+            ),  # the same page: one is held, twice
         ):
-            words = [pb.BulkRequest(**{op: requests[op]}).SerializeToString().hex() for op in (first, second)]
+            words = [
+                pb.BulkRequest(**{op: requests[op]}).SerializeToString().hex()
+                for op in (first, second)
+            ]
             orphans = node.shm.status().orphan_count
             process.stdin.write(" ".join(words) + "\n")
             process.stdin.flush()
@@ -196,7 +214,9 @@ def test_one_put_and_one_get_at_a_time(node: Node, pages: Pages) -> None:
 def test_an_idle_connection_stays_where_the_node_has_many_descriptors_open(
     node: Node, raw: Callable[[Node], Raw], pages: Pages
 ) -> None:
-    """`select` takes none above 1,023: each idle connection ended, and with it a node that has many extents."""
+    """`select` takes none above 1,023: each idle connection ended, and with it a node that has many
+    extents.
+    """
     taken = [os.open("/dev/null", os.O_RDONLY)]
     while taken[-1] < 1024:
         taken.append(os.dup(taken[0]))
@@ -244,7 +264,9 @@ def test_a_release_of_nothing_and_an_empty_answer_hold_nothing(
     settle(node)
 
 
-def test_a_release_that_is_the_last_word_is_heard(node: Node, raw: Callable[[Node], Raw], pages: Pages) -> None:
+def test_a_release_that_is_the_last_word_is_heard(
+    node: Node, raw: Callable[[Node], Raw], pages: Pages
+) -> None:
     """As of a client whose deadline passed: it reads no answer any more."""
     for request in ({"get": get_of(pages, 1, 2)}, {"put": put_of(pages, 20, 21)}):
         connection = raw(node)
@@ -267,7 +289,9 @@ def test_random_bytes_are_answered_with_an_error_or_the_end(
             data = chance.randbytes(chance.randrange(1, 64))
             try:
                 connection.send(
-                    pack_fixed(len(data), chance.choice([0, 0, 7])) + data if chance.random() < 0.6 else data
+                    pack_fixed(len(data), chance.choice([0, 0, 7])) + data
+                    if chance.random() < 0.6
+                    else data
                 )
                 connection.sock.shutdown(socket.SHUT_WR)
                 while connection.sock.recv(1 << 16):
@@ -301,7 +325,10 @@ while input():
     except Unavailable as error:
         print(error, flush=True)
 """
-    says = ["Permission denied", f"the memory of this node is for uid {os.geteuid()} and root, not for uid 12345"]
+    says = [
+        "Permission denied",
+        f"the memory of this node is for uid {os.geteuid()} and root, not for uid 12345",
+    ]
     try:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen([sys.executable, "-c", script], **pipes) as process:
@@ -326,7 +353,13 @@ def make_node() -> Iterator[Callable[..., Node]]:
     nodes: list[Node] = []
 
     def make(**settings: Any) -> Node:
-        ports = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0, "ram_nbytes": 16 << 20}
+        ports = {
+            "host": "127.0.0.1",
+            "port": 0,
+            "bulk_port": 0,
+            "metrics_port": 0,
+            "ram_nbytes": 16 << 20,
+        }
         nodes.append(Node(NodeConfig(**{**ports, "drain_s": 0.1, **settings})))
         nodes[-1].start()
         return nodes[-1]
@@ -336,8 +369,14 @@ def make_node() -> Iterator[Callable[..., Node]]:
         node.stop()
 
 
-def test_the_socket_is_its_owners_and_goes_with_the_node(runtime_dir: str, connect: Connect) -> None:
-    node = Node(NodeConfig(host="127.0.0.1", port=0, bulk_port=0, metrics_port=0, ram_nbytes=16 << 20, drain_s=0.1))
+def test_the_socket_is_its_owners_and_goes_with_the_node(
+    runtime_dir: str, connect: Connect
+) -> None:
+    node = Node(
+        NodeConfig(
+            host="127.0.0.1", port=0, bulk_port=0, metrics_port=0, ram_nbytes=16 << 20, drain_s=0.1
+        )
+    )
     assert node.shm is not None
     assert node.shm.path == f"{runtime_dir}/kvstore/{node.grpc.port}.sock"
     assert stat.S_IMODE(os.stat(node.shm.path).st_mode) == 0o600
@@ -368,7 +407,9 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_not(
     os.rename(moved, os.path.dirname(path))
 
 
-def test_a_path_that_can_not_be_ends_the_start(make_node: Callable[..., Node], runtime_dir: str) -> None:
+def test_a_path_that_can_not_be_ends_the_start(
+    make_node: Callable[..., Node], runtime_dir: str
+) -> None:
     plain = pathlib.Path(runtime_dir, "plain")
     plain.write_text("not a socket")
     for path, said in (
@@ -391,7 +432,9 @@ def test_without_a_place_for_its_socket_a_node_serves_on(
     trouble: str,
 ) -> None:
     settings = {"shm_socket": "none"} if trouble == "none" else {}
-    place = {"too long": tmp_path / ("x" * 100), "not there": tmp_path / "absent"}.get(trouble, tmp_path)
+    place = {"too long": tmp_path / ("x" * 100), "not there": tmp_path / "absent"}.get(
+        trouble, tmp_path
+    )
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
     if trouble == "writable by others":
         (tmp_path / "kvstore").mkdir()

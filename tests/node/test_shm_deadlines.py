@@ -1,4 +1,6 @@
-"""A call over shared memory whose time is up while it copies stops before the next page, and is not late."""
+"""A call over shared memory whose time is up while it copies stops before the next page, and is not
+late.
+"""
 
 import threading
 from typing import Any
@@ -42,7 +44,9 @@ def test_a_put_stops_between_two_pages(
     with monkeypatch.context() as patch:
         copies = slow(patch, "_write_page")
         with pytest.raises(DeadlineExceeded):
-            client.put(pages.namespace, keys, [pages.content(key) for key in keys], timeout_s=SECONDS)
+            client.put(
+                pages.namespace, keys, [pages.content(key) for key in keys], timeout_s=SECONDS
+            )
     assert len(copies) <= 1
     assert pages.get(connect(node), keys) == [False] * 3
 
@@ -55,6 +59,8 @@ def test_a_get_stops_between_two_pages(
     with monkeypatch.context() as patch:
         copies = slow(patch, "_read_page")
         with pytest.raises(DeadlineExceeded):
-            client.get(pages.namespace, keys, [bytearray(pages.nbytes) for _ in keys], timeout_s=SECONDS)
+            client.get(
+                pages.namespace, keys, [bytearray(pages.nbytes) for _ in keys], timeout_s=SECONDS
+            )
     assert len(copies) <= 1
     assert pages.get(connect(node), keys) == [True] * 3

@@ -1,5 +1,6 @@
-"""Whose slots are whose when a client of the shared-memory wire goes: at once after a release, and never
-before the process is gone that may still write."""
+"""Whose slots are whose when a client of the shared-memory wire goes: at once after a release, and
+never before the process is gone that may still write.
+"""
 
 import os
 import signal
@@ -21,8 +22,8 @@ from node.config import NodeConfig
 from node.server import Node
 
 PAGE = 64 << 10
-# A client in a process of its own. It holds pages 0 to 3 or has reserved pages 100 to 103, says so, and
-# does what stdin tells.
+# A client in a process of its own. It holds pages 0 to 3 or has reserved pages 100 to 103, says so,
+# and does what stdin tells.
 CHILD = """
 import os, socket, sys
 from kvstore import Client, ClientConfig, InvalidRequest, Namespace, opaque_layout
@@ -71,7 +72,14 @@ class Child:
     def __init__(self, node: Node, pages: Pages, what: str) -> None:
         wait_fd, self._let_go = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, f"127.0.0.1:{node.grpc.port}", pages.namespace.model, what],
+            [
+                sys.executable,
+                "-c",
+                CHILD,
+                f"127.0.0.1:{node.grpc.port}",
+                pages.namespace.model,
+                what,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -153,7 +161,11 @@ def refill(client: Client, pages: Pages, first: int = 1000) -> None:
 
 def owned(node: Node, pages: Pages) -> set[int]:
     """Offsets of all visible pages."""
-    return {page.offset for page in node.tier.namespace(pages.namespace.digest).pages.values() if page.checksum}
+    return {
+        page.offset
+        for page in node.tier.namespace(pages.namespace.digest).pages.values()
+        if page.checksum
+    }
 
 
 @pytest.mark.parametrize("what", ["held", "reserved"])
@@ -163,7 +175,9 @@ def test_a_killed_clients_slots_are_free_when_its_process_is_gone(
     client = connect(small)
     pages.put(client, pages.keys(0, 1, 2, 3))
     child = spawn(small, pages, what)
-    assert (small.tier.held_count, small.tier.writing_count) == ((4, 0) if what == "held" else (0, 4))
+    assert (small.tier.held_count, small.tier.writing_count) == (
+        (4, 0) if what == "held" else (0, 4)
+    )
     client.remove(pages.namespace, pages.keys(0, 1, 2, 3))
     refill(client, pages)
     assert not owned(small, pages) & set(child.offsets)
@@ -215,7 +229,9 @@ def test_a_stopped_process_keeps_what_it_reads(
 def test_a_child_that_was_forked_keeps_no_slots_of_a_dead_parent(
     small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
-    """It has the parent's socket, so there is no end of stream; but not its map, so it can not write."""
+    """It has the parent's socket, so there is no end of stream; but not its map, so it can not
+    write.
+    """
     child = spawn(small, pages, "reserved")
     child.tell("fork")
     assert sorted(child.process.stdout.readline() for _ in range(2)) == ["done\n", "unmapped\n"]
@@ -226,7 +242,9 @@ def test_a_child_that_was_forked_keeps_no_slots_of_a_dead_parent(
 def test_a_fork_has_no_part_in_the_clients_connections(
     small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
-    """Two processes that use one stream would take each other's answers; and the child's end ends nothing."""
+    """Two processes that use one stream would take each other's answers; and the child's end ends
+    nothing.
+    """
     pages.put(connect(small), pages.keys(0, 1, 2, 3))
     child = spawn(small, pages, "held")
     child.do("lookup-in-fork")
@@ -241,7 +259,9 @@ def stopping_node() -> Iterator[Callable[..., Node]]:
 
     def start(drain_s: float) -> Node:
         ports: dict[str, Any] = {"port": 0, "bulk_port": 0, "metrics_port": 0}
-        nodes.append(Node(NodeConfig(host="127.0.0.1", ram_nbytes=16 << 20, drain_s=drain_s, **ports)))
+        nodes.append(
+            Node(NodeConfig(host="127.0.0.1", ram_nbytes=16 << 20, drain_s=drain_s, **ports))
+        )
         nodes[-1].start()
         return nodes[-1]
 
@@ -293,7 +313,9 @@ def test_a_node_stops_without_those_that_do_not_let_go(
 def test_a_client_that_stood_still_releases_all_the_same(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """A thread that did not run for longer than a release may take: the node would keep the slots for good."""
+    """A thread that did not run for longer than a release may take: the node would keep the slots
+    for good.
+    """
     monkeypatch.setattr("kvstore.transports.mapped_memory.RELEASE_S", -1.0)
     client, keys = connect(node, "shm"), pages.keys(0, 1)
     pages.put(client, keys)

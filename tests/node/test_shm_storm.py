@@ -1,5 +1,6 @@
-"""Many threads over shared memory against a model: every byte that is read is one that was written under
-that key, whatever was removed or evicted meanwhile."""
+"""Many threads over shared memory against a model: every byte that is read is one that was written
+under that key, whatever was removed or evicted meanwhile.
+"""
 
 import random
 import threading
@@ -18,7 +19,9 @@ KEYS = 96  # the node has room for 64
 
 
 class Mill:
-    """Does one random thing after the other to a space of pages whose contents follow from their keys."""
+    """Does one random thing after the other to a space of pages whose contents follow from their
+    keys.
+    """
 
     def __init__(self, client: Client, pages: Pages, seed: int) -> None:
         self._client, self._pages = client, pages
@@ -28,8 +31,12 @@ class Mill:
     def run(self, rounds: int) -> None:
         for _ in range(rounds):
             start = self._chance.randrange(KEYS)
-            keys = self._pages.keys(*((start + n) % KEYS for n in range(self._chance.randrange(1, 9))))
-            action = self._chance.choice((self.put, self.get, self.put_in_place, self.get_in_place, self.remove))
+            keys = self._pages.keys(
+                *((start + n) % KEYS for n in range(self._chance.randrange(1, 9)))
+            )
+            action = self._chance.choice(
+                (self.put, self.get, self.put_in_place, self.get_in_place, self.remove)
+            )
             try:
                 action(keys)
             except Exhausted:
@@ -46,7 +53,11 @@ class Mill:
 
     def put_in_place(self, keys: list[bytes]) -> None:
         with self._client.open_put(self._pages.namespace, keys) as slots:
-            chosen = [key for key, verdict in zip(keys, slots.verdicts, strict=True) if verdict == pb.WRITE]
+            chosen = [
+                key
+                for key, verdict in zip(keys, slots.verdicts, strict=True)
+                if verdict == pb.WRITE
+            ]
             for view, key in zip(slots.pages, chosen, strict=True):
                 view[:] = self._pages.content(key)
             if chosen and self._chance.random() < 0.8:

@@ -43,15 +43,22 @@ def fill(slots: Any, pages: Pages, keys: list[bytes]) -> None:
         view[:] = pages.content(key)
 
 
-def test_a_client_on_the_nodes_host_takes_shared_memory_by_itself(node: Node, connect: Connect, pages: Pages) -> None:
+def test_a_client_on_the_nodes_host_takes_shared_memory_by_itself(
+    node: Node, connect: Connect, pages: Pages
+) -> None:
     client = connect(node, "auto")
     assert (client.wire_name, client.maps_arena) == ("none", False)
     assert pages.put(client, pages.keys(1)) == [PutOutcome.STORED]
     assert (client.wire_name, client.maps_arena) == ("shm", True)
-    assert client.batch_pages_max(pages.namespace) == client.node_status().limits.batch_nbytes_max // PAGE
+    assert (
+        client.batch_pages_max(pages.namespace)
+        == client.node_status().limits.batch_nbytes_max // PAGE
+    )
 
 
-def test_pages_are_written_and_read_where_the_node_keeps_them(node: Node, client: Client, pages: Pages) -> None:
+def test_pages_are_written_and_read_where_the_node_keeps_them(
+    node: Node, client: Client, pages: Pages
+) -> None:
     keys = pages.keys(1, 2, 3)
     with client.open_put(pages.namespace, keys) as slots:
         assert slots.verdicts == [pb.WRITE] * 3
@@ -71,7 +78,9 @@ def test_pages_are_written_and_read_where_the_node_keeps_them(node: Node, client
             held.pages[0][0] = 1
 
 
-def test_views_are_dead_when_the_slot_is_not_the_callers_any_more(client: Client, pages: Pages) -> None:
+def test_views_are_dead_when_the_slot_is_not_the_callers_any_more(
+    client: Client, pages: Pages
+) -> None:
     keys = pages.keys(1)
     with client.open_put(pages.namespace, keys) as slots:
         fill(slots, pages, keys)
@@ -99,17 +108,25 @@ def test_what_was_made_of_a_view_and_kept_is_said(client: Client, pages: Pages) 
         kept.release()
     assert client.lookup(pages.namespace, keys).prefix_pages == 0
     pages.put(client, keys)
-    with pytest.raises(InvalidRequest, match="still in use"), client.open_get(pages.namespace, keys) as held:
+    with (
+        pytest.raises(InvalidRequest, match="still in use"),
+        client.open_get(pages.namespace, keys) as held,
+    ):
         kept = pickle.PickleBuffer(held.pages[0])
     kept.release()
 
 
-def test_a_put_that_is_not_committed_leaves_nothing(client: Client, pages: Pages, node: Node) -> None:
+def test_a_put_that_is_not_committed_leaves_nothing(
+    client: Client, pages: Pages, node: Node
+) -> None:
     with client.open_put(pages.namespace, pages.keys(1, 2)) as slots:
         assert len(slots.pages) == 2
         assert node.tier.writing_count == 2
     settle(node, sessions=None)
-    with pytest.raises(OSError, match="of the caller"), client.open_put(pages.namespace, pages.keys(1, 2)):
+    with (
+        pytest.raises(OSError, match="of the caller"),
+        client.open_put(pages.namespace, pages.keys(1, 2)),
+    ):
         raise OSError("of the caller")
     settle(node, sessions=None)
     assert client.lookup(pages.namespace, pages.keys(1, 2)).present == (False, False)
@@ -118,7 +135,9 @@ def test_a_put_that_is_not_committed_leaves_nothing(client: Client, pages: Pages
 
 
 @pytest.mark.parametrize("wrong", [[], [b"c" * 8], [b"c" * 8] * 3, [b"c" * 7] * 2, [b"c" * 16] * 2])
-def test_a_commit_with_wrong_leaves_stores_nothing(client: Client, pages: Pages, wrong: list[bytes]) -> None:
+def test_a_commit_with_wrong_leaves_stores_nothing(
+    client: Client, pages: Pages, wrong: list[bytes]
+) -> None:
     keys = pages.keys(1, 2)
     refused = pytest.raises(InvalidRequest, match="for 2 written ones; send 8 bytes")
     with refused, client.open_put(pages.namespace, keys) as slots:
@@ -130,7 +149,10 @@ def test_a_commit_with_wrong_leaves_stores_nothing(client: Client, pages: Pages,
 def test_contexts_nest_in_one_thread(client: Client, pages: Pages, node: Node) -> None:
     old, new = pages.keys(1, 2), pages.keys(3, 4)
     pages.put(client, old)
-    with client.open_get(pages.namespace, old) as held, client.open_put(pages.namespace, [*old, *new]) as slots:
+    with (
+        client.open_get(pages.namespace, old) as held,
+        client.open_put(pages.namespace, [*old, *new]) as slots,
+    ):
         assert slots.verdicts == [pb.EXISTS, pb.EXISTS, pb.WRITE, pb.WRITE]
         for source, target in zip(held.pages, slots.pages, strict=True):
             target[:] = source
@@ -141,15 +163,22 @@ def test_contexts_nest_in_one_thread(client: Client, pages: Pages, node: Node) -
         assert [bytes(view) for view in held.pages] == [pages.content(key) for key in old]
 
 
-def test_contexts_take_turns_for_connections_and_give_up_in_time(node: Node, connect: Connect, pages: Pages) -> None:
+def test_contexts_take_turns_for_connections_and_give_up_in_time(
+    node: Node, connect: Connect, pages: Pages
+) -> None:
     client = connect(node, "shm", connections_max=1)
     pages.put(client, pages.keys(1))
-    with client.open_get(pages.namespace, pages.keys(1)), pytest.raises(Exhausted, match="connections_max"):
+    with (
+        client.open_get(pages.namespace, pages.keys(1)),
+        pytest.raises(Exhausted, match="connections_max"),
+    ):
         client.lookup(pages.namespace, pages.keys(1), timeout_s=0.05)
     assert pages.get(client, pages.keys(1)) == [True]
 
 
-def test_a_reader_outlasts_stalls_removal_and_a_node_that_fills_up(start_node: StartNode, connect: Connect) -> None:
+def test_a_reader_outlasts_stalls_removal_and_a_node_that_fills_up(
+    start_node: StartNode, connect: Connect
+) -> None:
     node = start_node(stall_s=0.1, ram_nbytes=4 << 20)
     client, pages, others = connect(node, "shm"), Pages("held", PAGE), Pages("others", PAGE)
     keys = pages.keys(*range(8))
@@ -163,7 +192,9 @@ def test_a_reader_outlasts_stalls_removal_and_a_node_that_fills_up(start_node: S
     assert pages.get(client, keys) == [False] * 8
 
 
-def test_a_deadline_that_passes_while_writing_gives_the_slots_back(client: Client, pages: Pages, node: Node) -> None:
+def test_a_deadline_that_passes_while_writing_gives_the_slots_back(
+    client: Client, pages: Pages, node: Node
+) -> None:
     late = pytest.raises(DeadlineExceeded)
     with late, client.open_put(pages.namespace, pages.keys(1), timeout_s=0.2) as slots:
         threading.Event().wait(0.25)
@@ -174,7 +205,9 @@ def test_a_deadline_that_passes_while_writing_gives_the_slots_back(client: Clien
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
-def test_other_wires_map_nothing_and_say_so(node: Node, connect: Connect, pages: Pages, wire: str) -> None:
+def test_other_wires_map_nothing_and_say_so(
+    node: Node, connect: Connect, pages: Pages, wire: str
+) -> None:
     client = connect(node, wire)
     for opened in (client.open_put, client.open_get):
         refused = pytest.raises(InvalidRequest, match=f"the {wire} wire maps no memory")
@@ -199,7 +232,9 @@ def test_a_damaged_slot_is_a_miss_and_goes(node: Node, client: Client, pages: Pa
     assert client.stats.corrupt_pages == 1
 
 
-def test_a_prefix_ends_at_a_page_that_only_its_reader_finds_damaged(node: Node, client: Client, pages: Pages) -> None:
+def test_a_prefix_ends_at_a_page_that_only_its_reader_finds_damaged(
+    node: Node, client: Client, pages: Pages
+) -> None:
     keys, buffers = pages.keys(1, 2, 3), [bytearray(PAGE) for _ in range(3)]
     pages.put(client, keys)
     with client.open_get(pages.namespace, keys[1:2]) as held:

@@ -10,7 +10,9 @@ from node.slab import SlotAllocator
 
 EXTENT = 64 * SLOT_ALIGN_NBYTES
 SIZES = [SLOT_ALIGN_NBYTES * n for n in (1, 2, 3, 5, 16, 33, 64)]
-BLOCKS = {size: SLOT_ALIGN_NBYTES * n for size, n in zip(SIZES, (1, 2, 16, 16, 16, 64, 64), strict=True)}
+BLOCKS = {
+    size: SLOT_ALIGN_NBYTES * n for size, n in zip(SIZES, (1, 2, 16, 16, 16, 64, 64), strict=True)
+}
 
 
 @dataclass
@@ -40,7 +42,10 @@ class Model:
         count, blocks = 0, self.blocks()
         for start in range(0, self.region_nbytes, BLOCKS[nbytes]):
             inside = [offset for offset in self.taken if start <= offset < start + BLOCKS[nbytes]]
-            empty = all(start + BLOCKS[nbytes] <= b or b + BLOCKS[size] <= start for b, size in blocks.items())
+            empty = all(
+                start + BLOCKS[nbytes] <= b or b + BLOCKS[size] <= start
+                for b, size in blocks.items()
+            )
             if empty or blocks.get(start) == nbytes:
                 count += BLOCKS[nbytes] // nbytes - len(inside)
         return count
@@ -68,7 +73,12 @@ def test_random_use_equals_a_naive_model(seed: int) -> None:
         assert slots.check() == []
     for offset in list(model.taken):
         slots.free(offset)
-    assert (slots.used_nbytes, slots.extent_free_count, slots.check(), slots.kinds()) == (0, 8, [], [])
+    assert (slots.used_nbytes, slots.extent_free_count, slots.check(), slots.kinds()) == (
+        0,
+        8,
+        [],
+        [],
+    )
 
 
 def test_what_was_claimed_is_used_like_what_was_allocated(seed: int) -> None:
@@ -88,7 +98,10 @@ def test_what_was_claimed_is_used_like_what_was_allocated(seed: int) -> None:
         assert not slots.claim(size, offset, object()), "it is taken"
     slots.claimed()
     assert slots.check() == []
-    assert (slots.used_nbytes, slots.extent_free_count) == (before.used_nbytes, before.extent_free_count)
+    assert (slots.used_nbytes, slots.extent_free_count) == (
+        before.used_nbytes,
+        before.extent_free_count,
+    )
     for size in SIZES:
         assert slots.free_count(size) == model.free_count(size)
 
@@ -130,8 +143,12 @@ def test_a_page_of_each_of_64_sizes_takes_a_few_pages_of_memory_each() -> None:
     assert taken <= 16 * slots.used_nbytes
 
 
-@pytest.mark.parametrize(("slot_nbytes", "per_block"), [(4096, 256), (1 << 20, 4), (4 << 20, 4), (32 << 20, 2)])
-def test_a_block_has_as_many_slots_as_are_asked_for_if_an_extent_has(slot_nbytes: int, per_block: int) -> None:
+@pytest.mark.parametrize(
+    ("slot_nbytes", "per_block"), [(4096, 256), (1 << 20, 4), (4 << 20, 4), (32 << 20, 2)]
+)
+def test_a_block_has_as_many_slots_as_are_asked_for_if_an_extent_has(
+    slot_nbytes: int, per_block: int
+) -> None:
     slots = SlotAllocator(1 << 30, 64 << 20, slots_min=4)
     assert slots.allocate(slot_nbytes, object()) is not None
     (kind,) = slots.kinds()
@@ -139,7 +156,9 @@ def test_a_block_has_as_many_slots_as_are_asked_for_if_an_extent_has(slot_nbytes
     assert slots.check() == []
 
 
-@pytest.mark.parametrize("page_nbytes", [(1 << 20) - 4096, 562_176, 1_124_352, 2_097_152, 2_256_512, 40_016, 4096])
+@pytest.mark.parametrize(
+    "page_nbytes", [(1 << 20) - 4096, 562_176, 1_124_352, 2_097_152, 2_256_512, 40_016, 4096]
+)
 def test_a_block_leaves_a_sixteenth_unused_at_most(page_nbytes: int) -> None:
     slots = SlotAllocator(1 << 30, 64 << 20)
     size = slot_nbytes(page_nbytes)
@@ -195,7 +214,9 @@ def test_a_free_place_is_not_closed() -> None:
 
 def test_a_size_whose_blocks_are_all_closed_has_no_sparse_one() -> None:
     slots = SlotAllocator(EXTENT, EXTENT)
-    offsets = [offset for _ in range(3 * 5) if (offset := slots.allocate(SIZES[2], object())) is not None]
+    offsets = [
+        offset for _ in range(3 * 5) if (offset := slots.allocate(SIZES[2], object())) is not None
+    ]
     for offset in offsets[1:5] + offsets[6:10] + offsets[11:]:
         slots.free(offset)
     assert slots.sparse(SIZES[2]) is not None
@@ -220,7 +241,9 @@ def test_freeing_twice_is_an_error() -> None:
         slots.free(second)
 
 
-@pytest.mark.parametrize(("page", "slot"), [(1, 4096), (4096, 4096), (4097, 8192), (1 << 20, 1 << 20)])
+@pytest.mark.parametrize(
+    ("page", "slot"), [(1, 4096), (4096, 4096), (4097, 8192), (1 << 20, 1 << 20)]
+)
 def test_slots_are_aligned(page: int, slot: int) -> None:
     assert slot_nbytes(page) == slot
 

@@ -4,7 +4,15 @@ import threading
 import time
 from time import monotonic_ns
 
-from node.serving.request_metrics import DISK, KEPT, LONG, SLOW_NS, STEPS_MAX, RequestMetrics, SlowCalls
+from node.serving.request_metrics import (
+    DISK,
+    KEPT,
+    LONG,
+    SLOW_NS,
+    STEPS_MAX,
+    RequestMetrics,
+    SlowCalls,
+)
 
 
 def test_only_calls_that_took_long_are_kept() -> None:
@@ -75,4 +83,6 @@ def test_the_newest_are_kept_and_none_that_is_meant_to_take_long() -> None:
         slow.ended("get", str(number), 0, SLOW_NS)
     for op in LONG:
         slow.ended(op, "bulk", 0, SLOW_NS)
-    assert [call.wire for call in slow.newest()] == [str(number) for number in range(KEPT + 4, 4, -1)]
+    assert [call.wire for call in slow.newest()] == [
+        str(number) for number in range(KEPT + 4, 4, -1)
+    ]

@@ -1,7 +1,7 @@
 """Many random good and bad events against one small node that evicts all the time.
 
-Every byte read is compared with the one that its key demands. Repeat a run with KVSTORE_SEED=<printed>,
-make a longer one with KVSTORE_STORM_EVENTS=100000.
+Every byte read is compared with the one that its key demands. Repeat a run with
+KVSTORE_SEED=<printed>, make a longer one with KVSTORE_STORM_EVENTS=100000.
 """
 
 import os
@@ -28,19 +28,35 @@ KEYS = 60  # of each namespace: more than fit
 
 
 class Storm:
-    """One worker's events. Nothing here may raise but a failed assertion."""
+    """One worker's events.
 
-    def __init__(self, node: Node, spaces: list[Any], raw: Callable[[], Any], rng: random.Random) -> None:
+    Nothing here may raise but a failed assertion.
+    """
+
+    def __init__(
+        self, node: Node, spaces: list[Any], raw: Callable[[], Any], rng: random.Random
+    ) -> None:
         self.node = node
         self.spaces = spaces
         self.raw = raw
         self.rng = rng
         address = f"127.0.0.1:{node.grpc.port}"
-        self.clients = [Client(ClientConfig(address=address, wire=wire)) for wire in ("shm", "bulk", "grpc")]
+        self.clients = [
+            Client(ClientConfig(address=address, wire=wire)) for wire in ("shm", "bulk", "grpc")
+        ]
         self.done: Counter[str] = Counter()
 
     def run(self) -> None:
-        events = (self.put, self.get, self.get_ranges, self.lookup, self.manage, self.wrong, self.broken, self.gone)
+        events = (
+            self.put,
+            self.get,
+            self.get_ranges,
+            self.lookup,
+            self.manage,
+            self.wrong,
+            self.broken,
+            self.gone,
+        )
         for _ in range(EVENTS // WORKERS):
             event = self.rng.choices(events, (12, 12, 3, 6, 4, 3, 3, 6))[0]
             event()
@@ -104,7 +120,10 @@ class Storm:
                 (
                     lambda: client.pin(space.namespace, keys, 1e9),
                     lambda: client.get_ranges(
-                        space.namespace, keys, [pb_range(space.nbytes, 1)], [bytearray(1)] * len(keys)
+                        space.namespace,
+                        keys,
+                        [pb_range(space.nbytes, 1)],
+                        [bytearray(1)] * len(keys),
                     ),
                 )
             )()
@@ -115,7 +134,11 @@ class Storm:
         if self.rng.random() < 0.5:
             self.begin_put(connection)
         noise = self.rng.randbytes(self.rng.randint(1, 200))
-        kinds = (noise, pack_fixed(len(noise), 0) + noise, pack_fixed(0, self.rng.randrange(1 << 40)) + noise)
+        kinds = (
+            noise,
+            pack_fixed(len(noise), 0) + noise,
+            pack_fixed(0, self.rng.randrange(1 << 40)) + noise,
+        )
         self.hang_up(connection, self.rng.choice(kinds))
 
     def gone(self) -> None:
@@ -127,13 +150,17 @@ class Storm:
             self.hang_up(connection, pack_fixed(0, wanted) + bytes(sent) if wanted else b"")
         else:
             _, space, keys = self.batch()
-            connection.request(get=pb.GetRequest(namespace=space.namespace.digest, prefix_hashes=keys))
+            connection.request(
+                get=pb.GetRequest(namespace=space.namespace.digest, prefix_hashes=keys)
+            )
             self.hang_up(connection, b"")
 
     def begin_put(self, connection: Any) -> int:
         """Reserves pages; returns how many bytes the node now waits for."""
         _, space, keys = self.batch()
-        request = pb.PutRequest(namespace=space.namespace.digest, prefix_hashes=keys, page_nbytes=space.nbytes)
+        request = pb.PutRequest(
+            namespace=space.namespace.digest, prefix_hashes=keys, page_nbytes=space.nbytes
+        )
         return list(connection.ask(put=request).put.verdicts).count(pb.WRITE) * space.nbytes
 
     def hang_up(self, connection: Any, last: bytes) -> None:
@@ -161,7 +188,9 @@ def test_a_storm_of_good_and_bad_events_harms_nobody(
     opener = connect(node)
     for space in spaces:
         opener.open(space.namespace)
-    storms = [Storm(node, spaces, lambda: raw(node), random.Random(f"{seed}/{n}")) for n in range(WORKERS)]
+    storms = [
+        Storm(node, spaces, lambda: raw(node), random.Random(f"{seed}/{n}")) for n in range(WORKERS)
+    ]
     failures: list[BaseException] = []
 
     def work(storm: Storm) -> None:

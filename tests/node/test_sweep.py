@@ -1,4 +1,6 @@
-"""Pages that a member owns and others have come to it: when it joins, when it was away, now and then."""
+"""Pages that a member owns and others have come to it: when it joins, when it was away, now and
+then.
+"""
 
 import threading
 import time
@@ -28,7 +30,11 @@ from node.serving.limits import LONG_CALLS
 
 
 def test_a_member_that_joins_fetches_its_share_and_serves_then(
-    fleet: list[Node], tell: Callable[..., View], connect: Connect, alone: Callable[[Node], Client], pages: Pages
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
 ) -> None:
     tell(n2=None)
     client = connect(fleet[0])
@@ -36,17 +42,28 @@ def test_a_member_that_joins_fetches_its_share_and_serves_then(
     states: list[State] = []
     fleet[2].membership.announcer = states.append
     view = tell(n2=State.JOINING)
-    assert pages.get(connect(fleet[1]), pages.keys(*NUMBERS)) == [True] * len(NUMBERS)  # of those who had them
+    assert pages.get(connect(fleet[1]), pages.keys(*NUMBERS)) == [True] * len(
+        NUMBERS
+    )  # of those who had them
     report = sweep(fleet[2])
     mine = of(view, pages, "n2")
     assert 0 < len(mine) < len(NUMBERS)
-    assert (report.missing, report.fetched, report.failed, report.away) == (len(mine), len(mine), 0, ())
+    assert (report.missing, report.fetched, report.failed, report.away) == (
+        len(mine),
+        len(mine),
+        0,
+        (),
+    )
     assert there(alone(fleet[2]), pages) == mine
     wait_until(lambda: states == [State.SERVING])
 
 
 def test_how_far_a_sweep_is(
-    fleet: list[Node], tell: Callable[..., View], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tell(n2=None)
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
@@ -71,7 +88,11 @@ def test_how_far_a_sweep_is(
 
 
 def test_what_is_here_is_not_fetched_again(
-    fleet: list[Node], tell: Callable[..., View], connect: Connect, alone: Callable[[Node], Client], pages: Pages
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
 ) -> None:
     tell(n2=None)
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
@@ -83,17 +104,29 @@ def test_what_is_here_is_not_fetched_again(
 
 
 def test_a_replica_that_was_away_gets_what_it_missed(
-    fleet: list[Node], tell: Callable[..., View], connect: Connect, alone: Callable[[Node], Client], pages: Pages
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
 ) -> None:
     view = tell(replicas=2)
     for node in fleet[:2]:
-        plant(node, pages, sorted(of(view, pages, "n2") - of(view, pages, "n0" if node is fleet[1] else "n1")))
+        plant(
+            node,
+            pages,
+            sorted(of(view, pages, "n2") - of(view, pages, "n0" if node is fleet[1] else "n1")),
+        )
     assert sweep(fleet[2]).failed == 0
     assert there(alone(fleet[2]), pages) == of(view, pages, "n2")
 
 
 def test_times_to_live_and_pins_come_along(
-    fleet: list[Node], tell: Callable[..., View], connect: Connect, alone: Callable[[Node], Client], pages: Pages
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
 ) -> None:
     view = tell()
     mine = sorted(of(view, pages, "n0"))
@@ -140,7 +173,11 @@ def test_a_page_does_not_live_longer_because_its_turn_comes_late(
 
 
 def test_a_damaged_page_is_not_taken(
-    fleet: list[Node], tell: Callable[..., View], connect: Connect, alone: Callable[[Node], Client], pages: Pages
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
 ) -> None:
     view = tell()
     mine = sorted(of(view, pages, "n0"))[:4]
@@ -172,7 +209,10 @@ def test_a_member_that_is_away_is_asked_again(
 
 
 def test_members_that_hang_are_waited_for_together(
-    start_node: StartNode, alone: Callable[[Node], Client], pages: Pages, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode,
+    alone: Callable[[Node], Client],
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("node.cluster.rebalance.CALL_S", 20.0)
     nodes = [start_node() for _ in range(2)]
@@ -194,7 +234,9 @@ def test_members_that_hang_are_waited_for_together(
     assert not all_asked.broken
 
 
-def test_it_sweeps_now_and_then(start_node: StartNode, alone: Callable[[Node], Client], pages: Pages) -> None:
+def test_it_sweeps_now_and_then(
+    start_node: StartNode, alone: Callable[[Node], Client], pages: Pages
+) -> None:
     nodes = [start_node(sweep_s=0.1), start_node(sweep_s=0.0)]
     view = view_of(nodes)
     for number, node in enumerate(nodes):
@@ -209,12 +251,17 @@ def test_it_sweeps_now_and_then(start_node: StartNode, alone: Callable[[Node], C
 
 
 def older_beside(start_node: StartNode, count: int) -> tuple[list[Node], Pages, list[bytes]]:
-    """A member with room for four pages, and so many of its own; then the keys of four more, used before those, that
-    another has for it: these come first."""
+    """A member with room for four pages, and so many of its own; then the keys of four more, used
+    before those, that another has for it: these come first.
+    """
     large = Pages("large", page_nbytes=1 << 20)
     nodes = [start_node(), start_node(ram_nbytes=4 << 20)]
     view = view_of(nodes)
-    mine = [k for k in large.keys(*range(40)) if view.owners.owners(large.namespace.digest, [k])[0] == ("n1",)]
+    mine = [
+        k
+        for k in large.keys(*range(40))
+        if view.owners.owners(large.namespace.digest, [k])[0] == ("n1",)
+    ]
     mine = mine[: 4 + count]
     plant(nodes[0], large, mine[:4])
     threading.Event().wait(0.02)
@@ -223,7 +270,9 @@ def older_beside(start_node: StartNode, count: int) -> tuple[list[Node], Pages, 
     return nodes, large, mine
 
 
-def test_nothing_newer_goes_for_what_is_fetched(start_node: StartNode, alone: Callable[[Node], Client]) -> None:
+def test_nothing_newer_goes_for_what_is_fetched(
+    start_node: StartNode, alone: Callable[[Node], Client]
+) -> None:
     """The pages of another one are older than all that fills this one."""
     nodes, large, mine = older_beside(start_node, 4)
     report = sweep(nodes[1])
@@ -233,7 +282,9 @@ def test_nothing_newer_goes_for_what_is_fetched(start_node: StartNode, alone: Ca
     assert sweep(nodes[1]).fetched == 2
 
 
-def test_a_batch_takes_no_more_than_the_free_room(start_node: StartNode, alone: Callable[[Node], Client]) -> None:
+def test_a_batch_takes_no_more_than_the_free_room(
+    start_node: StartNode, alone: Callable[[Node], Client]
+) -> None:
     """One free slot is no reason to lose pages that were used later than those that are fetched."""
     nodes, large, mine = older_beside(start_node, 3)
     report = sweep(nodes[1])
@@ -241,13 +292,19 @@ def test_a_batch_takes_no_more_than_the_free_room(start_node: StartNode, alone: 
     assert large.get(alone(nodes[1]), mine[4:]) == [True] * 3
 
 
-@pytest.mark.parametrize("limits", [{"batch_keys_max": 3}, {"batch_nbytes_max": 1 << 16, "extent_nbytes": 1 << 16}])
+@pytest.mark.parametrize(
+    "limits", [{"batch_keys_max": 3}, {"batch_nbytes_max": 1 << 16, "extent_nbytes": 1 << 16}]
+)
 def test_the_limits_of_who_has_the_pages_are_kept(
     start_node: StartNode, alone: Callable[[Node], Client], pages: Pages, limits: Any
 ) -> None:
     nodes = [start_node(**limits), start_node()]
     view = view_of(nodes)
-    mine = [k for k in pages.keys(*NUMBERS) if view.owners.owners(pages.namespace.digest, [k])[0] == ("n1",)]
+    mine = [
+        k
+        for k in pages.keys(*NUMBERS)
+        if view.owners.owners(pages.namespace.digest, [k])[0] == ("n1",)
+    ]
     assert len(mine) > 3
     assert len(mine) * pages.nbytes > 1 << 16
     plant(nodes[0], pages, mine)
@@ -257,7 +314,11 @@ def test_the_limits_of_who_has_the_pages_are_kept(
 
 
 def test_a_dry_one_says_what_is_missing(
-    fleet: list[Node], tell: Callable[..., View], connect: Connect, alone: Callable[[Node], Client], pages: Pages
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
 ) -> None:
     view = tell()
     mine = sorted(of(view, pages, "n0"))
@@ -269,9 +330,13 @@ def test_a_dry_one_says_what_is_missing(
     wait_until(lambda: there(alone(fleet[0]), pages) == set(mine))
 
 
-def test_a_node_that_is_alone_says_so(start_node: StartNode, alone: Callable[[Node], Client]) -> None:
+def test_a_node_that_is_alone_says_so(
+    start_node: StartNode, alone: Callable[[Node], Client]
+) -> None:
     client = alone(start_node())
-    with pytest.raises(InvalidRequest, match=r"in no cluster can not be drained; start it with --cluster"):
+    with pytest.raises(
+        InvalidRequest, match=r"in no cluster can not be drained; start it with --cluster"
+    ):
         client.drain()
     with pytest.raises(InvalidRequest, match="in no cluster can not be filled by others"):
         client.sweep()
@@ -281,14 +346,26 @@ def test_members_of_a_fixed_list_stay_as_they_are(
     fleet: list[Node], tell: Callable[..., View], alone: Callable[[Node], Client]
 ) -> None:
     tell()
-    with pytest.raises(InvalidRequest, match="a fixed list stay as they are; n0 can not become DRAINING"):
+    with pytest.raises(
+        InvalidRequest, match="a fixed list stay as they are; n0 can not become DRAINING"
+    ):
         alone(fleet[0]).drain()
 
 
-def test_a_stop_ends_a_sweep(start_node: StartNode, alone: Callable[[Node], Client], pages: Pages) -> None:
+def test_a_stop_ends_a_sweep(
+    start_node: StartNode, alone: Callable[[Node], Client], pages: Pages
+) -> None:
     source, node = start_node(), Node(start_node().config)
-    view = View("fleet", 1, tuple(Member(f"n{i}", f"127.0.0.1:{n.grpc.port}") for i, n in enumerate((source, node))))
-    mine = [k for k in pages.keys(*range(400)) if view.owners.owners(pages.namespace.digest, [k])[0] == ("n1",)]
+    view = View(
+        "fleet",
+        1,
+        tuple(Member(f"n{i}", f"127.0.0.1:{n.grpc.port}") for i, n in enumerate((source, node))),
+    )
+    mine = [
+        k
+        for k in pages.keys(*range(400))
+        if view.owners.owners(pages.namespace.digest, [k])[0] == ("n1",)
+    ]
     plant(source, pages, mine)
     node.peers.sweeper._nbytes_per_s = 1  # all of it would take minutes
     source.membership.become(view, "n0")
@@ -320,7 +397,9 @@ def test_a_node_stops_in_its_time_though_whom_it_asks_hangs(
     hangs.membership.become(View("fleet", 1, tuple(members)), "n0")
     plant(node, pages, pages.keys(*NUMBERS))
     node.start()
-    node.membership.become(View("fleet", 1, (members[0], replace(members[1], state=State.DRAINING))), "n1")
+    node.membership.become(
+        View("fleet", 1, (members[0], replace(members[1], state=State.DRAINING))), "n1"
+    )
     node.membership.announce = lambda state: None  # type: ignore[method-assign]
     node.peers.draining.begin()
     assert asked.acquire(timeout=10.0)

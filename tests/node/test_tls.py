@@ -1,4 +1,6 @@
-"""A node whose ports speak TLS: right bytes over every wire, who shows which certificate, and what is told of it."""
+"""A node whose ports speak TLS: right bytes over every wire, who shows which certificate, and what
+is told of it.
+"""
 
 import socket
 import ssl
@@ -43,13 +45,19 @@ def asking_nobody(start_node: StartNode, ours: Authority) -> Node:
 
 @pytest.fixture
 def known(connect: Connect, ours: Authority) -> Callable[..., Client]:
-    return lambda node, wire="bulk", **settings: connect(node, wire, **{**of_client(ours), **settings})
+    return lambda node, wire="bulk", **settings: connect(
+        node, wire, **{**of_client(ours), **settings}
+    )
 
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("page_nbytes", [4096, 300_000])
 def test_pages_come_back_as_they_were(
-    node: Node, known: Callable[..., Client], request: pytest.FixtureRequest, wire: str, page_nbytes: int
+    node: Node,
+    known: Callable[..., Client],
+    request: pytest.FixtureRequest,
+    wire: str,
+    page_nbytes: int,
 ) -> None:
     pages = Pages(request.node.name, page_nbytes)
     client, keys = known(node, wire), pages.keys(*range(20))
@@ -63,9 +71,15 @@ def test_pages_come_back_as_they_were(
 def test_pages_over_several_connections_and_ranges_of_pages(
     asking_nobody: Node, connect: Connect, ours: Authority, wire: str
 ) -> None:
-    """A node that asks for no client certificate; the host is called by a name and checked by another."""
+    """A node that asks for no client certificate; the host is called by a name and checked by
+    another.
+    """
     client = connect(
-        asking_nobody, wire, tls_ca=str(ours.path), tls_name="localhost", address=f"127.0.0.1:{asking_nobody.grpc.port}"
+        asking_nobody,
+        wire,
+        tls_ca=str(ours.path),
+        tls_name="localhost",
+        address=f"127.0.0.1:{asking_nobody.grpc.port}",
     )
     pages = Pages(f"ranges over {wire}", 1 << 20)
     keys = pages.keys(*range(6))
@@ -87,7 +101,10 @@ def test_what_a_node_speaks_is_tls_13_on_every_port(node: Node, ours: Authority)
 def test_where_we_choose_older_versions_are_refused(node: Node, ours: Authority, port: str) -> None:
     context = client_context(ours, **pair(ours, "client"))
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with socket.create_connection(("127.0.0.1", getattr(node, port).port)) as sock, pytest.raises(ssl.SSLError):
+    with (
+        socket.create_connection(("127.0.0.1", getattr(node, port).port)) as sock,
+        pytest.raises(ssl.SSLError),
+    ):
         context.wrap_socket(sock, server_hostname="127.0.0.1")
 
 
@@ -137,13 +154,20 @@ def test_whose_certificate_was_shown_is_known(
 
 
 def scrape(node: Node, ours: Authority) -> str:
-    url, context = f"https://127.0.0.1:{node.metrics.port}/metrics", client_context(ours, **pair(ours, "client"))
+    url, context = (
+        f"https://127.0.0.1:{node.metrics.port}/metrics",
+        client_context(ours, **pair(ours, "client")),
+    )
     with urllib.request.urlopen(url, context=context, timeout=20) as answer:
         return str(answer.read().decode())
 
 
-def test_metrics_over_https_tell_until_when_certificates_are_valid(node: Node, ours: Authority) -> None:
-    lines = dict(line.rsplit(" ", 1) for line in scrape(node, ours).splitlines() if not line.startswith("#"))
+def test_metrics_over_https_tell_until_when_certificates_are_valid(
+    node: Node, ours: Authority
+) -> None:
+    lines = dict(
+        line.rsplit(" ", 1) for line in scrape(node, ours).splitlines() if not line.startswith("#")
+    )
     assert lines["kvstore_tls"] == "1.0"
     left_s = float(lines['kvstore_certificate_expiry_seconds{setting="tls_cert"}']) - time.time()
     assert 9 * 86400 < left_s < 11 * 86400
@@ -189,9 +213,15 @@ def test_settings_of_a_node_that_do_not_go_together(settings: dict[str, Any], sa
         certificates_of(NodeConfig(**settings))
 
 
-def test_a_node_whose_files_are_no_good_does_not_start(ours: Authority, strangers: Authority) -> None:
-    config = NodeConfig(tls_cert=pair(ours, "node")["tls_cert"], tls_key=pair(strangers, "node")["tls_key"])
-    with pytest.raises(ConfigError, match=r"tls_key=.* is not the key of the certificate in tls_cert="):
+def test_a_node_whose_files_are_no_good_does_not_start(
+    ours: Authority, strangers: Authority
+) -> None:
+    config = NodeConfig(
+        tls_cert=pair(ours, "node")["tls_cert"], tls_key=pair(strangers, "node")["tls_key"]
+    )
+    with pytest.raises(
+        ConfigError, match=r"tls_key=.* is not the key of the certificate in tls_cert="
+    ):
         Node(config)
 
 
@@ -216,17 +246,22 @@ def test_members_of_a_cluster_speak_tls_with_each_other(
     links = [node.peers.links.link(f"n{1 - number}") for number, node in enumerate(nodes)]
     request = pb.HelloRequest()
     for link, other in zip(links, reversed(nodes), strict=True):
-        reply = link.run(lambda one, deadline: one.wire.call("hello", request, deadline), None, Deadline(20.0))
+        reply = link.run(
+            lambda one, deadline: one.wire.call("hello", request, deadline), None, Deadline(20.0)
+        )
         assert reply.instance_id == other.service.instance_id
         assert link.wire_name == "bulk"
 
 
-def test_a_node_that_registers_reaches_itself_by_a_name_of_its_certificate(fleet: Start, ours: Authority) -> None:
+def test_a_node_that_registers_reaches_itself_by_a_name_of_its_certificate(
+    fleet: Start, ours: Authority
+) -> None:
     node = fleet("n1", **of_node(ours))
     assert node.membership.view.members[0].id == "n1"
     ours.node("elsewhere", ["elsewhere.example.org"], 10, force=True)
     with pytest.raises(
-        ConfigError, match=r"does not reach itself at 127.0.0.1:\d+: the node's certificate does not name"
+        ConfigError,
+        match=r"does not reach itself at 127.0.0.1:\d+: the node's certificate does not name",
     ):
         fleet("n2", **{**of_node(ours), **pair(ours, "elsewhere")})
 

@@ -1,4 +1,6 @@
-"""Who is kept out by TLS is told why and what to do, whatever wire it wanted; no call ever goes on in plain text."""
+"""Who is kept out by TLS is told why and what to do, whatever wire it wanted; no call ever goes on
+in plain text.
+"""
 
 import shutil
 import socket
@@ -44,17 +46,25 @@ def told(connect: Connect, node: Node, wire: str, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_plain_client_is_told_that_the_node_speaks_tls(node: Node, connect: Connect, wire: str) -> None:
-    assert "the node speaks TLS; name the authority of its certificate with tls_ca" in told(connect, node, wire)
+def test_a_plain_client_is_told_that_the_node_speaks_tls(
+    node: Node, connect: Connect, wire: str
+) -> None:
+    assert "the node speaks TLS; name the authority of its certificate with tls_ca" in told(
+        connect, node, wire
+    )
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_client_with_tls_does_not_speak_plainly(plain: Node, connect: Connect, ours: Authority, wire: str) -> None:
+def test_a_client_with_tls_does_not_speak_plainly(
+    plain: Node, connect: Connect, ours: Authority, wire: str
+) -> None:
     said = told(connect, plain, wire, **of_client(ours))
     assert "the other side speaks no TLS; start the node with --tls-cert and --tls-key" in said
 
 
-def test_bulk_is_not_plain_either_where_the_node_would_have_it_so(plain: Node, ours: Authority) -> None:
+def test_bulk_is_not_plain_either_where_the_node_would_have_it_so(
+    plain: Node, ours: Authority
+) -> None:
     wire = BulkWire("127.0.0.1", plain.bulk.port, ClientConfig(**of_client(ours)))
     with pytest.raises(Unavailable, match="the other side speaks no TLS"):
         wire.connect(Deadline(20.0))
@@ -70,13 +80,20 @@ def test_an_authority_that_the_client_does_not_believe(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_name_that_the_certificate_does_not_have(node: Node, connect: Connect, ours: Authority, wire: str) -> None:
+def test_a_name_that_the_certificate_does_not_have(
+    node: Node, connect: Connect, ours: Authority, wire: str
+) -> None:
     said = told(connect, node, wire, **of_client(ours), tls_name="elsewhere")
-    assert "the node's certificate does not name elsewhere; call it by a name that it has, or set tls_name" in said
+    assert (
+        "the node's certificate does not name elsewhere; call it by a name that it has, or set tls_name"
+        in said
+    )
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_client_that_shows_no_certificate(node: Node, connect: Connect, ours: Authority, wire: str) -> None:
+def test_a_client_that_shows_no_certificate(
+    node: Node, connect: Connect, ours: Authority, wire: str
+) -> None:
     assert "asks for client certificates (--tls-client-ca); set tls_cert and tls_key" in told(
         connect, node, wire, tls_ca=str(ours.path)
     )
@@ -87,7 +104,10 @@ def test_a_certificate_that_the_node_does_not_believe(
     node: Node, connect: Connect, ours: Authority, strangers: Authority, wire: str
 ) -> None:
     said = told(connect, node, wire, **pair(strangers, "client"), tls_ca=str(ours.path))
-    assert f"tls_cert={pair(strangers, 'client')['tls_cert']} has expired, or is not from an authority in its" in said
+    assert (
+        f"tls_cert={pair(strangers, 'client')['tls_cert']} has expired, or is not from an authority in its"
+        in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +129,11 @@ def test_over_bulk_alone_the_node_says_itself_what_is_wrong(
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_node_whose_certificate_has_expired_meanwhile(
-    start_node: StartNode, connect: Connect, ours: Authority, wire: str, monkeypatch: pytest.MonkeyPatch
+    start_node: StartNode,
+    connect: Connect,
+    ours: Authority,
+    wire: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It could not start with one; it may grow old."""
     ours.node("old", HERE, -0.5, force=True, since_days=1.0)
@@ -124,7 +148,9 @@ def test_a_node_whose_certificate_has_expired_meanwhile(
 def test_an_expired_client_certificate_is_refused_until_it_is_renewed(
     node: Node, connect: Connect, ours: Authority, tmp_path: Path, wire: str
 ) -> None:
-    """A client does not look at its dates; the node says what is wrong, and new files are taken at the next call."""
+    """A client does not look at its dates; the node says what is wrong, and new files are taken at
+    the next call.
+    """
     ours.node("spent", HERE, -0.5, force=True, since_days=1.0)
     files: dict[str, Any] = {name: str(tmp_path / name) for name in ("tls_cert", "tls_key")}
 
@@ -140,7 +166,9 @@ def test_an_expired_client_certificate_is_refused_until_it_is_renewed(
     wait_until(lambda: serves(client), 30.0)
 
 
-def test_an_expired_certificate_of_a_node_does_not_come_into_force(ours: Authority, tmp_path: Path) -> None:
+def test_an_expired_certificate_of_a_node_does_not_come_into_force(
+    ours: Authority, tmp_path: Path
+) -> None:
     files: dict[str, Any] = {name: str(tmp_path / name) for name in ("tls_cert", "tls_key")}
 
     def place(name: str) -> None:
@@ -216,7 +244,9 @@ def test_who_says_nothing_after_the_greeting_leaves_for_others(
     node = start_node(**of_node(ours), sessions_max=8)
     context = client_context(ours, **pair(ours, "client"))
     silent = [
-        context.wrap_socket(socket.create_connection(("127.0.0.1", node.bulk.port)), server_hostname="localhost")
+        context.wrap_socket(
+            socket.create_connection(("127.0.0.1", node.bulk.port)), server_hostname="localhost"
+        )
         for _ in range(20)
     ]
     pages = Pages("among the silent")
@@ -225,20 +255,29 @@ def test_who_says_nothing_after_the_greeting_leaves_for_others(
         sock.close()
 
 
-def test_a_full_node_says_so_before_a_handshake(start_node: StartNode, ours: Authority, connect: Connect) -> None:
-    """To who says nothing, too: nobody waits for him. The client takes it for an answer, as without TLS."""
+def test_a_full_node_says_so_before_a_handshake(
+    start_node: StartNode, ours: Authority, connect: Connect
+) -> None:
+    """To who says nothing, too: nobody waits for him.
+
+    The client takes it for an answer, as without TLS.
+    """
     node = start_node(**of_node(ours), sessions_max=2)
     pages = Pages("full")
     client = connect(node, "bulk", **of_client(ours))
     busy = node.bulk._places.enter("127.0.0.1", lambda: None)
     for _ in range(3):
-        with pytest.raises(Exhausted, match=r"refuses one more connection; most likely .* raise its sessions_max"):
+        with pytest.raises(
+            Exhausted, match=r"refuses one more connection; most likely .* raise its sessions_max"
+        ):
             client.lookup(pages.namespace, pages.keys(1))
         with socket.create_connection(("127.0.0.1", node.bulk.port)) as silent:
             silent.settimeout(20.0)
             assert (silent.recv(64), silent.recv(64)) == (NO_PLACE, b"")
     busy.close()
-    assert client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 0  # no pause: it was no failure of the node
+    assert (
+        client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 0
+    )  # no pause: it was no failure of the node
 
 
 def test_a_certificate_is_asked_for_in_each_connections_own_thread(

@@ -1,4 +1,6 @@
-"""Certificates and authorities replaced while a node is used: no call fails, and nobody is kept who should not be."""
+"""Certificates and authorities replaced while a node is used: no call fails, and nobody is kept who
+should not be.
+"""
 
 import shutil
 import socket
@@ -28,7 +30,10 @@ class Files:
     def __init__(self, folder: Path, authority: Authority) -> None:
         self._folder = folder
         self.node = {"tls_cert": self._path("node.pem"), "tls_key": self._path("node.key")}
-        self.client: dict[str, Any] = {"tls_cert": self._path("client.pem"), "tls_key": self._path("client.key")}
+        self.client: dict[str, Any] = {
+            "tls_cert": self._path("client.pem"),
+            "tls_key": self._path("client.key"),
+        }
         self.ca = self._path("ca.pem")
         self.trust(authority)
         self.show(authority)
@@ -64,7 +69,10 @@ def node(start_node: StartNode, files: Files) -> Node:
 
 
 class Load:
-    """Verified puts and gets, over connections that stay and over new ones, until it ends. No call may fail."""
+    """Verified puts and gets, over connections that stay and over new ones, until it ends.
+
+    No call may fail.
+    """
 
     def __init__(self, node: Node, wire: str, files: Files, make_pages: type[Pages]) -> None:
         config: dict[str, Any] = {
@@ -77,7 +85,9 @@ class Load:
         self._config = ClientConfig(address=f"127.0.0.1:{node.grpc.port}", **config)
         self._pages = make_pages(f"load over {wire}")
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(fresh,)) for fresh in (True, False)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(fresh,)) for fresh in (True, False)
+        ]
         self.rounds = [0, 0]
         self.failed: list[BaseException] = []
 
@@ -106,7 +116,9 @@ class Load:
     def go_on(self) -> None:
         """Until both have done more, over connections made from now on."""
         wanted = [count + 3 for count in self.rounds]
-        wait_until(lambda: self.failed or all(a >= b for a, b in zip(self.rounds, wanted, strict=True)))
+        wait_until(
+            lambda: self.failed or all(a >= b for a, b in zip(self.rounds, wanted, strict=True))
+        )
         if self.failed:
             raise self.failed[0]
 
@@ -121,19 +133,25 @@ class Load:
 def serial_at(port: int, authority: Authority, files: Files) -> str:
     """Of the certificate that a port of the node shows now."""
     context = client_context(authority, **files.client)
-    with context.wrap_socket(socket.create_connection(("127.0.0.1", port)), server_hostname="localhost") as greeted:
+    with context.wrap_socket(
+        socket.create_connection(("127.0.0.1", port)), server_hostname="localhost"
+    ) as greeted:
         return str((greeted.getpeercert() or {})["serialNumber"])
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_nodes_certificate_is_renewed_under_load(node: Node, files: Files, ours: Authority, wire: str) -> None:
+def test_a_nodes_certificate_is_renewed_under_load(
+    node: Node, files: Files, ours: Authority, wire: str
+) -> None:
     ports = (node.bulk.port, node.grpc.port, node.metrics.port)
     with Load(node, wire, files, Pages) as load:
         for _ in range(3):
             before = serial_at(ports[0], ours, files)
             ours.node("node", ["localhost", "127.0.0.1"], 10, force=True)
             files.show(ours)
-            wait_until(lambda before=before: all(serial_at(port, ours, files) != before for port in ports))
+            wait_until(
+                lambda before=before: all(serial_at(port, ours, files) != before for port in ports)
+            )
             load.go_on()
         assert len({serial_at(port, ours, files) for port in ports}) == 1
 
@@ -157,13 +175,22 @@ def test_an_authority_is_replaced_under_load(
         files.trust(new)
         wait_until(lambda: certificates.pems.roots.count(b"BEGIN") == 1)
         load.go_on()
-    old = ClientConfig(f"127.0.0.1:{node.grpc.port}", wire=wire, tls_ca=files.ca, **pair(ours, "client"))
-    with Client(old) as client, pytest.raises(Unavailable, match="not from an authority in its --tls-client-ca"):
+    old = ClientConfig(
+        f"127.0.0.1:{node.grpc.port}", wire=wire, tls_ca=files.ca, **pair(ours, "client")
+    )
+    with (
+        Client(old) as client,
+        pytest.raises(Unavailable, match="not from an authority in its --tls-client-ca"),
+    ):
         client.node_status()
 
 
 def test_a_bad_pair_is_refused_and_the_old_one_serves_on(
-    node: Node, files: Files, ours: Authority, strangers: Authority, caplog: pytest.LogCaptureFixture
+    node: Node,
+    files: Files,
+    ours: Authority,
+    strangers: Authority,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def problem() -> str:
         assert node.certificates is not None
@@ -194,7 +221,9 @@ def test_connections_that_are_there_outlive_a_renewal(
     assert client.stats.connects == 1
 
 
-def test_a_client_takes_up_what_it_is_to_show_with_its_next_connection(files: Files, ours: Authority) -> None:
+def test_a_client_takes_up_what_it_is_to_show_with_its_next_connection(
+    files: Files, ours: Authority
+) -> None:
     tls = ClientTls(ClientConfig(tls_ca=files.ca, **files.client), "localhost")
     first = tls.context()
     assert tls.context() is first

@@ -1,4 +1,6 @@
-"""Time over TLS: who stalls, trickles or hangs loses its connection as without, and nothing of it is kept."""
+"""Time over TLS: who stalls, trickles or hangs loses its connection as without, and nothing of it
+is kept.
+"""
 
 import random
 import socket
@@ -35,7 +37,9 @@ class Greeted(TlsFrameSocket):
 
     def __init__(self, node: Node, authority: Authority) -> None:
         context = client_context(authority, **pair(authority, "client"))
-        super().__init__(socket.create_connection(("127.0.0.1", node.bulk.port)), context, "localhost")
+        super().__init__(
+            socket.create_connection(("127.0.0.1", node.bulk.port)), context, "localhost"
+        )
         self.arm(60.0)
         self.handshake()
 
@@ -61,7 +65,9 @@ def space(request: pytest.FixtureRequest, node: Node, connect: Connect, ours: Au
 
 def put_of(space: Pages, *numbers: int) -> pb.PutRequest:
     keys = space.keys(*numbers)
-    return pb.PutRequest(namespace=space.namespace.digest, prefix_hashes=keys, page_nbytes=PAGE_NBYTES)
+    return pb.PutRequest(
+        namespace=space.namespace.digest, prefix_hashes=keys, page_nbytes=PAGE_NBYTES
+    )
 
 
 @pytest.mark.parametrize("crumb_nbytes", [0, 1])

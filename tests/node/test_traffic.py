@@ -1,4 +1,6 @@
-"""What requests took and moved, by operation, wire and tier: counted where it happens, told to Prometheus."""
+"""What requests took and moved, by operation, wire and tier: counted where it happens, told to
+Prometheus.
+"""
 
 import sys
 import threading
@@ -63,7 +65,10 @@ def test_bytes_and_errors_add_up_and_no_fault_of_ours_is_a_number_too() -> None:
         traffic.edge("bulk").failed("get", InvalidRequest("no"))
     traffic.edge("bulk").answered("get", 0)
     assert traffic.moved() == {("bulk", "in"): 7}
-    assert traffic.errors() == {("get", "bulk", "invalid_argument"): 2, ("get", "bulk", "internal"): 0}
+    assert traffic.errors() == {
+        ("get", "bulk", "invalid_argument"): 2,
+        ("get", "bulk", "internal"): 0,
+    }
 
 
 def test_no_time_is_lost_between_threads() -> None:
@@ -132,7 +137,9 @@ def test_requests_are_timed_and_bytes_counted_on_each_wire(
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
-def test_a_refused_request_is_an_error_and_no_time(node: Node, connect: Connect, pages: Pages, wire: str) -> None:
+def test_a_refused_request_is_an_error_and_no_time(
+    node: Node, connect: Connect, pages: Pages, wire: str
+) -> None:
     client = connect(node, wire)
     client.open(pages.namespace)
     link = client._fan_out.nodes.only
@@ -140,8 +147,14 @@ def test_a_refused_request_is_an_error_and_no_time(node: Node, connect: Connect,
     errors = node.service.traffic.errors().get(("lookup", wire, "invalid_argument"), 0)
     request = pb.LookupRequest(namespace=pages.namespace.digest, prefix_hashes=[b"short"])
     with pytest.raises(InvalidRequest):
-        link.run(lambda way, limit: way.wire.call("lookup", request, limit), None, client._deadline(None))
-    wait_until(lambda: node.service.traffic.errors().get(("lookup", wire, "invalid_argument"), 0) == errors + 1)
+        link.run(
+            lambda way, limit: way.wire.call("lookup", request, limit), None, client._deadline(None)
+        )
+    wait_until(
+        lambda: (
+            node.service.traffic.errors().get(("lookup", wire, "invalid_argument"), 0) == errors + 1
+        )
+    )
     assert answered(node, "lookup", wire) == before
 
 
@@ -151,10 +164,14 @@ def test_who_hangs_up_during_a_put_is_counted_as_cancelled(
     connect(node).open(pages.namespace)
     connection = raw(node)
     before = node.service.traffic.errors().get(("put", "bulk", "cancelled"), 0)
-    put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=pages.nbytes)
+    put = pb.PutRequest(
+        namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=pages.nbytes
+    )
     assert list(connection.ask(put=put).put.verdicts) == [pb.WRITE]
     connection.sock.close()
-    wait_until(lambda: node.service.traffic.errors().get(("put", "bulk", "cancelled"), 0) == before + 1)
+    wait_until(
+        lambda: node.service.traffic.errors().get(("put", "bulk", "cancelled"), 0) == before + 1
+    )
 
 
 def test_gets_that_are_brought_from_other_members_are_told_apart(

@@ -21,7 +21,9 @@ def test_a_member_that_dies_is_no_error_and_all_of_them_are(tmp_path: Path) -> N
         one = Trial(client, replay_namespace(4096), [dies])
         report = one.run(requests)
         assert (one.errors.total(), report.mismatches, one.events[0][1]) == (0, 0, "n1 killed")
-        assert 0 < report.pages_hit < report.pages_asked == sum(second.asked for second in one.seconds)
+        assert (
+            0 < report.pages_hit < report.pages_asked == sum(second.asked for second in one.seconds)
+        )
         assert sum(one.found[:60]) > 0
         fleet.nodes["n2"].kill()
         none = Trial(client, replay_namespace(4096))
@@ -33,7 +35,10 @@ def test_a_member_that_dies_is_no_error_and_all_of_them_are(tmp_path: Path) -> N
 
 
 def test_a_call_that_comes_back_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Fleet([HERE], *FLAGS) as fleet, fleet.client(timeout_s=1.0, connect_timeout_s=1.0) as client:
+    with (
+        Fleet([HERE], *FLAGS) as fleet,
+        fleet.client(timeout_s=1.0, connect_timeout_s=1.0) as client,
+    ):
         lookup = client.lookup
         monkeypatch.setattr(client, "lookup", lambda *given: time.sleep(1.3) or lookup(*given))
         trial = Trial(client, replay_namespace(4096))

@@ -1,5 +1,6 @@
-"""What docker/agent.Dockerfile does to an engine's image: the agent comes, and nothing that is there changes. Here the
-engine is an environment of the test's own, with packages of its own."""
+"""What docker/agent.Dockerfile does to an engine's image: the agent comes, and nothing that is
+there changes. Here the engine is an environment of the test's own, with packages of its own.
+"""
 
 import importlib.metadata
 import os
@@ -19,15 +20,25 @@ AGENT = {"kvstore/__init__.py": "__version__ = '0.1.0'", "gpu_agent/__init__.py"
 
 
 def wheel(
-    folder: Path, name: str, version: str, needs: tuple[str, ...] = (), files: dict[str, str] | None = None
+    folder: Path,
+    name: str,
+    version: str,
+    needs: tuple[str, ...] = (),
+    files: dict[str, str] | None = None,
 ) -> Path:
     """A wheel of nothing but what is said here."""
     path, about = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
     extras = "".join(f"Requires-Dist: {need}\n" for need in needs)
     extras += "Provides-Extra: cuda12\n" * any("cuda12" in need for need in needs)
-    metadata = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n{extras}"
+    metadata = (
+        f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n{extras}"
+    )
     kind = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    contents = {**(files or {f"{name}.py": ""}), f"{about}/METADATA": metadata, f"{about}/WHEEL": kind}
+    contents = {
+        **(files or {f"{name}.py": ""}),
+        f"{about}/METADATA": metadata,
+        f"{about}/WHEEL": kind,
+    }
     record = "".join(f"{file},,\n" for file in [*contents, f"{about}/RECORD"])
     with zipfile.ZipFile(path, "w") as archive:
         for file, content in {**contents, f"{about}/RECORD": record}.items():
@@ -59,14 +70,21 @@ class Engine:
 
     def add(self, *arguments: str) -> tuple[int, str]:
         given = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.index)}
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | given
+        environment = {
+            name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+        } | given
         command: list[str | Path] = [self.python, SCRIPT, *(arguments or (str(self.wheels),))]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd="/")
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=environment, cwd="/"
+        )
         return done.returncode, done.stdout + done.stderr
 
     @property
     def has(self) -> dict[str, str]:
-        return {found.name: found.version for found in importlib.metadata.distributions(path=[str(self._site)])}
+        return {
+            found.name: found.version
+            for found in importlib.metadata.distributions(path=[str(self._site)])
+        }
 
 
 @pytest.fixture
@@ -88,7 +106,13 @@ def test_the_agent_and_what_it_lacks_come_and_torch_stays(engine: Engine) -> Non
 
 
 def test_cupy_comes_with_its_extra(engine: Engine) -> None:
-    wheel(engine.wheels, "kvstore_llm", "0.1.0", ("torch>=2.1", 'cupy-cuda12x>=13; extra == "cuda12"'), AGENT)
+    wheel(
+        engine.wheels,
+        "kvstore_llm",
+        "0.1.0",
+        ("torch>=2.1", 'cupy-cuda12x>=13; extra == "cuda12"'),
+        AGENT,
+    )
     status, said = engine.add(str(engine.wheels), "cuda12")
     assert status == 0, said
     assert engine.has == {"kvstore-llm": "0.1.0", "cupy-cuda12x": "13.0", "torch": "2.1.0+cu128"}
@@ -105,7 +129,9 @@ def test_what_would_change_the_engines_torch_is_refused_and_named(engine: Engine
 
 def test_a_change_that_no_constraint_kept_off_is_found(engine: Engine) -> None:
     """A version that pip can not read is in no constraint."""
-    (about,) = (engine.python.parents[1] / "lib").glob("python*/site-packages/torch-*.dist-info/METADATA")
+    (about,) = (engine.python.parents[1] / "lib").glob(
+        "python*/site-packages/torch-*.dist-info/METADATA"
+    )
     about.write_text(about.read_text().replace("2.1.0+cu128", "2.1.0-of-our-own"))
     wheel(engine.wheels, "kvstore_llm", "0.1.0", ("torch>=3",), AGENT)
     status, said = engine.add()
@@ -114,7 +140,13 @@ def test_a_change_that_no_constraint_kept_off_is_found(engine: Engine) -> None:
 
 
 def test_an_agent_that_can_not_be_imported_ends_the_build(engine: Engine) -> None:
-    wheel(engine.wheels, "kvstore_llm", "0.1.0", (), {**AGENT, "gpu_agent/__init__.py": "import nothing_of_the_kind"})
+    wheel(
+        engine.wheels,
+        "kvstore_llm",
+        "0.1.0",
+        (),
+        {**AGENT, "gpu_agent/__init__.py": "import nothing_of_the_kind"},
+    )
     status, said = engine.add()
     assert status == 1
     assert "nothing_of_the_kind" in said
@@ -129,7 +161,9 @@ def test_what_is_missing_is_said(engine: Engine) -> None:
 def test_the_dockerfile_finds_what_it_copies_and_takes_what_is_said_of_it() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
-    sources = [source for line in copied for source in line.split()] + re.findall(r"source=(docker/\S+?),", DOCKERFILE)
+    sources = [source for line in copied for source in line.split()] + re.findall(
+        r"source=(docker/\S+?),", DOCKERFILE
+    )
     assert "docker/add_agent.py" in sources
     for source in sources:
         assert (ROOT / source).exists()

@@ -25,7 +25,10 @@ GOOD = {"name": "grpcio", "version": "1.2", "vulns": []}
 BAD = {"name": "rich", "version": "3", "vulns": [{"id": "PYSEC-1", "fix_versions": ["4"]}]}
 OPEN = {"name": "click", "version": "3", "vulns": [{"id": "PYSEC-2", "fix_versions": []}]}
 SKIPPED = {"name": "xxhash", "skip_reason": "Dependency not found on PyPI and could not be audited"}
-OURS = {"name": "kvstore-llm", "skip_reason": "Dependency not found on PyPI and could not be audited"}
+OURS = {
+    "name": "kvstore-llm",
+    "skip_reason": "Dependency not found on PyPI and could not be audited",
+}
 
 
 @pytest.mark.parametrize(
@@ -54,9 +57,17 @@ def test_no_answer_is_not_that_all_is_well(audit: ModuleType, said: str) -> None
 
 def test_licences_are_named_or_said_to_be_missing(audit: ModuleType) -> None:
     components = [
-        {"name": "b", "version": "1", "licenses": [{"license": {"id": "MIT"}}, {"license": {"name": "MIT License"}}]},
+        {
+            "name": "b",
+            "version": "1",
+            "licenses": [{"license": {"id": "MIT"}}, {"license": {"name": "MIT License"}}],
+        },
         {"name": "a", "version": "2", "licenses": [{"expression": "Apache-2.0 OR MIT"}]},
         {"name": "c", "version": "3"},
     ]
     lines = audit.licences({"components": components})
-    assert [line.split(maxsplit=2)[2] for line in lines] == ["Apache-2.0 OR MIT", "MIT, MIT License", "NOT SAID"]
+    assert [line.split(maxsplit=2)[2] for line in lines] == [
+        "Apache-2.0 OR MIT",
+        "MIT, MIT License",
+        "NOT SAID",
+    ]

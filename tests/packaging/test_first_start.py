@@ -1,4 +1,6 @@
-"""What `setup` of docker/compose.yaml makes: once, whole, and a node and its clients know each other by it."""
+"""What `setup` of docker/compose.yaml makes: once, whole, and a node and its clients know each
+other by it.
+"""
 
 import importlib.util
 import shutil
@@ -14,7 +16,16 @@ import pytest
 from authorities import ours as ours
 from fleets import SMALL
 
-from kvstore import Client, ClientConfig, Forbidden, Namespace, PutOutcome, Unauthenticated, Unavailable, opaque_layout
+from kvstore import (
+    Client,
+    ClientConfig,
+    Forbidden,
+    Namespace,
+    PutOutcome,
+    Unauthenticated,
+    Unavailable,
+    opaque_layout,
+)
 from kvstore.cli.authority import Authority, hosts_of
 from kvstore.identities import read, revoke, token_hash
 from node.config import NodeConfig
@@ -55,8 +66,16 @@ def test_the_command_makes_all_of_it_once(tmp_path: Path) -> None:
     before = contents(tmp_path)
     assert set(before) == {*TOKENS, *KEYS, *PUBLIC, "identities"}
     assert "ca.pem" in said
-    assert not any(token.decode().strip() in said for name, token in before.items() if name in TOKENS)
-    assert hosts_of(tmp_path / "node.pem") == ["node", "10.0.0.5", "fd00::5", "localhost", "127.0.0.1"]
+    assert not any(
+        token.decode().strip() in said for name, token in before.items() if name in TOKENS
+    )
+    assert hosts_of(tmp_path / "node.pem") == [
+        "node",
+        "10.0.0.5",
+        "fd00::5",
+        "localhost",
+        "127.0.0.1",
+    ]
     again = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (again.stdout, again.stderr) == (f"{tmp_path}: all is there already\n", "")
     assert contents(tmp_path) == before
@@ -64,14 +83,20 @@ def test_the_command_makes_all_of_it_once(tmp_path: Path) -> None:
 
 def test_only_its_owner_reads_what_is_secret(secrets: Path) -> None:
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in secrets.iterdir()}
-    assert modes == dict.fromkeys(TOKENS | KEYS, 0o600) | dict.fromkeys(PUBLIC, 0o644) | {"identities": 0o640}
+    assert modes == dict.fromkeys(TOKENS | KEYS, 0o600) | dict.fromkeys(PUBLIC, 0o644) | {
+        "identities": 0o640
+    }
 
 
 def test_who_they_are(secrets: Path) -> None:
     found = read(secrets / "identities")
     assert found.problems == []
     known = {some.name: (some.tenant, some.role.name) for some in found.tokens.values()}
-    assert known == {"operator": ("*", "ADMIN"), "member": ("*", "NODE"), "engine": ("default", "WRITE")}
+    assert known == {
+        "operator": ("*", "ADMIN"),
+        "member": ("*", "NODE"),
+        "engine": ("default", "WRITE"),
+    }
     for name in known:
         token = (secrets / f"{name}.token").read_text().strip()
         assert found.tokens[token_hash(token)].name == name
@@ -90,7 +115,9 @@ def test_who_was_revoked_stays_so_and_who_was_taken_away_does_not_come_back(
 def test_a_run_that_is_killed_is_gone_on_with(
     first_start: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each of the files that it writes; what a killed one was writing lies there under another name."""
+    """After each of the files that it writes; what a killed one was writing lies there under
+    another name.
+    """
     from kvstore.cli import authority
 
     class Killed(BaseException):
@@ -114,7 +141,9 @@ def test_a_run_that_is_killed_is_gone_on_with(
         left = files
         with pytest.raises(Killed):
             first_start.main([str(folder), "node"])
-        there = {name: content for name, content in contents(folder).items() if not name.startswith(".")}
+        there = {
+            name: content for name, content in contents(folder).items() if not name.startswith(".")
+        }
         assert len(there) == files
         left = FILES
         assert first_start.main([str(folder), "node"]) == 0
@@ -148,8 +177,15 @@ def of_node(folder: Path) -> dict[str, str]:
 
 def as_engine(folder: Path, node: Node, **settings: Any) -> Client:
     shown = {"tls_cert": str(folder / "client.pem"), "tls_key": str(folder / "client.key")}
-    known = {"tls_ca": str(folder / "ca.pem"), "token_file": str(folder / "engine.token"), **shown, **settings}
-    return Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0, **known))
+    known = {
+        "tls_ca": str(folder / "ca.pem"),
+        "token_file": str(folder / "engine.token"),
+        **shown,
+        **settings,
+    }
+    return Client(
+        ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0, **known)
+    )
 
 
 @pytest.fixture
@@ -163,7 +199,9 @@ def node(secrets: Path) -> Iterator[Node]:
 
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
-def test_a_node_with_these_files_serves_a_client_with_them(node: Node, secrets: Path, wire: str) -> None:
+def test_a_node_with_these_files_serves_a_client_with_them(
+    node: Node, secrets: Path, wire: str
+) -> None:
     with as_engine(secrets, node, wire=wire) as engine:
         assert engine.put(SPACE, [KEY], [PAGE]) == [PutOutcome.STORED]
         into = bytearray(len(PAGE))
@@ -178,10 +216,16 @@ def test_a_node_with_these_files_serves_a_client_with_them(node: Node, secrets: 
 
 
 def test_and_nobody_else(node: Node, secrets: Path) -> None:
-    with as_engine(secrets, node, token_file="") as stranger, pytest.raises((Unauthenticated, Unavailable)) as told:
+    with (
+        as_engine(secrets, node, token_file="") as stranger,
+        pytest.raises((Unauthenticated, Unavailable)) as told,
+    ):
         stranger.lookup(SPACE, [KEY])
     assert "does not know this certificate" in str(told.value)
-    with as_engine(secrets, node, tls_cert="", tls_key="") as stranger, pytest.raises(Unavailable) as told:
+    with (
+        as_engine(secrets, node, tls_cert="", tls_key="") as stranger,
+        pytest.raises(Unavailable) as told,
+    ):
         stranger.lookup(SPACE, [KEY])
     assert "asks for client certificates" in str(told.value)
     plain = ClientConfig(f"127.0.0.1:{node.grpc.port}", token_file=str(secrets / "engine.token"))
@@ -238,7 +282,11 @@ def test_an_authority_of_ones_own_needs_no_key_there(
     ],
 )
 def test_what_can_not_be_gone_on_with_is_named(
-    first_start: ModuleType, secrets: Path, spoil: Any, said: str, capsys: pytest.CaptureFixture[str]
+    first_start: ModuleType,
+    secrets: Path,
+    spoil: Any,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (secrets / "node.pem").unlink()
     (secrets / "identities").unlink()
@@ -248,6 +296,8 @@ def test_what_can_not_be_gone_on_with_is_named(
 
 
 @pytest.mark.parametrize("arguments", [[], ["/secrets"], ["/secrets", ""]])
-def test_names_are_asked_for(first_start: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_asked_for(
+    first_start: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert first_start.main(arguments) == 2
     assert "by which names" in capsys.readouterr().err

@@ -25,7 +25,9 @@ main()
 
 def node_without(names: tuple[str, ...], *arguments: str) -> "subprocess.CompletedProcess[str]":
     code = HIDDEN.format(names=names, arguments=arguments)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize("names", [EXTRA, *((name,) for name in EXTRA)])

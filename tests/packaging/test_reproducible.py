@@ -15,12 +15,23 @@ pytest.importorskip("hatchling", reason="wheel and sdist can not be built withou
 
 ROOT = Path(__file__).parents[2]
 # Of a tree without its history; `make test-dist` clones it.
-SOURCES = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", "CHANGELOG.md", "kvstore", "node", "gpu_agent")
+SOURCES = (
+    "pyproject.toml",
+    "constraints.txt",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "kvstore",
+    "node",
+    "gpu_agent",
+)
 RELEASED_S = 1_700_000_000
 
 
 def build(place: Path, umask: int, touched_s: int) -> dict[str, Path]:
-    """What `make dist` makes of sources of its own at this place, written with this umask and last changed then."""
+    """What `make dist` makes of sources of its own at this place, written with this umask and last
+    changed then.
+    """
     place.mkdir(parents=True)
     before = os.umask(umask)
     try:
@@ -32,7 +43,14 @@ def build(place: Path, umask: int, touched_s: int) -> dict[str, Path]:
             if ".git" not in path.parts:
                 os.utime(path, (touched_s, touched_s), follow_symlinks=False)
         environment = os.environ | {"SOURCE_DATE_EPOCH": str(RELEASED_S)}
-        command: list[str | Path] = [sys.executable, "-m", "hatchling", "build", "--directory", place / "dist"]
+        command: list[str | Path] = [
+            sys.executable,
+            "-m",
+            "hatchling",
+            "build",
+            "--directory",
+            place / "dist",
+        ]
         subprocess.run(command, cwd=place, env=environment, check=True, capture_output=True)
     finally:
         os.umask(before)
@@ -52,31 +70,44 @@ def _copy(place: Path) -> None:
 @pytest.fixture(scope="module")
 def twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], dict[str, Path]]:
     work = tmp_path_factory.mktemp("twice")
-    return build(work / "one", 0o022, 1_600_000_000), build(work / "elsewhere" / "two", 0o077, 1_800_000_000)
+    return build(work / "one", 0o022, 1_600_000_000), build(
+        work / "elsewhere" / "two", 0o077, 1_800_000_000
+    )
 
 
 def test_two_builds_are_equal_byte_by_byte(twice: tuple[dict[str, Path], dict[str, Path]]) -> None:
     one, two = (
-        {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in built.items()} for built in twice
+        {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in built.items()}
+        for built in twice
     )
     assert sorted(name.rpartition(".")[2] for name in one) == ["gz", "whl"]
     assert one == two
 
 
-def test_what_is_in_them_has_the_commits_time_and_no_ones_name(twice: tuple[dict[str, Path], dict[str, Path]]) -> None:
+def test_what_is_in_them_has_the_commits_time_and_no_ones_name(
+    twice: tuple[dict[str, Path], dict[str, Path]],
+) -> None:
     """Or they were equal because both were made by one user in one minute."""
     files = {path.suffix: path for path in twice[1].values()}
     with tarfile.open(files[".gz"]) as sdist:
         members = sdist.getmembers()
-    assert {(member.mtime, member.uid, member.gid, member.uname) for member in members} == {(RELEASED_S, 0, 0, "")}
+    assert {(member.mtime, member.uid, member.gid, member.uname) for member in members} == {
+        (RELEASED_S, 0, 0, "")
+    }
     assert {member.mode & 0o777 for member in members} <= {0o644, 0o755}
     with zipfile.ZipFile(files[".whl"]) as wheel:
         assert {info.date_time for info in wheel.infolist()} == {(2023, 11, 14, 22, 13, 20)}
 
 
-def test_the_wheel_has_all_that_the_packages_have(twice: tuple[dict[str, Path], dict[str, Path]]) -> None:
+def test_the_wheel_has_all_that_the_packages_have(
+    twice: tuple[dict[str, Path], dict[str, Path]],
+) -> None:
     (wheel,) = (path for path in twice[0].values() if path.suffix == ".whl")
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     paths = [path for top in ("kvstore", "node", "gpu_agent") for path in (ROOT / top).rglob("*.*")]
-    assert found == {path.relative_to(ROOT).as_posix() for path in paths if path.is_file() and path.suffix != ".pyc"}
+    assert found == {
+        path.relative_to(ROOT).as_posix()
+        for path in paths
+        if path.is_file() and path.suffix != ".pyc"
+    }

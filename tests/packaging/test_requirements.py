@@ -1,4 +1,6 @@
-"""What the image and its build install is pinned with hashes, in the versions that development runs with."""
+"""What the image and its build install is pinned with hashes, in the versions that development runs
+with.
+"""
 
 import re
 from pathlib import Path
@@ -22,17 +24,22 @@ def entries(file: str) -> dict[str, tuple[Requirement, list[str]]]:
     text = (ROOT / "docker" / file).read_text().replace("\\\n", " ")
     lines = [line.split() for line in text.splitlines() if line and line[0] != "#"]
     found: dict[str, tuple[Requirement, list[str]]] = {
-        canonicalize_name(Requirement(words[0]).name): (Requirement(words[0]), words[1:]) for words in lines
+        canonicalize_name(Requirement(words[0]).name): (Requirement(words[0]), words[1:])
+        for words in lines
     }
     assert len(found) == len(lines) > 0, "a package is there twice"
     return found
 
 
 def pinned() -> dict[str, Requirement]:
-    lines = [line.partition(" #")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    lines = [
+        line.partition(" #")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()
+    ]
     all_of_them = [Requirement(line) for line in lines if line and line[0] != "#"]
     return {
-        canonicalize_name(some.name): some for some in all_of_them if not some.marker or some.marker.evaluate(OLDEST)
+        canonicalize_name(some.name): some
+        for some in all_of_them
+        if not some.marker or some.marker.evaluate(OLDEST)
     }
 
 
@@ -65,10 +72,14 @@ def test_the_image_and_the_audit_install_nothing_without_a_hash_but_the_wheel(
 ) -> None:
     dockerfile = (ROOT / "docker" / "node.Dockerfile").read_text()
     audit = [" ".join(command.words) for command in commands_of("audit", monkeypatch, tmp_path)]
-    installs = [line for line in dockerfile.splitlines() if re.search(r"\binstall .*(-r|\.whl|\.\[)", line)]
+    installs = [
+        line for line in dockerfile.splitlines() if re.search(r"\binstall .*(-r|\.whl|\.\[)", line)
+    ]
     installs += [line for line in audit if " .venv-image/bin/python install " in line]
     assert len(installs) == 5
     for line in installs:
-        assert ("--require-hashes" in line) != ("--no-deps --no-index" in line and ".whl" in line), line
+        assert ("--require-hashes" in line) != (
+            "--no-deps --no-index" in line and ".whl" in line
+        ), line
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {f"!docker/{file}" for file in FILES} <= set(ignored)

@@ -1,4 +1,6 @@
-"""`tests/docker/same.py`, which compares images for `make test-image`, finds every difference but the build time."""
+"""`tests/docker/same.py`, which compares images for `make test-image`, finds every difference but
+the build time.
+"""
 
 import importlib.util
 import io
@@ -9,7 +11,9 @@ from typing import Any
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location("same", Path(__file__).parents[1] / "docker" / "same.py")
+_spec = importlib.util.spec_from_file_location(
+    "same", Path(__file__).parents[1] / "docker" / "same.py"
+)
 assert _spec is not None
 assert _spec.loader is not None
 same: Any = importlib.util.module_from_spec(_spec)
@@ -32,18 +36,29 @@ def packed(files: dict[str, bytes], **about: int) -> bytes:
 def image(tmp_path: Path) -> Any:
     """What `docker save` would write of an image with one file, as the arguments say."""
 
-    def save(name: str, content: bytes = b"node", created: str = "now", user: str = "10001", **about: int) -> str:
+    def save(
+        name: str, content: bytes = b"node", created: str = "now", user: str = "10001", **about: int
+    ) -> str:
         layer = packed({"opt/node": content}, **about)
-        config = {"created": created, "config": {"User": user}, "rootfs": {"diff_ids": [layer.hex()]}}
+        config = {
+            "created": created,
+            "config": {"User": user},
+            "rootfs": {"diff_ids": [layer.hex()]},
+        }
         manifest = [{"Config": "config.json", "Layers": ["1/layer.tar"]}]
-        texts = {"config.json": json.dumps(config).encode(), "manifest.json": json.dumps(manifest).encode()}
+        texts = {
+            "config.json": json.dumps(config).encode(),
+            "manifest.json": json.dumps(manifest).encode(),
+        }
         (tmp_path / name).write_bytes(packed({**texts, "1/layer.tar": layer}))
         return str(tmp_path / name)
 
     return save
 
 
-def test_only_when_it_was_built_does_not_count(image: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_when_it_was_built_does_not_count(
+    image: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert same.main(image("one"), image("two", created="later")) == 0
     assert capsys.readouterr().out == (
         "1 files are the same, with names, modes, owners, times and contents; layers are the same, byte by byte\n"

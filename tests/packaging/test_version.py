@@ -1,4 +1,7 @@
-"""The version stands in kvstore/__init__.py. Whatever else says it says the same."""
+"""The version stands in kvstore/__init__.py.
+
+Whatever else says it says the same.
+"""
 
 import re
 import subprocess
@@ -23,7 +26,9 @@ ROOT = Path(__file__).parents[2]
 def test_it_is_a_version_of_three_numbers_that_the_build_finds() -> None:
     assert str(Version(__version__)) == __version__
     assert len(Version(__version__).release) == 3
-    assert re.findall(r'^__version__ = "(.*)"$', Path(kvstore.__file__).read_text(), re.MULTILINE) == [__version__]
+    assert re.findall(
+        r'^__version__ = "(.*)"$', Path(kvstore.__file__).read_text(), re.MULTILINE
+    ) == [__version__]
     project = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in project
     assert 'path = "kvstore/__init__.py"' in project
@@ -39,7 +44,9 @@ def test_a_command_says_it(module: str) -> None:
 
 
 def test_a_node_says_it(shared_node: NodeProcess) -> None:
-    with Client(ClientConfig(address=shared_node.address, connect_timeout_s=20.0, timeout_s=30.0)) as client:
+    with Client(
+        ClientConfig(address=shared_node.address, connect_timeout_s=20.0, timeout_s=30.0)
+    ) as client:
         assert client.node_status().version == __version__
 
 
@@ -56,7 +63,9 @@ def test_documents_have_it() -> None:
     assert set(re.findall(r"kvstore_llm-([0-9][^-]*)-py3", readme)) == {__version__}
     first = re.findall(r"^## (\S+) \((.*)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
     assert first[0] == __version__
-    newest = (ROOT / "CHANGELOG.md").read_text().partition(f"## {__version__} ")[2].partition("\n## ")[0]
+    newest = (
+        (ROOT / "CHANGELOG.md").read_text().partition(f"## {__version__} ")[2].partition("\n## ")[0]
+    )
     assert f"Protocol {PROTOCOL_VERSION}, " in newest
     assert f"Format {FORMAT_VERSION} of the data directory" in newest
     assert first[1] == "unreleased" or re.fullmatch(r"\d{4}-\d\d-\d\d", first[1])
@@ -65,7 +74,11 @@ def test_documents_have_it() -> None:
 def test_all_that_the_image_gets_is_pinned() -> None:
     """Or an image of the same commit would have others in it next year."""
     pins = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned = {canonicalize_name(Requirement(line.partition(" #")[0]).name) for line in pins if line and line[0] != "#"}
+    pinned = {
+        canonicalize_name(Requirement(line.partition(" #")[0]).name)
+        for line in pins
+        if line and line[0] != "#"
+    }
     names = packages_of_the_image()
     assert {"grpcio", "rocksdict", "typer", "cffi"} <= names
     assert names <= pinned

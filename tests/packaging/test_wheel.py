@@ -1,7 +1,9 @@
-"""The wheel that `make dist` builds, where nothing else of ours is: a node, the CLI, an engine's import.
+"""The wheel that `make dist` builds, where nothing else of ours is: a node, the CLI, an engine's
+import.
 
-Its dependencies come from this environment, so that no index is needed. `make test-dist` installs them, too, into an
-empty environment, and names that environment's interpreter in KVSTORE_DIST_PYTHON.
+Its dependencies come from this environment, so that no index is needed. `make test-dist` installs
+them, too, into an empty environment, and names that environment's interpreter in
+KVSTORE_DIST_PYTHON.
 """
 
 import os
@@ -24,14 +26,21 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "kvstore", "node", "gpu_age
 
 # Torch takes seconds to import. Where it was installed for the wheel, it is the real one.
 STAND_IN = (
-    "" if os.environ.get("KVSTORE_DIST_PYTHON") else "import unittest.mock as m; sys.modules['torch'] = m.MagicMock()"
+    ""
+    if os.environ.get("KVSTORE_DIST_PYTHON")
+    else "import unittest.mock as m; sys.modules['torch'] = m.MagicMock()"
 )
 
 
 def run(*command: str | pathlib.Path, cwd: pathlib.Path | None = None) -> str:
-    unwanted = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")  # what is compiled once is for all commands
+    unwanted = (
+        "PYTHONPATH",
+        "PYTHONDONTWRITEBYTECODE",
+    )  # what is compiled once is for all commands
     environment = {name: value for name, value in os.environ.items() if name not in unwanted}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout
 
@@ -48,7 +57,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for source in SOURCES:
         copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy2
         copy(ROOT / source, work / source)
-    build = "import hatchling.build as backend; backend.build_wheel('dist')"  # what pip calls, without pip
+    # what pip calls, without pip
+    build = "import hatchling.build as backend; backend.build_wheel('dist')"
     run(sys.executable, "-c", build, cwd=work)
     (wheel,) = (work / "dist").glob("*.whl")
     assert wheel.name.startswith("kvstore_llm-")
@@ -74,7 +84,9 @@ def test_a_node_and_the_cli_work_from_the_wheel(python: str, tmp_path: pathlib.P
     page = os.urandom(65536)
     (tmp_path / "page").write_bytes(page)
     command = (str(pathlib.Path(python).parent / "kvstore"),)
-    with NodeProcess("--ram-bytes", "32MiB", "--data-dir", str(tmp_path / "data"), python=python) as node:
+    with NodeProcess(
+        "--ram-bytes", "32MiB", "--data-dir", str(tmp_path / "data"), python=python
+    ) as node:
         at = (*command, "--address", node.address)
         run(*at, "put", "--create-opaque", "m", "--tokens", "1", "--durable", tmp_path / "page")
         run(*at, "get", "--model", "m", "--tokens", "1", "--output", tmp_path / "back")
@@ -83,7 +95,9 @@ def test_a_node_and_the_cli_work_from_the_wheel(python: str, tmp_path: pathlib.P
 
 
 def test_an_engine_imports_its_adapter_from_the_wheel(python: str) -> None:
-    """As LightLLM does: by the name that it knows, from the folder that docs/engines/lightllm.md puts on its path."""
+    """As LightLLM does: by the name that it knows, from the folder that docs/engines/lightllm.md
+    puts on its path.
+    """
     folder = "os.path.dirname(gpu_agent.engines.__file__) + '/light_mem_path'"
     code = f"""
 import os, sys
@@ -124,7 +138,16 @@ def test_a_type_checker_sees_the_types_of_the_wheel(python: str, tmp_path: pathl
     (tmp_path / "program.py").write_text(PROGRAM)
     config = "[mypy]\nstrict = true\n[mypy-torch.*,cryptography.*]\nfollow_imports = skip\n"
     (tmp_path / "mypy.ini").write_text(config)
-    command = [sys.executable, "-m", "mypy", "--python-executable", python, "--cache-dir", os.devnull, "program.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--python-executable",
+        python,
+        "--cache-dir",
+        os.devnull,
+        "program.py",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     said = [line.partition(": ")[2] for line in done.stdout.splitlines()]
     assert said[0] == 'note: Revealed type is "str"', done.stdout

@@ -11,7 +11,12 @@ from kvstore.errors import InvalidRequest
 from kvstore.tools.survey import TOKEN_NBYTES, page_size, token_nbytes
 from kvstore.tools.trace import TraceRequest
 
-LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+LLAMA = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+}
 
 
 def requests(page_tokens: int, full_only: bool) -> list[TraceRequest]:
@@ -40,7 +45,9 @@ def test_what_is_said_counts_and_nothing_is_assumed_then() -> None:
 
 
 def test_a_page_has_whole_tokens_though_no_request_fills_its_last_one() -> None:
-    found = page_size([TraceRequest(0, 30, 1, (1, 2)), TraceRequest(0, 47, 1, (1, 2, 3))], None, None, None)
+    found = page_size(
+        [TraceRequest(0, 30, 1, (1, 2)), TraceRequest(0, 47, 1, (1, 2, 3))], None, None, None
+    )
     assert found.tokens == 16
 
 
@@ -50,7 +57,9 @@ def test_the_mean_of_pages_is_by_pages_and_not_by_requests() -> None:
 
 
 def test_a_recorded_trace_says_it_itself() -> None:
-    recorded = [request._replace(page_nbytes=4096, page_tokens=16.0) for request in requests(64, True)]
+    recorded = [
+        request._replace(page_nbytes=4096, page_tokens=16.0) for request in requests(64, True)
+    ]
     assert page_size(recorded, None, None, None) == page_size([], 16.0, 4096, None)
     mixed = [*recorded, recorded[0]._replace(page_nbytes=8192)]
     assert "2 sizes" in page_size(mixed, None, None, None).assumed[0]
@@ -69,10 +78,20 @@ def test_a_trace_without_lengths_asks_for_them() -> None:
         ({**LLAMA, "torch_dtype": "float8_e4m3fn"}, 65_536),
         ({**LLAMA, "num_key_value_heads": None, "head_dim": 64}, 262_144),
         ({"text_config": LLAMA, "vision_config": {}}, 131_072),
-        ({"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16"}, 70_272),
+        (
+            {
+                "num_hidden_layers": 61,
+                "kv_lora_rank": 512,
+                "qk_rope_head_dim": 64,
+                "dtype": "bfloat16",
+            },
+            70_272,
+        ),
     ],
 )
-def test_a_models_description_tells_the_bytes_of_a_token(tmp_path: Path, model: dict[str, Any], nbytes: int) -> None:
+def test_a_models_description_tells_the_bytes_of_a_token(
+    tmp_path: Path, model: dict[str, Any], nbytes: int
+) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(model))
     assert token_nbytes(path) == nbytes
@@ -85,7 +104,10 @@ def test_a_models_description_tells_the_bytes_of_a_token(tmp_path: Path, model: 
         ("[]", "describes no model"),
         ("{}", "num_attention_heads|num_hidden_layers"),
         (json.dumps({**LLAMA, "torch_dtype": "int3"}), "unknown dtype 'int3'"),
-        (json.dumps({**LLAMA, "layer_types": ["sliding_attention", "full_attention"]}), "sliding_attention"),
+        (
+            json.dumps({**LLAMA, "layer_types": ["sliding_attention", "full_attention"]}),
+            "sliding_attention",
+        ),
         (json.dumps({**LLAMA, "num_attention_heads": 0}), "ZeroDivisionError"),
         (json.dumps({**LLAMA, "num_hidden_layers": -3}), "would take -12288 bytes"),
         (json.dumps({**LLAMA, "num_hidden_layers": 1e300}), "a token would take"),
@@ -93,7 +115,9 @@ def test_a_models_description_tells_the_bytes_of_a_token(tmp_path: Path, model: 
         (None, "can not read"),
     ],
 )
-def test_what_is_no_such_description_is_refused_by_name(tmp_path: Path, text: str | None, said: str) -> None:
+def test_what_is_no_such_description_is_refused_by_name(
+    tmp_path: Path, text: str | None, said: str
+) -> None:
     path = tmp_path / "config.json"
     if text is not None:
         path.write_text(text)

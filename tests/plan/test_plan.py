@@ -50,7 +50,8 @@ def test_rates_are_bytes_of_a_second_on_average_and_in_the_worst_window() -> Non
     assert found.disk_reads.mean == pytest.approx((hits - in_ram) * 4096 / seconds / 1e9)
     assert found.disk_writes == found.puts
     per_window = [
-        lru_hits([r.hash_ids for r in REQUESTS if r.timestamp_ms < end], 30) for end in range(0, 110_000, 10_000)
+        lru_hits([r.hash_ids for r in REQUESTS if r.timestamp_ms < end], 30)
+        for end in range(0, 110_000, 10_000)
     ]
     worst = max(after - before for before, after in itertools.pairwise(per_window))
     assert found.gets.peak == pytest.approx(worst * 4096 / 10 / 1e9)
@@ -100,7 +101,9 @@ def test_owners_and_near_copies_take_their_places() -> None:
     assert costs[2, 0.0].nearly_all_nbytes == 2 * costs[1, 0.0].nearly_all_nbytes
     assert costs[2, 0.25].nearly_all_nbytes == made.nearly_all_nbytes
     assert costs[1, 0.25].nearly_all_nbytes == round(made.nearly_all_pages * 4096 / 0.75)
-    assert {cost.near_share for cost in plan(ram=(4096,), disk=(80 * 4096,)).copy_costs} == {0.0}, "of RAM only"
+    assert {cost.near_share for cost in plan(ram=(4096,), disk=(80 * 4096,)).copy_costs} == {0.0}, (
+        "of RAM only"
+    )
 
 
 def test_of_ram_with_copies_of_others_less_is_for_distinct_pages() -> None:
@@ -114,8 +117,14 @@ def test_of_ram_with_copies_of_others_less_is_for_distinct_pages() -> None:
 def test_the_knee_is_the_least_size_with_nearly_all_hits() -> None:
     made = plan()
     knee = made.nearly_all_pages
-    assert lru_hits(CHAINS, knee) >= NEARLY_ALL * lru_hits(CHAINS, ASKED) > lru_hits(CHAINS, knee - 1)
-    assert lru_hits(CHAINS, made.wanted_pages) == lru_hits(CHAINS, ASKED) > lru_hits(CHAINS, made.wanted_pages - 1)
+    assert (
+        lru_hits(CHAINS, knee) >= NEARLY_ALL * lru_hits(CHAINS, ASKED) > lru_hits(CHAINS, knee - 1)
+    )
+    assert (
+        lru_hits(CHAINS, made.wanted_pages)
+        == lru_hits(CHAINS, ASKED)
+        > lru_hits(CHAINS, made.wanted_pages - 1)
+    )
     assert made.endless == lru_hits(CHAINS, ASKED) / ASKED
 
 
@@ -125,7 +134,12 @@ def test_sizes_that_nobody_asked_for_reach_from_few_hits_to_all() -> None:
     assert sizes == sorted(sizes)
     assert made.rows[-1].pages >= made.wanted_pages > made.rows[-2].pages
     assert made.rows[-1].hit_rate == made.endless
-    large = plan([TraceRequest(n * 100.0, 0, 0, tuple(range(n % 40 * 9, n % 40 * 9 + 9))) for n in range(400)])
+    large = plan(
+        [
+            TraceRequest(n * 100.0, 0, 0, tuple(range(n % 40 * 9, n % 40 * 9 + 9)))
+            for n in range(400)
+        ]
+    )
     assert [row.hit_rate for row in large.rows] == [0.0] * (len(large.rows) - 1) + [large.endless]
     assert len(large.rows) == 2, "from the one that is too small on"
     long = TraceRequest(100_000, 0, 0, tuple(range(10**6, 10**6 + (1 << 13))))
@@ -154,7 +168,9 @@ def test_the_curve_rises_to_all_hits() -> None:
     assert rates == sorted(rates)
     assert rates[-1] == made.endless
     assert made.curve[-1][0] >= 2 * made.wanted_nbytes
-    assert all(rate == lru_hits(CHAINS, nbytes // 4096) / ASKED for nbytes, rate in made.curve[::16])
+    assert all(
+        rate == lru_hits(CHAINS, nbytes // 4096) / ASKED for nbytes, rate in made.curve[::16]
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,7 +212,9 @@ def test_a_sample_does_not_tell_of_stores_with_a_page_or_two_in_a_group() -> Non
     assert abs(exact.rows[0].hit_rate - about.rows[0].hit_rate) < 4 * about.rows[0].hit_rate_error
     assert min(nbytes for nbytes, _ in about.curve) >= 128 * 4096
     chosen = Wishes(PAGE, 1000.0)
-    assert min(some.pages for some in planned(surveyed(requests, chosen, sample), chosen).rows) >= 128
+    assert (
+        min(some.pages for some in planned(surveyed(requests, chosen, sample), chosen).rows) >= 128
+    )
 
 
 def test_a_trace_that_asks_for_nothing_is_refused() -> None:

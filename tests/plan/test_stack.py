@@ -1,4 +1,6 @@
-"""Hits at every size from one pass, against a store of each size; and the bound, against everything one could keep."""
+"""Hits at every size from one pass, against a store of each size; and the bound, against everything
+one could keep.
+"""
 
 import itertools
 import random

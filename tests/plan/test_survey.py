@@ -1,4 +1,6 @@
-"""All that is found in one pass: tokens, windows of time, what is only stored; and samples, beside what is exact."""
+"""All that is found in one pass: tokens, windows of time, what is only stored; and samples, beside
+what is exact.
+"""
 
 import itertools
 import statistics
@@ -17,7 +19,9 @@ EIGHTH = Sampling(8, 64)
 SIZES = [1, 4, 9, 20, 64, 200, 1000]
 
 
-def surveyed(requests: list[TraceRequest], sample: Sampling = EXACT, window_ms: float = 5000.0) -> Survey:
+def surveyed(
+    requests: list[TraceRequest], sample: Sampling = EXACT, window_ms: float = 5000.0
+) -> Survey:
     survey = Survey(SIZES, window_ms, PAGE_TOKENS, sample)
     for request in requests:
         survey.add(request)
@@ -50,7 +54,9 @@ def test_hits_of_each_window_are_those_of_its_requests() -> None:
         wanted: Counter[int] = Counter()
         for request, hits in zip(requests, hits_of_each(requests, pages), strict=True):
             wanted[int(request.timestamp_ms // 5000)] += hits
-        assert {window: hits[place] for window, hits in found.items()} == {window: wanted[window] for window in found}
+        assert {window: hits[place] for window, hits in found.items()} == {
+            window: wanted[window] for window in found
+        }
         assert survey.hits(pages).value == sum(wanted.values())
     assert survey.asked.total() == survey.pages_asked
     assert survey.seconds == (requests[-1].timestamp_ms - requests[0].timestamp_ms) / 1000
@@ -65,7 +71,9 @@ def test_what_is_only_stored_is_there_and_asks_for_nothing() -> None:
     assert survey.most_hits(10).value == 3
     assert survey.most_hits(2).value == 2
     assert sum(survey.used.values()) == 13
-    assert survey.by_window(stored=True)[0][SIZES.index(20)] == 8, "three that were asked for, five stored again"
+    assert survey.by_window(stored=True)[0][SIZES.index(20)] == 8, (
+        "three that were asked for, five stored again"
+    )
 
 
 @pytest.mark.parametrize("one_in", [2.0, 5.0])
@@ -82,7 +90,9 @@ def test_a_sample_is_right_within_its_error(one_in: float) -> None:
             (sampled.most_hits(pages), exact.most_hits(pages)),
         ):
             assert truth.error == 0
-            assert abs(estimate.value - truth.value) <= 4 * estimate.error + 0.002 * exact.pages_asked, pages
+            assert (
+                abs(estimate.value - truth.value) <= 4 * estimate.error + 0.002 * exact.pages_asked
+            ), pages
             assert estimate.error < 0.03 * exact.pages_asked
         assert sampled.tokens(pages) == pytest.approx(exact.tokens(pages), rel=0.1)
     half = exact.hits(10**9).value / 2
@@ -91,7 +101,10 @@ def test_a_sample_is_right_within_its_error(one_in: float) -> None:
 
 def test_windows_of_a_sample_are_scaled_to_all_pages() -> None:
     requests = list(chatting(4000, at_a_time=300))
-    exact, sampled = surveyed(requests, window_ms=100_000), surveyed(requests, sampling(3.0), window_ms=100_000)
+    exact, sampled = (
+        surveyed(requests, window_ms=100_000),
+        surveyed(requests, sampling(3.0), window_ms=100_000),
+    )
     place = SIZES.index(1000)
     wanted, found = exact.by_window(), sampled.by_window()
     assert wanted.keys() == found.keys()
@@ -106,7 +119,9 @@ def test_a_sample_with_hardly_a_page_says_nothing() -> None:
         survey.check()
 
 
-def test_a_window_so_short_that_a_trace_has_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_so_short_that_a_trace_has_too_many_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "WINDOWS_MAX", 20)
     requests = trees(2, 120, fresh=0.2, deep=4)
     assert surveyed(requests, window_ms=5000.0).pages_asked
@@ -128,19 +143,30 @@ def test_a_sample_says_the_same_of_its_windows_as_of_all_its_time() -> None:
 
 def test_of_a_sample_only_last_pages_are_short() -> None:
     """Each request is asked twice, and lacks all of its last page but a token."""
-    whole = [request._replace(input_length=0) for request in chatting(1500, at_a_time=40) for _ in range(2)]
+    whole = [
+        request._replace(input_length=0)
+        for request in chatting(1500, at_a_time=40)
+        for _ in range(2)
+    ]
     short = [request._replace(input_length=16 * len(request.hash_ids) - 15) for request in whole]
     pages = 10**6
-    lacking = [surveyed(whole, some).tokens(pages) - surveyed(short, some).tokens(pages) for some in (EXACT, EIGHTH)]
+    lacking = [
+        surveyed(whole, some).tokens(pages) - surveyed(short, some).tokens(pages)
+        for some in (EXACT, EIGHTH)
+    ]
     assert lacking[0] == 15 * 1500
     assert lacking[1] == pytest.approx(lacking[0], rel=0.2)
 
 
 def test_the_error_of_a_sample_is_as_large_as_samples_differ() -> None:
-    """Of other pages, by other ids: the deviation of the estimates, and what each of them says that it is."""
+    """Of other pages, by other ids: the deviation of the estimates, and what each of them says that
+    it is.
+    """
     requests, values, errors = list(chatting(800, at_a_time=60)), [], []
     for shift in range(24):
-        moved = [r._replace(hash_ids=tuple(i + shift * 10**6 for i in r.hash_ids)) for r in requests]
+        moved = [
+            r._replace(hash_ids=tuple(i + shift * 10**6 for i in r.hash_ids)) for r in requests
+        ]
         estimate = surveyed(moved, EIGHTH).hits(300)
         values.append(estimate.value)
         errors.append(estimate.error)
@@ -150,7 +176,9 @@ def test_the_error_of_a_sample_is_as_large_as_samples_differ() -> None:
 def test_the_bound_of_a_sample_lies_on_a_line_between_sizes_that_its_groups_can_have() -> None:
     sampled = surveyed(list(chatting(1500, at_a_time=60)), EIGHTH)
     one_in = EIGHTH.one_in
-    low, half, high = (sampled.most_hits(3 * one_in + part).value for part in (0, one_in // 2, one_in))
+    low, half, high = (
+        sampled.most_hits(3 * one_in + part).value for part in (0, one_in // 2, one_in)
+    )
     assert low < half < high
     assert half == pytest.approx((low + high) / 2, rel=1e-9)
 
@@ -159,7 +187,9 @@ def test_the_bound_is_that_of_all_that_one_could_keep() -> None:
     for seed in range(8):
         requests = trees(seed, 9, fresh=0.3, deep=2)
         for pages in (1, 2, 3):
-            assert surveyed(requests).most_hits(pages).value == most_hits([r.hash_ids for r in requests], pages)
+            assert surveyed(requests).most_hits(pages).value == most_hits(
+                [r.hash_ids for r in requests], pages
+            )
 
 
 def test_one_page_in_one_is_no_sample() -> None:

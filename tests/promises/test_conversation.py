@@ -1,5 +1,7 @@
-"""golden/protocol-4.json: frames of a client of 0.1, and what a node of 0.1 answered. A client of then is served by a
-node of today, and a client of today understands a node of then."""
+"""golden/protocol-4.json: frames of a client of 0.1, and what a node of 0.1 answered.
+
+A client of then is served by a node of today, and a client of today understands a node of then.
+"""
 
 import concurrent.futures
 import json
@@ -22,7 +24,9 @@ from node.config import NodeConfig
 from node.server import Node
 
 VERSION = 4  # of the recording
-RECORDED = json.loads((Path(__file__).parents[1] / "golden" / f"protocol-{VERSION}.json").read_text())
+RECORDED = json.loads(
+    (Path(__file__).parents[1] / "golden" / f"protocol-{VERSION}.json").read_text()
+)
 ORDER: tuple[str, ...] = (
     "hello",
     "unknown",
@@ -39,7 +43,9 @@ ORDER: tuple[str, ...] = (
 )
 ORDER += ("pin", "unpin", "list", "namespaces", "status", "sweep", "remove", "remove all")
 
-pytestmark = pytest.mark.skipif(not speaks(VERSION), reason=f"protocol {VERSION} is not spoken any more")
+pytestmark = pytest.mark.skipif(
+    not speaks(VERSION), reason=f"protocol {VERSION} is not spoken any more"
+)
 
 
 def reply(name: str) -> pb.BulkReply:
@@ -53,9 +59,15 @@ def test_a_client_of_then_is_answered_as_it_was() -> None:
     try:
         caller = Caller(node.bulk.port)
         for name in ORDER:
-            version, header, payload = caller.ask(bytes.fromhex(RECORDED[name]["request"]), RECORDED[name]["data"])
+            version, header, payload = caller.ask(
+                bytes.fromhex(RECORDED[name]["request"]), RECORDED[name]["data"]
+            )
             now = pb.BulkReply.FromString(header)
-            assert (name, version, now.WhichOneof("op")) == (name, VERSION, reply(name).WhichOneof("op"))
+            assert (name, version, now.WhichOneof("op")) == (
+                name,
+                VERSION,
+                reply(name).WhichOneof("op"),
+            )
             if name not in ("hello", "status"):  # what they tell is this node's
                 assert (name, unlike(reply(name), now)) == (name, [])
             if name == "get":
@@ -68,7 +80,9 @@ def test_a_client_of_then_is_answered_as_it_was() -> None:
 
 
 class Then(KVStoreServicer):
-    """A node that says what was recorded, whatever it is asked of its kind, and notes what it was asked."""
+    """A node that says what was recorded, whatever it is asked of its kind, and notes what it was
+    asked.
+    """
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -80,7 +94,9 @@ class Then(KVStoreServicer):
         hello.bulk_port, hello.shm_socket = self.listener.getsockname()[1], ""
         return hello
 
-    def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceReply:
+    def OpenNamespace(
+        self, request: pb.OpenNamespaceRequest, context: Any
+    ) -> pb.OpenNamespaceReply:
         return reply("open").open_namespace
 
     def serve(self) -> None:
@@ -95,7 +111,10 @@ class Then(KVStoreServicer):
                     continue  # the pages of a put
                 op = str(pb.BulkRequest.FromString(header).WhichOneof("op"))
                 self.asked.append((version, op))
-                said, payload = bytes.fromhex(RECORDED[names.get(op, op)]["reply"]), b"".join(PAGES) * (op == "get")
+                said, payload = (
+                    bytes.fromhex(RECORDED[names.get(op, op)]["reply"]),
+                    b"".join(PAGES) * (op == "get"),
+                )
                 sock.sendall(pack_fixed(len(said), len(payload), version) + said + payload)
 
 
@@ -115,11 +134,15 @@ def test_a_client_of_today_understands_a_node_of_then(then: tuple[Then, str]) ->
     buffers = [bytearray(SPACE.layout.page_nbytes) for _ in KEYS]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         serving = pool.submit(node.serve)
-        with Client(ClientConfig(address=address, wire="bulk", connect_timeout_s=20.0, timeout_s=60.0)) as client:
+        with Client(
+            ClientConfig(address=address, wire="bulk", connect_timeout_s=20.0, timeout_s=60.0)
+        ) as client:
             assert client.put(SPACE, KEYS, PAGES) == [PutOutcome.STORED] * 2
             assert client.lookup(SPACE, KEYS).prefix_pages == 2
             assert client.get(SPACE, KEYS, buffers) == [True] * 2
-            assert [stat.nbytes for stat in client.stat(SPACE, KEYS)] == [SPACE.layout.page_nbytes] * 2
+            assert [stat.nbytes for stat in client.stat(SPACE, KEYS)] == [
+                SPACE.layout.page_nbytes
+            ] * 2
         serving.result(30.0)
     assert (buffers, node.took) == (PAGES, b"".join(PAGES))
     assert {version for version, _ in node.asked} == {VERSION}

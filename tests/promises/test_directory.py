@@ -1,4 +1,6 @@
-"""golden/data-dir-*: directories that a node of this format wrote, with which a node of today starts and serves."""
+"""golden/data-dir-*: directories that a node of this format wrote, with which a node of today
+starts and serves.
+"""
 
 import contextlib
 import hashlib
@@ -35,7 +37,12 @@ def place(kind: str, tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def running(kind: str, place: Path) -> Iterator[Client]:
-    settings: dict[str, Any] = {**SMALL, **SETTINGS, "scrub_nbytes_per_s": 0, "data_dir": str(place)}
+    settings: dict[str, Any] = {
+        **SMALL,
+        **SETTINGS,
+        "scrub_nbytes_per_s": 0,
+        "data_dir": str(place),
+    }
     if kind == "encrypted":
         key = place.parent / "key"
         key.write_text(KEY.hex())
@@ -43,7 +50,9 @@ def running(kind: str, place: Path) -> Iterator[Client]:
         settings["encrypt_key_file"] = str(key)
     node = Node(NodeConfig(**settings))
     node.start()
-    config = ClientConfig(address=f"127.0.0.1:{node.grpc.port}", wire="bulk", connect_timeout_s=20.0, timeout_s=60.0)
+    config = ClientConfig(
+        address=f"127.0.0.1:{node.grpc.port}", wire="bulk", connect_timeout_s=20.0, timeout_s=60.0
+    )
     try:
         with Client(config) as client:
             yield client
@@ -52,8 +61,9 @@ def running(kind: str, place: Path) -> Iterator[Client]:
 
 
 def test_every_page_of_the_directory_is_found_and_right(kind: str, place: Path) -> None:
-    """A failure means that an upgrade empties every disk: read what was written; or raise FORMAT_VERSION, so that the
-    directory is refused by name and left as it is."""
+    """A failure means that an upgrade empties every disk: read what was written; or raise
+    FORMAT_VERSION, so that the directory is refused by name and left as it is.
+    """
     spaces = [SPACE] if kind == "encrypted" else [SPACE, LARGE]
     with running(kind, place) as client:
         disk = client.node_status().disk
@@ -71,10 +81,17 @@ def test_what_is_written_into_it_leaves_its_format(kind: str, place: Path) -> No
     """So that the node of before can be started on it again."""
     with running(kind, place) as client:
         client.put(SPACE, [b"\x09" * 32], [bytes(8192)], Keep(durable=True))
-    mark = hashlib.sha256(b"kvstore-disk-key-1\0" + KEY).hexdigest()[:8] if kind == "encrypted" else ""
+    mark = (
+        hashlib.sha256(b"kvstore-disk-key-1\0" + KEY).hexdigest()[:8] if kind == "encrypted" else ""
+    )
     rows = Rows(place / "rows", SETTINGS["disk_extent_nbytes"], key_mark=mark)
     count = len(list(rows.pages()))
     rows.close()
     assert count == sum(map(len, KEYS[: 1 if mark else 2])) + 1
-    with contextlib.closing(rocksdict.Rdict(str(place / "rows"), rocksdict.Options(raw_mode=True))) as opened:
-        assert opened[b"F"] == f"{FORMAT_VERSION} {SETTINGS['disk_extent_nbytes']} {mark}".rstrip().encode()
+    with contextlib.closing(
+        rocksdict.Rdict(str(place / "rows"), rocksdict.Options(raw_mode=True))
+    ) as opened:
+        assert (
+            opened[b"F"]
+            == f"{FORMAT_VERSION} {SETTINGS['disk_extent_nbytes']} {mark}".rstrip().encode()
+        )

@@ -1,6 +1,8 @@
-"""golden/files.json: what lies in users' files and decides which pages are found, made without the project's code.
+"""golden/files.json: what lies in users' files and decides which pages are found, made without the
+project's code.
 
-A change of a digest empties every cache at the upgrade; one of a file keeps people out, or lets others in.
+A change of a digest empties every cache at the upgrade; one of a file keeps people out, or lets
+others in.
 """
 
 import dataclasses
@@ -20,7 +22,9 @@ from kvstore.identities import Principal, Role, new_token, parse, token_hash, to
 from kvstore.page_hmac import page_keys
 from node.auth.quotas import quota_of
 
-GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "golden" / "files.json").read_text())
+GOLDEN: dict[str, Any] = json.loads(
+    (Path(__file__).parents[1] / "golden" / "files.json").read_text()
+)
 
 
 def test_the_file_of_identities_is_read_as_it_was() -> None:
@@ -28,20 +32,28 @@ def test_the_file_of_identities_is_read_as_it_was() -> None:
     assert hashlib.sha256(example["token"].encode()).hexdigest() in example["lines"][0]
     found = parse("".join(f"{line}\n" for line in example["lines"]), quota_of)
     assert found.problems == []
-    assert found.tokens == {token_hash(example["token"]): Principal("ci", "team-a", Role.WRITE, ("llama-*", "qwen-*"))}
+    assert found.tokens == {
+        token_hash(example["token"]): Principal("ci", "team-a", Role.WRITE, ("llama-*", "qwen-*"))
+    }
     gpu = found.certificates["gpu-7"]
     assert (gpu.tenant, gpu.role, gpu.expires_s) == ("*", Role.NODE, 1798761600.0)
     assert found.certificates["root"].role is Role.ADMIN
     assert found.certificates["eye"] == Principal("eye", "team-b", Role.READ, (), math.inf)
     assert dataclasses.asdict(quota_of(found.quotas["team-a"])) == example["quota"]
     (share,) = found.shares
-    assert (share.tenant, share.models, share.others) == ("team-a", ("prompts-*",), ("team-b", "team-c"))
+    assert (share.tenant, share.models, share.others) == (
+        "team-a",
+        ("prompts-*",),
+        ("team-b", "team-c"),
+    )
 
 
 def test_a_token_says_whose_it_is_and_is_known_by_its_hash() -> None:
     example = GOLDEN["identities"]
     assert new_token("team-a").startswith(example["token"].partition(".")[0] + ".")
-    line = token_line("ci", example["token"], tenant="team-a", role="write", models="llama-*,qwen-*")
+    line = token_line(
+        "ci", example["token"], tenant="team-a", role="write", models="llama-*,qwen-*"
+    )
     assert sorted(line.split()) == sorted(example["lines"][0].split())
 
 
@@ -52,7 +64,9 @@ def test_facts_of_an_engine_are_said_as_they_were() -> None:
 
 def test_a_configuration_and_weights_have_the_digests_that_they_had(tmp_path: Path) -> None:
     example = GOLDEN["checkpoint"]
-    counted = {name: value for name, value in example["config"].items() if name != "transformers_version"}
+    counted = {
+        name: value for name, value in example["config"].items() if name != "transformers_version"
+    }
     digest = hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:32]
     assert config_digest(example["config"]) == digest == example["config_digest"]
     for name, text in example["files"].items():
@@ -79,7 +93,12 @@ def _digest(example: dict[str, Any]) -> str:
     values["layout"] = hashlib.sha256(example["canonical"].encode()).digest()
     data = b"kvstore-namespace-1\0"
     for name in sorted(values):
-        data += struct.pack("<I", len(name)) + name.encode() + struct.pack("<I", len(values[name])) + values[name]
+        data += (
+            struct.pack("<I", len(name))
+            + name.encode()
+            + struct.pack("<I", len(values[name]))
+            + values[name]
+        )
     return hashlib.sha256(data).hexdigest()[:32]
 
 

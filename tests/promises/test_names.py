@@ -13,24 +13,38 @@ NAMES = Path(__file__).parents[1] / "golden" / "names"
 
 @pytest.mark.parametrize("name", LISTS)
 def test_what_was_promised_is_there(name: str) -> None:
-    """A line here is somebody's program, script, manifest or dashboard that stops working: docs/upgrading.md says what
-    a change of that kind needs. `make golden` records what is new."""
+    """A line here is somebody's program, script, manifest or dashboard that stops working:
+    docs/upgrading.md says what a change of that kind needs. `make golden` records what is new.
+    """
     assert broken(json.loads((NAMES / f"{name}.json").read_text()), LISTS[name]()) == []
 
 
 def test_every_adapter_that_an_engine_is_told_to_load_is_there() -> None:
     found = python()
-    assert [f for f, names in ADAPTERS.items() for n in names if f"gpu_agent.engines.{f}.{n}" not in found] == []
+    assert [
+        f
+        for f, names in ADAPTERS.items()
+        for n in names
+        if f"gpu_agent.engines.{f}.{n}" not in found
+    ] == []
 
 
-CALL = {"parameters": {"pages": {"place": 0, "optional": False}, "ttl_s": {"place": 1, "optional": True}}}
+CALL = {
+    "parameters": {
+        "pages": {"place": 0, "optional": False},
+        "ttl_s": {"place": 1, "optional": True},
+    }
+}
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"gone": True}, ["/put/parameters/ttl_s: is gone"]),
-        ({"ttl_s": {"place": 1, "optional": False}}, ["/put/parameters/ttl_s/optional: was True, is False"]),
+        (
+            {"ttl_s": {"place": 1, "optional": False}},
+            ["/put/parameters/ttl_s/optional: was True, is False"],
+        ),
         ({"ttl_s": {"place": 2, "optional": True}}, ["/put/parameters/ttl_s/place: was 1, is 2"]),
         ({"pages": {"place": 0, "optional": True}}, []),
         ({"ack": {"place": 2, "optional": True}}, []),
@@ -38,7 +52,10 @@ CALL = {"parameters": {"pages": {"place": 0, "optional": False}, "ttl_s": {"plac
     ],
 )
 def test_the_comparison_itself(change: dict[str, Any], said: list[str]) -> None:
-    now = {**CALL["parameters"], **{name: about for name, about in change.items() if name != "gone"}}
+    now = {
+        **CALL["parameters"],
+        **{name: about for name, about in change.items() if name != "gone"},
+    }
     if "gone" in change:
         now.pop("ttl_s")
     assert broken({"put": CALL}, {"put": {"parameters": now}}) == said

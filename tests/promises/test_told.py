@@ -1,4 +1,6 @@
-"""golden/names/json.json: the fields that commands print with --json, by which scripts find what they want."""
+"""golden/names/json.json: the fields that commands print with --json, by which scripts find what
+they want.
+"""
 
 import json
 from collections.abc import Iterator
@@ -20,8 +22,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("command", PROMISED)
-def test_a_command_prints_every_field_that_it_did(command: str, found: dict[str, list[str]]) -> None:
-    """One that is missing is a script that breaks; what is new may be there. `make golden` records it."""
+def test_a_command_prints_every_field_that_it_did(
+    command: str, found: dict[str, list[str]]
+) -> None:
+    """One that is missing is a script that breaks; what is new may be there.
+
+    `make golden` records it.
+    """
     assert [name for name in PROMISED[command] if name not in found[command]] == []
 
 
@@ -33,4 +40,6 @@ def commands(group: Any, path: str = "") -> Iterator[str]:
 
 def test_every_command_is_asked(found: dict[str, list[str]]) -> None:
     groups = {"tokens", "certs"}  # which do nothing by themselves
-    assert {name.partition(" of ")[0] for name in found} == set(commands(typer.main.get_command(app))) - groups
+    assert {name.partition(" of ")[0] for name in found} == set(
+        commands(typer.main.get_command(app))
+    ) - groups

@@ -1,5 +1,6 @@
-"""golden/wires-N.json: messages and shared-memory frames of a client and a node of protocol N, each held against the
-other end of today. Bulk has test_conversation.py."""
+"""golden/wires-N.json: messages and shared-memory frames of a client and a node of protocol N, each
+held against the other end of today. Bulk has test_conversation.py.
+"""
 
 import concurrent.futures
 import contextlib
@@ -16,7 +17,18 @@ from typing import Any, cast
 import grpc
 import pytest
 from conversation import unlike
-from wires import CALL_S, FIXED, KEYS, PAGE_NBYTES, PAGES, SETTINGS, SPACE, receive_frame, send_frame, talk
+from wires import (
+    CALL_S,
+    FIXED,
+    KEYS,
+    PAGE_NBYTES,
+    PAGES,
+    SETTINGS,
+    SPACE,
+    receive_frame,
+    send_frame,
+    talk,
+)
 
 from kvstore import Client, ClientConfig
 from kvstore.config import speaks
@@ -25,7 +37,9 @@ from node.config import NodeConfig
 from node.server import Node
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-RECORDED = {version: json.loads((GOLDEN / f"wires-{version}.json").read_text()) for version in (3, 4)}
+RECORDED = {
+    version: json.loads((GOLDEN / f"wires-{version}.json").read_text()) for version in (3, 4)
+}
 VERSIONS = [version for version in RECORDED if speaks(version)]
 METHODS = pb.DESCRIPTOR.services_by_name["KVStore"].methods_by_name
 UNIX = (socket.AF_UNIX, socket.SOCK_STREAM)
@@ -53,7 +67,12 @@ def today(tmp_path: Path) -> Iterator[Node]:
 def test_recordings_have_every_version_that_is_spoken_and_both_wires() -> None:
     assert VERSIONS, "no recording is of a protocol that is spoken"
     for version in VERSIONS:
-        assert {name for name, _, _ in RECORDED[version]["grpc"]["calls"]} >= {"Hello", "Put", "Get", "Remove"}
+        assert {name for name, _, _ in RECORDED[version]["grpc"]["calls"]} >= {
+            "Hello",
+            "Put",
+            "Get",
+            "Remove",
+        }
         assert [fds for _, fds, _ in RECORDED[version]["shm"]["frames"]][:3] == [1, 1, 0]
 
 
@@ -62,18 +81,27 @@ def test_grpc_client_of_then_is_answered_as_it_was(today: Node, version: int) ->
     with grpc.insecure_channel(f"127.0.0.1:{today.grpc.port}") as channel:
         for method, requests, replies in RECORDED[version]["grpc"]["calls"]:
             call = cast("Callable[..., Any]", channel.stream_stream(f"/kvstore.KVStore/{method}"))
-            answers = list(call(iter([bytes.fromhex(request) for request in requests]), timeout=CALL_S))
+            answers = list(
+                call(iter([bytes.fromhex(request) for request in requests]), timeout=CALL_S)
+            )
             assert (method, len(answers)) == (method, len(replies))
             if method == "Hello":  # what it tells is this node's
                 continue
             for was, now in zip(replies, answers, strict=True):
                 kind = reply_type(method)
-                assert (method, unlike(kind.FromString(bytes.fromhex(was)), kind.FromString(now))) == (method, [])
+                assert (
+                    method,
+                    unlike(kind.FromString(bytes.fromhex(was)), kind.FromString(now)),
+                ) == (method, [])
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_shm_client_of_then_is_answered_as_it_was(today: Node, version: int, tmp_path: Path) -> None:
-    """The client maps the arena that comes with the hello, writes at the offsets of a put, reads at those of a get."""
+def test_shm_client_of_then_is_answered_as_it_was(
+    today: Node, version: int, tmp_path: Path
+) -> None:
+    """The client maps the arena that comes with the hello, writes at the offsets of a put, reads at
+    those of a get.
+    """
     asked = pb.BulkRequest()
     offsets: list[int] = []
     with contextlib.ExitStack() as ends:
@@ -93,7 +121,9 @@ def test_shm_client_of_then_is_answered_as_it_was(today: Node, version: int, tmp
                 continue
             now, came = receive_frame(sock) or pytest.fail("the node hung up")
             assert (now[:3], len(came)) == (b"KV" + bytes([version]), fds)
-            was, reply = (pb.BulkReply.FromString(header_of(data)) for data in (bytes.fromhex(frame), now))
+            was, reply = (
+                pb.BulkReply.FromString(header_of(data)) for data in (bytes.fromhex(frame), now)
+            )
             op = was.WhichOneof("op")
             assert reply.WhichOneof("op") == op, reply
             if op == "hello":
@@ -186,7 +216,9 @@ class Then(grpc.GenericRpcHandler):
 
 @pytest.mark.parametrize("wire", ["grpc", "shm"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_client_of_today_understands_a_node_of_then(version: int, wire: Any, tmp_path: Path) -> None:
+def test_client_of_today_understands_a_node_of_then(
+    version: int, wire: Any, tmp_path: Path
+) -> None:
     path = str(tmp_path / "then.sock")
     node = Then(version, wire, path)
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(8))
@@ -202,7 +234,11 @@ def test_client_of_today_understands_a_node_of_then(version: int, wire: Any, tmp
         if wire == "shm":
             serving.start()
         config = ClientConfig(
-            address=f"127.0.0.1:{port}", wire=wire, connect_timeout_s=CALL_S / 2, timeout_s=CALL_S, connections_max=1
+            address=f"127.0.0.1:{port}",
+            wire=wire,
+            connect_timeout_s=CALL_S / 2,
+            timeout_s=CALL_S,
+            connections_max=1,
         )
         with Client(config) as client:
             talk(client)
@@ -212,7 +248,10 @@ def test_client_of_today_understands_a_node_of_then(version: int, wire: Any, tmp
             assert not serving.is_alive()
     assert node.took == [b"".join(PAGES)]
     if wire == "shm":
-        recorded = [pb.BulkRequest.FromString(header_of(bytes.fromhex(frame))) for frame in _of_client(version)]
+        recorded = [
+            pb.BulkRequest.FromString(header_of(bytes.fromhex(frame)))
+            for frame in _of_client(version)
+        ]
         assert node.shm_ops == [request.WhichOneof("op") for request in recorded][1:]
 
 
@@ -222,6 +261,9 @@ def _of_client(version: int) -> list[str]:
 
 def test_namespace_of_then_has_the_digest_of_today() -> None:
     for version in VERSIONS:
-        frames = [pb.BulkRequest.FromString(header_of(bytes.fromhex(frame))) for frame in _of_client(version)]
+        frames = [
+            pb.BulkRequest.FromString(header_of(bytes.fromhex(frame)))
+            for frame in _of_client(version)
+        ]
         put = next(request.put for request in frames if request.WhichOneof("op") == "put")
         assert (put.namespace, list(put.prefix_hashes)) == (SPACE.digest, KEYS)

@@ -1,5 +1,8 @@
-"""Requirements end to end: real clients over real sockets. A node runs in this process where a test must
-get at its memory; `chain` is a namespace whose page contents follow from their keys."""
+"""Requirements end to end: real clients over real sockets.
+
+A node runs in this process where a test must get at its memory; `chain` is a namespace whose page
+contents follow from their keys.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,14 +22,25 @@ def wire(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def start_node() -> Iterator[StartNode]:
-    """A node in this process; keyword arguments are NodeConfig fields. At the end of the module all must
-    be consistent; they stop together, because each takes half a second."""
+    """A node in this process; keyword arguments are NodeConfig fields.
+
+    At the end of the module all must be consistent; they stop together, because each takes half a
+    second.
+    """
     nodes: list[Node] = []
 
     def start(**settings: Any) -> Node:
         ports = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
         node = Node(
-            NodeConfig(**{**ports, "ram_nbytes": 1 << 20, "extent_nbytes": 64 << 10, "drain_s": 0.5, **settings})
+            NodeConfig(
+                **{
+                    **ports,
+                    "ram_nbytes": 1 << 20,
+                    "extent_nbytes": 64 << 10,
+                    "drain_s": 0.5,
+                    **settings,
+                }
+            )
         )
         node.start()
         nodes.append(node)

@@ -1,5 +1,6 @@
-"""R1: two configurations that differ in model, revision, dtype, quantisation, LoRA, layout or page size
-never hit each other."""
+"""R1: two configurations that differ in model, revision, dtype, quantisation, LoRA, layout or page
+size never hit each other.
+"""
 
 from itertools import permutations
 
@@ -9,7 +10,9 @@ from kvstore import Client, LayerGroup, Namespace, PageLayout, Plane, prefix_has
 from kvstore.tools.trace import page_content
 
 
-def layout(dtype: str = "bfloat16", heads: int = 2, page_tokens: int = 16, order: str = "kv") -> PageLayout:
+def layout(
+    dtype: str = "bfloat16", heads: int = 2, page_tokens: int = 16, order: str = "kv"
+) -> PageLayout:
     planes = tuple(Plane(name, dtype, (heads, 8)) for name in order)
     return PageLayout(page_tokens, (LayerGroup("full", (0, 1), planes),))
 
@@ -38,7 +41,11 @@ def keys() -> list[bytes]:
 
 def test_r01_each_sees_its_own_pages_only(client: Client, keys: list[bytes]) -> None:
     for writer in CONFIGURATIONS.values():
-        client.put(writer, keys, [page_content(writer.digest, key, writer.layout.page_nbytes) for key in keys])
+        client.put(
+            writer,
+            keys,
+            [page_content(writer.digest, key, writer.layout.page_nbytes) for key in keys],
+        )
         others = [other for other in CONFIGURATIONS.values() if other != writer]
         assert not any(any(client.lookup(other, keys).present) for other in others)
         assert client.remove(writer, keys) == [True] * len(keys)
@@ -46,15 +53,21 @@ def test_r01_each_sees_its_own_pages_only(client: Client, keys: list[bytes]) -> 
 
 def test_r01_the_same_key_holds_other_bytes_in_each(client: Client, keys: list[bytes]) -> None:
     for space in CONFIGURATIONS.values():
-        client.put(space, keys, [page_content(space.digest, key, space.layout.page_nbytes) for key in keys])
+        client.put(
+            space, keys, [page_content(space.digest, key, space.layout.page_nbytes) for key in keys]
+        )
     for space in CONFIGURATIONS.values():
         buffers = [bytearray(space.layout.page_nbytes) for _ in keys]
         assert all(client.get(space, keys, buffers))
-        assert buffers == [page_content(space.digest, key, space.layout.page_nbytes) for key in keys]
+        assert buffers == [
+            page_content(space.digest, key, space.layout.page_nbytes) for key in keys
+        ]
         client.remove(space, keys)
 
 
 def test_r01_no_two_configurations_have_one_digest() -> None:
     assert not [
-        (a, b) for a, b in permutations(CONFIGURATIONS, 2) if CONFIGURATIONS[a].digest == CONFIGURATIONS[b].digest
+        (a, b)
+        for a, b in permutations(CONFIGURATIONS, 2)
+        if CONFIGURATIONS[a].digest == CONFIGURATIONS[b].digest
     ]

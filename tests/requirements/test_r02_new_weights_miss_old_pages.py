@@ -1,4 +1,6 @@
-"""R2: after a weight update the epoch is raised, and the old weights' pages miss, in RAM and on disk."""
+"""R2: after a weight update the epoch is raised, and the old weights' pages miss, in RAM and on
+disk.
+"""
 
 import contextlib
 import hashlib
@@ -19,7 +21,11 @@ KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(8)]
 @contextlib.contextmanager
 def running(data_dir: Path) -> Iterator[Node]:
     ports: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
-    node = Node(NodeConfig(data_dir=str(data_dir), ram_nbytes=4 << 20, disk_nbytes=128 << 20, drain_s=0.5, **ports))
+    node = Node(
+        NodeConfig(
+            data_dir=str(data_dir), ram_nbytes=4 << 20, disk_nbytes=128 << 20, drain_s=0.5, **ports
+        )
+    )
     node.start()
     try:
         yield node
@@ -27,9 +33,13 @@ def running(data_dir: Path) -> Iterator[Node]:
         node.stop()
 
 
-def test_r02_a_raised_epoch_misses_the_old_pages_and_gets_its_own_bytes(tmp_path: Path, connect: Connect) -> None:
-    """The same prompts, so the same prefix hashes; the restart empties RAM, so the disk answers. Each wire has a model
-    of its own."""
+def test_r02_a_raised_epoch_misses_the_old_pages_and_gets_its_own_bytes(
+    tmp_path: Path, connect: Connect
+) -> None:
+    """The same prompts, so the same prefix hashes; the restart empties RAM, so the disk answers.
+
+    Each wire has a model of its own.
+    """
     for is_restarted in (False, True):
         with running(tmp_path) as node:
             for wire in ("shm", "bulk", "grpc"):
@@ -43,7 +53,9 @@ def test_r02_a_raised_epoch_misses_the_old_pages_and_gets_its_own_bytes(tmp_path
                     client.flush()
                 assert new.get(client, KEYS) == [True] * 4 + [False] * 4
                 assert old.get(client, KEYS) == [True] * 6 + [False] * 2
-                assert [page.prefix_hash for page in client.list_pages(new.namespace)] == sorted(KEYS[:4])
+                assert [page.prefix_hash for page in client.list_pages(new.namespace)] == sorted(
+                    KEYS[:4]
+                )
                 assert client.lookup(Pages(model, epoch=2).namespace, KEYS).prefix_pages == 0
 
 

@@ -16,7 +16,9 @@ OTHERS: list[dict[str, str]] = [
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_r03_no_call_of_another_tenant_reaches_a_page(client: Client, other: dict[str, Any]) -> None:
+def test_r03_no_call_of_another_tenant_reaches_a_page(
+    client: Client, other: dict[str, Any]
+) -> None:
     owner = Pages("shared-model", tenant="a", salt="user-1")
     stranger = Pages("shared-model", **other)
     keys = owner.keys(*range(4))

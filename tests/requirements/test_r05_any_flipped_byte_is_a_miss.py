@@ -1,4 +1,6 @@
-"""R5: any flipped, truncated or swapped byte is a miss, never data; the page goes and can be stored anew."""
+"""R5: any flipped, truncated or swapped byte is a miss, never data; the page goes and can be stored
+anew.
+"""
 
 import random
 from typing import Any
@@ -72,13 +74,23 @@ def test_r05_a_damaged_page_is_a_miss_and_is_dropped(
         buffers = [bytearray(1) for _ in keys]
         (part,) = chain.namespace.layout.layer_ranges(0)
         first_byte = [type(part)(0, 1)]  # even if the byte asked for is a good one
-        assert client.get_ranges(chain.namespace, keys, first_byte, buffers) == [True, False, True, True]
+        assert client.get_ranges(chain.namespace, keys, first_byte, buffers) == [
+            True,
+            False,
+            True,
+            True,
+        ]
     else:
         assert client.verify(chain.namespace, keys) == (3, 1, 0)
     assert client.lookup(chain.namespace, keys).present == (True, False, True, True)
     (counters,) = [info.counters for space, info in client.namespaces() if space == chain.namespace]
     assert counters.miss_corrupt == 1
-    assert [outcome.name for outcome in chain.put(client, keys)] == ["EXISTS", "STORED", "EXISTS", "EXISTS"]
+    assert [outcome.name for outcome in chain.put(client, keys)] == [
+        "EXISTS",
+        "STORED",
+        "EXISTS",
+        "EXISTS",
+    ]
     assert chain.get(client, keys) == [True] * 4
 
 
@@ -96,7 +108,9 @@ def test_r05_two_pages_that_changed_places_are_both_misses(
     assert client.lookup(chain.namespace, keys).present == (False, False, True)
 
 
-def test_r05_a_prefix_ends_at_a_damaged_page(node: Node, connect: Connect, chain: Pages, wire: str) -> None:
+def test_r05_a_prefix_ends_at_a_damaged_page(
+    node: Node, connect: Connect, chain: Pages, wire: str
+) -> None:
     client = connect(node, wire)
     keys = chain.keys(*range(4))
     chain.put(client, keys)
@@ -109,7 +123,9 @@ def ranged(client: Any, chain: Pages, keys: list[bytes], offset: int) -> list[bo
     buffers = [bytearray(100) for _ in keys]
     hits: list[bool] = client.get_ranges(chain.namespace, keys, [ByteRange(offset, 100)], buffers)
     expected = [chain.content(key)[offset : offset + 100] for key in keys]
-    assert all(buffer == wanted for buffer, wanted, hit in zip(buffers, expected, hits, strict=True) if hit)
+    assert all(
+        buffer == wanted for buffer, wanted, hit in zip(buffers, expected, hits, strict=True) if hit
+    )
     return hits
 
 
@@ -122,12 +138,19 @@ def test_r05_a_range_is_checked_by_the_parts_that_it_lies_in(
     assert len(page_of(node, chain, keys[1]).leaves) == 8 * (chain.nbytes // 256) > 8
     node.arena.view(page_of(node, chain, keys[1]).offset, chain.nbytes)[300] ^= 1
     assert ranged(client, chain, keys, 0) == [True] * 4  # nothing else of the page is read
-    assert ranged(client, chain, keys, 200) == [True, False, True, True]  # from the part in front into the bad one
+    assert ranged(client, chain, keys, 200) == [
+        True,
+        False,
+        True,
+        True,
+    ]  # from the part in front into the bad one
     assert client.lookup(chain.namespace, keys).present == (True, False, True, True)
 
 
 @pytest.mark.usefixtures("small_leaves")
-def test_r05_leaves_of_another_page_are_noticed(node: Node, connect: Connect, chain: Pages, wire: str) -> None:
+def test_r05_leaves_of_another_page_are_noticed(
+    node: Node, connect: Connect, chain: Pages, wire: str
+) -> None:
     client, keys = connect(node, wire), chain.keys(*range(4))
     chain.put(client, keys)
     replace(node, chain, keys)

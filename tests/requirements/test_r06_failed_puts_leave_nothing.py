@@ -39,7 +39,11 @@ def test_r06_a_writer_that_fails_in_the_middle_leaves_nothing(
         return run
 
     with monkeypatch.context() as patch:
-        name = "kvstore.transports.grpc_wire.joined_leaves" if wire == "grpc" else f"kvstore.transports.{wire}.Leaves"
+        name = (
+            "kvstore.transports.grpc_wire.joined_leaves"
+            if wire == "grpc"
+            else f"kvstore.transports.{wire}.Leaves"
+        )
         module, _, attribute = name.rpartition(".")
         original = getattr(__import__(module, fromlist=[attribute]), attribute)
         patch.setattr(name, failing(original))
@@ -67,7 +71,9 @@ def test_r06_pages_being_written_are_not_visible_to_anybody(
         assert client.lookup(chain.namespace, keys).present == (False, False)
         assert chain.get(client, keys) == [False, False]
         assert list(client.list_pages(chain.namespace)) == []
-        assert [(page.present, page.writing) for page in client.stat(chain.namespace, keys)] == [(False, True)] * 2
+        assert [(page.present, page.writing) for page in client.stat(chain.namespace, keys)] == [
+            (False, True)
+        ] * 2
         assert client.pin(chain.namespace, keys, 1.0) == [False, False]
         assert client.remove(chain.namespace, keys) == [False, False]
         assert [outcome.name for outcome in chain.put(client, keys)] == ["BUSY", "BUSY"]
@@ -87,9 +93,13 @@ def test_r06_listing_goes_on_past_pages_being_written(
         request_limit = 7
         pieces, token = [], b""
         while True:
-            infos, token = Inventory(node.tier).list_pages(chain.namespace.digest, b"", token, request_limit)
+            infos, token = Inventory(node.tier).list_pages(
+                chain.namespace.digest, b"", token, request_limit
+            )
             pieces += [info.prefix_hash for info in infos]
             if not token:
                 break
         assert pieces == stored
-        assert [page.prefix_hash for page in client.list_pages(chain.namespace, limit=5)] == stored[:5]
+        assert [page.prefix_hash for page in client.list_pages(chain.namespace, limit=5)] == stored[
+            :5
+        ]

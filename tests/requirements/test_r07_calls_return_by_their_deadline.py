@@ -1,5 +1,6 @@
-"""R7: every call returns by its deadline; a hung node costs at most one deadline, then a breaker opens;
-the result is to recompute."""
+"""R7: every call returns by its deadline; a hung node costs at most one deadline, then a breaker
+opens; the result is to recompute.
+"""
 
 import contextlib
 import os
@@ -33,7 +34,9 @@ def entering(context: Any) -> None:
 CALLS: dict[str, Callable[[Client, Any, float], Any]] = {
     "lookup": lambda client, chain, s: client.lookup(chain.namespace, chain.keys(1), timeout_s=s),
     "put": lambda client, chain, s: client.put(chain.namespace, chain.keys(2), [PAGE], timeout_s=s),
-    "get": lambda client, chain, s: client.get(chain.namespace, chain.keys(1), [bytearray(4096)], timeout_s=s),
+    "get": lambda client, chain, s: client.get(
+        chain.namespace, chain.keys(1), [bytearray(4096)], timeout_s=s
+    ),
     "get_ranges": lambda client, chain, s: client.get_ranges(
         chain.namespace, chain.keys(1), [ByteRange(8, 8)], [bytearray(8)], timeout_s=s
     ),
@@ -47,7 +50,9 @@ CALLS: dict[str, Callable[[Client, Any, float], Any]] = {
     "namespaces": lambda client, chain, s: client.namespaces(timeout_s=s),
     "node_status": lambda client, chain, s: client.node_status(timeout_s=s),
     "statuses": lambda client, chain, s: client.statuses(timeout_s=s),
-    "remove_namespace": lambda client, chain, s: client.remove_namespace(chain.namespace, timeout_s=s),
+    "remove_namespace": lambda client, chain, s: client.remove_namespace(
+        chain.namespace, timeout_s=s
+    ),
     "forget": lambda client, chain, s: client.forget("nobody", timeout_s=s),
     "flush": lambda client, chain, s: client.flush(timeout_s=s),
     "scrub": lambda client, chain, s: client.scrub(timeout_s=s),
@@ -55,18 +60,33 @@ CALLS: dict[str, Callable[[Client, Any, float], Any]] = {
     "drain": lambda client, chain, s: client.drain(timeout_s=s),
     "sweep": lambda client, chain, s: client.sweep(timeout_s=s),
     "record": lambda client, chain, s: client.record(0.001, timeout_s=s),
-    "batch_pages_max": lambda client, chain, s: client.batch_pages_max(chain.namespace, timeout_s=s),
-    "open_put": lambda client, chain, s: entering(client.open_put(chain.namespace, chain.keys(2), timeout_s=s)),
-    "open_get": lambda client, chain, s: entering(client.open_get(chain.namespace, chain.keys(1), timeout_s=s)),
+    "batch_pages_max": lambda client, chain, s: client.batch_pages_max(
+        chain.namespace, timeout_s=s
+    ),
+    "open_put": lambda client, chain, s: entering(
+        client.open_put(chain.namespace, chain.keys(2), timeout_s=s)
+    ),
+    "open_get": lambda client, chain, s: entering(
+        client.open_get(chain.namespace, chain.keys(1), timeout_s=s)
+    ),
 }
 IN_PLACE = {"open_put", "open_get"}  # only where the arena is mapped
-LOCAL = {"open", "batch_pages_max"}  # ask only when the client is not connected, or does not know the namespace
+LOCAL = {
+    "open",
+    "batch_pages_max",
+}  # ask only when the client is not connected, or does not know the namespace
 
 
 def settings(op: str) -> dict[str, float]:
-    """The times that a call has by itself; list_pages takes none, so it must be content with the default."""
+    """The times that a call has by itself; list_pages takes none, so it must be content with the
+    default.
+    """
     default_s = DEADLINE_S if op == "list_pages" else 60.0
-    return {"timeout_s": default_s, "connect_timeout_s": min(default_s, 30.0), "backoff_s_max": PAUSE_S}
+    return {
+        "timeout_s": default_s,
+        "connect_timeout_s": min(default_s, 30.0),
+        "backoff_s_max": PAUSE_S,
+    }
 
 
 @pytest.fixture
@@ -112,9 +132,14 @@ def long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refuse_at_once(clients: dict[str, Client], chain: Pages) -> None:
-    """After a call of each, by operation. A deadline of an hour shows that nothing is waited for."""
+    """After a call of each, by operation.
+
+    A deadline of an hour shows that nothing is waited for.
+    """
     for op, client in clients.items():
-        for _ in range(20):  # on a busy machine a call may be too late to say anything about the node
+        for _ in range(
+            20
+        ):  # on a busy machine a call may be too late to say anything about the node
             if client.stats.failures:
                 break
             with contextlib.suppress(KVStoreError):
@@ -137,7 +162,9 @@ def test_r07_every_call_of_the_client_is_tried_here() -> None:
     assert {name for name in dir(Client) if not name.startswith("_")} == CALLS.keys() | others
 
 
-@pytest.mark.parametrize("where", ["never answers", "swallows packets", "has a name that is not resolved"])
+@pytest.mark.parametrize(
+    "where", ["never answers", "swallows packets", "has a name that is not resolved"]
+)
 def test_r07_a_node_that_was_never_reached(
     hung_address: str,
     swallowing_port: int,
@@ -180,7 +207,9 @@ def test_r07_a_node_that_stops_answering(
         clients[op].put(chain.namespace, chain.keys(1), [PAGE], timeout_s=30.0)
         return lambda: CALLS[op](clients[op], chain, DEADLINE_S)
 
-    by_deadline(CALLS.keys() - LOCAL - (IN_PLACE if wire != "shm" else set()), DEADLINE_S, prepare, stop)
+    by_deadline(
+        CALLS.keys() - LOCAL - (IN_PLACE if wire != "shm" else set()), DEADLINE_S, prepare, stop
+    )
     refuse_at_once(clients, chain)
 
 
@@ -188,7 +217,9 @@ def test_r07_closing_does_not_wait_for_a_node_that_stopped(
     node_process: NodeProcess, stop: Callable[[], None], connect: Connect, chain: Pages
 ) -> None:
     """Nor does it disturb the call that hangs, which returns by its own deadline."""
-    clients = [connect(node_process.address, wire, timeout_s=60.0) for wire in ("shm", "bulk", "grpc")]
+    clients = [
+        connect(node_process.address, wire, timeout_s=60.0) for wire in ("shm", "bulk", "grpc")
+    ]
     for client in clients:
         chain.put(client, chain.keys(1))
     stop()

@@ -14,10 +14,15 @@ PAGE = 1 << 20
 PAGES = 16
 
 
-def test_r08_a_slow_reader_gets_its_bytes_whatever_happens_meanwhile(start_node: StartNode, connect: Connect) -> None:
-    """16 MiB are more than the socket buffers take, so the node is in the middle of sending while the
-    pages are removed and others are put in their place over and over."""
-    node = start_node(ram_nbytes=32 << 20, extent_nbytes=4 << 20, batch_nbytes_max=16 << 20, stall_s=60.0)
+def test_r08_a_slow_reader_gets_its_bytes_whatever_happens_meanwhile(
+    start_node: StartNode, connect: Connect
+) -> None:
+    """16 MiB are more than the socket buffers take, so the node is in the middle of sending while
+    the pages are removed and others are put in their place over and over.
+    """
+    node = start_node(
+        ram_nbytes=32 << 20, extent_nbytes=4 << 20, batch_nbytes_max=16 << 20, stall_s=60.0
+    )
     client = connect(node)
     chain, others = Pages("read", PAGE), Pages("others", PAGE)
     keys = chain.keys(*range(PAGES))
@@ -44,10 +49,13 @@ def test_r08_a_slow_reader_gets_its_bytes_whatever_happens_meanwhile(start_node:
         threading.Event().wait(0.01)
 
 
-def test_r08_readers_and_an_evicting_writer_never_disagree(start_node: StartNode, connect: Connect, wire: str) -> None:
-    """64 pages of room, 4 readers, a writer that evicts with every put: each hit has the right bytes. The writer
-    goes on until there were hits in plenty, and so many evictions that a read that holds nothing is found out: most
-    where the node does least between a page and its reader."""
+def test_r08_readers_and_an_evicting_writer_never_disagree(
+    start_node: StartNode, connect: Connect, wire: str
+) -> None:
+    """64 pages of room, 4 readers, a writer that evicts with every put: each hit has the right
+    bytes. The writer goes on until there were hits in plenty, and so many evictions that a read
+    that holds nothing is found out: most where the node does least between a page and its reader.
+    """
     wanted = {"shm": 2000, "bulk": 2000, "grpc": 320}[wire]
     node = start_node(ram_nbytes=256 << 10, extent_nbytes=64 << 10)
     client = connect(node, wire)
@@ -61,7 +69,9 @@ def test_r08_readers_and_an_evicting_writer_never_disagree(start_node: StartNode
     def read(number: int) -> None:
         try:
             while not stop.is_set():
-                hits[number] += sum(chain.get(client, chain.keys(*range(number * 20, number * 20 + 20))))
+                hits[number] += sum(
+                    chain.get(client, chain.keys(*range(number * 20, number * 20 + 20)))
+                )
         except BaseException as error:  # noqa: BLE001 -- raised again below, in the test's thread
             failures.append(error)
 
@@ -69,7 +79,11 @@ def test_r08_readers_and_an_evicting_writer_never_disagree(start_node: StartNode
     for thread in threads:
         thread.start()
     start, end = 0, time.monotonic() + 60.0
-    while (counters.pages_evicted < wanted or sum(hits) <= 100) and time.monotonic() < end and not failures:
+    while (
+        (counters.pages_evicted < wanted or sum(hits) <= 100)
+        and time.monotonic() < end
+        and not failures
+    ):
         chain.put(client, chain.keys(*(number % 96 for number in range(start, start + 8))))
         start += 8
     stop.set()

@@ -13,14 +13,18 @@ def test_r09_polled_pages_are_evicted_first_come_first_gone(
     garbage, wanted = chain.keys(*range(16)), chain.keys(*range(100, 116))
     chain.put(client, garbage)
     for position, key in enumerate(wanted):
-        assert client.lookup(chain.namespace, garbage).prefix_pages == 16 - position  # the tail goes first
+        assert (
+            client.lookup(chain.namespace, garbage).prefix_pages == 16 - position
+        )  # the tail goes first
         client.stat(chain.namespace, garbage)
         list(client.list_pages(chain.namespace))
         assert [outcome.name for outcome in chain.put(client, [key])] == ["STORED"]
     assert chain.get(client, wanted) == [True] * 16
 
 
-def test_r09_every_put_succeeds_while_many_clients_poll(start_node: StartNode, connect: Connect, chain: Pages) -> None:
+def test_r09_every_put_succeeds_while_many_clients_poll(
+    start_node: StartNode, connect: Connect, chain: Pages
+) -> None:
     node = start_node(ram_nbytes=64 << 10, extent_nbytes=64 << 10)
     writer, poller = connect(node), connect(node)
     stop = threading.Event()

@@ -24,8 +24,9 @@ def test_r10_without_changes_in_between_they_agree(
 def test_r10_with_eviction_in_between_a_get_is_a_clean_shorter_prefix(
     start_node: StartNode, connect: Connect, chain: Pages, wire: str
 ) -> None:
-    """Chains of 16 pages compete for 64 places: what a prefix read returns is True up to some page and
-    False from there on, with the right bytes, whatever lookup said a moment before."""
+    """Chains of 16 pages compete for 64 places: what a prefix read returns is True up to some page
+    and False from there on, with the right bytes, whatever lookup said a moment before.
+    """
     node = start_node(ram_nbytes=256 << 10, extent_nbytes=64 << 10)
     client = connect(node, wire)
     stop = threading.Event()

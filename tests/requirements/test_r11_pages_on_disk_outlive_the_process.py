@@ -1,4 +1,6 @@
-"""R11: after `kill -9` and a restart the pages on disk hit again, and clients reconnect by themselves."""
+"""R11: after `kill -9` and a restart the pages on disk hit again, and clients reconnect by
+themselves.
+"""
 
 import hashlib
 import threading
@@ -28,7 +30,9 @@ class Restartable:
         bulk, metrics = str(self.process.bulk_port), str(self.process.metrics_port)
         port = self.address.rpartition(":")[2]
         self.process.kill()
-        self.process = NodeProcess(*self._flags, "--port", port, "--bulk-port", bulk, "--metrics-port", metrics)
+        self.process = NodeProcess(
+            *self._flags, "--port", port, "--bulk-port", bulk, "--metrics-port", metrics
+        )
 
 
 @pytest.fixture
@@ -38,7 +42,9 @@ def restartable(tmp_path: Path) -> Iterator[Restartable]:
     node.process.kill()
 
 
-def test_r11_durable_pages_hit_after_kill_9_through_the_same_client(restartable: Restartable, connect: Connect) -> None:
+def test_r11_durable_pages_hit_after_kill_9_through_the_same_client(
+    restartable: Restartable, connect: Connect
+) -> None:
     """Through a client of each wire; each has pages of its own."""
     clients = {wire: connect(restartable.address, wire) for wire in ("shm", "bulk", "grpc")}
     chains = {wire: (Pages(f"small {wire}"), Pages(f"large {wire}", 100_000)) for wire in clients}
@@ -57,10 +63,14 @@ def test_r11_durable_pages_hit_after_kill_9_through_the_same_client(restartable:
         assert client.stats.failures == 0
 
 
-def test_r11_pages_of_a_keyed_namespace_hit_after_kill_9(restartable: Restartable, connect: Connect) -> None:
+def test_r11_pages_of_a_keyed_namespace_hit_after_kill_9(
+    restartable: Restartable, connect: Connect
+) -> None:
     client = connect(restartable.address, page_key="7e" * 32)
     chain = Pages("keyed", 100_000, key_id=client.key_id)
-    client.put(chain.namespace, KEYS[:8], [chain.content(key) for key in KEYS[:8]], Keep(durable=True))
+    client.put(
+        chain.namespace, KEYS[:8], [chain.content(key) for key in KEYS[:8]], Keep(durable=True)
+    )
     restartable.kill_and_restart()
     assert [space for space, _ in client.namespaces()] == [chain.namespace]
     assert chain.get(client, KEYS[:9]) == [True] * 8 + [False]
@@ -70,10 +80,14 @@ def test_r11_pages_of_a_keyed_namespace_hit_after_kill_9(restartable: Restartabl
 def test_r11_what_flush_acknowledged_survives_every_kill_and_readers_under_way_hit_again(
     restartable: Restartable, connect: Connect
 ) -> None:
-    """The node dies under a reader that goes on asking: it sees misses or errors, and then hits; every byte it ever
-    gets is right."""
+    """The node dies under a reader that goes on asking: it sees misses or errors, and then hits;
+    every byte it ever gets is right.
+    """
     chain = Pages("chain")
-    client, readers_client = connect(restartable.address), connect(restartable.address, backoff_s_max=0.2)
+    client, readers_client = (
+        connect(restartable.address),
+        connect(restartable.address, backoff_s_max=0.2),
+    )
     stop, hits = threading.Event(), [0]
 
     def read() -> None:

@@ -29,16 +29,20 @@ def keys(chain: Pages, *numbers: int) -> list[bytes]:
 
 
 def used_nbytes(directory: Path) -> int:
-    """As `du` would: blocks, not lengths; but for one of the file system's own for each file, where it says
-    which parts were written."""
+    """As `du` would: blocks, not lengths; but for one of the file system's own for each file, where
+    it says which parts were written.
+    """
     return sum(max(0, os.stat(path).st_blocks * 512 - 4096) for path in directory.iterdir())
 
 
 def test_r13_long_traffic_of_mixed_sizes_stays_below_both_caps(
     tmp_path: Path, start_node: StartNode, connect: Connect
 ) -> None:
-    """Four times the disk's capacity goes through it. The disk tells uses apart by seconds, and all of this
-    takes one: so a second passes with each look at the clock."""
+    """Four times the disk's capacity goes through it.
+
+    The disk tells uses apart by seconds, and all of this takes one: so a second passes with each
+    look at the clock.
+    """
     node = start_node(data_dir=str(tmp_path), **SETTINGS)
     seconds = itertools.count(2_000_000_000)
     node.disk._clock_s = lambda: next(seconds)

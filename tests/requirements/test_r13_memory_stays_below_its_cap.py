@@ -11,8 +11,12 @@ from kvstore.tools.node_process import NodeProcess
 MIB = 1 << 20
 
 
-def test_r13_long_traffic_of_mixed_sizes_never_leaves_the_arena(start_node: StartNode, connect: Connect) -> None:
-    """Twenty times the capacity goes through; used slots never exceed it and every size keeps working."""
+def test_r13_long_traffic_of_mixed_sizes_never_leaves_the_arena(
+    start_node: StartNode, connect: Connect
+) -> None:
+    """Twenty times the capacity goes through; used slots never exceed it and every size keeps
+    working.
+    """
     node = start_node(ram_nbytes=2 * MIB, extent_nbytes=256 << 10)
     client = connect(node)
     rng = random.Random(13)
@@ -33,7 +37,9 @@ def test_r13_long_traffic_of_mixed_sizes_never_leaves_the_arena(start_node: Star
 
 
 def test_r13_the_process_does_not_grow_with_the_traffic(connect: Connect) -> None:
-    """Private memory after much traffic is what it was after some; sessions, pins and misses included."""
+    """Private memory after much traffic is what it was after some; sessions, pins and misses
+    included.
+    """
     with NodeProcess("--ram-bytes", "4MiB", "--extent-bytes", "1MiB") as process:
         client = connect(process.address)
         chain = Pages("traffic")
@@ -47,4 +53,6 @@ def test_r13_the_process_does_not_grow_with_the_traffic(connect: Connect) -> Non
             return int(client.node_status().rss_nbytes)
 
         first = traffic(0)
-        assert traffic(200) - first < 2 * MIB  # 3,200 pages more; their ghosts take a quarter of a MiB
+        assert (
+            traffic(200) - first < 2 * MIB
+        )  # 3,200 pages more; their ghosts take a quarter of a MiB

@@ -12,8 +12,13 @@ from kvstore.cli.commands import app
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(4)]
 
 
-def test_r14_the_data_dir_alone_turns_the_disk_tier_on(tmp_path: Path, start_node: StartNode, connect: Connect) -> None:
-    """Whatever the wire on which one asks. RAM is small because touching the default takes seconds."""
+def test_r14_the_data_dir_alone_turns_the_disk_tier_on(
+    tmp_path: Path, start_node: StartNode, connect: Connect
+) -> None:
+    """Whatever the wire on which one asks.
+
+    RAM is small because touching the default takes seconds.
+    """
     node = start_node(data_dir=str(tmp_path / "new" / "data"), ram_nbytes=4 << 20, extent_nbytes=0)
     clients = [connect(node, wire) for wire in ("shm", "bulk", "grpc")]
     for client in clients:

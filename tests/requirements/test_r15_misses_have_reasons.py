@@ -12,7 +12,9 @@ from node.server import Node
 
 def counters(client: Client, chain: Pages) -> pb.Counters:
     """Of one namespace, as NodeStatus tells them."""
-    (info,) = [info for info in client.node_status().namespaces if info.digest == chain.namespace.digest]
+    (info,) = [
+        info for info in client.node_status().namespaces if info.digest == chain.namespace.digest
+    ]
     assert info.namespace.model == chain.namespace.model
     return info.counters
 
@@ -22,8 +24,12 @@ def miss(client: Client, chain: Pages, keys: list[bytes]) -> dict[str, int]:
     before = counters(client, chain)
     client.lookup(chain.namespace, keys)
     after = counters(client, chain)
-    names = [field.name for field in pb.Counters.DESCRIPTOR.fields if field.name.startswith("miss_")]
-    added = {name.removeprefix("miss_"): getattr(after, name) - getattr(before, name) for name in names}
+    names = [
+        field.name for field in pb.Counters.DESCRIPTOR.fields if field.name.startswith("miss_")
+    ]
+    added = {
+        name.removeprefix("miss_"): getattr(after, name) - getattr(before, name) for name in names
+    }
     return {reason: count for reason, count in added.items() if count}
 
 
@@ -78,19 +84,37 @@ def test_r15_a_page_stored_again_is_a_hit_again(client: Client, chain: Pages) ->
     assert miss(client, chain, chain.keys(1)) == {}
 
 
-def test_r15_each_namespace_counts_for_itself_and_the_totals_for_all(client: Client, chain: Pages) -> None:
+def test_r15_each_namespace_counts_for_itself_and_the_totals_for_all(
+    client: Client, chain: Pages
+) -> None:
     other = Pages("other")
     chain.put(client, chain.keys(0, 1, 3))
     other.put(client, other.keys(0))
     client.lookup(chain.namespace, chain.keys(0, 1, 2, 3))
     client.lookup(other.namespace, other.keys(5, 0))
     chain.get(client, chain.keys(0, 9))
-    ours, theirs, totals = counters(client, chain), counters(client, other), client.node_status().totals
+    ours, theirs, totals = (
+        counters(client, chain),
+        counters(client, other),
+        client.node_status().totals,
+    )
     assert (ours.pages_asked, ours.prefix_hits, ours.pages_hit, ours.miss_absent) == (4, 2, 3, 1)
-    assert (theirs.pages_asked, theirs.prefix_hits, theirs.pages_hit, theirs.miss_absent) == (2, 0, 1, 1)
-    assert (ours.pages_put, ours.nbytes_put, ours.pages_got, ours.pages_get_missed) == (3, 3 * 4096, 1, 1)
+    assert (theirs.pages_asked, theirs.prefix_hits, theirs.pages_hit, theirs.miss_absent) == (
+        2,
+        0,
+        1,
+        1,
+    )
+    assert (ours.pages_put, ours.nbytes_put, ours.pages_got, ours.pages_get_missed) == (
+        3,
+        3 * 4096,
+        1,
+        1,
+    )
     for field in pb.Counters.DESCRIPTOR.fields:
-        assert getattr(totals, field.name) == getattr(ours, field.name) + getattr(theirs, field.name)
+        assert getattr(totals, field.name) == getattr(ours, field.name) + getattr(
+            theirs, field.name
+        )
 
 
 @pytest.mark.parametrize("outcome", ["exists", "full", "busy"])
@@ -115,7 +139,9 @@ def test_r15_pages_that_were_not_stored_are_counted_by_reason(
         assert counters(client, chain).pages_put_busy == 1
 
 
-def test_r15_counters_outlive_a_namespace_that_made_room(start_node: StartNode, connect: Connect, chain: Pages) -> None:
+def test_r15_counters_outlive_a_namespace_that_made_room(
+    start_node: StartNode, connect: Connect, chain: Pages
+) -> None:
     client = connect(start_node(namespaces_max=1))
     client.lookup(chain.namespace, chain.keys(1, 2, 3))
     client.open(Pages("next").namespace)

@@ -27,7 +27,9 @@ class Clock:
 
 
 def put(client: Any, chain: Pages, keys: list[bytes], ttl_s: float) -> list[PutOutcome]:
-    outcomes: list[PutOutcome] = client.put(chain.namespace, keys, [chain.content(key) for key in keys], Keep(ttl_s))
+    outcomes: list[PutOutcome] = client.put(
+        chain.namespace, keys, [chain.content(key) for key in keys], Keep(ttl_s)
+    )
     return outcomes
 
 
@@ -60,7 +62,9 @@ def test_r20_each_key_has_its_own_time_to_live(
     for client, chain in ours:
         counters = {space.digest: info.counters for space, info in client.namespaces()}
         assert counters[chain.namespace.digest].miss_expired > 0
-        assert put(client, chain, KEYS[:2], 60.0) == [PutOutcome.STORED] * 2, "its key is free again"
+        assert put(client, chain, KEYS[:2], 60.0) == [PutOutcome.STORED] * 2, (
+            "its key is free again"
+        )
         assert chain.get(client, KEYS[:2]) == [True] * 2
 
 
@@ -86,8 +90,15 @@ def test_r20_it_holds_across_kill_9_by_the_clock_on_the_wall(
     flags = ("--ram-bytes", "4MiB", "--data-dir", str(tmp_path), "--disk-bytes", "128MiB")
     process = NodeProcess(*flags)
     client = connect(process.address)
-    client.put(chain.namespace, KEYS[:3], [chain.content(key) for key in KEYS[:3]], Keep(2.0, durable=True))
-    client.put(chain.namespace, KEYS[3:], [chain.content(key) for key in KEYS[3:]], Keep(1000.0, durable=True))
+    client.put(
+        chain.namespace, KEYS[:3], [chain.content(key) for key in KEYS[:3]], Keep(2.0, durable=True)
+    )
+    client.put(
+        chain.namespace,
+        KEYS[3:],
+        [chain.content(key) for key in KEYS[3:]],
+        Keep(1000.0, durable=True),
+    )
     acknowledged = time.time()
     process.kill()
     client = connect(start_node(data_dir=str(tmp_path), disk_nbytes=128 << 20))

@@ -30,12 +30,17 @@ def test_r23_a_chain_loses_its_tail_first(client: Client, chain: Pages) -> None:
     chain.put(client, ours)
     chain.put(client, chain.keys(*range(100, 112)))
     for number in range(20):
-        assert client.lookup(chain.namespace, ours).present == (True,) * (20 - number) + (False,) * number
+        assert (
+            client.lookup(chain.namespace, ours).present
+            == (True,) * (20 - number) + (False,) * number
+        )
         chain.put(client, chain.keys(200 + number))
 
 
 @pytest.mark.parametrize("use", ["get", "touching lookup", "put again"])
-def test_r23_a_chain_that_is_used_again_outlives_a_newer_one(client: Client, chain: Pages, use: str) -> None:
+def test_r23_a_chain_that_is_used_again_outlives_a_newer_one(
+    client: Client, chain: Pages, use: str
+) -> None:
     old, new = chain.keys(*range(16)), chain.keys(*range(100, 116))
     chain.put(client, old)
     chain.put(client, new)
@@ -62,7 +67,15 @@ def test_r23_a_shared_beginning_stays_while_its_branches_go(client: Client, chai
 
 @pytest.mark.parametrize(
     ("stored", "longest"),
-    [([], 0), ([1, 2, 3], 0), ([0], 1), ([0, 1, 2, 5, 6], 3), (list(range(10)), 10), ([9], 0), ([0, 9], 1)],
+    [
+        ([], 0),
+        ([1, 2, 3], 0),
+        ([0], 1),
+        ([0, 1, 2, 5, 6], 3),
+        (list(range(10)), 10),
+        ([9], 0),
+        ([0, 9], 1),
+    ],
 )
 def test_r23_the_longest_prefix_ends_at_the_first_hole(
     client: Client, chain: Pages, stored: list[int], longest: int

@@ -1,4 +1,6 @@
-"""Spans that are recorded here, as an engine's provider or a node's would, by OpenTelemetry's own SDK."""
+"""Spans that are recorded here, as an engine's provider or a node's would, by OpenTelemetry's own
+SDK.
+"""
 
 from collections.abc import Iterator
 from typing import Any

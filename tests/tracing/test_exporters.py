@@ -1,5 +1,6 @@
-"""Where a node's spans go is somebody else's code, and behind it somebody else's machine: neither starts, holds up nor
-ends a node in another way than it would without."""
+"""Where a node's spans go is somebody else's code, and behind it somebody else's machine: neither
+starts, holds up nor ends a node in another way than it would without.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,11 @@ from kvstore.tracing import named
 pytest.importorskip("opentelemetry.sdk", reason="pip install opentelemetry-sdk")
 
 # Few spans are many: of 16 that wait for an exporter the next one is too many.
-SMALL = {"OTEL_BSP_SCHEDULE_DELAY": "10", "OTEL_BSP_MAX_QUEUE_SIZE": "16", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "8"}
+SMALL = {
+    "OTEL_BSP_SCHEDULE_DELAY": "10",
+    "OTEL_BSP_MAX_QUEUE_SIZE": "16",
+    "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "8",
+}
 CODE = """
 import os, threading
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -57,7 +62,12 @@ def start(modules: Path) -> Iterator[Callable[..., NodeProcess]]:
     nodes: list[NodeProcess] = []
 
     def started(exporter_is: str, **environ: str) -> NodeProcess:
-        environ = {"OTEL_TRACES_EXPORTER": "of_the_tests", "EXPORTER_IS": exporter_is, **SMALL, **environ}
+        environ = {
+            "OTEL_TRACES_EXPORTER": "of_the_tests",
+            "EXPORTER_IS": exporter_is,
+            **SMALL,
+            **environ,
+        }
         nodes.append(traced_node(modules, EXPORTER_FILE=str(modules / "spans"), **environ))
         return nodes[-1]
 
@@ -66,7 +76,9 @@ def start(modules: Path) -> Iterator[Callable[..., NodeProcess]]:
         node.kill()
 
 
-def test_the_last_spans_of_a_node_are_sent_at_its_end(start: Callable[..., NodeProcess], tmp_path: Path) -> None:
+def test_the_last_spans_of_a_node_are_sent_at_its_end(
+    start: Callable[..., NodeProcess], tmp_path: Path
+) -> None:
     node = start("well", OTEL_BSP_SCHEDULE_DELAY="3600000")
     ask(node, 3)
     assert node.stop() == 0
@@ -105,7 +117,9 @@ def test_otlp_is_the_exporter_of_its_protocol(
     assert otel._point(name, protocol).name == used
 
 
-def test_otlp_without_a_protocol_is_the_one_that_is_there(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_otlp_without_a_protocol_is_the_one_that_is_there(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     facts = modules / "of_the_tests-1.dist-info" / "entry_points.txt"
     facts.write_text(facts.read_text().replace("otlp_proto_grpc", "otlp_proto_pigeons"))
     monkeypatch.setattr("sys.path", [str(modules)])
@@ -115,11 +129,19 @@ def test_otlp_without_a_protocol_is_the_one_that_is_there(modules: Path, monkeyp
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "pigeons"}, "OTEL_EXPORTER_OTLP_PROTOCOL=pigeons must be one of grpc, http"),
-        ({"OTEL_TRACES_EXPORTER": "nobodys"}, "OTEL_TRACES_EXPORTER=nobodys: nobodys is not installed"),
+        (
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "pigeons"},
+            "OTEL_EXPORTER_OTLP_PROTOCOL=pigeons must be one of grpc, http",
+        ),
+        (
+            {"OTEL_TRACES_EXPORTER": "nobodys"},
+            "OTEL_TRACES_EXPORTER=nobodys: nobodys is not installed",
+        ),
     ],
 )
-def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], said: str) -> None:
+def test_what_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], said: str
+) -> None:
     monkeypatch.setattr(tracing, "tracer", None)
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
     for name, value in environ.items():

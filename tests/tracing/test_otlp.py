@@ -1,5 +1,7 @@
-"""OpenTelemetry's own exporters at a node, and behind them a collector that takes spans, refuses them, or hangs. Not in
-our development environment: they ask for a protobuf that is newer than our pin (docs/decisions/0035)."""
+"""OpenTelemetry's own exporters at a node, and behind them a collector that takes spans, refuses
+them, or hangs. Not in our development environment: they ask for a protobuf that is newer than our
+pin (docs/decisions/0035).
+"""
 
 import concurrent.futures
 import http.server
@@ -19,7 +21,9 @@ from kvstore.tracing import named
 reason = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http opentelemetry-exporter-otlp-proto-grpc"
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=reason)
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason=reason)
-service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason=reason)
+service = pytest.importorskip(
+    "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason=reason
+)
 
 PROTOCOLS = ("http/protobuf", "grpc")
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
@@ -48,7 +52,11 @@ class Collector:
         if self.manner != "takes":
             return False
         for resource in service.ExportTraceServiceRequest.FromString(body).resource_spans:
-            (of,) = [fact.value.string_value for fact in resource.resource.attributes if fact.key == "service.name"]
+            (of,) = [
+                fact.value.string_value
+                for fact in resource.resource.attributes
+                if fact.key == "service.name"
+            ]
             for scope in resource.scope_spans:
                 self.spans += [(span.name, span.trace_id.hex(), of) for span in scope.spans]
         return True
@@ -106,7 +114,9 @@ def _grpc(collector: Collector) -> Any:
             method = grpc.unary_unary_rpc_method_handler(export)
             name, _, function = EXPORT.strip("/").partition("/")
             self._server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
-            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {function: method}),))
+            self._server.add_generic_rpc_handlers(
+                (grpc.method_handlers_generic_handler(name, {function: method}),)
+            )
             self.port = self._server.add_insecure_port("127.0.0.1:0")
             self._server.start()
 
@@ -150,7 +160,9 @@ def test_a_nodes_spans_arrive(
     node = start(**collector.environ)
     ask(node, 700)
     assert node.stop() == 0
-    assert collector.spans.count(("kvstore.lookup", named("cmpl-7").request_id, "kvstore-node")) == 700
+    assert (
+        collector.spans.count(("kvstore.lookup", named("cmpl-7").request_id, "kvstore-node")) == 700
+    )
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -1,4 +1,6 @@
-"""One trace from the client through the near node and owners to the disk, as OpenTelemetry records it."""
+"""One trace from the client through the near node and owners to the disk, as OpenTelemetry records
+it.
+"""
 
 import contextlib
 import json
@@ -32,7 +34,13 @@ def start(tmp_path: Path) -> Iterator[StartNode]:
     nodes: list[Node] = []
 
     def started(**settings: Any) -> Node:
-        nodes.append(Node(NodeConfig(**{**SMALL, "shm_socket": str(tmp_path / f"{len(nodes)}.sock"), **settings})))
+        nodes.append(
+            Node(
+                NodeConfig(
+                    **{**SMALL, "shm_socket": str(tmp_path / f"{len(nodes)}.sock"), **settings}
+                )
+            )
+        )
         nodes[-1].start()
         return nodes[-1]
 
@@ -72,7 +80,9 @@ def test_a_nodes_step_is_below_the_callers(recorded: Any, start: StartNode, wire
 
 
 @pytest.mark.parametrize("wire", ["bulk", "shm", "grpc"])
-def test_a_read_from_disk_is_a_step_of_its_get(recorded: Any, start: StartNode, wire: str, tmp_path: Path) -> None:
+def test_a_read_from_disk_is_a_step_of_its_get(
+    recorded: Any, start: StartNode, wire: str, tmp_path: Path
+) -> None:
     node = start(data_dir=str(tmp_path / "data"), disk_nbytes=64 << 20)
     with client(node, wire) as caller:
         caller.put(PAGES, KEYS, [bytes(4096)] * len(KEYS))
@@ -107,7 +117,11 @@ def test_one_trace_goes_through_the_near_node_to_the_owner(recorded: Any, start:
         assert all(near.get(PAGES, KEYS, [bytearray(4096) for _ in KEYS]))
         wait_until(lambda: len(steps(recorded, "kvstore.get")) == 2)
     trace = int.from_bytes(named("cmpl-7").trace_id, "big")
-    served = {span.context.span_id: span for span in recorded.get_finished_spans() if span.context.trace_id == trace}
+    served = {
+        span.context.span_id: span
+        for span in recorded.get_finished_spans()
+        if span.context.trace_id == trace
+    }
     (load,) = steps(recorded, "kvstore.load")
     assert load.attributes["tier"] == "peer"
 
@@ -122,7 +136,9 @@ def test_one_trace_goes_through_the_near_node_to_the_owner(recorded: Any, start:
         "kvstore.call",
     ]
     for node in nodes:
-        node.membership.become(View("fleet", 2, (members[nodes.index(node)],), 1), f"n{nodes.index(node)}")
+        node.membership.become(
+            View("fleet", 2, (members[nodes.index(node)],), 1), f"n{nodes.index(node)}"
+        )
 
 
 def test_a_span_of_the_engine_is_the_parent(recorded: Any, start: StartNode) -> None:
@@ -138,7 +154,9 @@ def test_a_span_of_the_engine_is_the_parent(recorded: Any, start: StartNode) -> 
     assert parent(steps(recorded, "kvstore.call")[-1]) == (of.trace_id, of.span_id)
 
 
-def test_a_step_for_several_requests_is_linked_with_all_of_them(recorded: Any, start: StartNode) -> None:
+def test_a_step_for_several_requests_is_linked_with_all_of_them(
+    recorded: Any, start: StartNode
+) -> None:
     with client(start(), "bulk") as caller, request("a", "b", "c"), tracing.span("kvstore.save"):
         caller.lookup(PAGES, KEYS)
         now = tracing.current()
@@ -153,7 +171,9 @@ def test_a_step_for_several_requests_is_linked_with_all_of_them(recorded: Any, s
     assert not served.links, "of the others no node hears"
 
 
-def test_a_call_without_a_name_is_a_trace_that_begins_there(recorded: Any, start: StartNode) -> None:
+def test_a_call_without_a_name_is_a_trace_that_begins_there(
+    recorded: Any, start: StartNode
+) -> None:
     with client(start(), "bulk") as caller:
         for _ in range(2):
             with request():
@@ -196,16 +216,22 @@ def test_an_exporter_that_is_not_there_ends_a_nodes_start(monkeypatch: pytest.Mo
     assert tracing.tracer is None
 
 
-def test_a_process_of_a_node_gets_the_exporter_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_a_node_gets_the_exporter_that_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("opentelemetry.sdk", reason="pip install opentelemetry-sdk")
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
-    with NodeProcess("--ram-bytes", "16MiB", "--shm-socket", "none", "--log-format", "json") as node:
+    with NodeProcess(
+        "--ram-bytes", "16MiB", "--shm-socket", "none", "--log-format", "json"
+    ) as node:
         lines = [json.loads(line) for line in node.said.splitlines()]
     assert any("traces go to console" in line["message"] for line in lines)
 
 
 @pytest.mark.parametrize("wire", ["bulk", "shm", "grpc"])
-def test_a_nodes_log_names_the_engines_request(start: StartNode, wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nodes_log_names_the_engines_request(
+    start: StartNode, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without OpenTelemetry, too."""
     node, seen = start(), list[str]()
 
@@ -218,6 +244,9 @@ def test_a_nodes_log_names_the_engines_request(start: StartNode, wire: str, monk
         caller.open(PAGES)
         monkeypatch.setitem(node.service._unary, "stat", broken)
         for ask in (request("cmpl-7"), contextlib.nullcontext()):
-            with ask, pytest.raises(KVStoreError, match=r"its log says more of request [0-9a-f]{32}"):
+            with (
+                ask,
+                pytest.raises(KVStoreError, match=r"its log says more of request [0-9a-f]{32}"),
+            ):
                 caller.stat(PAGES, KEYS[:1])
     assert seen == [named("cmpl-7").request_id, ""]

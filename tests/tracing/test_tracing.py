@@ -1,4 +1,6 @@
-"""A request's trace: made, carried, said in logs; and what it costs where nobody asks for it: nothing is imported."""
+"""A request's trace: made, carried, said in logs; and what it costs where nobody asks for it:
+nothing is imported.
+"""
 
 import concurrent.futures
 import json
@@ -38,8 +40,12 @@ def test_a_trace_is_written_as_the_standard_has_it() -> None:
     assert parsed(header) == TRACE
     assert unpacked(TRACE.packed()) == TRACE
     silent = TRACE._replace(sampled=False)
-    assert parsed(header[:-1] + "0") == parsed(header[:-2] + "fe") == silent, "the other flags are not ours"
-    assert (silent.header(), unpacked(silent.packed())) == (header[:-1] + "0", silent), "nobody begins to record it"
+    assert parsed(header[:-1] + "0") == parsed(header[:-2] + "fe") == silent, (
+        "the other flags are not ours"
+    )
+    assert (silent.header(), unpacked(silent.packed())) == (header[:-1] + "0", silent), (
+        "nobody begins to record it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +75,9 @@ def test_an_engines_request_has_one_id_wherever_it_is_named() -> None:
     assert named("cmpl-7") != named("cmpl-8")
 
 
-def test_what_is_done_for_several_requests_says_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_done_for_several_requests_says_all_of_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     log = logging.getLogger("tests.tracing.several")
     log.addFilter(NamesRequest())
     with request("a", None, "b", "", "c"):
@@ -77,7 +85,9 @@ def test_what_is_done_for_several_requests_says_all_of_them(caplog: pytest.LogCa
         log.warning("3 pages")
     assert trace is not None
     assert trace == named("a")._replace(others=(named("b"), named("c")))
-    assert caplog.messages == [f"3 pages [request {', '.join(named(name).request_id for name in 'abc')}]"]
+    assert caplog.messages == [
+        f"3 pages [request {', '.join(named(name).request_id for name in 'abc')}]"
+    ]
     assert unpacked_all(packed) == trace
     assert trace.packed() == named("a").packed(), "a node hears of one"
     with request(*map(str, range(100))):
@@ -117,14 +127,19 @@ def test_threads_work_for_the_request_that_gave_them_work() -> None:
 
 
 def test_a_frame_has_the_trace_behind_its_request_unless_it_is_large() -> None:
-    small, large = pb.LookupRequest(prefix_hashes=[b"k" * 32]), pb.LookupRequest(prefix_hashes=[b"k" * 64] * 1000)
+    small, large = (
+        pb.LookupRequest(prefix_hashes=[b"k" * 32]),
+        pb.LookupRequest(prefix_hashes=[b"k" * 64] * 1000),
+    )
     plain = request_header("lookup", small)
     assert packed_now() == b""
     with within(TRACE):
         assert pb.BulkRequest.FromString(request_header("lookup", small)) == pb.BulkRequest(
             lookup=small, trace=TRACE.packed()
         )
-        assert request_header("lookup", small).startswith(plain), "a node that does not know it sees the same request"
+        assert request_header("lookup", small).startswith(plain), (
+            "a node that does not know it sees the same request"
+        )
         header = request_header("lookup", large)
     assert len(header) > TRACED_NBYTES_MAX
     assert pb.BulkRequest.FromString(header) == pb.BulkRequest(lookup=large)
@@ -134,7 +149,9 @@ def test_a_frame_has_the_trace_behind_its_request_unless_it_is_large() -> None:
 
 
 def line(form: str, error: Any = None) -> str:
-    record = logging.LogRecord("node.serving", logging.ERROR, "file", 1, "%s failed", ("get",), error)
+    record = logging.LogRecord(
+        "node.serving", logging.ERROR, "file", 1, "%s failed", ("get",), error
+    )
     return formatter(form).format(record)
 
 
@@ -144,7 +161,11 @@ def test_a_nodes_lines_name_the_request() -> None:
     with within(TRACE):
         assert line("text").endswith(f"get failed [request {TRACE.request_id}]")
         found = json.loads(line("json"))
-    assert (found["message"], found["request"], found["span"]) == ("get failed", TRACE.request_id, "0102030405060708")
+    assert (found["message"], found["request"], found["span"]) == (
+        "get failed",
+        TRACE.request_id,
+        "0102030405060708",
+    )
     assert (found["level"], found["logger"]) == ("ERROR", "node.serving")
     assert found["time"].endswith("Z")
 
@@ -178,7 +199,10 @@ def test_lines_in_an_engines_log_name_the_request(caplog: pytest.LogCaptureFixtu
         ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, None),
         ({"OTEL_SDK_DISABLED": "true", "OTEL_TRACES_EXPORTER": "otlp"}, None),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, Telemetry((), "")),
-        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318", "OTEL_SERVICE_NAME": "n"}, Telemetry((), "n")),
+        (
+            {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318", "OTEL_SERVICE_NAME": "n"},
+            Telemetry((), "n"),
+        ),
         ({"OTEL_TRACES_EXPORTER": "otlp, console"}, Telemetry(("otlp", "console"), "")),
         (
             {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
@@ -194,12 +218,18 @@ def test_lines_in_an_engines_log_name_the_request(caplog: pytest.LogCaptureFixtu
         ),
     ],
 )
-def test_the_standard_variables_say_whether_anybody_asks(environ: dict[str, str], wanted: Telemetry | None) -> None:
+def test_the_standard_variables_say_whether_anybody_asks(
+    environ: dict[str, str], wanted: Telemetry | None
+) -> None:
     assert telemetry(environ) == wanted
 
 
-@pytest.mark.parametrize("settings", [{}, {"OTEL_TRACES_EXPORTER": "none"}, {"OTEL_TRACES_EXPORTER": "otlp"}])
-def test_nothing_is_imported_or_needed_where_nobody_asks_or_it_is_not_installed(settings: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"OTEL_TRACES_EXPORTER": "none"}, {"OTEL_TRACES_EXPORTER": "otlp"}]
+)
+def test_nothing_is_imported_or_needed_where_nobody_asks_or_it_is_not_installed(
+    settings: dict[str, str],
+) -> None:
     """The last: asked for, and hidden."""
     code = """
 import sys

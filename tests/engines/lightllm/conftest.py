@@ -1,7 +1,9 @@
-"""LightLLM's own CPU cache client, disk worker and request path, unpatched, over a pool of CPU pages each.
+"""LightLLM's own CPU cache client, disk worker and request path, unpatched, over a pool of CPU
+pages each.
 
-A `Server` is what one LightLLM server process has of them. Every module is the repository's own, with the packages
-that it imports (install.sh). Stand-ins are only objects that other processes would have made: a request, the pipes.
+A `Server` is what one LightLLM server process has of them. Every module is the repository's own,
+with the packages that it imports (install.sh). Stand-ins are only objects that other processes
+would have made: a request, the pipes.
 """
 
 import inspect
@@ -34,10 +36,17 @@ KINDS: dict[str, tuple[int, int, int, int, torch.dtype, int]] = {
     "hybrid": (1, 1, 1, 50_000, torch.uint8, 0),
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    "hybrid": {"model_type": "qwen3_5", "text_config": {"linear_num_key_heads": 4, "full_attention_interval": 4}}
+    "hybrid": {
+        "model_type": "qwen3_5",
+        "text_config": {"linear_num_key_heads": 4, "full_attention_interval": 4},
+    }
 }
 # For tests that are not about time; a test's own setting goes first.
-PATIENT = {"KVSTORE_AGENT_LOOKUP_TIMEOUT_S": "10", "KVSTORE_AGENT_LOAD_TIMEOUT_S": "30", "KVSTORE_BACKOFF_S_MAX": "0.5"}
+PATIENT = {
+    "KVSTORE_AGENT_LOOKUP_TIMEOUT_S": "10",
+    "KVSTORE_AGENT_LOAD_TIMEOUT_S": "30",
+    "KVSTORE_BACKOFF_S_MAX": "0.5",
+}
 _numbers = itertools.count()
 
 
@@ -50,7 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def modules() -> Iterator[None]:
-    """What `import lightllm...` needs here: our `light_mem` on the path, and the arguments of a server."""
+    """What `import lightllm...` needs here: our `light_mem` on the path, and the arguments of a
+    server.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(light_mem_path())
         patch.setenv("LIGHTLLM_DISK_CACHE_PROMPT_LIMIT_LENGTH", "0")
@@ -76,7 +87,9 @@ class Server:
         tokens, layers, heads, dim, dtype, scale_dim = KINDS[kind]
         meta = CpuKVCacheMeta(PAGES, tokens, layers, heads, dim, dtype, scale_dim, torch.bfloat16)
         patch.setattr(cpu_cache_client, "calcu_cpu_cache_meta", lambda: meta)
-        self.client = cpu_cache_client.CpuKvCacheClient(only_create_meta_data=False, init_shm_data=True)
+        self.client = cpu_cache_client.CpuKvCacheClient(
+            only_create_meta_data=False, init_shm_data=True
+        )
         from lightllm.server.multi_level_kv_cache.disk_cache_worker import DiskCacheWorker
 
         self.worker = DiskCacheWorker(1, self.client, str(arguments["disk_cache_dir"]))
@@ -91,11 +104,17 @@ class Server:
         return list(self._hash(tokens, PAGE_TOKENS))
 
     def compute(self, hashes: list[int]) -> list[int]:
-        """What the ranks do when a prompt has been computed: pages filled, ready, queued for the disk."""
-        pages, ready = self.locked(self.client.allocate_pages, hash_keys=hashes, disk_offload_enable=True)
+        """What the ranks do when a prompt has been computed: pages filled, ready, queued for the
+        disk.
+        """
+        pages, ready = self.locked(
+            self.client.allocate_pages, hash_keys=hashes, disk_offload_enable=True
+        )
         for page, is_ready in zip(pages, ready, strict=True):
             if page != -1 and not is_ready:
-                self.memory[page] = torch.randint(0, 256, self.memory[page].shape, dtype=torch.uint8)
+                self.memory[page] = torch.randint(
+                    0, 256, self.memory[page].shape, dtype=torch.uint8
+                )
         update = self.client.update_pages_status_to_ready
         arguments = {"page_list": pages, "deref": True, "disk_offload_enable": True}
         if "token_num_in_page_list" in inspect.signature(update).parameters:  # since August 2026
@@ -122,7 +141,10 @@ class Server:
         return result
 
     def match(self, hashes: list[int]) -> list[int]:
-        """Pages that a request is given; it references them until `release`. Asserts that it was forwarded."""
+        """Pages that a request is given; it references them until `release`.
+
+        Asserts that it was forwarded.
+        """
         from lightllm.server.core.objs.token_chunck_hash_list import CpuCachePageList
         from lightllm.server.multi_level_kv_cache.manager import MultiLevelKVCacheManager
 
@@ -142,7 +164,11 @@ class Server:
         manager.args = self.arguments
         manager.cpu_cache_client, manager.disk_cache_worker = self.client, self.worker
         manager.cpu_cache_time_out, manager.only_cpu_cache_enable = 0.5, False
-        manager.executor, manager.shm_req_manager, manager.send_to_router = MagicMock(), MagicMock(), MagicMock()
+        manager.executor, manager.shm_req_manager, manager.send_to_router = (
+            MagicMock(),
+            MagicMock(),
+            MagicMock(),
+        )
         manager.shm_req_manager.get_req_obj_by_index.return_value = request
         group = SimpleNamespace(shm_req_indexes=[0], group_req_id=1)
         manager._handle_group_req_multi_cache_match(group, time.time())
@@ -155,7 +181,10 @@ class Server:
         self.locked(self.client.deref_pages, page_list=pages)
 
     def references(self) -> int:
-        """Sum over all pages. The free list must hold exactly the pages that nobody references."""
+        """Sum over all pages.
+
+        The free list must hold exactly the pages that nobody references.
+        """
         items = self.client.page_items
         free, item = set(), items.head.get_next_item()
         while item.self_index != items.tail.self_index:
@@ -168,10 +197,16 @@ class Server:
 
     def close(self) -> None:
         self.service.close()
-        shared = (self.client.page_items, self.client.page_hash_dict.link_items, self.client.offload_page_indexes)
+        shared = (
+            self.client.page_items,
+            self.client.page_hash_dict.link_items,
+            self.client.offload_page_indexes,
+        )
         for segment in (*shared, self.client.lock):
             segment.shm.unlink()
-            segment.shm.close = lambda: None  # it would complain, when collected, of the arrays that point there
+            segment.shm.close = lambda: (
+                None
+            )  # it would complain, when collected, of the arrays that point there
         assert self.service.pages.check() == []
 
 
@@ -181,7 +216,11 @@ def start_node() -> Iterator[Callable[..., NodeProcess]]:
 
     def start(*flags: str) -> NodeProcess:
         defaults = ("--ram-bytes", "64MiB", "--extent-bytes", "4MiB")
-        nodes.append(NodeProcess(*defaults, *flags, python=os.environ.get("KVSTORE_NODE_PYTHON", sys.executable)))
+        nodes.append(
+            NodeProcess(
+                *defaults, *flags, python=os.environ.get("KVSTORE_NODE_PYTHON", sys.executable)
+            )
+        )
         return nodes[-1]
 
     yield start
@@ -192,7 +231,9 @@ def start_node() -> Iterator[Callable[..., NodeProcess]]:
 
 @pytest.fixture
 def make_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """`make_server(address, kind, **arguments)`: LightLLM's start arguments, those named having other values."""
+    """`make_server(address, kind, **arguments)`: LightLLM's start arguments, those named having
+    other values.
+    """
     servers: list[Server] = []
 
     def make(address: str, kind: str = "bf16", **arguments: Any) -> Server:

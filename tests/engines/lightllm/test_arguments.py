@@ -14,7 +14,14 @@ def _fields() -> set[str]:
 
 def test_what_is_read_is_there() -> None:
     read = {*ours._ARGUMENTS, *ours._HYBRID_ARGUMENTS, *ours._FILES}
-    read |= {"model_dir", "enable_rl", "enable_multimodal", "disable_vision", "disable_audio", "run_mode"}
+    read |= {
+        "model_dir",
+        "enable_rl",
+        "enable_multimodal",
+        "disable_vision",
+        "disable_audio",
+        "run_mode",
+    }
     read |= {"tp", "dp", "nnodes", "node_rank", "mtp_draft_model_dir"}
     assert read <= _fields()
 
@@ -34,8 +41,9 @@ def test_a_variable_that_stretches_positions_is_still_called_so() -> None:
 
 
 def test_two_servers_number_their_images_alike() -> None:
-    """Why a server with images does not start: each number is the first image's, whatever it shows, and a page's
-    hash is of such numbers alone."""
+    """Why a server with images does not start: each number is the first image's, whatever it shows,
+    and a page's hash is of such numbers alone.
+    """
     from lightllm.server.embed_cache.impl.naive_memory_cache import InMemoryCache
     from lightllm.utils.kv_cache_utils import compute_token_list_hash
 

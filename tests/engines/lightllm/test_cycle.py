@@ -28,7 +28,9 @@ Make = Callable[..., Any]
     ],
 )
 def test_every_module_is_the_repositorys_own(name: str) -> None:
-    """Nothing that runs here is a stand-in, nor is what it imports: what these tests say holds for LightLLM itself."""
+    """Nothing that runs here is a stand-in, nor is what it imports: what these tests say holds for
+    LightLLM itself.
+    """
     import lightllm
 
     root = Path(lightllm.__spec__.submodule_search_locations[0])
@@ -51,7 +53,9 @@ def test_hashes_are_the_ones_that_are_written_down(page_tokens: int, digests: li
 
     tokens = list(range(2 * page_tokens + 1))
     assert [f"{value:032x}" for value in compute_token_list_hash(tokens, page_tokens)] == digests
-    assert len(compute_token_list_hash(tokens[:-1], page_tokens)) == 1  # one token is left to compute
+    assert (
+        len(compute_token_list_hash(tokens[:-1], page_tokens)) == 1
+    )  # one token is left to compute
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
@@ -75,7 +79,9 @@ def test_a_page_comes_back_as_it_was(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_servers_request_gets_the_pages(node: NodeProcess, make_server: Make, kind: str) -> None:
+def test_another_servers_request_gets_the_pages(
+    node: NodeProcess, make_server: Make, kind: str
+) -> None:
     first = make_server(node.address, kind)
     hashes = first.hashes(2, 6)
     written = first.compute(hashes[:4])
@@ -115,7 +121,9 @@ def test_pages_stored_already_are_given_back_before_the_others_are_written(
     server.compute(hashes[:3])
     server.persist()
     server.compute(hashes)
-    indexer = torch.tensor(server.locked(server.client.allocate_pages, hash_keys=hashes, disk_offload_enable=True)[0])
+    indexer = torch.tensor(
+        server.locked(server.client.allocate_pages, hash_keys=hashes, disk_offload_enable=True)[0]
+    )
     task = server.service.create(hash_128s=hashes, kv_page_indexer=indexer.int(), mode="w")
     assert task.page_already_list == indexer[:3].tolist()
     server.settle()
@@ -127,7 +135,9 @@ def test_pages_stored_already_are_given_back_before_the_others_are_written(
 
 def test_a_pool_that_is_full_keeps_a_prefix(node: NodeProcess, make_server: Make) -> None:
     server = make_server(node.address)
-    kept = server.locked(server.client.allocate_pages, hash_keys=server.hashes(5, 20), disk_offload_enable=True)[0]
+    kept = server.locked(
+        server.client.allocate_pages, hash_keys=server.hashes(5, 20), disk_offload_enable=True
+    )[0]
     hashes = server.hashes(6, 8)
     assert len(server.compute(hashes)) == 4  # of 24 pages, 20 are taken
     server.persist()
@@ -141,7 +151,9 @@ def test_more_is_stored_than_the_pool_can_take(node: NodeProcess, make_server: M
     hashes = first.hashes(7, 20)
     written = first.compute(hashes)
     first.persist()
-    taken = second.locked(second.client.allocate_pages, hash_keys=second.hashes(8, 14), disk_offload_enable=True)[0]
+    taken = second.locked(
+        second.client.allocate_pages, hash_keys=second.hashes(8, 14), disk_offload_enable=True
+    )[0]
     given = second.match(hashes)
     assert len(given) == 10
     assert torch.equal(second.memory[given], first.memory[written[:10]])
@@ -151,13 +163,17 @@ def test_more_is_stored_than_the_pool_can_take(node: NodeProcess, make_server: M
 
 
 def test_threads_load_the_same_pages(node: NodeProcess, make_server: Make) -> None:
-    """The second one is given the first one's page while it is still loading; both write the same bytes."""
+    """The second one is given the first one's page while it is still loading; both write the same
+    bytes.
+    """
     first, second = make_server(node.address), make_server(node.address)
     hashes = first.hashes(9, 8)
     written = first.compute(hashes)
     first.persist()
     given: list[list[int]] = []
-    threads = [threading.Thread(target=lambda: given.append(second.match(hashes))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: given.append(second.match(hashes))) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -171,8 +187,12 @@ def test_threads_load_the_same_pages(node: NodeProcess, make_server: Make) -> No
     assert second.references() == 0
 
 
-def test_the_service_is_ours_and_its_blocks_are_single_pages(node: NodeProcess, make_server: Make) -> None:
-    """LightLLM aligns loads to blocks of `_n` pages; with 1 it never rewrites a page that is in use."""
+def test_the_service_is_ours_and_its_blocks_are_single_pages(
+    node: NodeProcess, make_server: Make
+) -> None:
+    """LightLLM aligns loads to blocks of `_n` pages; with 1 it never rewrites a page that is in
+    use.
+    """
     server = make_server(node.address)
     assert type(server.service).__module__ == "gpu_agent.engines.lightllm"
     assert server.service._n == 1

@@ -19,7 +19,8 @@ from kvstore.tools.node_process import NodeProcess
 
 Make = Callable[..., Any]
 POISON = 0xA5
-SLACK_S = 8.0  # of a machine that does other things too; without a deadline none of these calls would ever return
+# of a machine that does other things too; without a deadline none of these calls would ever return
+SLACK_S = 8.0
 
 
 @contextlib.contextmanager
@@ -49,9 +50,12 @@ def keys(hashes: list[int]) -> list[bytes]:
 
 
 @pytest.fixture
-def pair(start_node: Make, make_server: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[NodeProcess, Any, list[int]]:
-    """A node, a server with the first two pages of a prompt in memory, and the prompt, six pages of which
-    are stored."""
+def pair(
+    start_node: Make, make_server: Make, monkeypatch: pytest.MonkeyPatch
+) -> tuple[NodeProcess, Any, list[int]]:
+    """A node, a server with the first two pages of a prompt in memory, and the prompt, six pages of
+    which are stored.
+    """
     node = start_node()
     first = make_server(node.address)
     hashes = first.hashes(1, 6)
@@ -66,7 +70,9 @@ def pair(start_node: Make, make_server: Make, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("fate", ["killed", "hung"])
-def test_a_request_goes_on_without_the_store(pair: tuple[NodeProcess, Any, list[int]], fate: str) -> None:
+def test_a_request_goes_on_without_the_store(
+    pair: tuple[NodeProcess, Any, list[int]], fate: str
+) -> None:
     """R7: it costs a request at most the deadline of a lookup, 0.5 s."""
     node, server, hashes = pair
     with hung(node) if fate == "hung" else contextlib.nullcontext():
@@ -84,7 +90,10 @@ def test_a_request_goes_on_without_the_store(pair: tuple[NodeProcess, Any, list[
 def test_a_page_that_was_found_and_can_not_be_read(
     pair: tuple[NodeProcess, Any, list[int]], fate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between lookup and load. The whole load is thrown away, and the request has what was in memory."""
+    """Between lookup and load.
+
+    The whole load is thrown away, and the request has what was in memory.
+    """
     node, server, hashes = pair
     with contextlib.ExitStack() as until_the_end:
         allocate = server.client.allocate_pages
@@ -112,7 +121,9 @@ def test_a_page_that_was_found_and_can_not_be_read(
 
 
 @pytest.mark.parametrize("fate", ["killed", "hung"])
-def test_the_writer_goes_on_without_the_store(pair: tuple[NodeProcess, Any, list[int]], fate: str) -> None:
+def test_the_writer_goes_on_without_the_store(
+    pair: tuple[NodeProcess, Any, list[int]], fate: str
+) -> None:
     node, server, _ = pair
     with hung(node) if fate == "hung" else contextlib.nullcontext():
         if fate == "killed":
@@ -129,7 +140,9 @@ def test_the_writer_goes_on_without_the_store(pair: tuple[NodeProcess, Any, list
 def test_pages_that_a_hung_store_was_to_get_are_stored_as_they_were_or_not_at_all(
     start_node: Make, make_server: Make, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The node hangs between the writer's question and its pages; LightLLM reuses them when it is told to."""
+    """The node hangs between the writer's question and its pages; LightLLM reuses them when it is
+    told to.
+    """
     monkeypatch.setenv("KVSTORE_WIRE", wire)
     monkeypatch.setenv("KVSTORE_AGENT_SAVE_TIMEOUT_S", "3")
     node = start_node()
@@ -170,7 +183,9 @@ def test_pages_that_a_hung_store_was_to_get_are_stored_as_they_were_or_not_at_al
 def test_after_an_abort_the_pages_belong_to_the_engine(
     pair: tuple[NodeProcess, Any, list[int]], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The node hangs when the job has just begun, and lives again when the engine has reused its pages."""
+    """The node hangs when the job has just begun, and lives again when the engine has reused its
+    pages.
+    """
     node, server, hashes = pair
     agent = server.service.pages._agent
     new, rows = server.hashes(7, 6), torch.arange(6, dtype=torch.int32)
@@ -203,17 +218,23 @@ def test_after_an_abort_the_pages_belong_to_the_engine(
         assert not (server.memory[0] == POISON).all()
 
 
-def test_a_load_of_which_nothing_is_there_is_no_success(pair: tuple[NodeProcess, Any, list[int]]) -> None:
+def test_a_load_of_which_nothing_is_there_is_no_success(
+    pair: tuple[NodeProcess, Any, list[int]],
+) -> None:
     """LightLLM takes an empty list of states for one."""
     _, server, _ = pair
     absent = server.hashes(8, 3)
-    task = server.service.create(hash_128s=absent, kv_page_indexer=torch.arange(3, dtype=torch.int32), mode="r")
+    task = server.service.create(
+        hash_128s=absent, kv_page_indexer=torch.arange(3, dtype=torch.int32), mode="r"
+    )
     server.settle()
     assert task.state() == [PyState.Aborted] * 3
     assert not server.worker.load_pages(absent, [0, 1, 2], 0)
 
 
-def test_the_writer_thread_outlives_restarts_of_the_node(start_node: Make, make_server: Make, tmp_path: Path) -> None:
+def test_the_writer_thread_outlives_restarts_of_the_node(
+    start_node: Make, make_server: Make, tmp_path: Path
+) -> None:
     """R11: pages on disk hit again, and new ones are stored, without anything being done about it."""
     flags = ("--data-dir", str(tmp_path / "data"), "--disk-bytes", "256MiB")
     node = start_node(*flags)
@@ -256,7 +277,9 @@ def test_the_writer_thread_outlives_restarts_of_the_node(start_node: Make, make_
         reader.release(given)
 
 
-def test_a_damaged_page_is_not_read(start_node: Make, make_server: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_page_is_not_read(
+    start_node: Make, make_server: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its checksum is compared before a byte of it reaches LightLLM's memory."""
     monkeypatch.setenv("KVSTORE_WIRE", "shm")
     node = start_node()
@@ -275,7 +298,13 @@ def test_a_damaged_page_is_not_read(start_node: Make, make_server: Make, monkeyp
     given = reader.match(hashes)
     assert (given, reader.loaded_tokens) == ([], 0)
     assert reader.references() == 0
-    assert server.service.query(hashes) == [True, True, True, False, True]  # the node has dropped it
+    assert server.service.query(hashes) == [
+        True,
+        True,
+        True,
+        False,
+        True,
+    ]  # the node has dropped it
     given = reader.match(hashes)
     assert (len(given), reader.loaded_tokens) == (3, 3 * 64)
     reader.release(given)

@@ -1,5 +1,6 @@
-"""R1, R2, R3: servers whose pages are not interchangeable do not see each other's, though LightLLM's hashes
-of a prompt are the same for all of them."""
+"""R1, R2, R3: servers whose pages are not interchangeable do not see each other's, though
+LightLLM's hashes of a prompt are the same for all of them.
+"""
 
 import json
 from collections.abc import Callable
@@ -57,7 +58,9 @@ def test_r01_kinds_of_pages_never_share(node: NodeProcess, make_server: Make) ->
     assert [gets(make_server(node.address, kind), hashes) for kind in kinds] == [2] * 4
 
 
-def test_tensor_parallel_sizes_share_but_for_hybrid_models(node: NodeProcess, make_server: Make) -> None:
+def test_tensor_parallel_sizes_share_but_for_hybrid_models(
+    node: NodeProcess, make_server: Make
+) -> None:
     for kind, shared in (("bf16", 3), ("hybrid", 0)):
         server = make_server(node.address, kind, tp=2)
         hashes = server.hashes(2, 3)
@@ -66,11 +69,15 @@ def test_tensor_parallel_sizes_share_but_for_hybrid_models(node: NodeProcess, ma
         assert gets(make_server(node.address, kind, tp=4), hashes) == shared
 
 
-def test_r01_static_fp8_scales_count_by_their_content(node: NodeProcess, make_server: Make, tmp_path: Path) -> None:
+def test_r01_static_fp8_scales_count_by_their_content(
+    node: NodeProcess, make_server: Make, tmp_path: Path
+) -> None:
     def server(name: str, scale: float) -> Any:
         path = tmp_path / name
         path.write_text(json.dumps({"quant_type": "per_head", "scales": [scale] * 24}))
-        return make_server(node.address, llm_kv_type="fp8kv_sph", kv_quant_calibration_config_path=str(path))
+        return make_server(
+            node.address, llm_kv_type="fp8kv_sph", kv_quant_calibration_config_path=str(path)
+        )
 
     first = server("one.json", 0.5)
     hashes = first.hashes(3, 3)

@@ -1,9 +1,10 @@
-"""Random requests on two of LightLLM's servers with small pools, while pages vanish between lookup and load or are
-damaged, saves fail, requests end early and the store hangs.
+"""Random requests on two of LightLLM's servers with small pools, while pages vanish between lookup
+and load or are damaged, saves fail, requests end early and the store hangs.
 
-A page's bytes follow from its hash. A server computes over the pages that it was given as an engine would: of a prefix
-that is wrong, all that follows is wrong. Every page that a request is given and every stored page is compared, a fresh
-server reads all of them, and no reference is left over. SEEDS=1000 runs longer, KVSTORE_SEED names the first seed.
+A page's bytes follow from its hash. A server computes over the pages that it was given as an engine
+would: of a prefix that is wrong, all that follows is wrong. Every page that a request is given and
+every stored page is compared, a fresh server reads all of them, and no reference is left over.
+SEEDS=1000 runs longer, KVSTORE_SEED names the first seed.
 """
 
 import collections
@@ -38,7 +39,9 @@ def truth(key: int, nbytes: int) -> torch.Tensor:
 
 
 class Storm:
-    """Two servers, one after the other at the hands of a rank: requests that are computed, and their writers."""
+    """Two servers, one after the other at the hands of a rank: requests that are computed, and
+    their writers.
+    """
 
     def __init__(self, servers: list[Any], rng: random.Random) -> None:
         self.servers, self.rng = servers, rng
@@ -59,7 +62,9 @@ class Storm:
         return list(server.hashes(self.rng.randrange(1, 5), self.rng.randrange(1, 9)))
 
     def request(self, server: Any, hashes: list[int]) -> None:
-        """Match a request as LightLLM does, look at what it was given, compute the rest, or end early."""
+        """Match a request as LightLLM does, look at what it was given, compute the rest, or end
+        early.
+        """
         self.hashes.update(hashes)
         given = server.match(hashes)
         self.look(server, hashes, given)
@@ -74,11 +79,17 @@ class Storm:
                 self.wrong.append(f"a request was given a wrong page {page} for {key:x}")
 
     def offload(self, server: Any, hashes: list[int], slow: bool) -> None:
-        """What ranks do with a computed prompt; the pages are LOADING for as long as the copy takes."""
-        if self._queued[server] == QUEUE_GROUPS_MAX:  # LightLLM's queue raises when it is full, its lock taken
+        """What ranks do with a computed prompt; the pages are LOADING for as long as the copy
+        takes.
+        """
+        if (
+            self._queued[server] == QUEUE_GROUPS_MAX
+        ):  # LightLLM's queue raises when it is full, its lock taken
             self.persist(server)
         self._queued[server] += 1
-        pages, ready = server.locked(server.client.allocate_pages, hash_keys=hashes, disk_offload_enable=True)
+        pages, ready = server.locked(
+            server.client.allocate_pages, hash_keys=hashes, disk_offload_enable=True
+        )
         for key, page, there in zip(hashes, pages, ready, strict=True):
             if page != -1 and not there:
                 server.memory[page] = self.truth(key)
@@ -96,11 +107,15 @@ class Storm:
         self._queued[server] = 0
 
     def together(self, server: Any) -> None:
-        """Requests of one prompt at the same time: the later ones are given pages that are still being loaded."""
+        """Requests of one prompt at the same time: the later ones are given pages that are still
+        being loaded.
+        """
         hashes = server.hashes(self.rng.randrange(1, 5), 8)
         self.hashes.update(hashes)
         found: list[list[int]] = []
-        threads = [threading.Thread(target=lambda: found.append(server.match(hashes))) for _ in range(3)]
+        threads = [
+            threading.Thread(target=lambda: found.append(server.match(hashes))) for _ in range(3)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -112,7 +127,9 @@ class Storm:
 
     def forget(self, server: Any) -> None:
         """Other prompts take all pages of the pool that nobody references; they are not stored."""
-        pages = server.locked(server.client.allocate_pages, hash_keys=server.hashes(99, 24), disk_offload_enable=True)
+        pages = server.locked(
+            server.client.allocate_pages, hash_keys=server.hashes(99, 24), disk_offload_enable=True
+        )
         server.memory[[page for page in pages[0] if page != -1]] = 0xA5
         server.locked(server.client.recycle_pages, page_list=pages[0])
 
@@ -127,7 +144,11 @@ def faults(storm_node: NodeProcess, storm_seed: int) -> Iterator[ClientFaults]:
 @pytest.fixture(scope="module")
 def storm_node() -> Iterator[NodeProcess]:
     with NodeProcess(
-        "--ram-bytes", "64MiB", "--extent-bytes", "4MiB", python=os.environ.get("KVSTORE_NODE_PYTHON")
+        "--ram-bytes",
+        "64MiB",
+        "--extent-bytes",
+        "4MiB",
+        python=os.environ.get("KVSTORE_NODE_PYTHON"),
     ) as node:
         yield node
 
@@ -157,13 +178,23 @@ def wrong_pages(storm: Storm, address: str) -> tuple[int, list[str]]:
         names = [page.prefix_hash for page in client.list_pages(namespace)]
         buffers = [bytearray(namespace.layout.page_nbytes) for _ in names]
         there = client.get(namespace, names, buffers) if names else []
-    pages = [(name, page) for name, page, hit in zip(names, buffers, there, strict=True) if hit]  # some are damaged
-    return len(pages), [name.hex() for name, page in pages if bytes(page) != storm.truth(keys[name]).numpy().tobytes()]
+    pages = [
+        (name, page) for name, page, hit in zip(names, buffers, there, strict=True) if hit
+    ]  # some are damaged
+    return len(pages), [
+        name.hex()
+        for name, page in pages
+        if bytes(page) != storm.truth(keys[name]).numpy().tobytes()
+    ]
 
 
 @pytest.mark.parametrize("storm_seed", storm_seeds(3))
 def test_whatever_a_storm_leaves_in_the_store_is_right(
-    storm_node: NodeProcess, make_server: Make, faults: ClientFaults, storm_seed: int, monkeypatch: pytest.MonkeyPatch
+    storm_node: NodeProcess,
+    make_server: Make,
+    faults: ClientFaults,
+    storm_seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rng, servers = random.Random(storm_seed), []
     kind = KINDS[storm_seed % len(KINDS)]

@@ -38,7 +38,8 @@ SUITE = Path(sys.prefix) / "lmcache_sdist"
 WAIT_S = 30.0
 FORMS = ("native_plugin", "plugin")
 RANK = 0x01000100  # of one worker
-# What a server with its L1 of 1 GiB, its bench, a run of LMCache's own suite and two nodes take together.
+# What a server with its L1 of 1 GiB, its bench, a run of LMCache's own suite and two nodes take
+# together.
 MEMORY_NBYTES = 5 << 30
 
 
@@ -70,7 +71,9 @@ def shared_node() -> Iterator[NodeProcess]:
 
 @pytest.fixture
 def start() -> Callable[..., NodeProcess]:
-    return lambda *flags: NodeProcess(*flags, python=os.environ.get("KVSTORE_NODE_PYTHON", sys.executable))
+    return lambda *flags: NodeProcess(
+        *flags, python=os.environ.get("KVSTORE_NODE_PYTHON", sys.executable)
+    )
 
 
 @pytest.fixture
@@ -89,16 +92,28 @@ def form(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def spec() -> Callable[..., dict[str, Any]]:
-    """`spec(form, address, **params)`: what stands behind --l2-adapter. Another namespace each time, and the longest
-    deadlines for a busy machine, unless told."""
+    """`spec(form, address, **params)`: what stands behind --l2-adapter.
+
+    Another namespace each time, and the longest deadlines for a busy machine, unless told.
+    """
 
     def make(form: str, address: str, **params: Any) -> dict[str, Any]:
-        own: dict[str, Any] = {"lookup_timeout_s": 2.0, "connect_timeout_s": 2.0, "kv_format": "test"}
+        own: dict[str, Any] = {
+            "lookup_timeout_s": 2.0,
+            "connect_timeout_s": 2.0,
+            "kv_format": "test",
+        }
         return {
             "type": form,
             "module_path": "gpu_agent.engines.lmcache",
             "class_name": {"native_plugin": "NodeConnector", "plugin": "NodeAdapter"}[form],
-            "adapter_params": {"address": address, "revision": "test", "salt": uuid.uuid4().hex, **own, **params},
+            "adapter_params": {
+                "address": address,
+                "revision": "test",
+                "salt": uuid.uuid4().hex,
+                **own,
+                **params,
+            },
         }
 
     return make
@@ -126,7 +141,9 @@ class Driver:
         empty = {key.object_group_id: MemoryLayoutDesc(shapes=[], dtypes=[]) for key in keys}
         task = self.adapter.submit_lookup_and_lock_task(keys, layouts or empty)
         poll = lambda: self.adapter.query_lookup_and_lock_result(task)  # noqa: E731
-        return self._bits(self._wait(self.adapter.get_lookup_and_lock_event_fd(), poll, wait_s), len(keys))
+        return self._bits(
+            self._wait(self.adapter.get_lookup_and_lock_event_fd(), poll, wait_s), len(keys)
+        )
 
     def load(self, keys: list[ObjectKey], objects: list[Any], wait_s: float = WAIT_S) -> list[bool]:
         task = self.adapter.submit_load_task(keys, objects)
@@ -180,7 +197,10 @@ def driver(
 def keys_of() -> Callable[..., list[ObjectKey]]:
     def make(count: int, first: int = 0, **parts: Any) -> list[ObjectKey]:
         common = {"model_name": "m", "kv_rank": RANK, **parts}
-        return [ObjectKey(chunk_hash=hashlib.sha256(b"%d" % i).digest(), **common) for i in range(first, first + count)]
+        return [
+            ObjectKey(chunk_hash=hashlib.sha256(b"%d" % i).digest(), **common)
+            for i in range(first, first + count)
+        ]
 
     return make
 
@@ -189,10 +209,14 @@ def keys_of() -> Callable[..., list[ObjectKey]]:
 def objects_of() -> Callable[..., list[TensorMemoryObj]]:
     """Objects in a buffer of their own, filled with random bytes or with zeros."""
 
-    def make(count: int, shape: tuple[int, ...] = (2, 3, 64), dtype: Any = None, fill: bool = True) -> Any:
+    def make(
+        count: int, shape: tuple[int, ...] = (2, 3, 64), dtype: Any = None, fill: bool = True
+    ) -> Any:
         dtype = dtype or torch.float16
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        data = (torch.randint(0, 256, (count, nbytes)) if fill else torch.zeros((count, nbytes))).to(torch.uint8)
+        data = (
+            torch.randint(0, 256, (count, nbytes)) if fill else torch.zeros((count, nbytes))
+        ).to(torch.uint8)
         return [
             TensorMemoryObj(
                 row.view(dtype).view(-1) if nbytes % dtype.itemsize == 0 else row,
@@ -220,13 +244,21 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def lmcache(tmp_path: Path, environment: dict[str, str]) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+def lmcache(
+    tmp_path: Path, environment: dict[str, str]
+) -> Callable[..., "subprocess.CompletedProcess[str]"]:
     """Runs `lmcache ...` in a process of its own."""
 
     def run(*arguments: str, timeout_s: float = 180.0) -> "subprocess.CompletedProcess[str]":
         command = [str(Path(sys.prefix) / "bin" / "lmcache"), *arguments]
         return subprocess.run(
-            command, check=False, capture_output=True, text=True, timeout=timeout_s, cwd=tmp_path, env=environment
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd=tmp_path,
+            env=environment,
         )
 
     return run

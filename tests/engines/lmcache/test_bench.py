@@ -1,4 +1,6 @@
-"""`lmcache bench l2` with its verification on, with LMCache's own faults injected, and its smoke test."""
+"""`lmcache bench l2` with its verification on, with LMCache's own faults injected, and its smoke
+test.
+"""
 
 import importlib.util
 import json
@@ -31,7 +33,9 @@ SMOKE_TEST = (
 )
 
 
-def bench(lmcache: Any, folder: Path, adapter: dict[str, Any], *settings: str) -> dict[str, dict[str, Any]]:
+def bench(
+    lmcache: Any, folder: Path, adapter: dict[str, Any], *settings: str
+) -> dict[str, dict[str, Any]]:
     """What the bench measured of each operation."""
     report = folder / "report.json"
     command = ["bench", "l2", "--l2-adapter", json.dumps(adapter), *SETTINGS, *settings]
@@ -42,7 +46,11 @@ def bench(lmcache: Any, folder: Path, adapter: dict[str, Any], *settings: str) -
 
 
 def test_every_key_comes_back_verified(
-    form: str, spec: Callable[..., dict[str, Any]], lmcache: Any, shared_node: NodeProcess, tmp_path: Path
+    form: str,
+    spec: Callable[..., dict[str, Any]],
+    lmcache: Any,
+    shared_node: NodeProcess,
+    tmp_path: Path,
 ) -> None:
     found = bench(lmcache, tmp_path, spec(form, shared_node.address), "--no-skip-verify")
     assert {
@@ -51,9 +59,18 @@ def test_every_key_comes_back_verified(
 
 
 def test_injected_faults_cost_those_loads_and_nothing_else(
-    form: str, spec: Callable[..., dict[str, Any]], lmcache: Any, shared_node: NodeProcess, tmp_path: Path
+    form: str,
+    spec: Callable[..., dict[str, Any]],
+    lmcache: Any,
+    shared_node: NodeProcess,
+    tmp_path: Path,
 ) -> None:
-    faulty = {"type": "fault_inject", "rate": 0.3, "seed": 7, "inner": spec(form, shared_node.address)}
+    faulty = {
+        "type": "fault_inject",
+        "rate": 0.3,
+        "seed": 7,
+        "inner": spec(form, shared_node.address),
+    }
     found = bench(lmcache, tmp_path, faulty)
     assert found["Store"]["total_success"] == found["Lookup"]["total_success"] == KEYS
     assert 0.4 * KEYS < found["Load"]["total_success"] < KEYS
@@ -68,9 +85,23 @@ def test_the_smoke_test_of_lmcache(
     tmp_path: Path,
 ) -> None:
     adapter = json.dumps(spec(form, shared_node.address))
-    command = [sys.executable, "-m", SMOKE_TEST, "--mode", "test_l2_adapter", "--l2-adapter", adapter]
+    command = [
+        sys.executable,
+        "-m",
+        SMOKE_TEST,
+        "--mode",
+        "test_l2_adapter",
+        "--l2-adapter",
+        adapter,
+    ]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "Validation (content): 5/5" in done.stdout + done.stderr

@@ -29,9 +29,25 @@ PEAK_MIB_MAX = 2048  # of a run of the suite; with LMCache's session-wide alloca
 
 def run_suite(folder: Path, environment: dict[str, str], *arguments: str) -> str:
     shutil.copy(HERE / "upstream_memory.py", folder)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "upstream_memory", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "upstream_memory",
+        *arguments,
+    ]
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     peak = re.search(r"^peak memory: (\d+) MiB$", done.stdout, re.MULTILINE)
@@ -47,7 +63,10 @@ def test_the_contract_suite_passes(
     environment: dict[str, str],
     shared_node: NodeProcess,
 ) -> None:
-    """All but the test of the mock's own timing. The suite wants to see a capacity in use."""
+    """All but the test of the mock's own timing.
+
+    The suite wants to see a capacity in use.
+    """
     shutil.copy(HERE / "upstream_adapter.py", upstream / SUITE / "test_kvstore_adapter.py")
     adapter = spec(form, shared_node.address)
     (adapter if form == "native_plugin" else adapter["adapter_params"]).update(CAPACITY)
@@ -64,5 +83,7 @@ def test_the_contract_suite_passes(
 
 
 @pytest.mark.parametrize("path", GUARDS, ids=lambda path: Path(path).stem)
-def test_lmcache_still_is_what_we_take_it_for(path: str, upstream: Path, environment: dict[str, str]) -> None:
+def test_lmcache_still_is_what_we_take_it_for(
+    path: str, upstream: Path, environment: dict[str, str]
+) -> None:
     assert " passed" in run_suite(upstream, environment, path)

@@ -12,7 +12,9 @@ CHUNK = 16
 def chunks(identifier: str) -> list[bytes]:
     """Of a prompt of four chunks, whose second one is an image that vLLM calls so."""
     tokens = torch.arange(4 * CHUNK)
-    apply_mm_hashes_to_token_ids(tokens, [identifier], [SimpleNamespace(offset=CHUNK, length=CHUNK)])
+    apply_mm_hashes_to_token_ids(
+        tokens, [identifier], [SimpleNamespace(offset=CHUNK, length=CHUNK)]
+    )
     return list(TokenHasher(CHUNK).compute_chunk_hashes(tokens.tolist()))
 
 

@@ -1,5 +1,6 @@
-"""R1, R2 and R3 on LMCache's own keys and objects: whoever differs in anything never hits; whoever is the same does.
-And the listing, the status and the options."""
+"""R1, R2 and R3 on LMCache's own keys and objects: whoever differs in anything never hits; whoever
+is the same does. And the listing, the status and the options.
+"""
 
 import json
 import time
@@ -74,10 +75,17 @@ def test_keys_that_differ_never_hit(driver: Any, other: Any, keys_of: Any, objec
 
 
 def test_two_dtypes_of_one_width_never_hit(
-    spec: Callable[..., dict[str, Any]], open_adapter: Any, shared_node: NodeProcess, keys_of: Any, objects_of: Any
+    spec: Callable[..., dict[str, Any]],
+    open_adapter: Any,
+    shared_node: NodeProcess,
+    keys_of: Any,
+    objects_of: Any,
 ) -> None:
-    """`plugin`: the dtype comes with every call. Both: the option kv_format says it, and what no dtype does: fp8
-    has two kinds, and vLLM shows bytes for either."""
+    """`plugin`: the dtype comes with every call.
+
+    Both: the option kv_format says it, and what no dtype does: fp8 has two kinds, and vLLM shows
+    bytes for either.
+    """
     keys = keys_of(2)
     driver = open_adapter(spec("plugin", shared_node.address))
     assert driver.store(keys, objects_of(2, dtype=torch.float16)).is_successful()
@@ -87,7 +95,8 @@ def test_two_dtypes_of_one_width_never_hit(
         assert loaded(driver, keys, objects_of, dtype=dtype) == hits
     for form in ("native_plugin", "plugin"):
         one, other = (
-            open_adapter(spec(form, shared_node.address, kv_format=name, **SALT)) for name in ("fp8_e4m3", "fp8_e5m2")
+            open_adapter(spec(form, shared_node.address, kv_format=name, **SALT))
+            for name in ("fp8_e4m3", "fp8_e5m2")
         )
         assert one.store(keys, objects_of(2)).is_successful()
         assert other.lookup(keys) == loaded(other, keys, objects_of) == [False] * 2
@@ -112,10 +121,16 @@ def test_bytes_come_back_as_they_were(driver: Any, keys_of: Any, objects_of: Any
 
 
 def test_the_node_says_what_is_there(
-    spec: Callable[..., dict[str, Any]], open_adapter: Any, shared_node: NodeProcess, keys_of: Any, objects_of: Any
+    spec: Callable[..., dict[str, Any]],
+    open_adapter: Any,
+    shared_node: NodeProcess,
+    keys_of: Any,
+    objects_of: Any,
 ) -> None:
     driver, stranger = (open_adapter(spec("plugin", shared_node.address)) for _ in range(2))
-    keys = keys_of(7, cache_salt="a b") + keys_of(3, model_name="n", kv_rank=0x02010201, object_group_id=10)
+    keys = keys_of(7, cache_salt="a b") + keys_of(
+        3, model_name="n", kv_rank=0x02010201, object_group_id=10
+    )
     assert driver.store(keys, objects_of(10)).is_successful()
     assert stranger.store(keys[:2], objects_of(2)).is_successful()
     listed: list[Any] = []
@@ -164,7 +179,12 @@ def test_the_status_is_the_nodes_own(driver: Any, form: str, keys_of: Any, objec
     ],
 )
 def test_a_wrong_option_ends_the_start(
-    form: str, params: Any, message: str, spec: Callable[..., dict[str, Any]], open_adapter: Any, unused_address: str
+    form: str,
+    params: Any,
+    message: str,
+    spec: Callable[..., dict[str, Any]],
+    open_adapter: Any,
+    unused_address: str,
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         open_adapter(spec(form, unused_address, **params))

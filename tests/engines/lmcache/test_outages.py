@@ -1,5 +1,6 @@
-"""R5, R7 and R11 on LMCache's own wrappers: a node that hangs, dies, comes back or gives back other bytes; late
-answers; and close."""
+"""R5, R7 and R11 on LMCache's own wrappers: a node that hangs, dies, comes back or gives back other
+bytes; late answers; and close.
+"""
 
 import os
 import signal
@@ -16,8 +17,15 @@ from stopping import stop
 from kvstore import Client, ClientConfig
 from kvstore.tools.node_process import NodeProcess
 
-TIMES = {"lookup_timeout_s": 0.4, "load_timeout_s": 0.8, "save_timeout_s": 0.8, "backoff_s_max": 0.5}
-SLACK_S = 10.0  # for a machine that is busy; without a deadline none of these calls would ever return
+TIMES = {
+    "lookup_timeout_s": 0.4,
+    "load_timeout_s": 0.8,
+    "save_timeout_s": 0.8,
+    "backoff_s_max": 0.5,
+}
+SLACK_S = (
+    10.0  # for a machine that is busy; without a deadline none of these calls would ever return
+)
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
@@ -35,7 +43,12 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def test_a_hung_node_is_a_miss_in_time_and_forgotten_when_it_goes_on(
-    form: str, node: NodeProcess, spec: Callable[..., dict[str, Any]], open_adapter: Any, keys_of: Any, objects_of: Any
+    form: str,
+    node: NodeProcess,
+    spec: Callable[..., dict[str, Any]],
+    open_adapter: Any,
+    keys_of: Any,
+    objects_of: Any,
 ) -> None:
     driver = open_adapter(spec(form, node.address, **TIMES))
     keys, sources = keys_of(4), objects_of(4)
@@ -82,7 +95,9 @@ def test_a_killed_node_is_a_miss_and_used_again_when_it_is_back(
         targets = objects_of(4, fill=False)
         eventually(lambda: driver.load(keys, targets) == [True] * 4)
         assert driver.lookup(keys) == [True] * 4
-        assert [bytes(item.byte_array) for item in targets] == [bytes(item.byte_array) for item in sources]
+        assert [bytes(item.byte_array) for item in targets] == [
+            bytes(item.byte_array) for item in sources
+        ]
         assert driver.store(keys_of(2, 100), objects_of(2)).is_successful()
 
 
@@ -100,10 +115,16 @@ def test_a_flipped_byte_is_a_miss(
     driver = open_adapter(spec(form, shared_node.address, wire=wire))
     keys, sources = keys_of(3), objects_of(3)
     assert driver.store(keys, sources).is_successful()
-    client = driver.adapter._client._node.client if form == "native_plugin" else driver.adapter._node.client
+    client = (
+        driver.adapter._client._node.client
+        if form == "native_plugin"
+        else driver.adapter._node.client
+    )
     with Client(ClientConfig(address=shared_node.address, wire="shm")) as mine:
         namespace = next(
-            found for found, info in mine.namespaces() if found.digest in client._fan_out.nodes.only._link.opened
+            found
+            for found, info in mine.namespaces()
+            if found.digest in client._fan_out.nodes.only._link.opened
         )
         with mine.open_get(namespace, [keys[1].chunk_hash]) as slots:
             slots.arena.memory[slots.offsets[0] + 100] ^= 4
@@ -114,7 +135,12 @@ def test_a_flipped_byte_is_a_miss(
 
 
 def test_close_ends_what_is_under_way(
-    form: str, node: NodeProcess, spec: Callable[..., dict[str, Any]], open_adapter: Any, keys_of: Any, objects_of: Any
+    form: str,
+    node: NodeProcess,
+    spec: Callable[..., dict[str, Any]],
+    open_adapter: Any,
+    keys_of: Any,
+    objects_of: Any,
 ) -> None:
     """As at SIGTERM: calls are pending, the node hangs, and the buffers go right after close."""
     driver = open_adapter(spec(form, node.address, **TIMES))
@@ -131,13 +157,20 @@ def test_close_ends_what_is_under_way(
         within(6.0, driver.adapter.close)  # LMCache's wrapper waits for its own thread first
     finally:
         os.kill(node.pid, signal.SIGCONT)
-    assert [thread.name for thread in threads if thread.is_alive() and "populate" not in thread.name] == []
+    assert [
+        thread.name for thread in threads if thread.is_alive() and "populate" not in thread.name
+    ] == []
     time.sleep(0.3)
     assert not any(target.raw_data.view(torch.uint8).any() for target in targets)
 
 
 def test_submitting_never_waits(
-    form: str, node: NodeProcess, spec: Callable[..., dict[str, Any]], open_adapter: Any, keys_of: Any, objects_of: Any
+    form: str,
+    node: NodeProcess,
+    spec: Callable[..., dict[str, Any]],
+    open_adapter: Any,
+    keys_of: Any,
+    objects_of: Any,
 ) -> None:
     """LMCache submits under its own lock."""
     driver = open_adapter(spec(form, node.address, **TIMES))
@@ -149,6 +182,8 @@ def test_submitting_never_waits(
         for _ in range(4):
             driver.adapter.submit_store_task(keys, sources)
             driver.adapter.submit_lookup_and_lock_task(keys, {})
-        assert time.monotonic() - start < 4.5  # eight that waited for their deadlines would take 4.8 s
+        assert (
+            time.monotonic() - start < 4.5
+        )  # eight that waited for their deadlines would take 4.8 s
     finally:
         os.kill(node.pid, signal.SIGCONT)

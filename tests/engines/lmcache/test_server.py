@@ -1,5 +1,6 @@
-"""`lmcache server` end to end without a GPU: its CPU bench stores, its L1 is cleared, and the same requests come
-back from the node with the checksums that they had."""
+"""`lmcache server` end to end without a GPU: its CPU bench stores, its L1 is cleared, and the same
+requests come back from the node with the checksums that they had.
+"""
 
 import importlib.util
 import json
@@ -24,7 +25,12 @@ from kvstore.tools.node_process import NodeProcess
 START_S = 120.0
 REQUESTS = 2
 ONE_GROUP = ("--kvcache-shape-spec", "(2,256,16,8,128):float16:8")
-TWO_RANKS = ("--tp-size", "2", "--kvcache-shape-spec", "(2,256,16,8,128):float16:4;(2,256,16,4,64):uint8:4")
+TWO_RANKS = (
+    "--tp-size",
+    "2",
+    "--kvcache-shape-spec",
+    "(2,256,16,8,128):float16:4;(2,256,16,4,64):uint8:4",
+)
 CHUNKS = 4
 # From 0.5.7 on, the bench frees a request's blocks when the request ends. In sequential order all
 # requests would then use the same blocks, and store the same bytes under different keys.
@@ -47,7 +53,12 @@ class Server:
         self.said = (folder / "server.log").open("w+")
         command = [self._program, "server", *ports, *memory, "--l2-adapter", json.dumps(adapter)]
         self.process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=self.said, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=self.said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         end = time.monotonic() + START_S
         while not self._healthy():
@@ -66,24 +77,41 @@ class Server:
         return True
 
     def ask(self, path: str, data: bytes | None = None) -> str:
-        with urllib.request.urlopen(f"http://localhost:{self.http_port}{path}", data, timeout=10) as reply:
+        with urllib.request.urlopen(
+            f"http://localhost:{self.http_port}{path}", data, timeout=10
+        ) as reply:
             text: str = reply.read().decode()
             return text
 
     def bench(self, *shape: str) -> str:
         command = [self._program, "bench", "server", "--rpc-url", f"tcp://localhost:{self.port}"]
-        command += ["--url", f"http://localhost:{self.http_port}", "--mode", "cpu", "--transfer-mode", "lmcache_driven"]
+        command += [
+            "--url",
+            f"http://localhost:{self.http_port}",
+            "--mode",
+            "cpu",
+            "--transfer-mode",
+            "lmcache_driven",
+        ]
         command += ["--num-tokens", "1024", "--num-blocks", "256", *RANDOM_BLOCKS]
         command += ["--start", "0", "--end", str(REQUESTS), *shape]
         done = subprocess.run(
-            command, cwd=self._folder, env=self._environment, capture_output=True, text=True, timeout=240, check=False
+            command,
+            cwd=self._folder,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + self.log()
         return done.stdout + done.stderr
 
     def hits(self) -> int:
         """Keys that lookups found in the node so far."""
-        found = re.findall(r"^\S*lookup_hit_l2_keys_total\S* ([0-9.e+]+)", self.ask("/metrics"), re.MULTILINE)
+        found = re.findall(
+            r"^\S*lookup_hit_l2_keys_total\S* ([0-9.e+]+)", self.ask("/metrics"), re.MULTILINE
+        )
         return int(sum(map(float, found)))
 
     def stop(self) -> int:
@@ -98,13 +126,16 @@ class Server:
 
 
 def checksums(said: str) -> list[tuple[str, str]]:
-    """(request, checksum) as the bench prints them, cold and warm; compared here, because its own comparison
-    overlooks what the node changed."""
+    """(request, checksum) as the bench prints them, cold and warm; compared here, because its own
+    comparison overlooks what the node changed.
+    """
     return sorted(re.findall(r"\[seq (\S+)\] CHECKSUM: ([0-9a-f]{16})", said))
 
 
 @pytest.fixture
-def serve(environment: dict[str, str], tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], Server]]:
+def serve(
+    environment: dict[str, str], tmp_path: Path
+) -> Iterator[Callable[[dict[str, Any]], Server]]:
     servers: list[Server] = []
 
     def start(adapter: dict[str, Any]) -> Server:
@@ -118,7 +149,9 @@ def serve(environment: dict[str, str], tmp_path: Path) -> Iterator[Callable[[dic
 
 
 @pytest.mark.parametrize(
-    ("form", "shape"), [("native_plugin", ONE_GROUP), ("plugin", ONE_GROUP), ("plugin", TWO_RANKS)], ids=str
+    ("form", "shape"),
+    [("native_plugin", ONE_GROUP), ("plugin", ONE_GROUP), ("plugin", TWO_RANKS)],
+    ids=str,
 )
 def test_what_left_the_servers_memory_comes_back_from_the_node(
     form: str,
@@ -133,17 +166,23 @@ def test_what_left_the_servers_memory_comes_back_from_the_node(
     server.ask("/cache/clear", b"")
     second = server.bench(*shape)
     assert len(checksums(first)) >= 2 * REQUESTS
-    assert {checksum for _, checksum in checksums(second)} == {checksum for _, checksum in checksums(first)}
+    assert {checksum for _, checksum in checksums(second)} == {
+        checksum for _, checksum in checksums(first)
+    }
     assert len({checksum for _, checksum in checksums(first)}) >= REQUESTS
     assert second.count(f"/cold] LOOKUP: {CHUNKS}/{CHUNKS} ") == REQUESTS, second[-3000:]
     assert server.hits() > before
     status = json.loads(server.ask("/status"))
     assert '"is_healthy": true' in json.dumps(status)
-    assert server.stop() in (0, -signal.SIGTERM), server.log()  # uvicorn ends itself with the signal that it got
+    assert server.stop() in (0, -signal.SIGTERM), (
+        server.log()
+    )  # uvicorn ends itself with the signal that it got
 
 
 def test_a_server_whose_node_is_gone_serves_on(
-    spec: Callable[..., dict[str, Any]], serve: Callable[[dict[str, Any]], Server], node: NodeProcess
+    spec: Callable[..., dict[str, Any]],
+    serve: Callable[[dict[str, Any]], Server],
+    node: NodeProcess,
 ) -> None:
     """Its requests are misses, in time; and with the node back they are hits again."""
     server = serve(spec("plugin", node.address, load_timeout_s=2.0, save_timeout_s=2.0))
@@ -153,5 +192,7 @@ def test_a_server_whose_node_is_gone_serves_on(
     hung = server.bench(*ONE_GROUP)
     os.kill(node.pid, signal.SIGCONT)
     assert hung.count(f"/cold] LOOKUP: 0/{CHUNKS} ") == REQUESTS, hung[-3000:]
-    assert server.stop() in (0, -signal.SIGTERM), server.log()  # uvicorn ends itself with the signal that it got
+    assert server.stop() in (0, -signal.SIGTERM), (
+        server.log()
+    )  # uvicorn ends itself with the signal that it got
     assert checksums(first)

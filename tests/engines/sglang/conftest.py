@@ -16,11 +16,16 @@ from kvstore.tools.node_process import NodeProcess
 HERE = Path(__file__).parent
 if importlib.util.find_spec("torchvision") is None:
     sys.path.insert(0, str(HERE / "stubs"))
-os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # install.sh's ninja
+os.environ["PATH"] = os.pathsep.join(
+    [str(Path(sys.executable).parent), os.environ["PATH"]]
+)  # install.sh's ninja
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
-    """These tests have SGLang in their own process, those on a GPU in others. What it warns of is not ours."""
+    """These tests have SGLang in their own process, those on a GPU in others.
+
+    What it warns of is not ours.
+    """
     if module_path.parent == HERE:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -39,7 +44,9 @@ def _one_rank() -> Iterator[None]:
 
     context = harness.parallel()
     context.__enter__()
-    harness.hashes(list(range(16)), 16)  # builds SGLang's extension now, not within a test's deadline
+    harness.hashes(
+        list(range(16)), 16
+    )  # builds SGLang's extension now, not within a test's deadline
     yield
     context.__exit__(None, None, None)
 
@@ -68,7 +75,9 @@ def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def engine(config: dict[str, Any]) -> Iterator[Callable[..., Any]]:
-    """`engine(entry, ..., model="other")`: a rank with these pools and options, detached at the end."""
+    """`engine(entry, ..., model="other")`: a rank with these pools and options, detached at the
+    end.
+    """
     import harness
 
     made: list[Any] = []

@@ -1,4 +1,6 @@
-"""What is backed up is what is prefetched: every host layout, through the generic, the v1 and the v2 methods."""
+"""What is backed up is what is prefetched: every host layout, through the generic, the v1 and the
+v2 methods.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +14,25 @@ Make = Callable[..., Any]
 TOKENS = list(range(12 * PAGE))
 COPIED = "bulk, copied"
 POOLS: dict[str, Callable[[], Any]] = {
-    **{f"mha {layout}": lambda layout=layout: mha(layout) for layout in ("layer_first", "page_first")},
-    **{f"mha {layout}": lambda layout=layout: mha(layout) for layout in ("page_first_direct", "page_head")},
-    **{f"mla {layout}": lambda layout=layout: mla(layout) for layout in ("layer_first", "page_first")},
+    **{
+        f"mha {layout}": lambda layout=layout: mha(layout)
+        for layout in ("layer_first", "page_first")
+    },
+    **{
+        f"mha {layout}": lambda layout=layout: mha(layout)
+        for layout in ("page_first_direct", "page_head")
+    },
+    **{
+        f"mla {layout}": lambda layout=layout: mla(layout)
+        for layout in ("layer_first", "page_first")
+    },
     "mla page_first_direct": lambda: mla("page_first_direct"),
     "mha fp8": lambda: mha(dtype=torch.float8_e5m2),
     "memfd": lambda: mha(allocator="shm"),
 }
 UNEQUAL = {
-    f"K != V {layout}": lambda layout=layout: mha(layout, v_dim=16) for layout in ("page_first", "page_first_direct")
+    f"K != V {layout}": lambda layout=layout: mha(layout, v_dim=16)
+    for layout in ("page_first", "page_first_direct")
 }
 
 

@@ -1,5 +1,6 @@
-"""The store as the controller sees it: keys, return values, holes, side pools, statistics, the engine's own
-random failures."""
+"""The store as the controller sees it: keys, return values, holes, side pools, statistics, the
+engine's own random failures.
+"""
 
 import os
 from collections.abc import Callable
@@ -31,7 +32,9 @@ def forget(engine: Any, pool: str, *pages: int, tokens: list[int] = TOKENS) -> N
     """As if the node had evicted these."""
     keys = engine.hashes(tokens)
     namespace = engine.backend._pages[pool].namespace
-    removed = engine.backend._client.remove(namespace, [bytes.fromhex(keys[page]) for page in pages])
+    removed = engine.backend._client.remove(
+        namespace, [bytes.fromhex(keys[page]) for page in pages]
+    )
     assert all(removed)
 
 
@@ -116,7 +119,9 @@ def test_generic_values_are_tensors_or_none(pair: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("slots", [SLOTS[:-1], SLOTS + 1, SLOTS.flip(0), SLOTS + 1 << 20, None])
-def test_slots_that_are_no_pages_move_nothing(pair: tuple[Any, Any], slots: torch.Tensor | None) -> None:
+def test_slots_that_are_no_pages_move_nothing(
+    pair: tuple[Any, Any], slots: torch.Tensor | None
+) -> None:
     _, reader = pair
     before = [part.clone() for part in (reader.host.kv_buffer,)]
     keys = reader.hashes(TOKENS)
@@ -217,7 +222,9 @@ def test_kv_alone_is_no_hit_where_an_indexer_belongs_to_it(engine: Make) -> None
 def trailing(engine: Any, count: int, pages: int = 10) -> PoolTransfer:
     """A window of the last `count` of so many pages."""
     return PoolTransfer(
-        name=PoolName.SWA, keys=engine.hashes(TOKENS)[pages - count : pages], hit_policy=PoolHitPolicy.TRAILING_PAGES
+        name=PoolName.SWA,
+        keys=engine.hashes(TOKENS)[pages - count : pages],
+        hit_policy=PoolHitPolicy.TRAILING_PAGES,
     )
 
 
@@ -228,7 +235,8 @@ def test_the_set_of_lengths_has_holes(engine: Make) -> None:
     for last in (2, 3, 4, 8, 9):  # windows of two pages end at 3 and 4, and at 9
         slots = torch.arange(PAGE) + last * PAGE
         assert made.backend.batch_set_v2(
-            [PoolTransfer(name=PoolName.SWA, keys=[keys[last - 1]], host_indices=slots)], extra_info=None
+            [PoolTransfer(name=PoolName.SWA, keys=[keys[last - 1]], host_indices=slots)],
+            extra_info=None,
         ) == {PoolName.SWA: [True]}
     result = made.backend.batch_exists_v2(keys, [trailing(made, 2)], None)
     assert result.restorable_prefix_pages == [3, 4, 9]
@@ -283,7 +291,10 @@ def test_an_anchor_without_memory_hits_as_its_side_pools_do(engine: Make) -> Non
         lambda i: i,
         is_primary_index_anchor=True,
     )
-    made, transfer = engine(anchor, side), PoolTransfer(name=side.name, indices_from_pool=PoolName.KV)
+    made, transfer = (
+        engine(anchor, side),
+        PoolTransfer(name=side.name, indices_from_pool=PoolName.KV),
+    )
     fill(side.host_pool)
     assert made.query(TOKENS).storage_hit_count == 0
     assert made.query(TOKENS, [transfer]).storage_hit_count == 0
@@ -354,14 +365,21 @@ def test_the_engines_random_failures_and_delays(
     assert len(outcomes) > 1, "no failure was injected"
 
 
-def test_nothing_is_compiled_or_started_at_a_first_request(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_or_started_at_a_first_request(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """R22: from our side; SGLang builds its own hash at its first use, which the fixtures have had."""
     made = engine(mha())
 
     def refuse(*args: Any, **_: Any) -> None:
         raise AssertionError(f"started {args}")
 
-    for module, name in (("subprocess", "Popen"), ("os", "posix_spawn"), ("os", "fork"), ("os", "system")):
+    for module, name in (
+        ("subprocess", "Popen"),
+        ("os", "posix_spawn"),
+        ("os", "fork"),
+        ("os", "system"),
+    ):
         monkeypatch.setattr(f"{module}.{name}", refuse)
     assert os.fork is refuse
     assert made.backup(TOKENS, SLOTS).completed_tokens == len(TOKENS)

@@ -21,20 +21,38 @@ TOKENS = list(range(40 * PAGE))
 SLOTS = torch.arange(len(TOKENS))
 TARGET = SLOTS + 1024
 LOOKUP_S, LOAD_S, SAVE_S = 0.5, 1.0, 1.0
-SLACK_S = 8.0  # of a machine that does other things too; without a deadline none of these calls would ever return
+# of a machine that does other things too; without a deadline none of these calls would ever return
+SLACK_S = 8.0
 
 
 class Node:
-    """A node on a data directory that can be stopped, continued, killed and started again on its ports."""
+    """A node on a data directory that can be stopped, continued, killed and started again on its
+    ports.
+    """
 
     def __init__(self, data_dir: Path) -> None:
-        self._flags = ("--ram-bytes", "64MiB", "--extent-bytes", "4MiB", "--data-dir", str(data_dir))
+        self._flags = (
+            "--ram-bytes",
+            "64MiB",
+            "--extent-bytes",
+            "4MiB",
+            "--data-dir",
+            str(data_dir),
+        )
         self.process = start_node(*self._flags)
         self.address = self.process.address
 
     def restart(self) -> None:
-        ports = (self.address.rpartition(":")[2], str(self.process.bulk_port), str(self.process.metrics_port))
-        named = [part for pair in zip(("--port", "--bulk-port", "--metrics-port"), ports, strict=True) for part in pair]
+        ports = (
+            self.address.rpartition(":")[2],
+            str(self.process.bulk_port),
+            str(self.process.metrics_port),
+        )
+        named = [
+            part
+            for pair in zip(("--port", "--bulk-port", "--metrics-port"), ports, strict=True)
+            for part in pair
+        ]
         self.process = start_node(*self._flags, *named)
 
     def hung(self) -> contextlib.AbstractContextManager[None]:
@@ -87,7 +105,9 @@ def until_hit(engine: Any, tokens: list[int] = TOKENS) -> None:
         time.sleep(0.05)
 
 
-def test_a_node_that_hangs_costs_one_deadline_and_then_nothing(own: Node, pair: tuple[Any, Any]) -> None:
+def test_a_node_that_hangs_costs_one_deadline_and_then_nothing(
+    own: Node, pair: tuple[Any, Any]
+) -> None:
     _, reader = pair
     with own.hung():
         with within(LOOKUP_S):
@@ -96,11 +116,15 @@ def test_a_node_that_hangs_costs_one_deadline_and_then_nothing(own: Node, pair: 
         for _ in range(20):
             assert reader.query(TOKENS).storage_hit_count == 0
             assert reader.backup([7] * PAGE, SLOTS[:PAGE]).completed_tokens == 0
-        assert time.monotonic() - start < 20 * (LOOKUP_S + SAVE_S) * 2 / 3, "the breaker did not open"
+        assert time.monotonic() - start < 20 * (LOOKUP_S + SAVE_S) * 2 / 3, (
+            "the breaker did not open"
+        )
     until_hit(reader)
 
 
-def test_a_node_that_hangs_between_query_and_get_leaves_the_pages_alone(own: Node, pair: tuple[Any, Any]) -> None:
+def test_a_node_that_hangs_between_query_and_get_leaves_the_pages_alone(
+    own: Node, pair: tuple[Any, Any]
+) -> None:
     writer, reader = pair
     operation = reader.query(TOKENS)
     assert operation.storage_hit_count == len(TOKENS)
@@ -116,7 +140,9 @@ def test_a_node_that_hangs_between_query_and_get_leaves_the_pages_alone(own: Nod
     assert page_bytes(reader.host, TARGET) == page_bytes(writer.host, SLOTS)
 
 
-def test_a_node_that_hangs_during_a_set_stores_all_or_nothing(own: Node, pair: tuple[Any, Any]) -> None:
+def test_a_node_that_hangs_during_a_set_stores_all_or_nothing(
+    own: Node, pair: tuple[Any, Any]
+) -> None:
     writer, reader = pair
     tokens = [9, *TOKENS[1:]]
     with own.hung(), within(SAVE_S + LOOKUP_S):
@@ -130,7 +156,9 @@ def test_a_node_that_hangs_during_a_set_stores_all_or_nothing(own: Node, pair: t
     assert page_bytes(reader.host, TARGET) == page_bytes(writer.host, SLOTS)
 
 
-def test_a_killed_node_is_a_miss_and_hits_again_when_it_is_back(own: Node, pair: tuple[Any, Any]) -> None:
+def test_a_killed_node_is_a_miss_and_hits_again_when_it_is_back(
+    own: Node, pair: tuple[Any, Any]
+) -> None:
     writer, reader = pair
     reader.backend._client.flush()
     operation = reader.query(TOKENS)
@@ -210,7 +238,9 @@ def test_a_flipped_bit_is_a_miss(own: Node, pair: tuple[Any, Any]) -> None:
     ):
         slots.arena.memory[slots.offsets[11] + 77] ^= 1
     assert reader.fetch(reader.query(TOKENS), TARGET)[0] == 11 * PAGE
-    assert page_bytes(reader.host, TARGET[: 11 * PAGE]) == page_bytes(writer.host, SLOTS[: 11 * PAGE])
+    assert page_bytes(reader.host, TARGET[: 11 * PAGE]) == page_bytes(
+        writer.host, SLOTS[: 11 * PAGE]
+    )
 
 
 @pytest.mark.parametrize("hung", [False, True])
@@ -221,7 +251,10 @@ def test_detach_takes_less_than_ten_seconds(own: Node, engine: Make, hung: bool)
     with own.hung() if hung else contextlib.nullcontext():
         if hung:
             made.controller.write_storage(
-                torch.arange(len(tokens)), [7, *tokens[1:]], made.hashes([7, *tokens[1:]]), extra_pools=None
+                torch.arange(len(tokens)),
+                [7, *tokens[1:]],
+                made.hashes([7, *tokens[1:]]),
+                extra_pools=None,
             )
             time.sleep(0.2)
         with within(10.0):
@@ -278,9 +311,15 @@ def test_a_slow_node_keeps_within_the_engines_wait_budget(engine: Make, own: Nod
     fill(quick.host)
     assert quick.backup(TOKENS, SLOTS).completed_tokens == len(TOKENS)
     page_nbytes = quick.backend._pages["kv"].page_nbytes
-    proxy = SlowProxy(own.address, len(TOKENS) // PAGE * page_nbytes / 6)  # all of it in six seconds
+    proxy = SlowProxy(
+        own.address, len(TOKENS) // PAGE * page_nbytes / 6
+    )  # all of it in six seconds
     slow = engine(
-        mha(slots=4096, heads=8, dim=64), address=proxy.address, wire="grpc", staging_nbytes=page_nbytes, **DEFAULTS
+        mha(slots=4096, heads=8, dim=64),
+        address=proxy.address,
+        wire="grpc",
+        staging_nbytes=page_nbytes,
+        **DEFAULTS,
     )
     fill(slow.host)
     start = time.monotonic()

@@ -67,7 +67,9 @@ def test_other_pools_miss(engine: Make, other: tuple[str, Callable[[], Any]]) ->
 def test_layouts_of_equal_shape_miss(engine: Make) -> None:
     """As many layers as heads: page_first_direct and page_head then have pages of one shape."""
     writer, reader = engine(mha("page_first_direct")), engine(mha("page_head"))
-    assert writer.backend._pages["kv"].namespace.layout == reader.backend._pages["kv"].namespace.layout
+    assert (
+        writer.backend._pages["kv"].namespace.layout == reader.backend._pages["kv"].namespace.layout
+    )
     stored(writer)
     assert hits(reader) == 0
 
@@ -186,7 +188,11 @@ def test_other_arguments_miss(
 
 
 def test_other_scales_miss(
-    config: dict[str, Any], engine: Make, checkpoints: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    config: dict[str, Any],
+    engine: Make,
+    checkpoints: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     scales = tmp_path / "scales.json"
     serve(monkeypatch, checkpoints[0], quantization_param_path=str(scales))
@@ -214,11 +220,21 @@ def test_another_draft_model_misses_with_its_own_pool_only(
 def test_the_models_configuration_is_the_servers_own(
     config: dict[str, Any], engine: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Read by SGLang's code, with what the command line changes in it. Of longrope it chooses the angles by the
-    longest prompt of a batch."""
+    """Read by SGLang's code, with what the command line changes in it.
+
+    Of longrope it chooses the angles by the longest prompt of a batch.
+    """
     read = adapter.model_config
-    model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64}
-    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 32}
+    model = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 64,
+    }
+    factors = {
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 32,
+    }
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "head_dim": 16}
     (tmp_path / "config.json").write_text(json.dumps({**model, **sizes}))
     (tmp_path / "model.safetensors").write_bytes(b"weights")
@@ -246,7 +262,9 @@ def test_weights_that_nothing_names_end_the_start(config: dict[str, Any], engine
         ({"timeout_per_ki_token_s": -1.0}, "timeout_per_ki_token_s=-1.0"),
     ],
 )
-def test_a_wrong_option_ends_the_start_with_its_name(engine: Make, options: dict[str, Any], message: str) -> None:
+def test_a_wrong_option_ends_the_start_with_its_name(
+    engine: Make, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         engine(mha(), **options)
 
@@ -256,10 +274,13 @@ def test_pages_without_a_flat_form_need_interface_v1(engine: Make) -> None:
         engine(mha(v_dim=16), interface_v1=0)
 
 
-# ---- new weights, and clear ----------------------------------------------------------------------------------
+# ---- new weights, and clear
+# ----------------------------------------------------------------------------------
 
 
-def test_after_a_clear_old_pages_miss_and_new_ones_hit(config: dict[str, Any], engine: Make) -> None:
+def test_after_a_clear_old_pages_miss_and_new_ones_hit(
+    config: dict[str, Any], engine: Make
+) -> None:
     one = engine(mha())
     stored(one)
     assert one.controller.clear_storage_backend()
@@ -289,9 +310,12 @@ def test_a_clear_covers_every_pool(engine: Make) -> None:
     assert one.query(tokens, [indexer_transfer()]).storage_hit_count == 0
 
 
-def test_an_update_that_names_a_version_ends_the_epoch(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R2: the server's next weights miss what the last ones stored, and nothing of the last ones that is still on
-    its way is stored as if it were the next ones'."""
+def test_an_update_that_names_a_version_ends_the_epoch(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R2: the server's next weights miss what the last ones stored, and nothing of the last ones
+    that is still on its way is stored as if it were the next ones'.
+    """
     serving = SimpleNamespace(weight_version="step-1")
     monkeypatch.setattr(adapter, "get_serving", lambda: serving)
     for v1 in (0, 1):

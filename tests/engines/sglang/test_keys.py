@@ -18,12 +18,19 @@ def keys(tokens: list[int] = TOKENS, **extra: Any) -> list[str]:
 
 def test_a_tenants_salt_and_a_lora_are_in_the_keys() -> None:
     """The chain of a salted or adapted request starts elsewhere."""
-    chains = [keys(), keys(cache_salt="tenant-a"), keys(extra_key="lora-1"), keys(cache_salt="lora-1")]
+    chains = [
+        keys(),
+        keys(cache_salt="tenant-a"),
+        keys(extra_key="lora-1"),
+        keys(cache_salt="lora-1"),
+    ]
     assert len({key for chain in chains for key in chain}) == 4 * 8
 
 
 def test_a_lora_of_the_command_line_is_called_by_name_and_path() -> None:
-    """Not by its weights, which is why those are in the namespace; one that is loaded later is called at random."""
+    """Not by its weights, which is why those are in the namespace; one that is loaded later is
+    called at random.
+    """
     assert LoRARef.deterministic_id("french", "/a") == LoRARef.deterministic_id("french", "/a")
     assert LoRARef.deterministic_id("french", "/a") != LoRARef.deterministic_id("french", "/b")
     one, two = (LoRARef(lora_name="french", lora_path="/a") for _ in range(2))
@@ -45,4 +52,6 @@ def test_an_image_is_in_the_keys_by_its_content() -> None:
     assert chains[0][0] == chains[1][0]
     assert not set(chains[0][1:]) & set(chains[1][1:])
     assert min(_padded(one)[PAGE : 3 * PAGE]) >= 1_000_000
-    assert max(_padded(one)).bit_length() > 40, "enough of the hash to tell millions of images apart"
+    assert max(_padded(one)).bit_length() > 40, (
+        "enough of the hash to tell millions of images apart"
+    )

@@ -27,19 +27,27 @@ Make = Callable[..., Any]
 LAYERS, SLOTS = 4, 1024
 TOKENS = list(range(10 * PAGE))
 SOURCE = torch.arange(len(TOKENS)) + PAGE
-TARGET = torch.arange(len(TOKENS)).view(10, PAGE).flip(0).reshape(-1) + 512  # pages in another order
+TARGET = (
+    torch.arange(len(TOKENS)).view(10, PAGE).flip(0).reshape(-1) + 512
+)  # pages in another order
 
 
 def mha() -> Any:
-    return MHATokenToKVPool(SLOTS, PAGE, torch.bfloat16, 2, 16, LAYERS, "cpu", False, start_layer=0, end_layer=LAYERS)
+    return MHATokenToKVPool(
+        SLOTS, PAGE, torch.bfloat16, 2, 16, LAYERS, "cpu", False, start_layer=0, end_layer=LAYERS
+    )
 
 
 def later_stage() -> Any:
-    return MHATokenToKVPool(SLOTS, PAGE, torch.bfloat16, 2, 16, LAYERS, "cpu", False, start_layer=8, end_layer=12)
+    return MHATokenToKVPool(
+        SLOTS, PAGE, torch.bfloat16, 2, 16, LAYERS, "cpu", False, start_layer=8, end_layer=12
+    )
 
 
 def mla() -> Any:
-    return MLATokenToKVPool(SLOTS, PAGE, torch.bfloat16, 48, 16, LAYERS, "cpu", False, start_layer=0, end_layer=LAYERS)
+    return MLATokenToKVPool(
+        SLOTS, PAGE, torch.bfloat16, 48, 16, LAYERS, "cpu", False, start_layer=0, end_layer=LAYERS
+    )
 
 
 POOLS = {"mha": mha, "later stage": later_stage, "mla": mla}
@@ -54,11 +62,19 @@ def tensors(pool: Any) -> list[torch.Tensor]:
 
 
 def fill(pool: Any) -> None:
-    for buffer in [*getattr(pool, "k_buffer", []), *getattr(pool, "v_buffer", []), *getattr(pool, "kv_buffer", [])]:
-        buffer.view(torch.uint8).copy_(torch.randint(0, 256, buffer.view(torch.uint8).shape, dtype=torch.uint8))
+    for buffer in [
+        *getattr(pool, "k_buffer", []),
+        *getattr(pool, "v_buffer", []),
+        *getattr(pool, "kv_buffer", []),
+    ]:
+        buffer.view(torch.uint8).copy_(
+            torch.randint(0, 256, buffer.view(torch.uint8).shape, dtype=torch.uint8)
+        )
 
 
-def transfer(slots: torch.Tensor | None = None, pages: int = 10, tokens: list[int] = TOKENS) -> list[PoolTransfer]:
+def transfer(
+    slots: torch.Tensor | None = None, pages: int = 10, tokens: list[int] = TOKENS
+) -> list[PoolTransfer]:
     return [PoolTransfer(name=PoolName.KV, keys=hashes(tokens, PAGE)[:pages], device_indices=slots)]
 
 
@@ -68,7 +84,9 @@ def arguments() -> SimpleNamespace:
 
 
 @pytest.fixture
-def linker(shared_node: NodeProcess, arguments: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def linker(
+    shared_node: NodeProcess, arguments: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Make]:
     """`linker(pool, option=...)`: by SGLang's factory, from its configuration."""
     monkeypatch.setattr(weights, "model_config", lambda _: {"model_type": "llama"})
     made = []
@@ -93,7 +111,12 @@ def linker(shared_node: NodeProcess, arguments: SimpleNamespace, monkeypatch: py
         }
         made.append(
             create_unified_cache_linker(
-                arguments, params, backend="dynamic", config=config, components=set(components), forward_stream=None
+                arguments,
+                params,
+                backend="dynamic",
+                config=config,
+                components=set(components),
+                forward_stream=None,
             )
         )
         return made[-1]
@@ -178,7 +201,9 @@ def test_lengths_end_at_the_first_page_that_is_gone(linker: Make) -> None:
     assert one.lookup("r", transfer()) == [1, 2, 3, 4]
 
 
-def test_what_a_lookup_promised_stays_while_the_node_evicts(arguments: SimpleNamespace, linker: Make) -> None:
+def test_what_a_lookup_promised_stays_while_the_node_evicts(
+    arguments: SimpleNamespace, linker: Make
+) -> None:
     """The node has room for 32 pages; 200 others come between lookup and load."""
     pool = mha()
     fill(pool)
@@ -221,7 +246,9 @@ def damage(one: Any, key: bytes) -> None:
 @pytest.mark.parametrize("page", [1, 4, 9])
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_load_with_one_page_missing_fails(linker: Make, wire: str, page: int, fate: str) -> None:
-    """SGLang inserts and offloads what is said to have landed: slots without their page would poison the store."""
+    """SGLang inserts and offloads what is said to have landed: slots without their page would
+    poison the store.
+    """
     pool = mha()
     fill(pool)
     one = linker(pool, wire=wire)
@@ -240,7 +267,9 @@ def test_load_with_one_page_missing_fails(linker: Make, wire: str, page: int, fa
     assert one.finish_layer_wise_loading(index) is False
 
 
-def test_nothing_is_written_any_more_when_a_failed_batch_is_over(linker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_any_more_when_a_failed_batch_is_over(
+    linker: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One load of the batch fails at once, the other one is still writing."""
     one = linker(mha())
     offloaded(one)
@@ -261,7 +290,12 @@ def test_nothing_is_written_any_more_when_a_failed_batch_is_over(linker: Make, m
 
 def test_a_node_that_hangs_fails_a_load_by_its_deadline_and_a_lookup_at_once(linker: Make) -> None:
     with harness.start_node("--ram-bytes", "16MiB", "--extent-bytes", "1MiB") as own:
-        options = {"address": own.address, "lookup_timeout_s": 0.3, "load_timeout_s": 0.5, "save_timeout_s": 0.5}
+        options = {
+            "address": own.address,
+            "lookup_timeout_s": 0.3,
+            "load_timeout_s": 0.5,
+            "save_timeout_s": 0.5,
+        }
         one = linker(mha(), timeout_per_ki_token_s=0.0, **options)
         offloaded(one)
         with harness.stopped(own):
@@ -293,7 +327,9 @@ def test_offloads_end_in_their_order(linker: Make) -> None:
     assert one.num_completed_offloads() == 0
 
 
-def test_an_offload_needs_no_thread_that_might_not_be_had(linker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offload_needs_no_thread_that_might_not_be_had(
+    linker: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it raised ended the engine's scheduler."""
 
     def refuse(_: object) -> None:
@@ -328,7 +364,9 @@ def test_other_weights_miss(linker: Make, arguments: SimpleNamespace) -> None:
     assert linker(mha()).lookup("r", transfer()) == []
 
 
-def test_after_an_update_that_names_a_version_old_pages_miss(linker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_update_that_names_a_version_old_pages_miss(
+    linker: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     version = ["1"]
     monkeypatch.setattr(adapter, "weight_version", lambda: version[0])
     one = linker(mha())
@@ -351,7 +389,9 @@ def test_after_an_update_that_names_a_version_old_pages_miss(linker: Make, monke
         (mha, {"hold_s": 0.0}, "hold_s=0.0"),
     ],
 )
-def test_what_is_not_served_ends_the_start(linker: Make, pool: Any, more: dict[str, Any], message: str) -> None:
+def test_what_is_not_served_ends_the_start(
+    linker: Make, pool: Any, more: dict[str, Any], message: str
+) -> None:
     made = SimpleNamespace(start_layer=0) if pool is object else pool()
     with pytest.raises(ConfigError, match="SimpleNamespace" if pool is object else message):
         linker(made, **more)

@@ -1,5 +1,6 @@
-"""R24: with the allocator `shm` the host pool is a memfd, keys go to the node in messages, and pages go
-between the pool and the node's memory in one copy."""
+"""R24: with the allocator `shm` the host pool is a memfd, keys go to the node in messages, and
+pages go between the pool and the node's memory in one copy.
+"""
 
 import mmap
 import os
@@ -19,15 +20,22 @@ SLOTS = torch.arange(len(TOKENS))
 
 @pytest.mark.parametrize("pool", [mha, mla])
 def test_another_process_would_see_what_is_loaded(engine: Make, pool: Callable[..., Any]) -> None:
-    writer, reader = engine(pool(allocator="shm"), allocator="shm"), engine(pool(allocator="shm"), allocator="shm")
+    writer, reader = (
+        engine(pool(allocator="shm"), allocator="shm"),
+        engine(pool(allocator="shm"), allocator="shm"),
+    )
     fill(writer.host)
     writer.backup(TOKENS, SLOTS)
     assert reader.prefetch(TOKENS)[0] == len(TOKENS)
     (fd,) = reader.host.allocator.fds
-    other = os.open(f"/proc/{os.getpid()}/fd/{fd}", os.O_RDONLY)  # as any process of the same user can
+    other = os.open(
+        f"/proc/{os.getpid()}/fd/{fd}", os.O_RDONLY
+    )  # as any process of the same user can
     nbytes = buffers(reader.host)[0].untyped_storage().nbytes()
     with mmap.mmap(other, 0, prot=mmap.PROT_READ) as mapped:
-        assert mapped[:nbytes] == bytes(reader.host.kv_buffer.view(torch.uint8).contiguous().numpy().tobytes())
+        assert mapped[:nbytes] == bytes(
+            reader.host.kv_buffer.view(torch.uint8).contiguous().numpy().tobytes()
+        )
     os.close(other)
 
 
@@ -51,7 +59,10 @@ def test_a_page_is_copied_once_between_the_pool_and_the_nodes_memory(
 
         def move(self: Any, pool_: Any, units: Any, pages: Any, *args: Any, **more: Any) -> None:
             assert pool_ is pool
-            assert pool_.planes[0].bits.untyped_storage().data_ptr() == made.host.kv_buffer.untyped_storage().data_ptr()
+            assert (
+                pool_.planes[0].bits.untyped_storage().data_ptr()
+                == made.host.kv_buffer.untyped_storage().data_ptr()
+            )
             arena = backend._client._fan_out.nodes.only._link.wire.arena
             start = torch.frombuffer(arena.memory, dtype=torch.uint8, count=1).data_ptr()
             assert all(start <= page.data_ptr() < start + arena.memory.nbytes for page in pages)

@@ -21,7 +21,9 @@ PAGES = 10
 @pytest.fixture(scope="module")
 def found(shared_node: NodeProcess) -> list[dict[str, Any]]:
     """What each of two ranks found, by scenario."""
-    config = harness.options(shared_node.address, lookup_timeout_s=10.0, load_timeout_s=10.0, save_timeout_s=10.0)
+    config = harness.options(
+        shared_node.address, lookup_timeout_s=10.0, load_timeout_s=10.0, save_timeout_s=10.0
+    )
     job = json.dumps({"config": config, "revision": str(uuid.uuid4()), "port": free_port()})
     ranks = [
         subprocess.Popen(
@@ -55,7 +57,9 @@ def test_ranks_intersect_their_sets_of_lengths(found: list[dict[str, Any]]) -> N
     assert first["hit"] == second["hit"] == 6
 
 
-def test_one_rank_writes_latents_that_both_read_also_after_a_clear(found: list[dict[str, Any]]) -> None:
+def test_one_rank_writes_latents_that_both_read_also_after_a_clear(
+    found: list[dict[str, Any]],
+) -> None:
     first, second = (rank["latents"] for rank in found)
     assert (first["sets"], second["sets"]) == (1, 0)
     assert first["loaded"] == second["loaded"] == PAGES

@@ -1,8 +1,9 @@
-"""Random requests on two of SGLang's schedulers with small caches, while requests are aborted and retracted, pages
-vanish between lookup and load or are damaged, saves fail and the store hangs.
+"""Random requests on two of SGLang's schedulers with small caches, while requests are aborted and
+retracted, pages vanish between lookup and load or are damaged, saves fail and the store hangs.
 
-Every answer is right or none, every stored page is the one that its key demands, a fresh engine reads them back, and
-no lock, slot or row is left over. SEEDS=1000 runs longer, KVSTORE_SEED names the first seed.
+Every answer is right or none, every stored page is the one that its key demands, a fresh engine
+reads them back, and no lock, slot or row is left over. SEEDS=1000 runs longer, KVSTORE_SEED names
+the first seed.
 """
 
 import json
@@ -31,7 +32,12 @@ from kvstore.tools.node_process import NodeProcess
 
 REQUESTS = 70
 ENDS_S = 60.0
-HASTY = {"lookup_timeout_s": 0.2, "load_timeout_s": 0.3, "save_timeout_s": 0.5, "backoff_s_max": 0.1}
+HASTY = {
+    "lookup_timeout_s": 0.2,
+    "load_timeout_s": 0.3,
+    "save_timeout_s": 0.5,
+    "backoff_s_max": 0.1,
+}
 PATIENT = {"lookup_timeout_s": 20.0, "load_timeout_s": 30.0, "save_timeout_s": 30.0}
 KINDS = ["hicache", "linker"]
 
@@ -69,7 +75,12 @@ class Fleet:
             "linker_extra_config": {"address": self._address, "revision": self._revision, **more},
         }
         return create_unified_cache_linker(
-            arguments, params, backend="dynamic", config=config, components={ComponentType.FULL}, forward_stream=None
+            arguments,
+            params,
+            backend="dynamic",
+            config=config,
+            components={ComponentType.FULL},
+            forward_stream=None,
         )
 
     def client_of(self, engine: StormEngine) -> Client:
@@ -91,7 +102,9 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(storm_node: NodeProcess, kind: str, storm_seed: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+def fleet(
+    storm_node: NodeProcess, kind: str, storm_seed: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Fleet]:
     def no_server() -> Any:
         raise ValueError("the weights are named by options")
 
@@ -126,10 +139,23 @@ def settled(engine: StormEngine) -> bool:
         return False
     if engine.linker is not None:
         return not cache.linker.pending_offloads
-    under_way = (cache.ongoing_write_through, cache.ongoing_backup, cache.ongoing_prefetch, cache.ongoing_load_back)
+    under_way = (
+        cache.ongoing_write_through,
+        cache.ongoing_backup,
+        cache.ongoing_prefetch,
+        cache.ongoing_load_back,
+    )
     controller = cache.cache_controller
-    queues = (controller.ack_prefetch_queue, controller.host_mem_release_queue, controller.prefetch_hit_queue)
-    return not any(under_way) and all(queue.empty() for queue in queues) and not controller.prefetch_tokens_occupied
+    queues = (
+        controller.ack_prefetch_queue,
+        controller.host_mem_release_queue,
+        controller.prefetch_hit_queue,
+    )
+    return (
+        not any(under_way)
+        and all(queue.empty() for queue in queues)
+        and not controller.prefetch_tokens_occupied
+    )
 
 
 def disturb(rng: random.Random, node: NodeProcess, engine: StormEngine) -> None:
@@ -152,7 +178,10 @@ def disturb(rng: random.Random, node: NodeProcess, engine: StormEngine) -> None:
 
 
 def storm(fleet: Fleet, node: NodeProcess) -> None:
-    rng, engines = fleet.rng, [fleet.start(**HASTY, wire=wire) for wire in fleet.rng.sample(("shm", "bulk", "grpc"), 2)]
+    rng, engines = (
+        fleet.rng,
+        [fleet.start(**HASTY, wire=wire) for wire in fleet.rng.sample(("shm", "bulk", "grpc"), 2)],
+    )
     for engine in engines:
         fleet.faults.watch(fleet.client_of(engine))
     for number in range(REQUESTS):
@@ -176,13 +205,17 @@ def wrong_pages(fleet: Fleet, address: str) -> tuple[int, list[str]]:
         keys = [page.prefix_hash for page in client.list_pages(namespace)]
         buffers = [bytearray(namespace.layout.page_nbytes) for _ in keys]
         there = client.get(namespace, keys, buffers) if keys else []
-    pages = [(key, bytes(page)) for key, page, hit in zip(keys, buffers, there, strict=True) if hit]  # some are damaged
+    pages = [
+        (key, bytes(page)) for key, page, hit in zip(keys, buffers, there, strict=True) if hit
+    ]  # some are damaged
     return len(pages), [key.hex() for key, page in pages if page_values(page) != known[key]]
 
 
 @pytest.mark.parametrize("storm_seed", storm_seeds(3))
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_a_storm_leaves_in_the_store_is_right(fleet: Fleet, storm_node: NodeProcess) -> None:
+def test_whatever_a_storm_leaves_in_the_store_is_right(
+    fleet: Fleet, storm_node: NodeProcess
+) -> None:
     storm(fleet, storm_node)
     fleet.faults.share = 0.0
     stormy = list(fleet.engines)
@@ -196,7 +229,9 @@ def test_whatever_a_storm_leaves_in_the_store_is_right(fleet: Fleet, storm_node:
         assert engine.leftovers() == []
 
     # What is missing is stored by one engine, and all of it is read by another one.
-    sequences = [[*req.origin_input_ids, *req.output_ids] for engine in stormy for req in engine.everything]
+    sequences = [
+        [*req.origin_input_ids, *req.output_ids] for engine in stormy for req in engine.everything
+    ]
     for _ in range(2):
         fresh = fleet.start(**PATIENT)
         for number, tokens in enumerate(sequences):

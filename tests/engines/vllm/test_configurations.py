@@ -1,5 +1,7 @@
-"""R1: engines that differ in anything that decides what a page's bytes mean never hit each other. R2: after a
-weight update old pages miss. Each with the real engine and one store for all."""
+"""R1: engines that differ in anything that decides what a page's bytes mean never hit each other.
+
+R2: after a weight update old pages miss. Each with the real engine and one store for all.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,10 @@ P = prompt(1, 100)
 
 @pytest.fixture(scope="module")
 def first(engines: Engines, models: Callable[..., str], store: RestartableNode) -> EngineHandle:
-    """The engine whose pages the others must not find. It finds them itself."""
+    """The engine whose pages the others must not find.
+
+    It finds them itself.
+    """
     engine = engines("first", model=models("llama"), store={"address": store.address})
     engine.generate(P)
     assert cached(engine.alone(P)) == [96]
@@ -42,8 +47,16 @@ def test_another_configuration_finds_nothing(
     model: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """R1. And it finds its own pages, so that it was not for want of looking."""
-    engine = engines(name, model=models("llama", **model), store={"address": store.address, **options}, **arguments)
+    """R1.
+
+    And it finds its own pages, so that it was not for want of looking.
+    """
+    engine = engines(
+        name,
+        model=models("llama", **model),
+        store={"address": store.address, **options},
+        **arguments,
+    )
     found = engine.alone(P)
     assert cached(found) == [0]
     again = engine.alone(P)
@@ -68,7 +81,9 @@ def test_a_salted_request_finds_only_its_own_salt(
 def test_after_a_weight_update_old_pages_miss(
     first: EngineHandle, engines: Engines, models: Callable[..., str], store: RestartableNode
 ) -> None:
-    """R2: `reset_prefix_cache(reset_connector=True)`, as after a weight update; new pages are found again."""
+    """R2: `reset_prefix_cache(reset_connector=True)`, as after a weight update; new pages are found
+    again.
+    """
     engine = engines("second", model=models("llama"), store={"address": store.address})
     expected = engine.alone(P)
     assert cached(expected) == [96]

@@ -45,7 +45,9 @@ def test_a_full_hit(plain: Engines, writer: EngineHandle, reader: EngineHandle) 
 
 
 def test_a_partial_hit(plain: Engines, writer: EngineHandle, reader: EngineHandle) -> None:
-    """The stored prefix ends in the middle of the prompt; what follows is computed on top of it and stored too."""
+    """The stored prefix ends in the middle of the prompt; what follows is computed on top of it and
+    stored too.
+    """
     head = prompt(3, 96)
     stored(writer, head + prompt(4, 10))
     prompts = [head + prompt(5, 70), head[:64] + prompt(6, 60)]
@@ -66,7 +68,9 @@ def test_no_hit(plain: Engines, reader: EngineHandle, request: pytest.FixtureReq
     assert cached(found) == [0, 0, 0]
 
 
-def test_a_hit_behind_the_engines_own(plain: Engines, writer: EngineHandle, reader: EngineHandle) -> None:
+def test_a_hit_behind_the_engines_own(
+    plain: Engines, writer: EngineHandle, reader: EngineHandle
+) -> None:
     """Two blocks are in the engine's own cache, one more is in the store."""
     whole = prompt(9, 110)
     expected = answers(plain().alone(whole))
@@ -78,7 +82,9 @@ def test_a_hit_behind_the_engines_own(plain: Engines, writer: EngineHandle, read
     assert cached(found) == [96]
 
 
-def test_generated_tokens_are_stored_too(plain: Engines, writer: EngineHandle, reader: EngineHandle) -> None:
+def test_generated_tokens_are_stored_too(
+    plain: Engines, writer: EngineHandle, reader: EngineHandle
+) -> None:
     """A conversation's next turn finds the answer's blocks."""
     first = prompt(10, 60)
     writer.reset()
@@ -90,7 +96,9 @@ def test_generated_tokens_are_stored_too(plain: Engines, writer: EngineHandle, r
     assert cached(found) == [96]  # of 99 tokens of the first turn whose KV there is
 
 
-def test_many_requests_at_a_time(plain: Engines, writer: EngineHandle, reader: EngineHandle) -> None:
+def test_many_requests_at_a_time(
+    plain: Engines, writer: EngineHandle, reader: EngineHandle
+) -> None:
     """Hits, part hits and misses in one batch, half of them with the same head."""
     head = prompt(12, 64)
     some = [head + prompt(13 + i, 20 + 11 * i) for i in range(4)]
@@ -104,8 +112,12 @@ def test_many_requests_at_a_time(plain: Engines, writer: EngineHandle, reader: E
     assert cached(found)[5] == 32
 
 
-def test_chunked_prefill(plain: Engines, engines: Engines, models: Callable[..., str], store: RestartableNode) -> None:
-    """A prompt computed 64 tokens at a time is stored block by block and found whole, and the other way round."""
+def test_chunked_prefill(
+    plain: Engines, engines: Engines, models: Callable[..., str], store: RestartableNode
+) -> None:
+    """A prompt computed 64 tokens at a time is stored block by block and found whole, and the other
+    way round.
+    """
     few: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
     chunked = engines("chunked", model=models("llama"), store={"address": store.address}, **few)
     writer = engines("writer", model=models("llama"), store={"address": store.address})

@@ -31,11 +31,19 @@ def hashes(**more: Any) -> list[bytes]:
     sampling = SamplingParams(max_tokens=1)
     sampling.update_from_generation_config({}, 2)
     hasher = get_request_block_hasher(BLOCK, algorithm)
-    return list(Request("r", list(range(4 * BLOCK)), sampling, None, block_hasher=hasher, **more).block_hashes)
+    return list(
+        Request(
+            "r", list(range(4 * BLOCK)), sampling, None, block_hasher=hasher, **more
+        ).block_hashes
+    )
 
 
 def image(identifier: str) -> list[MultiModalFeatureSpec]:
-    return [MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=BLOCK, length=BLOCK))]
+    return [
+        MultiModalFeatureSpec(
+            None, "image", identifier, PlaceholderRange(offset=BLOCK, length=BLOCK)
+        )
+    ]
 
 
 def content(pixels: torch.Tensor) -> str:
@@ -50,7 +58,10 @@ def test_a_salt_is_in_the_hash() -> None:
 
 def test_a_lora_is_in_the_hash_by_name_and_path() -> None:
     """And not by its weights: the connector lets such requests pass by, the tier refuses to start."""
-    found = [hashes(lora_request=LoRARequest(name, 1, path)) for name, path in (("a", "/x"), ("b", "/x"), ("a", "/y"))]
+    found = [
+        hashes(lora_request=LoRARequest(name, 1, path))
+        for name, path in (("a", "/x"), ("b", "/x"), ("a", "/y"))
+    ]
     assert len({digest for chain in [hashes(), *found] for digest in chain}) == 4 * 4
     assert hashes(lora_request=LoRARequest("a", 2, "/x")) == found[0]
 
@@ -65,11 +76,15 @@ def test_an_image_is_in_the_hash_by_its_content() -> None:
 
 
 def test_without_both_caches_an_image_is_numbered_and_so_refused() -> None:
-    """The same number for another image in another process: what LightLLM does always, vLLM does then."""
+    """The same number for another image in another process: what LightLLM does always, vLLM does
+    then.
+    """
     model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=0))
     cache = SimpleNamespace(enable_prefix_caching=False)
     config = SimpleNamespace(model_config=model, cache_config=cache)
-    renderer = SimpleNamespace(model_config=model, config=config, _validate_mm_uuids=lambda *_: None)
+    renderer = SimpleNamespace(
+        model_config=model, config=config, _validate_mm_uuids=lambda *_: None
+    )
     items = SimpleNamespace(get_all_counts=lambda: {"image": 1})
     named = BaseRenderer._process_mm_uuids(renderer, {}, items, {}, "renderer0-mm-1")
     assert named == {"image": ["renderer0-mm-1-image-0"]}

@@ -47,7 +47,17 @@ def test_a_second_server_answers_from_the_first_ones_kv(
 
 def test_the_demo_tells_by_its_exit_status_that_all_is_well() -> None:
     script = Path(__file__).parents[3] / "benchmarks" / "demo_vllm.py"
-    command = [sys.executable, str(script), "--layers", "2", "--hidden", "192", "--tokens", "200", "--json"]
+    command = [
+        sys.executable,
+        str(script),
+        "--layers",
+        "2",
+        "--hidden",
+        "192",
+        "--tokens",
+        "200",
+        "--json",
+    ]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1200)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert '"equal": true' in done.stdout

@@ -1,5 +1,8 @@
-"""The store fails at the worst moments. No request fails, every answer is the one without a store, and nothing
-wrong is left behind: another process finds the pages when the node is back."""
+"""The store fails at the worst moments.
+
+No request fails, every answer is the one without a store, and nothing wrong is left behind: another
+process finds the pages when the node is back.
+"""
 
 import itertools
 import time
@@ -12,7 +15,8 @@ from engine_handle import EngineHandle
 from restartable_node import RestartableNode
 
 Engines = Callable[..., EngineHandle]
-# So long that what is no waiting is little beside them, on a busy machine too: a prompt takes 0.03 s on an idle one.
+# So long that what is no waiting is little beside them, on a busy machine too: a prompt takes 0.03
+# s on an idle one.
 LOOKUP_S, LOAD_S, SLOW_S = 4.0, 4.0, 2.0
 COMPUTING_S = 30.0  # less than a save may take
 BACK_S = 60.0  # until an engine uses its store again; it takes some tenths of a second
@@ -43,10 +47,14 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def victim(mode: str, engines: Engines, models: Callable[..., str], store: RestartableNode) -> EngineHandle:
+def victim(
+    mode: str, engines: Engines, models: Callable[..., str], store: RestartableNode
+) -> EngineHandle:
     """The engine whose store fails."""
     options = {"wire": WIRES[mode], "lookup_timeout_s": LOOKUP_S, "load_timeout_s": LOAD_S}
-    return engines(f"victim {mode}", model=models("llama"), store={"address": store.address, **options})
+    return engines(
+        f"victim {mode}", model=models("llama"), store={"address": store.address, **options}
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +73,10 @@ def put(writer: EngineHandle, store: RestartableNode, whole: list[int], tokens: 
 
 
 def reconnect(engine: EngineHandle) -> None:
-    """Until the outage before is forgotten: until what the engine saves is stored, and what is stored is a hit.
-    While the circuit breaker is open saves are dropped; after an outage requests wait only 0.05 s for a lookup."""
+    """Until the outage before is forgotten: until what the engine saves is stored, and what is
+    stored is a hit. While the circuit breaker is open saves are dropped; after an outage requests
+    wait only 0.05 s for a lookup.
+    """
     end = time.monotonic() + BACK_S
     while True:
         one = prompt(next(_seeds), 40)
@@ -80,7 +90,12 @@ def reconnect(engine: EngineHandle) -> None:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_node_is_killed(
-    moment: str, mode: str, plain: Engines, writer: EngineHandle, victim: EngineHandle, store: RestartableNode
+    moment: str,
+    mode: str,
+    plain: Engines,
+    writer: EngineHandle,
+    victim: EngineHandle,
+    store: RestartableNode,
 ) -> None:
     at, do, blocks = MOMENTS[moment]
     if at == "commit" and WIRES[mode] == "bulk":
@@ -97,7 +112,9 @@ def test_the_node_is_killed(
 
     store.start()
     assert answers(victim.alone(whole)) == expected
-    reconnect(victim)  # the first call after the restart met a dead connection, and a save behind it is dropped
+    reconnect(
+        victim
+    )  # the first call after the restart met a dead connection, and a save behind it is dropped
     assert answers(victim.alone(whole)) == expected
     victim.settle()
     reconnect(writer)
@@ -126,7 +143,9 @@ def test_the_node_is_gone_from_the_start(
 def test_a_hung_node_costs_at_most_a_deadline(
     mode: str, plain: Engines, writer: EngineHandle, victim: EngineHandle, store: RestartableNode
 ) -> None:
-    """R7, with the lookup: the first request waits for the deadline; then the circuit breaker is open."""
+    """R7, with the lookup: the first request waits for the deadline; then the circuit breaker is
+    open.
+    """
     prompts = [prompt(500 + 10 * len(mode) + i, 100) for i in range(4)]
     expected = answers(plain().alone(*prompts))
     put(writer, store, prompts[0], 96)
@@ -147,7 +166,10 @@ def test_a_hung_node_costs_at_most_a_deadline(
 def test_a_node_that_hangs_during_a_load_costs_at_most_a_deadline(
     plain: Engines, writer: EngineHandle, victim: EngineHandle, store: RestartableNode
 ) -> None:
-    """R7. Other requests are answered meanwhile."""
+    """R7.
+
+    Other requests are answered meanwhile.
+    """
     whole = prompt(70, 100)
     expected = answers(plain().alone(whole))
     put(writer, store, whole, 96)
@@ -163,7 +185,10 @@ def test_a_node_that_hangs_during_a_load_costs_at_most_a_deadline(
 def test_a_node_that_hangs_during_a_save_delays_no_request(
     mode: str, plain: Engines, victim: EngineHandle, store: RestartableNode
 ) -> None:
-    """R7. The blocks are given back when the save has ended."""
+    """R7.
+
+    The blocks are given back when the save has ended.
+    """
     whole, next_one = prompt(600 + len(mode), 100), prompt(700 + len(mode), 100)
     expected = answers(plain().alone(whole, next_one))
     reconnect(victim)
@@ -172,7 +197,9 @@ def test_a_node_that_hangs_during_a_save_delays_no_request(
     for _ in range(100):  # blocks wait a moment for more of them: a fast engine has answered before
         if store.stopped:
             break
-        victim.ask("generate", prompts=[prompt(800 + len(mode), 20)], max_tokens=8)  # less than a block
+        victim.ask(
+            "generate", prompts=[prompt(800 + len(mode), 20)], max_tokens=8
+        )  # less than a block
     assert store.stopped
     found.append(victim.ask("generate", prompts=[next_one], max_tokens=8))
     store.go_on()
@@ -185,7 +212,9 @@ def test_a_node_that_hangs_during_a_save_delays_no_request(
 def test_a_slow_lookup_delays_only_its_own_request(
     mode: str, plain: Engines, writer: EngineHandle, victim: EngineHandle, store: RestartableNode
 ) -> None:
-    """The engine goes on with other requests, asks its connector in every step, and gets the hit in the end."""
+    """The engine goes on with other requests, asks its connector in every step, and gets the hit in
+    the end.
+    """
     slow, quick = prompt(190 + len(mode), 100), prompt(290 + len(mode), 100)
     expected = answers(plain().alone(slow, quick))
     put(writer, store, slow, 96)
@@ -197,7 +226,9 @@ def test_a_slow_lookup_delays_only_its_own_request(
     assert cached(found) == [96, 0]
     assert found[0]["ttft_s"] > 0.95 * SLOW_S
     # Had it waited, one step would have computed both.
-    assert found[1]["ttft_s"] < found[0]["ttft_s"] - 0.1 * SLOW_S, "it waited for the other one's lookup"
+    assert found[1]["ttft_s"] < found[0]["ttft_s"] - 0.1 * SLOW_S, (
+        "it waited for the other one's lookup"
+    )
 
 
 def test_a_slow_save_delays_nothing_and_keeps_its_blocks(

@@ -29,7 +29,9 @@ def stored(writer: EngineHandle, *prompts: list[int]) -> list[dict[str, Any]]:
     return found
 
 
-def test_full_partial_and_no_hit(plain: Engines, writer: EngineHandle, reader: EngineHandle) -> None:
+def test_full_partial_and_no_hit(
+    plain: Engines, writer: EngineHandle, reader: EngineHandle
+) -> None:
     first, second, third = prompt(1, 100), prompt(2, 96), prompt(3, 100)
     partial = first[:64] + prompt(4, 50)
     prompts = [first, second, partial, third]
@@ -45,7 +47,10 @@ def test_full_partial_and_no_hit(plain: Engines, writer: EngineHandle, reader: E
 def test_a_page_without_one_ranks_shard_is_a_miss(
     plain: Engines, writer: EngineHandle, reader: EngineHandle, store: RestartableNode
 ) -> None:
-    """R4. The prefix ends where a shard is missing, whichever rank's it is; the shard is stored again."""
+    """R4.
+
+    The prefix ends where a shard is missing, whichever rank's it is; the shard is stored again.
+    """
     reader.settle()  # it stores what it computed in the test before when it steps again
     for seed, rank, page, left in ((10, 1, 1, 32), (11, 0, 2, 64), (12, 1, 0, 0)):
         whole = prompt(seed, 100)
@@ -63,10 +68,20 @@ def test_a_page_without_one_ranks_shard_is_a_miss(
         assert store.pages() == complete
 
 
-def test_mla_has_one_writer(engines: Engines, models: Callable[..., str], store: RestartableNode) -> None:
-    """Every rank has the whole latent cache: one of them stores it, all of them load it. The reference is a hit in
-    the engine's own cache; on a CPU without AMX it has none, and stores none (see test_caches.py)."""
-    arguments = {"model": models("mla"), "store": {"address": store.address}, "dtype": "bfloat16", **TWO}
+def test_mla_has_one_writer(
+    engines: Engines, models: Callable[..., str], store: RestartableNode
+) -> None:
+    """Every rank has the whole latent cache: one of them stores it, all of them load it.
+
+    The reference is a hit in the engine's own cache; on a CPU without AMX it has none, and stores
+    none (see test_caches.py).
+    """
+    arguments = {
+        "model": models("mla"),
+        "store": {"address": store.address},
+        "dtype": "bfloat16",
+        **TWO,
+    }
     writer, reader = engines("mla writer", **arguments), engines("mla reader", **arguments)
     one = prompt(20, 100)
     before = store.pages()

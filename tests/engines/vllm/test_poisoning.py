@@ -1,8 +1,8 @@
 """Nothing that was computed over blocks of a failed load is ever stored.
 
-A prompt's head is in the store, but one of its pages is evicted between lookup and load. The blocks of the load hold
-garbage. Were they used, what is computed over them would be stored under valid names, for every engine, for ever. R10
-and the poisoning rule.
+A prompt's head is in the store, but one of its pages is evicted between lookup and load. The blocks
+of the load hold garbage. Were they used, what is computed over them would be stored under valid
+names, for every engine, for ever. R10 and the poisoning rule.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,8 @@ from restartable_node import RestartableNode
 
 Engines = Callable[..., EngineHandle]
 HEAD, TAIL = 96, 70
-# The victim computes again what failed over several steps, so that garbage that is stored a step late is still garbage.
+# The victim computes again what failed over several steps, so that garbage that is stored a step
+# late is still garbage.
 SLOWLY: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
 
 
@@ -32,8 +33,10 @@ def forget_tail(store: RestartableNode, before: dict[Any, bytes]) -> None:
 def disturbed(
     writer: EngineHandle, victim: EngineHandle, store: RestartableNode, seed: int, **fault: Any
 ) -> tuple[list[Any], list[Any], dict[str, int]]:
-    """Answers of the victim and of a clean process after it, and the victim's calls. The store must hold what it
-    holds after an undisturbed run."""
+    """Answers of the victim and of a clean process after it, and the victim's calls.
+
+    The store must hold what it holds after an undisturbed run.
+    """
     whole = prompt(seed, HEAD + TAIL)
     writer.reset()
     writer.generate(whole[: HEAD + 1], max_tokens=1)
@@ -54,7 +57,9 @@ def disturbed(
     calls = {"lookup": sum(process["calls"].get("lookup", 0) for process in report)}
 
     after = store.pages()
-    assert after.keys() == undisturbed.keys(), "the page that was gone is stored again, and so is the tail"
+    assert after.keys() == undisturbed.keys(), (
+        "the page that was gone is stored again, and so is the tail"
+    )
     wrong = [name.hex() for (_, name), page in undisturbed.items() if after[_, name] != page]
     assert wrong == [], "pages with other bytes than those of an undisturbed run"
     clean = writer.alone(whole)
@@ -81,8 +86,9 @@ def test_a_page_is_evicted_between_lookup_and_load(
     store: RestartableNode,
     request: pytest.FixtureRequest,
 ) -> None:
-    """With the first page gone nothing is computed yet and the engine asks its connector anew: it must not get the
-    same promise again and again."""
+    """With the first page gone nothing is computed yet and the engine asks its connector anew: it
+    must not get the same promise again and again.
+    """
     seed = 1 + page + 10 * len(request.node.name)
     expected = answers(plain().alone(prompt(seed, HEAD + TAIL)))
     found, clean, calls = disturbed(writer, victim, store, seed, page=page)
@@ -100,7 +106,13 @@ def test_one_rank_of_two_fails_to_load(
 ) -> None:
     """Rank 0 has loaded all, rank 1 has not: neither may compute over it."""
     writer = engines("two ranks", model=models("llama"), store={"address": store.address}, **TWO)
-    victim = engines("two ranks, victim", model=models("llama"), store={"address": store.address}, **TWO, **SLOWLY)
+    victim = engines(
+        "two ranks, victim",
+        model=models("llama"),
+        store={"address": store.address},
+        **TWO,
+        **SLOWLY,
+    )
     expected = answers(plain(**TWO).alone(prompt(900 + page, HEAD + TAIL)))
     found, clean, calls = disturbed(writer, victim, store, 900 + page, page=page, tp_rank=1)
     assert found == expected

@@ -1,4 +1,6 @@
-"""Our connector beside others in vLLM's own `MultiConnector`: first, last, between them and as the only one there."""
+"""Our connector beside others in vLLM's own `MultiConnector`: first, last, between them and as the
+only one there.
+"""
 
 import _thread
 import operator
@@ -67,7 +69,9 @@ def test_what_one_engine_stores_another_finds(make: Engines, where: str, ranks: 
 
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_a_connector_of_vllm_itself_beside_ours(make: Engines, where: str, tmp_path: Path) -> None:
-    """It has no handshake, and with it requests end by another call, for it knows one group of layers."""
+    """It has no handshake, and with it requests end by another call, for it knows one group of
+    layers.
+    """
     other = example(tmp_path / "example")
     beside = ([], [other]) if where == "first" else ([other], [])
     make.save(P, beside=beside)
@@ -87,7 +91,9 @@ def test_an_engine_beside_another_finds_what_one_with_ours_alone_stored(make: En
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_requests_that_came_before_the_ranks_were_heard_are_stored(make: Engines, ranks: int) -> None:
+def test_requests_that_came_before_the_ranks_were_heard_are_stored(
+    make: Engines, ranks: int
+) -> None:
     """The first one of an engine that did not idle."""
     engine = make(beside=WHERE["last"], ranks=ranks, batch_tokens=32)
     assert engine.connector._scheduler is None
@@ -110,7 +116,9 @@ def test_ranks_tell_what_they_hold_until_it_is_known_and_no_longer(make: Engines
         assert rank.connector.build_connector_worker_meta().held == {}
 
 
-def test_an_engine_whose_ranks_say_nothing_serves_without_a_store_and_comes_to_rest(make: Engines) -> None:
+def test_an_engine_whose_ranks_say_nothing_serves_without_a_store_and_comes_to_rest(
+    make: Engines,
+) -> None:
     engine = make(beside=WHERE["last"])
     engine.ranks[0].connector._rank_id, engine.ranks[0].connector._rank = (), None
     engine.run()  # ends: an idle engine does not wait for ever
@@ -118,9 +126,13 @@ def test_an_engine_whose_ranks_say_nothing_serves_without_a_store_and_comes_to_r
     assert engine.generate(P) == answer(P, 8)
 
 
-def test_an_engine_without_any_page_serves_without_a_store(make: Engines, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_without_any_page_serves_without_a_store(
+    make: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = make()
-    connector = adapter.KVStoreConnector(engine.config, KVConnectorRole.SCHEDULER, engine.ranks[0].caches)
+    connector = adapter.KVStoreConnector(
+        engine.config, KVConnectorRole.SCHEDULER, engine.ranks[0].caches
+    )
     connector.bind_gpu_block_pool(engine.pool)
     connector.set_xfer_handshake_metadata({0: adapter.Handshake([None])})
     assert connector._scheduler is None
@@ -128,9 +140,13 @@ def test_an_engine_without_any_page_serves_without_a_store(make: Engines, caplog
 
 
 @pytest.mark.parametrize("metadata", [{}, {0: None}, {0: Payload("somebody")}])
-def test_metadata_that_is_foreign_or_missing_raises_nothing(make: Engines, metadata: dict[int, Any]) -> None:
+def test_metadata_that_is_foreign_or_missing_raises_nothing(
+    make: Engines, metadata: dict[int, Any]
+) -> None:
     engine = make()
-    connector = adapter.KVStoreConnector(engine.config, KVConnectorRole.SCHEDULER, engine.ranks[0].caches)
+    connector = adapter.KVStoreConnector(
+        engine.config, KVConnectorRole.SCHEDULER, engine.ranks[0].caches
+    )
     connector.bind_gpu_block_pool(engine.pool)
     connector.set_xfer_handshake_metadata(metadata)
     assert connector._scheduler is None
@@ -138,7 +154,9 @@ def test_metadata_that_is_foreign_or_missing_raises_nothing(make: Engines, metad
 
 
 @pytest.mark.parametrize("where", ["first", "last", "between"])
-def test_the_layout_of_another_connector_is_taken(make: Engines, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layout_of_another_connector_is_taken(
+    make: Engines, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(adapter.current_platform, "is_cuda_alike", lambda: True)
     config = make(beside=WHERE[where]).config
     assert MultiConnector.get_required_kvcache_layout(config) == "LBHNC"
@@ -157,9 +175,12 @@ def test_statistics_of_ours_travel_through_the_outer_one(make: Engines) -> None:
     assert rebuilt.data["KVStoreConnector"].data["lookups"] == 1
 
 
-def test_what_is_computed_over_a_failed_load_of_another_connector_is_not_stored(make: Engines) -> None:
-    """vLLM computes the blocks again, and may keep the wrong ones in its prefix cache: nothing of this engine is
-    stored any more. Until then all is."""
+def test_what_is_computed_over_a_failed_load_of_another_connector_is_not_stored(
+    make: Engines,
+) -> None:
+    """vLLM computes the blocks again, and may keep the wrong ones in its prefix cache: nothing of
+    this engine is stored any more. Until then all is.
+    """
     engine = make(beside=([played("FailsToLoad")], []))
     hears_its_ranks(engine)
     assert engine.generate(P, name="failed") == answer(P, 8)
@@ -192,7 +213,9 @@ def test_the_process_of_the_lookups_is_started_before_the_first_step(
     """The start may wait seconds for it; a step that waited would stop all requests for as long."""
     made: list[str] = []
     real, phase = adapter.lookup_backend_for, "start"
-    monkeypatch.setattr(adapter, "lookup_backend_for", lambda *arguments: (made.append(phase), real(*arguments))[1])
+    monkeypatch.setattr(
+        adapter, "lookup_backend_for", lambda *arguments: (made.append(phase), real(*arguments))[1]
+    )
     engine = make(beside=WHERE["last"])
     phase = "step"
     hears_its_ranks(engine)
@@ -217,7 +240,10 @@ def test_calls_through_a_wrapper_or_a_generator_of_the_outer_one_are_recognised(
         return ours(*args, **kwargs)
 
     def asked(self: Any) -> Any:
-        return next((told for told in (one.get_handshake_metadata() for one in self._connectors) if told), None)
+        return next(
+            (told for told in (one.get_handshake_metadata() for one in self._connectors) if told),
+            None,
+        )
 
     monkeypatch.setattr(adapter.KVStoreConnector, "get_handshake_metadata", traced)
     monkeypatch.setattr(MultiConnector, "get_handshake_metadata", asked)
@@ -240,5 +266,8 @@ def test_both_roles_are_built_by_vllms_own_factory(make: Engines) -> None:
     """And the harness of this file tests the class that users get."""
     engine = make(beside=WHERE["last"])
     assert isinstance(engine.outer, MultiConnector)
-    assert [type(one).__name__ for one in engine.outer.sub_connectors] == ["WithHandshake", "KVStoreConnector"]
+    assert [type(one).__name__ for one in engine.outer.sub_connectors] == [
+        "WithHandshake",
+        "KVStoreConnector",
+    ]
     assert scheduler_beside.ours_of(engine.ranks[0].outer) is engine.ranks[0].connector

@@ -1,4 +1,6 @@
-"""vLLM's own scheduler with our connector: what fails, fails as a miss, and nothing wrong is stored."""
+"""vLLM's own scheduler with our connector: what fails, fails as a miss, and nothing wrong is
+stored.
+"""
 
 import contextlib
 import os
@@ -19,7 +21,9 @@ pytestmark = pytest.mark.filterwarnings("default")
 P = tokens(7, 60)  # 3 blocks and 12 tokens
 
 
-def holds_what_an_undisturbed_engine_holds(make: Engines, prompt: list[int], **arguments: Any) -> None:
+def holds_what_an_undisturbed_engine_holds(
+    make: Engines, prompt: list[int], **arguments: Any
+) -> None:
     """A process of its own loads the whole prompt, and all of it is right."""
     engine = make(**arguments)
     assert engine.generate(prompt) == answer(prompt, 8)
@@ -27,7 +31,9 @@ def holds_what_an_undisturbed_engine_holds(make: Engines, prompt: list[int], **a
 
 
 @pytest.mark.parametrize("page", [0, 1, 2])
-def test_a_page_lost_between_lookup_and_load_is_computed_and_stored_again(make: Engines, page: int) -> None:
+def test_a_page_lost_between_lookup_and_load_is_computed_and_stored_again(
+    make: Engines, page: int
+) -> None:
     """Also the first one: the request may not be offered the same load forever."""
     make.save(P)
     engine = make()
@@ -49,7 +55,9 @@ def test_a_second_bad_page_cuts_the_prefix_there(make: Engines) -> None:
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_with_several_groups_a_failed_load_is_computed_from_the_start(make: Engines, group: int) -> None:
+def test_with_several_groups_a_failed_load_is_computed_from_the_start(
+    make: Engines, group: int
+) -> None:
     prompt = tokens(7, 200)
     make.save(prompt, window=40, blocks=128)
     engine = make(window=40, blocks=128)
@@ -62,8 +70,10 @@ def test_with_several_groups_a_failed_load_is_computed_from_the_start(make: Engi
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_computed_over_a_failed_load_is_ever_stored(make: Engines, ranks: int) -> None:
-    """Contract 5, poisoning: a prefix is loaded, and its second block fails on one rank only. A third engine reads
-    everything back."""
+    """Contract 5, poisoning: a prefix is loaded, and its second block fails on one rank only.
+
+    A third engine reads everything back.
+    """
     prompt = P[:48] + tokens(13, 70)
     make.save(P, ranks=ranks)
     engine = make(ranks=ranks, batch_tokens=80)  # computing it again takes several steps
@@ -121,8 +131,10 @@ def test_two_requests_with_one_prefix_and_a_failed_load_are_both_right(make: Eng
 def test_a_request_that_ends_while_it_computes_what_failed_to_load_leaves_no_wrong_block(
     make: Engines, end: str, ranks: int, window: int
 ) -> None:
-    """Blocks of a load that fails must not be in vLLM's prefix cache: a request that hits them computes over garbage,
-    and what it computes is stored. Loads within a step (`load="sync"`, gone) left them there."""
+    """Blocks of a load that fails must not be in vLLM's prefix cache: a request that hits them
+    computes over garbage, and what it computes is stored. Loads within a step (`load="sync"`, gone)
+    left them there.
+    """
     one, two = P[:48] + tokens(13, 200), P[:48] + tokens(13, 70)
     arguments = {"ranks": ranks, "window": window, "blocks": 128}
     make.save(P, **arguments)
@@ -168,8 +180,9 @@ def test_a_request_aborted_while_it_loads_frees_its_blocks(make: Engines) -> Non
 def test_a_request_aborted_while_one_of_two_ranks_still_loads_stores_nothing_wrong(
     make: Engines, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
-    """The other rank's load has failed. vLLM hears of that when both have ended, and until then its request counts as
-    computed what was ordered."""
+    """The other rank's load has failed. vLLM hears of that when both have ended, and until then its
+    request counts as computed what was ordered.
+    """
     prompt, arguments = tokens(7, 200), {"window": window, "blocks": 128, "ranks": 2}
     make.save(prompt, **arguments)
     engine = make(**arguments)
@@ -208,7 +221,9 @@ def test_an_engine_starts_and_runs_without_a_node(make: Engines) -> None:
 
 
 def test_r7_a_hung_node_costs_one_deadline(make: Engines) -> None:
-    """R7: a node that answers nothing any more: one request waits for one deadline, those after it do not."""
+    """R7: a node that answers nothing any more: one request waits for one deadline, those after it
+    do not.
+    """
     with start_node() as node:
         make.address = node.address
         make.save(P)
@@ -244,8 +259,9 @@ def test_a_node_killed_before_the_load_is_a_miss(make: Engines) -> None:
 
 
 def test_r2_a_reset_makes_everything_stored_a_miss(make: Engines) -> None:
-    """R2: after a weight update the store is asked in a new epoch, and nothing computed before it is
-    stored in it. Another engine with the old weights still has the old epoch."""
+    """R2: after a weight update the store is asked in a new epoch, and nothing computed before it
+    is stored in it. Another engine with the old weights still has the old epoch.
+    """
     make.save(P)
     engine = make()
     engine.add("old", tokens(3, 100), 20)
@@ -327,8 +343,9 @@ def test_r1_every_fact_is_in_the_namespace(
 def test_an_engine_that_caches_nothing_itself_stays_out_of_the_store(
     make: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM turns prefix caching off where a prompt must not go on from KV that was there before, and the store is no
-    way around that. The log says so."""
+    """vLLM turns prefix caching off where a prompt must not go on from KV that was there before,
+    and the store is no way around that. The log says so.
+    """
     make.save(P)
     engine = make(prefix_caching=False)
     assert "nothing is saved or loaded" in caplog.text
@@ -341,8 +358,9 @@ def test_an_engine_that_caches_nothing_itself_stays_out_of_the_store(
 def test_r22_nothing_is_compiled_or_started_for_the_first_request(
     make: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R22: agents, buffers and kernels are there when the engine is; a first hit and a first save run no process
-    and import no module of ours."""
+    """R22: agents, buffers and kernels are there when the engine is; a first hit and a first save
+    run no process and import no module of ours.
+    """
     make.save(P)
     engine = make()
     assert all(rank.connector._rank for rank in engine.ranks)
@@ -354,12 +372,20 @@ def test_r22_nothing_is_compiled_or_started_for_the_first_request(
     before = set(sys.modules)
     assert engine.generate(P, 40) == answer(P, 40)
     assert engine.cached == {"r": 48}
-    ours = {name for name in set(sys.modules) - before if name.split(".")[0] in ("gpu_agent", "kvstore", "cupy")}
+    ours = {
+        name
+        for name in set(sys.modules) - before
+        if name.split(".")[0] in ("gpu_agent", "kvstore", "cupy")
+    }
     assert ours == set()
 
 
-@pytest.mark.parametrize(("option", "value"), [("lora", "yes"), ("adress", "x"), ("lookup_timeout_s", -1)])
-def test_a_wrong_option_ends_the_start_with_its_name(make: Engines, option: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("option", "value"), [("lora", "yes"), ("adress", "x"), ("lookup_timeout_s", -1)]
+)
+def test_a_wrong_option_ends_the_start_with_its_name(
+    make: Engines, option: str, value: Any
+) -> None:
     from kvstore.errors import ConfigError
 
     with pytest.raises(ConfigError, match=option), contextlib.ExitStack():
@@ -373,6 +399,7 @@ def test_an_engine_whose_configuration_names_load_is_refused_with_the_reason_and
     from kvstore.errors import ConfigError
 
     with pytest.raises(
-        ConfigError, match=r"option load='\w+' was removed: delete it; .* asynchronous.*failed load.*stored"
+        ConfigError,
+        match=r"option load='\w+' was removed: delete it; .* asynchronous.*failed load.*stored",
     ):
         make(store={"load": value})

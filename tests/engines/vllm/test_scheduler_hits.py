@@ -1,4 +1,6 @@
-"""vLLM's own scheduler with our connector and a real node: hits of every kind, on the official wheel."""
+"""vLLM's own scheduler with our connector and a real node: hits of every kind, on the official
+wheel.
+"""
 
 import time
 from typing import Any
@@ -25,7 +27,9 @@ def test_a_cold_engine_computes_and_a_second_one_loads(make: Engines) -> None:
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
 
 
-def test_what_is_asked_for_a_request_has_its_id(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_asked_for_a_request_has_its_id(
+    make: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = traces_of_calls(monkeypatch)
     writer, reader = make(), make()
     del asked[:]  # namespaces are opened for nobody
@@ -93,7 +97,9 @@ def test_a_prompt_computed_in_chunks_is_stored_wholly(make: Engines) -> None:
     assert engine.cached == {"r": 192}
 
 
-def test_a_preempted_request_is_loaded_again(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_request_is_loaded_again(
+    make: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Contract 12.2: at least one preemption and one load, of what the request itself has stored."""
     monkeypatch.setattr(scheduler, "REFRESH_S", 0.02)
     monkeypatch.setattr("gpu_agent.engines.vllm.HOLD_S", 0.0)  # few blocks, and soon needed again
@@ -101,7 +107,10 @@ def test_a_preempted_request_is_loaded_again(make: Engines, monkeypatch: pytest.
     engine = make(blocks=9)
     one, two = tokens(7, 50), tokens(11, 50)
     orders: list[Any] = []
-    engine.on_execute = lambda step: (orders.append(step), time.sleep(0.005))  # so that saves can keep up
+    engine.on_execute = lambda step: (
+        orders.append(step),
+        time.sleep(0.005),
+    )  # so that saves can keep up
     requests = [engine.add("one", one, 60), engine.add("two", two, 40)]
     engine.run()
     assert sum(request.num_preemptions for request in requests) >= 1
@@ -110,13 +119,17 @@ def test_a_preempted_request_is_loaded_again(make: Engines, monkeypatch: pytest.
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
 
 
-def test_a_waiting_request_asks_the_store_once(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_request_asks_the_store_once(
+    make: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make.save(P)
     engine = make()
     asked = []
     original = Client.lookup
 
-    def lookup(self: Client, namespace: Any, hashes: Any, touch: bool = False, timeout_s: Any = None) -> Any:
+    def lookup(
+        self: Client, namespace: Any, hashes: Any, touch: bool = False, timeout_s: Any = None
+    ) -> Any:
         if not touch and self is engine.connector._lookups._backend._client:
             asked.append(len(hashes))
         return original(self, namespace, hashes, touch, timeout_s)
@@ -139,7 +152,9 @@ def test_a_window_group_loads_its_window_and_never_the_null_block(make: Engines)
         assert engine.generate(prompt) == answer(prompt, 8)
         assert engine.pool.get_num_free_blocks() == engine.free_blocks
     assert engine.cached == {"r": 192}
-    moved = [part for step in orders for order in [*step.loads, *step.saves] for part in order.parts]
+    moved = [
+        part for step in orders for order in [*step.loads, *step.saves] for part in order.parts
+    ]
     assert moved
     assert all(0 not in part.blocks for part in moved)
     full, window = next(step.loads for step in orders if step.loads)[0].parts
@@ -163,7 +178,9 @@ def test_a_window_group_may_lack_what_lies_before_its_window(make: Engines) -> N
     [(0, 7, 7), (1, 7, 12), (1, 10, 10), (0, 0, 0), (1, 11, 11)],
     ids=["full", "before the window", "in the window", "the head", "the last"],
 )
-def test_r4_a_block_that_one_group_lacks_shortens_the_prefix(make: Engines, group: int, block: int, hit: int) -> None:
+def test_r4_a_block_that_one_group_lacks_shortens_the_prefix(
+    make: Engines, group: int, block: int, hit: int
+) -> None:
     """R4: all groups of a block appear and disappear together."""
     prompt = tokens(7, 200)
     make.save(prompt, window=40, blocks=128)
@@ -176,7 +193,10 @@ def test_r4_a_block_that_one_group_lacks_shortens_the_prefix(make: Engines, grou
 
 
 def test_r4_a_block_that_one_rank_lacks_shortens_the_prefix(make: Engines) -> None:
-    """R4: a hit is reported only when all ranks' shards are there. The missing one is stored again."""
+    """R4: a hit is reported only when all ranks' shards are there.
+
+    The missing one is stored again.
+    """
     make.save(P, ranks=2)
     engine = make(ranks=2)
     keys = list(engine.add("probe", P).block_hashes)
@@ -215,14 +235,25 @@ def test_counts_reach_vllms_statistics(make: Engines) -> None:
     counts = engine.stats.data
     assert counts["lookups"] == counts["hits"] == counts["loads"] == 1
     assert (counts["queried_tokens"], counts["hit_tokens"], counts["pages_loaded"]) == (60, 48, 3)
-    assert counts["loaded_nbytes"] == 3 * engine.ranks[0].connector._namespaces[0].layout.page_nbytes
+    assert (
+        counts["loaded_nbytes"] == 3 * engine.ranks[0].connector._namespaces[0].layout.page_nbytes
+    )
     assert "loads_failed" not in counts
     rebuilt = type(engine.connector).build_kv_connector_stats(counts)
-    assert rebuilt.aggregate(type(engine.connector).build_kv_connector_stats(counts)).reduce()["hit_tokens"] == 96
+    assert (
+        rebuilt.aggregate(type(engine.connector).build_kv_connector_stats(counts)).reduce()[
+            "hit_tokens"
+        ]
+        == 96
+    )
 
 
-def test_an_engine_tells_its_counts_before_it_falls_silent(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside work it tells them seldom, but what is not told by its last step waits for the next request."""
+def test_an_engine_tells_its_counts_before_it_falls_silent(
+    make: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside work it tells them seldom, but what is not told by its last step waits for the next
+    request.
+    """
     monkeypatch.setattr(adapter, "STATS_S", 3600.0)
     engine = make()
     for number in range(3):
@@ -235,13 +266,18 @@ def test_an_engine_tells_its_counts_before_it_falls_silent(make: Engines, monkey
 def test_kv_events_of_a_store_with_new_pages_name_the_engines_cache_only(
     make: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A router would weigh the store's blocks like those on the GPU, and it would never hear of their eviction."""
+    """A router would weigh the store's blocks like those on the GPU, and it would never hear of
+    their eviction.
+    """
     with caplog.at_level("INFO", "vllm.kvstore"):
         engine = make(ranks=2, events=True)
     assert caplog.text.count("the store sends none") == 1
     published: list[Any] = []
     publish = engine.scheduler.kv_event_publisher.publish
-    engine.scheduler.kv_event_publisher.publish = lambda batch: (published.extend(batch.events), publish(batch))
+    engine.scheduler.kv_event_publisher.publish = lambda batch: (
+        published.extend(batch.events),
+        publish(batch),
+    )
     assert engine.generate(P, name="computed") == answer(P, 8)
     engine.step()  # pages were on their way when the last block had been read
     assert engine.scheduler.reset_prefix_cache()
@@ -253,10 +289,14 @@ def test_kv_events_of_a_store_with_new_pages_name_the_engines_cache_only(
     assert list(engine.connector.take_events()) == []
 
 
-def test_a_long_prompt_at_the_head_of_the_queue_gets_its_blocks(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It needs 60 of 88, and short prompts keep coming behind it. Whenever its answer was renewed vLLM was told "not
-    known
-    yet", passed over it, and gave the blocks that had become free to those behind it: it never ran."""
+def test_a_long_prompt_at_the_head_of_the_queue_gets_its_blocks(
+    make: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs 60 of 88, and short prompts keep coming behind it.
+
+    Whenever its answer was renewed vLLM was told "not known yet", passed over it, and gave the
+    blocks that had become free to those behind it: it never ran.
+    """
     monkeypatch.setattr(scheduler, "REFRESH_S", 0.2)
     engine, count = make(blocks=89), 0
 
@@ -271,7 +311,13 @@ def test_a_long_prompt_at_the_head_of_the_queue_gets_its_blocks(make: Engines, m
             engine.step()
     engine.add("long", tokens(7, 960), 4)
     for _ in range(400):
-        while sum(request.status.name.startswith("WAITING") for request in engine.scheduler.requests.values()) < 4:
+        while (
+            sum(
+                request.status.name.startswith("WAITING")
+                for request in engine.scheduler.requests.values()
+            )
+            < 4
+        ):
             short()
         engine.step()
         time.sleep(0.006)

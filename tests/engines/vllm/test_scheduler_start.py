@@ -17,8 +17,12 @@ pytestmark = pytest.mark.filterwarnings("default")
 def test_a_request_that_needs_the_blocks_of_staged_saves_does_not_wait_for_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_tokens: int
 ) -> None:
-    """It needs more than three quarters of all blocks, and a quarter is pinned until the agents' process is ready."""
-    monkeypatch.setattr(worker_process, "_command", lambda: [sys.executable, "-c", "import time; time.sleep(600)"])
+    """It needs more than three quarters of all blocks, and a quarter is pinned until the agents'
+    process is ready.
+    """
+    monkeypatch.setattr(
+        worker_process, "_command", lambda: [sys.executable, "-c", "import time; time.sleep(600)"]
+    )
     monkeypatch.setattr(choice, "READY_S", 0.1)
     with start_node() as node:
         make = Engines(tmp_path, monkeypatch, node.address)

@@ -1,7 +1,9 @@
-"""vLLM's own scheduler in a storm: aborts, preemptions, slow ranks, pages that vanish between lookup and load.
+"""vLLM's own scheduler in a storm: aborts, preemptions, slow ranks, pages that vanish between
+lookup and load.
 
-Whatever happens, no answer is wrong, no block stays held, and a fresh engine that reads everything back from the store
-answers as if it had computed it. SEEDS=200 runs that many storms, KVSTORE_SEED=7 begins with the seventh.
+Whatever happens, no answer is wrong, no block stays held, and a fresh engine that reads everything
+back from the store answers as if it had computed it. SEEDS=200 runs that many storms,
+KVSTORE_SEED=7 begins with the seventh.
 """
 
 import contextlib
@@ -22,7 +24,10 @@ LIMIT_S = 180.0  # for a storm to end on a busy machine; it takes some seconds
 
 
 class Storm:
-    """Two engines with one store. `met` counts what happened."""
+    """Two engines with one store.
+
+    `met` counts what happened.
+    """
 
     def __init__(self, make: Engines, patch: pytest.MonkeyPatch, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -96,14 +101,19 @@ class Storm:
             engine.run(LIMIT_S)
 
     def check(self) -> list[list[int]]:
-        """Compares what was answered. Returns all that was known in the end."""
+        """Compares what was answered.
+
+        Returns all that was known in the end.
+        """
         known = []
         for engine in self.engines:
             for name, request in engine.requests.items():
                 assert request.is_finished()
                 prompt = list(request.prompt_token_ids)
                 found = engine.outputs[name]
-                assert found == answer(prompt, len(found)), f"{name} of {request.status.name}: {self.met}"
+                assert found == answer(prompt, len(found)), (
+                    f"{name} of {request.status.name}: {self.met}"
+                )
                 known.append(prompt + found)
             assert engine.pool.get_num_free_blocks() == engine.free_blocks
             self.met["loads failed"] += int(engine.stats.data.get("loads_failed", 0))
@@ -120,11 +130,16 @@ def test_a_storm_leaves_nothing_wrong_in_the_engines_and_in_the_store(
     assert storm.met["loads"], storm.met
     fresh = make(**storm.shape, blocks=512)
     for number, prompt in enumerate(known):
-        for engine in (fresh, *storm.engines):  # from the store, and from caches that went through the storm
+        for engine in (
+            fresh,
+            *storm.engines,
+        ):  # from the store, and from caches that went through the storm
             if number % 3 and engine is not fresh:
                 continue
             engine.on_execute = lambda orders: None
             engine.add(f"again {number}", prompt, 4)
             engine.run(LIMIT_S)
-            assert engine.outputs[f"again {number}"] == answer(prompt, 4), f"{prompt[:3]} {storm.shape} {storm.met}"
+            assert engine.outputs[f"again {number}"] == answer(prompt, 4), (
+                f"{prompt[:3]} {storm.shape} {storm.met}"
+            )
     assert any(cached >= BLOCK for cached in fresh.cached.values())

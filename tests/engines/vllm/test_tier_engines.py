@@ -1,5 +1,7 @@
-"""The tier under vLLM's own scheduler: what one engine stored, another with an empty CPU tier restores, and
-whatever happens to the store in between, requests are served and no restored byte is wrong."""
+"""The tier under vLLM's own scheduler: what one engine stored, another with an empty CPU tier
+restores, and whatever happens to the store in between, requests are served and no restored byte is
+wrong.
+"""
 
 import os
 import signal
@@ -24,8 +26,8 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("default")
 Start = Callable[..., Engine]
-# A step of the scheduler takes a millisecond or two, on a busy machine much longer; one that waits for the store
-# takes a deadline, of which none here is shorter where it matters.
+# A step of the scheduler takes a millisecond or two, on a busy machine much longer; one that waits
+# for the store takes a deadline, of which none here is shorter where it matters.
 DEADLINE_S = 4.0
 STEP_S_MAX = 3.0
 
@@ -35,7 +37,8 @@ PATIENT: dict[str, Any] = {
     "lookup_timeout_s": 20.0,
     "load_timeout_s": 20.0,
     "timeout_s": 30.0,
-    "connect_timeout_s": 30.0,  # an engine that starts beside others may get no processor for seconds
+    # an engine that starts beside others may get no processor for seconds
+    "connect_timeout_s": 30.0,
     "backoff_s_max": 0.2,
 }
 
@@ -78,7 +81,8 @@ def first_token_s(engine: Engine, requests: int) -> float:
     return time.monotonic() - began
 
 
-# ---- hits ------------------------------------------------------------------------------------------
+# ---- hits
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
@@ -91,7 +95,9 @@ def test_another_engine_restores_what_was_stored(start: Start, wire: str) -> Non
     assert second.slowest_s < STEP_S_MAX
 
 
-def test_what_is_asked_for_a_request_has_its_id(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_asked_for_a_request_has_its_id(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = traces_of_calls(monkeypatch)
     first, second = start(), start()
     first.serve("cmpl-1", prompt(60))
@@ -147,14 +153,21 @@ def test_counts_reach_vllm_s_metrics(start: Start, node: NodeProcess) -> None:
     node.kill()
     second.serve("away", prompt(60, 3))
     counts = second.stats.reduce()
-    ours = {name.removeprefix("vllm:kvstore_tier_"): counts[name] for name in counts if "kvstore" in name}
+    ours = {
+        name.removeprefix("vllm:kvstore_tier_"): counts[name]
+        for name in counts
+        if "kvstore" in name
+    }
     # The last lookup failed, and what was computed instead could not be stored.
     assert ours == {"lookups": 2, "lookups_failed": 1, "pages_loaded": 3, "pages_dropped": 3}
     extra = second.config.kv_transfer_config.kv_connector_extra_config
-    assert {name for name in counts if "kvstore" in name} <= set(TieringOffloadingSpec.build_metric_definitions(extra))
+    assert {name for name in counts if "kvstore" in name} <= set(
+        TieringOffloadingSpec.build_metric_definitions(extra)
+    )
 
 
-# ---- the store fails -------------------------------------------------------------------------------
+# ---- the store fails
+# -------------------------------------------------------------------------------
 
 
 def test_a_store_that_was_killed_is_a_miss(start: Start, node: NodeProcess) -> None:
@@ -166,7 +179,9 @@ def test_a_store_that_was_killed_is_a_miss(start: Start, node: NodeProcess) -> N
     assert second.slowest_s < STEP_S_MAX
 
 
-def test_a_store_that_is_killed_between_lookup_and_load_is_a_miss(start: Start, node: NodeProcess) -> None:
+def test_a_store_that_is_killed_between_lookup_and_load_is_a_miss(
+    start: Start, node: NodeProcess
+) -> None:
     first, second = start(), start()
     first.serve("cold", prompt(60))
     loads = before(second, "submit_load", node.kill)
@@ -174,7 +189,9 @@ def test_a_store_that_is_killed_between_lookup_and_load_is_a_miss(start: Start, 
     assert loads == [3]  # and not again and again
 
 
-def test_a_store_that_is_killed_while_it_saves_costs_nothing_but_the_pages(start: Start, node: NodeProcess) -> None:
+def test_a_store_that_is_killed_while_it_saves_costs_nothing_but_the_pages(
+    start: Start, node: NodeProcess
+) -> None:
     engine = start()
     saves = before(engine, "submit_store", node.kill)
     assert engine.serve("cold", prompt(60)) == 0
@@ -194,13 +211,17 @@ def test_a_store_that_hangs_costs_one_deadline(start: Start, node: NodeProcess) 
         second.run()
         began = time.monotonic()
         assert second.serve("next", prompt(60, 3)) == 0
-        assert time.monotonic() - began < DEADLINE_S  # nobody waits for a store that is known to hang
+        assert (
+            time.monotonic() - began < DEADLINE_S
+        )  # nobody waits for a store that is known to hang
         assert second.slowest_s < STEP_S_MAX
     finally:
         os.kill(node.pid, signal.SIGCONT)
 
 
-def test_a_load_that_hangs_ends_by_its_deadline_and_the_request_is_computed(start: Start, node: NodeProcess) -> None:
+def test_a_load_that_hangs_ends_by_its_deadline_and_the_request_is_computed(
+    start: Start, node: NodeProcess
+) -> None:
     first, second = start(), start(options={"load_timeout_s": DEADLINE_S})
     first.serve("cold", prompt(60))
     before(second, "submit_load", lambda: stop(node.pid))
@@ -221,7 +242,9 @@ def test_a_store_that_comes_back_is_used_again(start: Start, node: NodeProcess) 
     os.kill(node.pid, signal.SIGCONT)
     end, number = time.monotonic() + 60.0, 10
     first.serve("cold", prompt(60, number))
-    while second.serve(f"back {number}", prompt(60, number)) != 48:  # another prompt: it has computed this one now
+    while (
+        second.serve(f"back {number}", prompt(60, number)) != 48
+    ):  # another prompt: it has computed this one now
         assert time.monotonic() < end
         number += 1
         first.serve(f"cold {number}", prompt(60, number))
@@ -238,13 +261,19 @@ def test_of_a_chain_with_a_hole_the_head_is_loaded(start: Start, node: NodeProce
         assert second.serve("warm", prompt(124)) == 32
         assert loads == [7]
         # What was computed instead was stored: the hole is closed.
-        assert client.lookup(space, [key + bytes(4) for key in request.block_hashes[:7]]).present == (True,) * 7
+        assert (
+            client.lookup(space, [key + bytes(4) for key in request.block_hashes[:7]]).present
+            == (True,) * 7
+        )
 
 
-# ---- the engine forgets or stops -------------------------------------------------------------------
+# ---- the engine forgets or stops
+# -------------------------------------------------------------------
 
 
-def test_a_reset_waits_for_transfers_and_the_store_keeps_its_pages(start: Start, node: NodeProcess) -> None:
+def test_a_reset_waits_for_transfers_and_the_store_keeps_its_pages(
+    start: Start, node: NodeProcess
+) -> None:
     engine = start(options={"save_timeout_s": 0.5})
     engine.serve("cold", prompt(60))
     before(engine, "submit_store", lambda: stop(node.pid))
@@ -265,7 +294,9 @@ def test_a_reset_waits_for_transfers_and_the_store_keeps_its_pages(start: Start,
     assert engine.serve("warm", prompt(60)) == 48
 
 
-def test_the_tier_lets_go_of_the_engine_s_memory(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_tier_lets_go_of_the_engine_s_memory(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = start()
     engine.serve("cold", prompt(60))
     path = Path(engine.manager.primary_tier._mmap_region.mmap_path)

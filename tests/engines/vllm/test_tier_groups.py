@@ -34,7 +34,9 @@ class FutureSpec(specs.FullAttentionSpec):
 
 
 def config(*kinds: Any) -> Any:
-    groups = [specs.KVCacheGroupSpec([f"layers.{number}"], kind) for number, kind in enumerate(kinds)]
+    groups = [
+        specs.KVCacheGroupSpec([f"layers.{number}"], kind) for number, kind in enumerate(kinds)
+    ]
     return specs.KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -42,7 +44,12 @@ def config(*kinds: Any) -> Any:
     ("kind", "name"),
     [
         (STATE, "MambaSpec"),
-        (specs.UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"layers.1": STATE}), "MambaSpec"),
+        (
+            specs.UniformTypeKVCacheSpecs(
+                block_size=BLOCK_TOKENS, kv_cache_specs={"layers.1": STATE}
+            ),
+            "MambaSpec",
+        ),
         (specs.CrossAttentionSpec(**SHAPE), "CrossAttentionSpec"),
         (specs.SinkFullAttentionSpec(**SHAPE, sink_len=4), "SinkFullAttentionSpec"),
         (specs.SlidingWindowMLASpec(**SHAPE, sliding_window=32), "SlidingWindowMLASpec"),
@@ -62,13 +69,22 @@ def test_an_engine_with_recurrent_state_and_the_tier_does_not_start(tmp_path: Pa
 
 
 @pytest.mark.parametrize("recurrent", [True, False], ids=["recurrent", "window"])
-def test_by_hand_a_group_that_may_be_recurrent_state_is_refused(tmp_path: Path, recurrent: bool) -> None:
+def test_by_hand_a_group_that_may_be_recurrent_state_is_refused(
+    tmp_path: Path, recurrent: bool
+) -> None:
     """vLLM's plain connector tells a tier how far back a group reaches, not what it holds."""
     window = specs.SlidingWindowSpec(**SHAPE, sliding_window=32)
     groups = config(FULL, STATE if recurrent else window).kv_cache_groups
     named = {"address": "localhost:1", "revision": "r1", "salt": "vllm 0.33 CPU fp32"}
-    with pytest.raises(ConfigError, match=r"group \d \(layers\.\d\).*recurrent state.*KVStoreOffloadingConnector"):
-        Engine(model_directory(tmp_path / "tiny"), named, connector="OffloadingConnector", groups=groups)
+    with pytest.raises(
+        ConfigError, match=r"group \d \(layers\.\d\).*recurrent state.*KVStoreOffloadingConnector"
+    ):
+        Engine(
+            model_directory(tmp_path / "tiny"),
+            named,
+            connector="OffloadingConnector",
+            groups=groups,
+        )
 
 
 KINDS: dict[str, Any] = {
@@ -80,10 +96,17 @@ KINDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_that_the_tier_takes_is_restored(tmp_path: Path, node: NodeProcess, kind: str) -> None:
+def test_a_kind_that_the_tier_takes_is_restored(
+    tmp_path: Path, node: NodeProcess, kind: str
+) -> None:
     model, options = model_directory(tmp_path / "tiny"), {"address": node.address}
-    beside = [FULL] if kind in ("window", "chunks") else []  # such layers have full ones beside them
-    engines = [Engine(model, options, groups=config(*beside, KINDS[kind]).kv_cache_groups) for _ in range(2)]
+    beside = (
+        [FULL] if kind in ("window", "chunks") else []
+    )  # such layers have full ones beside them
+    engines = [
+        Engine(model, options, groups=config(*beside, KINDS[kind]).kv_cache_groups)
+        for _ in range(2)
+    ]
     try:
         assert engines[0].serve("cold", prompt(124)) == 0
         assert engines[1].serve("warm", prompt(124)) == 112

@@ -43,9 +43,15 @@ def config(**changes: Any) -> OffloadingConfig:
         data_parallel_rank_local=None,
         is_parallelism_agnostic=changes.pop("agnostic", False),
     )
-    known = {name: changes.pop(name) for name in list(changes) if name.endswith(("_size", "_index"))}
+    known = {
+        name: changes.pop(name) for name in list(changes) if name.endswith(("_size", "_index"))
+    }
     plain = OffloadingConfig(
-        groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layers.0", "layers.1"), group_id=0),),
+        groups=(
+            OffloadingGroupConfig(
+                tokens_per_block=16, layer_names=("layers.0", "layers.1"), group_id=0
+            ),
+        ),
         worker_kv_bytes_per_block=ROW_NBYTES,
         enable_kv_cache_events=False,
         extra_config={},
@@ -79,7 +85,9 @@ CHANGES: dict[str, Callable[[], Namespace]] = {
     "nothing": lambda: namespace(config()),
     "tenant": lambda: namespace(config(), tenant="b"),
     "model": lambda: namespace(config(), weights=["org/other", "r1"]),
-    "KV dtype": lambda: namespace(config(model=OffloadingModelConfig(name="org/model", dtype="fp8"))),
+    "KV dtype": lambda: namespace(
+        config(model=OffloadingModelConfig(name="org/model", dtype="fp8"))
+    ),
     "weights": lambda: namespace(config(), weights=["org/model", "r2"]),
     "salt": lambda: namespace(config(), salt="x"),
     "epoch": lambda: namespace(config(), epoch=1),
@@ -95,8 +103,12 @@ CHANGES: dict[str, Callable[[], Namespace]] = {
     "blocks of a chunk": lambda: namespace(config(cache=OffloadingCacheConfig(16, 2))),
     "tokens of a hash": lambda: namespace(config(cache=OffloadingCacheConfig(8, 1))),
     "layers": lambda: namespace(config(groups=(OffloadingGroupConfig(16, ("layers.0",), 0),))),
-    "tokens of a block": lambda: namespace(config(groups=(OffloadingGroupConfig(32, ("layers.0", "layers.1"), 0),))),
-    "group": lambda: namespace(config(groups=(OffloadingGroupConfig(16, ("layers.0", "layers.1"), 1),))),
+    "tokens of a block": lambda: namespace(
+        config(groups=(OffloadingGroupConfig(32, ("layers.0", "layers.1"), 0),))
+    ),
+    "group": lambda: namespace(
+        config(groups=(OffloadingGroupConfig(16, ("layers.0", "layers.1"), 1),))
+    ),
 }
 
 
@@ -114,7 +126,8 @@ def test_what_does_not_change_the_bytes_shares_them() -> None:
 
 def test_rows_in_canonical_layout_are_shared_by_engines_of_every_size() -> None:
     alone, together = (
-        namespace(config(canonical_layout=True, agnostic=True, tp_size=size, world_size=size)) for size in (1, 2)
+        namespace(config(canonical_layout=True, agnostic=True, tp_size=size, world_size=size))
+        for size in (1, 2)
     )
     assert alone.digest == together.digest
     direct = namespace(config(agnostic=True, tp_size=2, world_size=2))
@@ -163,7 +176,9 @@ def test_the_connector_says_how_the_engine_computes(tmp_path: Path) -> None:
 
         def changed(**attributes: Any) -> dict[str, Any]:
             model = SimpleNamespace(**{**vars(engine.config.model_config), **attributes})
-            return told(SimpleNamespace(**{**vars(engine.config), "model_config": model}), {})["facts"]
+            return told(SimpleNamespace(**{**vars(engine.config), "model_config": model}), {})[
+                "facts"
+            ]
 
         assert changed() == found["facts"]
         longer = engine.config.model_config.hf_config.__class__(rope_theta=1e6)

@@ -1,5 +1,7 @@
-"""Random requests on two engines with small caches, while pages vanish and the store hangs: whatever is restored
-is right, every request ends, and no row or verdict is left over. KVSTORE_SEED repeats a run."""
+"""Random requests on two engines with small caches, while pages vanish and the store hangs:
+whatever is restored is right, every request ends, and no row or verdict is left over. KVSTORE_SEED
+repeats a run.
+"""
 
 import os
 import random
@@ -31,12 +33,16 @@ DEADLINES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("window", [None, 48], ids=["full", "sliding"])
-def test_whatever_is_restored_is_right(tmp_path: Path, node: NodeProcess, seed: int, window: int | None) -> None:
+def test_whatever_is_restored_is_right(
+    tmp_path: Path, node: NodeProcess, seed: int, window: int | None
+) -> None:
     rng = random.Random(seed)
     model = model_directory(tmp_path / "tiny")
     options = {"address": node.address, **DEADLINES}
     blocks = 24 if window is None else 40  # one request must fit, in both groups
-    engines = [Engine(model, options, window=window, cpu_chunks=20, gpu_blocks=blocks) for _ in range(2)]
+    engines = [
+        Engine(model, options, window=window, cpu_chunks=20, gpu_blocks=blocks) for _ in range(2)
+    ]
     with Client(ClientConfig(address=node.address)) as client:
         try:
             for number in range(REQUESTS):
@@ -52,7 +58,9 @@ def test_whatever_is_restored_is_right(tmp_path: Path, node: NodeProcess, seed: 
         finally:
             os.kill(node.pid, signal.SIGCONT)
     assert sum(len(engine.computed) for engine in engines) == REQUESTS
-    assert any(engine.tier._agent.stats.pages_loaded for engine in engines)  # both, but for a busy machine
+    assert any(
+        engine.tier._agent.stats.pages_loaded for engine in engines
+    )  # both, but for a busy machine
     for engine in engines:
         assert not engine.tier.has_pending_work()
         assert engine.scheduler.connector.reset_cache()  # asserts that no row is held

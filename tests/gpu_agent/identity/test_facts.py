@@ -1,5 +1,6 @@
-"""What the documents say that a namespace holds, where nothing else that changes with it would show: with a revision by
-hand the checkpoint, and the configuration in it, is not read."""
+"""What the documents say that a namespace holds, where nothing else that changes with it would
+show: with a revision by hand the checkpoint, and the configuration in it, is not read.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +49,10 @@ OTHER_HASH = {"cache_config.prefix_caching_hash_algo": "sha256_cbor"}
         ("vLLM connector", {"spec": chunked}),
         ("vLLM tier", OTHER_CONFIG),
         ("vLLM tier", OTHER_HASH),
-        ("vLLM tier", {"offloading.groups": [tree(group_id=1, tokens_per_block=16, layer_names=("0", "1"))]}),
+        (
+            "vLLM tier",
+            {"offloading.groups": [tree(group_id=1, tokens_per_block=16, layer_names=("0", "1"))]},
+        ),
         ("SGLang HiCache", OTHER_CONFIG),
         ("SGLang linker", OTHER_CONFIG),
         ("LightLLM", OTHER_CONFIG),
@@ -72,12 +76,32 @@ PROCESSING = (
     "mm_device_do_normalize",
 )
 SGLANG = (
-    *("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "load_format", "weight_version"),
-    *("model_loader_extra_config", "modelopt_quant", "modelopt_checkpoint_restore_path", "quantize_and_serve"),
+    *(
+        "dtype",
+        "quantization",
+        "kv_cache_dtype",
+        "json_model_override_args",
+        "load_format",
+        "weight_version",
+    ),
+    *(
+        "model_loader_extra_config",
+        "modelopt_quant",
+        "modelopt_checkpoint_restore_path",
+        "quantize_and_serve",
+    ),
     *("rl_quant_profile", "torchao_config", "model_impl"),
 )
 LIGHTLLM = (
-    *("data_type", "quant_type", "expert_dtype", "llm_kv_type", "llm_kv_quant_group_size", "mtp_mode", "mtp_step"),
+    *(
+        "data_type",
+        "quant_type",
+        "expert_dtype",
+        "llm_kv_type",
+        "llm_kv_quant_group_size",
+        "mtp_mode",
+        "mtp_step",
+    ),
     *("weight_version", "cpu_cache_token_page_size"),
 )
 LIGHTLLM_HYBRID = (
@@ -89,7 +113,10 @@ LIGHTLLM_HYBRID = (
 def settings() -> Iterator[Any]:
     """(adapter, usual way, another one that differs in a single setting)"""
     for name in PROCESSING:
-        ways = [{"model_config.multimodal_config": images(**changes)} for changes in ({}, {name: "other"})]
+        ways = [
+            {"model_config.multimodal_config": images(**changes)}
+            for changes in ({}, {name: "other"})
+        ]
         for adapter in ("vLLM connector", "vLLM tier"):
             yield pytest.param(adapter, *ways, id=f"{adapter}-{name}")
     for name in SGLANG:
@@ -102,7 +129,14 @@ def settings() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("adapter", "usual", "other"), list(settings()))
-def test_each_setting_counts_by_itself(adapter: str, usual: Way, other: Way, tmp_path: Path) -> None:
-    """Of fourteen nobody noticed when they were left out: they are seldom used, and decide a page's bytes."""
+def test_each_setting_counts_by_itself(
+    adapter: str, usual: Way, other: Way, tmp_path: Path
+) -> None:
+    """Of fourteen nobody noticed when they were left out: they are seldom used, and decide a page's
+    bytes.
+    """
     namespace = ADAPTERS[adapter].namespace
-    assert namespace(tmp_path, {**VOUCHED, **usual}).digest != namespace(tmp_path, {**VOUCHED, **other}).digest
+    assert (
+        namespace(tmp_path, {**VOUCHED, **usual}).digest
+        != namespace(tmp_path, {**VOUCHED, **other}).digest
+    )

@@ -1,5 +1,6 @@
-"""Rotary embeddings that depend on how long a prompt is: a page of a short prompt is not the beginning of a long
-one's, and nothing but a refusal keeps the two apart."""
+"""Rotary embeddings that depend on how long a prompt is: a page of a short prompt is not the
+beginning of a long one's, and nothing but a refusal keeps the two apart.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,12 @@ def paged(client: Client, model: Any) -> None:
     if not hasattr(ContinuousBatchingConfig(), "page_size"):
         pytest.skip("needs transformers 5.19 or newer")
     batching = ContinuousBatchingConfig(page_size=16, num_blocks=16, max_batch_tokens=64)
-    generation = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=batching)
+    generation = GenerationConfig(
+        max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    manager = model.init_continuous_batching(
+        generation_config=generation, continuous_batching_config=batching
+    )
     manager.start()
     try:
         PagedAdapter(client, manager, "tiny").close()
@@ -60,7 +65,9 @@ def test_a_page_of_a_short_prompt_is_not_found_for_a_long_one(client: Client, ki
     model = tiny(**rope(kind))
     assert (keys(model, 24) - keys(model, 96)).abs().max() > 1e-3, "what a hit would have got wrong"
     for make in (plain, paged):
-        with pytest.raises(InvalidRequest, match=f"rotary embeddings of the kind '{kind['rope_type']}'"):
+        with pytest.raises(
+            InvalidRequest, match=f"rotary embeddings of the kind '{kind['rope_type']}'"
+        ):
             make(client, model)
 
 
@@ -79,7 +86,15 @@ def test_embeddings_that_do_not_depend_on_it_are_served(client: Client, kind: An
         ({"rope_parameters": {"rope_type": "default"}}, []),
         ({"rope_scaling": {"type": "su"}}, ["su"]),
         ({"rope_scaling": {"rope_type": "longrope", "type": "longrope"}}, ["longrope"]),
-        ({"rope_parameters": {"full": {"rope_type": "yarn"}, "sliding": {"rope_type": "dynamic"}}}, ["dynamic"]),
+        (
+            {
+                "rope_parameters": {
+                    "full": {"rope_type": "yarn"},
+                    "sliding": {"rope_type": "dynamic"},
+                }
+            },
+            ["dynamic"],
+        ),
         ({"text_config": {"rope_parameters": {"rope_type": "dynamic"}}}, ["dynamic"]),
         ({"use_dynamic_ntk": True}, ["dynamic"]),
         ({"quantization_config": {"type": "dynamic"}}, []),
@@ -93,7 +108,10 @@ def test_what_a_configuration_says(config: dict[str, Any], found: list[str]) -> 
 def test_vllm_chooses_once_by_how_long_a_prompt_may_be(tmp_path: Path) -> None:
     """So that engines with one limit share, and others do not."""
     for make in (on_vllm.connector, on_vllm.tier):
-        ways = [{"model_config.max_model_len": length, "config": {"rope_scaling": LONGROPE}} for length in (4096, 64)]
+        ways = [
+            {"model_config.max_model_len": length, "config": {"rope_scaling": LONGROPE}}
+            for length in (4096, 64)
+        ]
         assert make(tmp_path, ways[0]).digest != make(tmp_path, ways[1]).digest
         assert make(tmp_path, ways[0]).digest == make(tmp_path, dict(ways[0])).digest
         static = [{"model_config.max_model_len": length} for length in (4096, 64)]

@@ -31,15 +31,24 @@ WORDS = {"namespace", "hash", "refused", "no", "nobody"}
 
 def cells() -> dict[tuple[str, str], str]:
     """(adapter, ingredient) -> the cell."""
-    lines = itertools.dropwhile(lambda line: not line.startswith("| ingredient"), DOCUMENT.read_text().splitlines())
+    lines = itertools.dropwhile(
+        lambda line: not line.startswith("| ingredient"), DOCUMENT.read_text().splitlines()
+    )
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
     head, _, *body = ([cell.strip() for cell in row.strip("| ").split("|")] for row in rows)
-    return {(adapter, row[0]): cell for row in body for adapter, cell in zip(head[1:], row[1:], strict=True)}
+    return {
+        (adapter, row[0]): cell
+        for row in body
+        for adapter, cell in zip(head[1:], row[1:], strict=True)
+    }
 
 
 def table() -> dict[tuple[str, str], set[str]]:
     """(adapter, ingredient) -> words of the cell, without the numbers of notes."""
-    return {pair: set(re.sub(r"\(\d+\)", "", cell).replace(",", " ").split()) for pair, cell in cells().items()}
+    return {
+        pair: set(re.sub(r"\(\d+\)", "", cell).replace(",", " ").split())
+        for pair, cell in cells().items()
+    }
 
 
 def tried() -> dict[tuple[str, str], set[str]]:
@@ -60,15 +69,23 @@ def ways() -> Iterator[Any]:
         for ingredient, words in adapter.claims.items():
             for word, claim in words.items():
                 for number, way in enumerate(claim if isinstance(claim, list) else ()):
-                    yield pytest.param(adapter, word, way, id=f"{name}-{ingredient}-{word}-{number}")
+                    yield pytest.param(
+                        adapter, word, way, id=f"{name}-{ingredient}-{word}-{number}"
+                    )
 
 
 @pytest.mark.parametrize(("adapter", "word", "way"), list(ways()))
 def test_what_a_cell_says_holds(
-    adapter: Adapter, word: str, way: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adapter: Adapter,
+    word: str,
+    way: Mapping[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))  # which holds nothing
-    usual = USUAL.get(id(adapter)) or USUAL.setdefault(id(adapter), adapter.namespace(tmp_path, {}).digest)
+    usual = USUAL.get(id(adapter)) or USUAL.setdefault(
+        id(adapter), adapter.namespace(tmp_path, {}).digest
+    )
     if "unlike" in way:
         usual = adapter.namespace(tmp_path, way["unlike"]).digest
     if word == "refused":
@@ -82,7 +99,10 @@ def test_what_a_cell_says_holds(
 
 
 def test_the_same_again_is_the_same(tmp_path: Path) -> None:
-    """Else every claim above would hold for nothing. In another folder too: it is computed once for all tests."""
+    """Else every claim above would hold for nothing.
+
+    In another folder too: it is computed once for all tests.
+    """
     (tmp_path / "other").mkdir()
     for adapter in ADAPTERS.values():
         once, again = (adapter.namespace(tmp_path, {}).digest for _ in range(2))
@@ -99,7 +119,11 @@ def references() -> Iterator[Any]:
 
 @functools.cache
 def functions(file: Path) -> list[str]:
-    return [node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+    return [
+        node.name
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
 
 
 @pytest.mark.parametrize("reference", list(references()))
@@ -109,9 +133,13 @@ def test_a_claim_about_an_engines_own_code_has_its_test_there(reference: str) ->
 
 
 @pytest.mark.parametrize("read", [table, tried])
-def test_no_pair_of_adapter_and_ingredient_is_left_out(read: Callable[[], dict[tuple[str, str], set[str]]]) -> None:
+def test_no_pair_of_adapter_and_ingredient_is_left_out(
+    read: Callable[[], dict[tuple[str, str], set[str]]],
+) -> None:
     found = read()
     ingredients = {ingredient for _, ingredient in found}
     assert len(ingredients) == 13
-    assert found.keys() == {(adapter, ingredient) for adapter in ADAPTERS for ingredient in ingredients}
+    assert found.keys() == {
+        (adapter, ingredient) for adapter in ADAPTERS for ingredient in ingredients
+    }
     assert all(found.values())

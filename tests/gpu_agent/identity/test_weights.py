@@ -1,4 +1,6 @@
-"""Whose weights: a commit, or every byte; and where neither is at hand, a start that ends with the remedy."""
+"""Whose weights: a commit, or every byte; and where neither is at hand, a start that ends with the
+remedy.
+"""
 
 import hashlib
 import logging
@@ -21,7 +23,10 @@ from gpu_agent.identity.checkpoint import also_loaded, named, process_start
 from gpu_agent.options import Identity
 from kvstore import ConfigError
 
-COMMIT, NEXT = "0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef"
+COMMIT, NEXT = (
+    "0123456789abcdef0123456789abcdef01234567",
+    "89abcdef0123456789abcdef0123456789abcdef",
+)
 Names = Callable[..., Any]
 # Adapters that are told what an engine loads, and how: as `where` it loads from, at a revision.
 TOLD: dict[str, Names] = {
@@ -51,8 +56,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def fetched(cache: Path, commit: str = COMMIT, name: str = "org/tiny", revision: str = "main") -> Path:
-    """As the hub's client leaves a repository: small files called by git's hash, large ones by their SHA-256."""
+def fetched(
+    cache: Path, commit: str = COMMIT, name: str = "org/tiny", revision: str = "main"
+) -> Path:
+    """As the hub's client leaves a repository: small files called by git's hash, large ones by
+    their SHA-256.
+    """
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / commit
     for folder in (repository / "refs", repository / "blobs", snapshot):
@@ -81,11 +90,14 @@ def revision_of(path: Path) -> str:
     return named(Identity(), str(path)).revision
 
 
-# ---- a hub's name ----------------------------------------------------------------------------------------------------
+# ---- a hub's name
+# ----------------------------------------------------------------------------------------------------
 
 
 @adapters
-def test_a_hub_name_without_a_revision_is_the_commit_that_is_cached(told: Names, tmp_path: Path, hub: Path) -> None:
+def test_a_hub_name_without_a_revision_is_the_commit_that_is_cached(
+    told: Names, tmp_path: Path, hub: Path
+) -> None:
     fetched(hub)
     space = told(tmp_path, "org/tiny")
     assert (space.model, space.revision) == ("org/tiny", COMMIT)
@@ -98,7 +110,9 @@ def test_a_hub_name_without_a_revision_is_the_commit_that_is_cached(told: Names,
 def test_weights_that_nothing_names_end_the_start_with_the_remedy(
     told: Names, tmp_path: Path, revision: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"which weights 'org/tiny' are: .* set the option revision"):
+    with pytest.raises(
+        ConfigError, match=r"which weights 'org/tiny' are: .* set the option revision"
+    ):
         told(tmp_path, "org/tiny", revision)
     monkeypatch.setenv("KVSTORE_REVISION", "by hand")
     assert told(tmp_path, "org/tiny", revision).revision == "by hand"
@@ -113,7 +127,10 @@ def test_a_branch_is_a_commit_and_a_commit_is_itself(hub: Path) -> None:
 
 
 def test_a_branch_that_moves_while_the_engine_starts_ends_the_start(hub: Path) -> None:
-    """The engine may have loaded either commit. One that is the only one here is what it has loaded."""
+    """The engine may have loaded either commit.
+
+    One that is the only one here is what it has loaded.
+    """
     fetched(hub)
     ref = hub / "models--org--tiny" / "refs" / "main"
     os.utime(ref)
@@ -121,7 +138,9 @@ def test_a_branch_that_moves_while_the_engine_starts_ends_the_start(hub: Path) -
     fetched(hub, NEXT)
     assert named(Identity(), "org/tiny").revision == NEXT
     os.utime(ref)
-    with pytest.raises(ConfigError, match=r"another commit .* start it again, or set the option revision"):
+    with pytest.raises(
+        ConfigError, match=r"another commit .* start it again, or set the option revision"
+    ):
         named(Identity(), "org/tiny")
     assert named(Identity(revision="mine"), "org/tiny").revision == "mine"
     assert 0 < time.time() - process_start() < 86400
@@ -134,20 +153,30 @@ def test_a_commit_whose_snapshot_is_gone_names_nothing(hub: Path) -> None:
 
 
 def test_weights_are_looked_for_where_the_engine_keeps_them(tmp_path: Path, hub: Path) -> None:
-    """--download-dir: the other cache may hold another commit, and another hub's names mean other repositories."""
+    """--download-dir: the other cache may hold another commit, and another hub's names mean other
+    repositories.
+    """
     fetched(hub)
     fetched(tmp_path / "downloads", NEXT)
     downloads = str(tmp_path / "downloads")
-    on = on_vllm.connector(tmp_path, {"load_config.download_dir": downloads, "model_config.model": "org/tiny"})
+    on = on_vllm.connector(
+        tmp_path, {"load_config.download_dir": downloads, "model_config.model": "org/tiny"}
+    )
     assert on.revision == NEXT
-    on = on_sglang.hicache(tmp_path, {"args.download_dir": downloads, "args.model_path": "org/tiny"})
+    on = on_sglang.hicache(
+        tmp_path, {"args.download_dir": downloads, "args.model_path": "org/tiny"}
+    )
     assert on.revision == NEXT
     with pytest.raises(ConfigError, match="no hub's name"):
         named(Identity(), "org/tiny", cache=None)
 
 
 def test_the_hubs_cache_is_where_its_own_client_has_it(tmp_path: Path) -> None:
-    usual = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING", "XDG_"))}
+    usual = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("HF_", "HUGGING", "XDG_"))
+    }
     code = """
 import ast, importlib, os, sys
 from huggingface_hub import constants
@@ -170,7 +199,8 @@ for variables in ast.literal_eval(sys.argv[1]):
     assert [ours for _, ours in said] == [theirs for theirs, _ in said]
 
 
-# ---- a snapshot of a hub ---------------------------------------------------------------------------------------------
+# ---- a snapshot of a hub
+# ---------------------------------------------------------------------------------------------
 
 
 def test_a_snapshot_is_named_by_its_commit(hub: Path) -> None:
@@ -184,7 +214,9 @@ def test_a_snapshot_is_named_by_its_commit(hub: Path) -> None:
 
 
 def _edited(snapshot: Path) -> None:
-    (snapshot / "config.json").write_text('{"model_type": "llama", "rope_theta": 1}')  # through the link
+    (snapshot / "config.json").write_text(
+        '{"model_type": "llama", "rope_theta": 1}'
+    )  # through the link
 
 
 def _replaced(snapshot: Path) -> None:
@@ -197,13 +229,16 @@ def _added(snapshot: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [_edited, _replaced, _added])
-def test_a_snapshot_that_was_changed_by_hand_is_not_its_commit(hub: Path, change: Callable[[Path], None]) -> None:
+def test_a_snapshot_that_was_changed_by_hand_is_not_its_commit(
+    hub: Path, change: Callable[[Path], None]
+) -> None:
     snapshot = fetched(hub)
     change(snapshot)
     assert revision_of(snapshot).startswith("weights=")
 
 
-# ---- files and directories -------------------------------------------------------------------------------------------
+# ---- files and directories
+# -------------------------------------------------------------------------------------------
 
 
 @adapters
@@ -241,7 +276,9 @@ def test_a_checkpoint_is_named_by_its_bytes_not_its_place(tmp_path: Path) -> Non
     (changed / "model.safetensors").write_bytes(b"weights" * 999 + b"weightz")
     assert named(Identity(), str(changed)).model == "llama"
     assert revision_of(changed) != revision_of(first)
-    assert named(Identity(model="mine", revision="7"), str(first)) == Identity(model="mine", revision="7")
+    assert named(Identity(model="mine", revision="7"), str(first)) == Identity(
+        model="mine", revision="7"
+    )
 
 
 def test_a_checkpoint_that_is_replaced_within_a_process_is_another(tmp_path: Path) -> None:
@@ -251,7 +288,9 @@ def test_a_checkpoint_that_is_replaced_within_a_process_is_another(tmp_path: Pat
     assert revision_of(first) != before
 
 
-@pytest.mark.parametrize("name", ["shard.unheard-of", "modeling_tiny.py", "weights/part-1.safetensors", "vocab.txt"])
+@pytest.mark.parametrize(
+    "name", ["shard.unheard-of", "modeling_tiny.py", "weights/part-1.safetensors", "vocab.txt"]
+)
 def test_every_file_that_may_decide_something_counts(tmp_path: Path, name: str) -> None:
     path = directory(tmp_path / "llama")
     file = path / name
@@ -282,7 +321,9 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_weights_says_what_to_do(tmp_path: Path) -> None:
-    """Such as one that an engine made for the configuration of weights that it streams from elsewhere."""
+    """Such as one that an engine made for the configuration of weights that it streams from
+    elsewhere.
+    """
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"holds no weights; name them with the option revision"):
         named(Identity(), str(tmp_path))
@@ -300,7 +341,10 @@ def test_weights_that_can_not_be_read_or_change_meanwhile_end_the_start(
         (path / "model.safetensors").write_bytes(b"a download that goes on")
         return "weights=00"
 
-    for reads, message in ((unreadable, r"can not be read.*model\.safetensors"), (replaced, "changed while they were")):
+    for reads, message in (
+        (unreadable, r"can not be read.*model\.safetensors"),
+        (replaced, "changed while they were"),
+    ):
         monkeypatch.setattr(checkpoint, "_digest", reads)
         with pytest.raises(ConfigError, match=message):
             named(Identity(), str(path))
@@ -317,18 +361,22 @@ def test_a_start_that_reads_for_long_says_so(
 ) -> None:
     monkeypatch.setattr(checkpoint, "SLOW_NBYTES", 1000)
     named(Identity(), str(directory(tmp_path / "llama")))
-    assert [(record.levelno, "the option revision" in record.message) for record in caplog.records] == [
-        (logging.WARNING, True)
-    ]
+    assert [
+        (record.levelno, "the option revision" in record.message) for record in caplog.records
+    ] == [(logging.WARNING, True)]
 
 
-# ---- weights beside the model's --------------------------------------------------------------------------------------
+# ---- weights beside the model's
+# --------------------------------------------------------------------------------------
 
 
 def test_a_draft_is_named_like_a_model_or_vouched_for(tmp_path: Path, hub: Path) -> None:
     fetched(hub)
     assert also_loaded(False, "org/tiny") == f"org/tiny@{COMMIT}"
-    one, two = (also_loaded(True, str(directory(tmp_path / place / "eagle", place.encode()))) for place in "ab")
+    one, two = (
+        also_loaded(True, str(directory(tmp_path / place / "eagle", place.encode())))
+        for place in "ab"
+    )
     assert one != two
     with pytest.raises(ConfigError, match="org/eagle"):
         also_loaded(False, "org/eagle", "v1")

@@ -1,5 +1,8 @@
-"""SGLang's real engine on this machine's GPU: `make gpu-test-sglang`. An ordinary installation, unpatched, with tiny
-models in bfloat16; each engine in a process of its own, with SGLang's own processes below it."""
+"""SGLang's real engine on this machine's GPU: `make gpu-test-sglang`.
+
+An ordinary installation, unpatched, with tiny models in bfloat16; each engine in a process of its
+own, with SGLang's own processes below it.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +34,8 @@ def _one_rank() -> None:
 def engines(
     models: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., SGLangHandle]]:
-    """`engines(name, model={...}, ...)`: an engine with a tiny Llama of this kind, which is starting.
+    """`engines(name, model={...}, ...)`: an engine with a tiny Llama of this kind, which is
+    starting.
 
     `model`: changes of the model's configuration. Everything else goes to sglang.Engine.
     """

@@ -1,5 +1,6 @@
-"""HiCache on a GPU: an engine that finds in the store what it or another engine computed answers as after a hit in
-its own cache, with CUDA graphs and without."""
+"""HiCache on a GPU: an engine that finds in the store what it or another engine computed answers as
+after a hit in its own cache, with CUDA graphs and without.
+"""
 
 import signal
 from collections.abc import Callable
@@ -46,8 +47,12 @@ def fleet(engines: Engines, store: RestartableNode) -> dict[str, SGLangHandle]:
 
 
 @pytest.fixture(params=["writer", "graphs"])
-def pair(request: pytest.FixtureRequest, fleet: dict[str, SGLangHandle]) -> tuple[SGLangHandle, SGLangHandle]:
-    """(one that computes, one that finds): each of the two once, the one with CUDA graphs and the one without."""
+def pair(
+    request: pytest.FixtureRequest, fleet: dict[str, SGLangHandle]
+) -> tuple[SGLangHandle, SGLangHandle]:
+    """(one that computes, one that finds): each of the two once, the one with CUDA graphs and the
+    one without.
+    """
     others = {"writer": "graphs", "graphs": "writer"}
     return fleet[request.param], fleet[others[request.param]]
 
@@ -78,11 +83,15 @@ def test_a_hit_is_a_local_hit(
 def test_a_partial_hit(
     pair: tuple[SGLangHandle, SGLangHandle], fleet: dict[str, SGLangHandle], store: RestartableNode
 ) -> None:
-    """The stored prefix ends in the middle of the prompt; what follows is computed on top of it and stored too."""
+    """The stored prefix ends in the middle of the prompt; what follows is computed on top of it and
+    stored too.
+    """
     writer, reader = pair
     seed = seed_of(writer, fleet, 20)
     head = prompt(seed, 640)
-    first, own_whole, whole = (head + prompt(seed + more, tokens) for more, tokens in ((1, 10), (2, 500), (3, 500)))
+    first, own_whole, whole = (
+        head + prompt(seed + more, tokens) for more, tokens in ((1, 10), (2, 500), (3, 500))
+    )
     found_locally_and_stored(writer, store, first)
     own, found = writer.alone(own_whole), reader.alone(whole)
     assert from_store(own) == from_store(found) == [640]
@@ -90,7 +99,9 @@ def test_a_partial_hit(
     expected = continued_locally(reader, first, whole, f"only {seed + 1}")
     assert cached(own_expected) == cached(expected) == [640]
     assert answers(own) == answers(own_expected)  # the same tokens were computed in the same steps
-    assert agree(found, expected)  # the head was computed by another engine, with CUDA graphs or without
+    assert agree(
+        found, expected
+    )  # the head was computed by another engine, with CUDA graphs or without
     wait_stored(reader, store, whole)
     again = writer.alone(whole)
     assert from_store(again) == [1088]
@@ -118,7 +129,9 @@ def test_generated_tokens_are_stored_too(
     assert answers(own) == answers(expected)
 
 
-def test_hits_and_misses_in_one_batch(fleet: dict[str, SGLangHandle], store: RestartableNode) -> None:
+def test_hits_and_misses_in_one_batch(
+    fleet: dict[str, SGLangHandle], store: RestartableNode
+) -> None:
     writer, reader = fleet["writer"], fleet["graphs"]
     head = prompt(40, 640)
     some = [head + prompt(41 + i, 20 + 90 * i) for i in range(4)]
@@ -134,7 +147,9 @@ def test_hits_and_misses_in_one_batch(fleet: dict[str, SGLangHandle], store: Res
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_a_stranger_finds_nothing(name: str, fleet: dict[str, SGLangHandle], store: RestartableNode) -> None:
+def test_a_stranger_finds_nothing(
+    name: str, fleet: dict[str, SGLangHandle], store: RestartableNode
+) -> None:
     """And what it stores itself, it finds."""
     one = prompt(60 + list(STRANGERS).index(name), 700)
     found_locally_and_stored(fleet["writer"], store, one)
@@ -145,25 +160,35 @@ def test_a_stranger_finds_nothing(name: str, fleet: dict[str, SGLangHandle], sto
     assert answers(stranger.alone(one)) == answers(found_locally(stranger, one))
 
 
-def test_a_request_with_a_salt_finds_its_own_only(fleet: dict[str, SGLangHandle], store: RestartableNode) -> None:
+def test_a_request_with_a_salt_finds_its_own_only(
+    fleet: dict[str, SGLangHandle], store: RestartableNode
+) -> None:
     writer, reader = fleet["writer"], fleet["graphs"]
     one = prompt(70, 700)
     found_locally_and_stored(writer, store, one)
     assert from_store(reader.alone(one, salts=["mine"])) == [0]
     reader.generate(one, salts=["mine"])
     wait_hit(reader, one, salts=["mine"])
-    assert answers(reader.alone(one, salts=["mine"])) == answers(found_locally(reader, one, salts=["mine"]))
+    assert answers(reader.alone(one, salts=["mine"])) == answers(
+        found_locally(reader, one, salts=["mine"])
+    )
     assert from_store(writer.alone(one, salts=["another's"])) == [0]
 
 
 def test_wrong_kv_would_show(fleet: dict[str, SGLangHandle], store: RestartableNode) -> None:
-    """The measure itself: an answer over the pages of another prompt, stored under this one's names, is another."""
+    """The measure itself: an answer over the pages of another prompt, stored under this one's
+    names, is another.
+    """
     writer, reader = fleet["writer"], fleet["graphs"]
     right, wrong = prompt(80, 700), prompt(81, 700)
     expected = found_locally_and_stored(writer, store, right, wrong)[:1]
     names, others = writer.chain(right), writer.chain(wrong)
     with store.client() as client:
-        (space,) = [one for one, _ in client.namespaces() if client.lookup(one, names).prefix_pages == len(names)]
+        (space,) = [
+            one
+            for one, _ in client.namespaces()
+            if client.lookup(one, names).prefix_pages == len(names)
+        ]
         pages = [bytearray(space.layout.page_nbytes) for _ in others]
         assert all(client.get(space, others, pages))
         assert all(client.remove(space, names))
@@ -182,6 +207,8 @@ def test_an_engine_that_is_told_to_end_leaves_nothing(
     store.wait_nothing_open()
 
 
-def test_an_engine_that_is_killed_leaves_nothing(fleet: dict[str, SGLangHandle], store: RestartableNode) -> None:
+def test_an_engine_that_is_killed_leaves_nothing(
+    fleet: dict[str, SGLangHandle], store: RestartableNode
+) -> None:
     ended(fleet["graphs"], signal.SIGKILL)
     store.wait_nothing_open()

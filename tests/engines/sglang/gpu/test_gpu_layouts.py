@@ -1,4 +1,6 @@
-"""Layouts of HiCache's host pool and an fp8 cache, on a GPU: what one engine stored, another restores bit for bit."""
+"""Layouts of HiCache's host pool and an fp8 cache, on a GPU: what one engine stored, another
+restores bit for bit.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +33,9 @@ def pairs(engines: Engines, store: RestartableNode) -> dict[str, Pair]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hit_is_a_local_hit(kind: str, pairs: dict[str, Pair], store: RestartableNode) -> None:
-    """One's own and another process's; the kinds find nothing of each other, though the prompts are the same."""
+    """One's own and another process's; the kinds find nothing of each other, though the prompts are
+    the same.
+    """
     writer, reader = pairs[kind]
     prompts = [prompt(1, 700), prompt(2, 1921)]
     expected = found_locally_and_stored(writer, store, *prompts)
@@ -43,7 +47,9 @@ def test_a_hit_is_a_local_hit(kind: str, pairs: dict[str, Pair], store: Restarta
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_hits_and_misses_in_one_batch(kind: str, pairs: dict[str, Pair], store: RestartableNode) -> None:
+def test_hits_and_misses_in_one_batch(
+    kind: str, pairs: dict[str, Pair], store: RestartableNode
+) -> None:
     writer, reader = pairs[kind]
     head = prompt(10, 640)
     some, other = head + prompt(11, 400), prompt(12, 500)

@@ -1,4 +1,6 @@
-"""The linker on a GPU: pages go between SGLang's pool and the store by our kernels, while layers are computed."""
+"""The linker on a GPU: pages go between SGLang's pool and the store by our kernels, while layers
+are computed.
+"""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -7,7 +9,14 @@ import pytest
 from endings import ended
 from engine_answers import agree, answers, cached, found_locally, prompt
 from restartable_node import RestartableNode
-from sglang_handle import SGLangHandle, continued_locally, found_locally_and_stored, from_store, linker, wait_hit
+from sglang_handle import (
+    SGLangHandle,
+    continued_locally,
+    found_locally_and_stored,
+    from_store,
+    linker,
+    wait_hit,
+)
 
 Engines = Callable[..., SGLangHandle]
 Pair = tuple[SGLangHandle, SGLangHandle]
@@ -20,7 +29,11 @@ def fleet(engines: Engines, store: RestartableNode) -> Pair:
     """(one that computes, one that finds, whose store fails at times)."""
     return (
         engines("writer", **linker(store.address, hold_s=2.0)),
-        engines("victim", disable_cuda_graph=False, **linker(store.address, module="faulty", load_timeout_s=2.0)),
+        engines(
+            "victim",
+            disable_cuda_graph=False,
+            **linker(store.address, module="faulty", load_timeout_s=2.0),
+        ),
     )
 
 
@@ -46,7 +59,9 @@ def test_a_hit_is_a_local_hit(fleet: Pair, store: RestartableNode) -> None:
 def test_a_partial_hit(fleet: Pair, store: RestartableNode) -> None:
     writer, reader = fleet
     head = prompt(10, 640)
-    first, own_whole, whole = (head + prompt(seed, tokens) for seed, tokens in ((11, 10), (12, 500), (13, 500)))
+    first, own_whole, whole = (
+        head + prompt(seed, tokens) for seed, tokens in ((11, 10), (12, 500), (13, 500))
+    )
     found_locally_and_stored(writer, store, first)
     own, found = writer.alone(own_whole), reader.alone(whole)
     assert from_store(own) == from_store(found) == [640]
@@ -73,12 +88,18 @@ def test_hits_and_misses_in_one_batch(fleet: Pair, store: RestartableNode) -> No
 
 
 @pytest.mark.parametrize(("do", "nth"), [("kill", 1), ("kill", 4), ("die", 2)])
-def test_the_node_is_killed_in_the_middle_of_loads(do: str, nth: int, fleet: Pair, store: RestartableNode) -> None:
-    """Requests whose load had been promised fail, as SGLang has it; the others end right, and the engine serves on."""
+def test_the_node_is_killed_in_the_middle_of_loads(
+    do: str, nth: int, fleet: Pair, store: RestartableNode
+) -> None:
+    """Requests whose load had been promised fail, as SGLang has it; the others end right, and the
+    engine serves on.
+    """
     writer, engine = fleet
     known = [prompt(100 * nth + i, 1200) for i in range(COUNT)]
     fresh = [prompt(100 * nth + 50 + i, 1200) for i in range(2)]
-    expected = found_locally_and_stored(writer, store, *known) + writer.alone(*fresh, salts=["computed anew"])
+    expected = found_locally_and_stored(writer, store, *known) + writer.alone(
+        *fresh, salts=["computed anew"]
+    )
     store.flush()
     engine.reset()
     engine.arm(at="load", do=do, nth=nth, node_pid=store.pid)

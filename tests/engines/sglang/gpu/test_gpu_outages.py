@@ -1,5 +1,6 @@
-"""HiCache on a GPU whose node is killed, stopped and started again: every request ends with the tokens that it has
-without a store, and hits come back."""
+"""HiCache on a GPU whose node is killed, stopped and started again: every request ends with the
+tokens that it has without a store, and hits come back.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -17,8 +18,13 @@ PAGES = 18  # of each prompt
 
 @pytest.fixture(scope="module")
 def fleet(engines: Engines, store: RestartableNode) -> tuple[SGLangHandle, SGLangHandle]:
-    """(without a store, with one that fails). SGLang's own wait for prefetches is its default."""
-    faulty = hicache(store.address, module="faulty", policy="timeout", lookup_timeout_s=1.0, load_timeout_s=1.0)
+    """(without a store, with one that fails).
+
+    SGLang's own wait for prefetches is its default.
+    """
+    faulty = hicache(
+        store.address, module="faulty", policy="timeout", lookup_timeout_s=1.0, load_timeout_s=1.0
+    )
     return engines("plain"), engines("victim", **faulty)
 
 
@@ -32,7 +38,9 @@ def prompts(seed: int) -> list[list[int]]:
     return [prompt(seed * 100 + i, PAGES * 64 + 7 + 7 * i) for i in range(COUNT)]
 
 
-def hits_again(engine: SGLangHandle, known: list[list[int]], expected: list[dict[str, object]]) -> None:
+def hits_again(
+    engine: SGLangHandle, known: list[list[int]], expected: list[dict[str, object]]
+) -> None:
     """The node is back with what it had on disk, and nothing that was stored in between is wrong."""
     for one in known:
         wait_hit(engine, one)
@@ -95,7 +103,9 @@ def test_the_node_is_killed_at_any_moment(
     hits_again(engine, known, expected)
 
 
-def test_the_node_is_stopped_and_goes_on(fleet: tuple[SGLangHandle, SGLangHandle], store: RestartableNode) -> None:
+def test_the_node_is_stopped_and_goes_on(
+    fleet: tuple[SGLangHandle, SGLangHandle], store: RestartableNode
+) -> None:
     """It hangs: each request ends all the same, and late answers change nothing."""
     plain, engine = fleet
     known, fresh = prompts(60), prompts(61)

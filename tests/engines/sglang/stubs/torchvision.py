@@ -1,5 +1,7 @@
-"""Stands in for torchvision, whose builds do not load beside a torch without CUDA and without which SGLang's
-pools do not import. Nothing of it is used: every attribute, call and base class is accepted."""
+"""Stands in for torchvision, whose builds do not load beside a torch without CUDA and without which
+SGLang's pools do not import. Nothing of it is used: every attribute, call and base class is
+accepted.
+"""
 
 import importlib.abc
 import importlib.machinery

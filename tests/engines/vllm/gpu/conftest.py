@@ -1,5 +1,8 @@
-"""vLLM's real engine on this machine's GPU: `make gpu-test-vllm`. The official wheel, unpatched, with tiny models in
-bfloat16; each engine in a process of its own, with its agents' processes beside it as users have them."""
+"""vLLM's real engine on this machine's GPU: `make gpu-test-vllm`.
+
+The official wheel, unpatched, with tiny models in bfloat16; each engine in a process of its own,
+with its agents' processes beside it as users have them.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +12,17 @@ from engine_handle import EngineHandle
 
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
-    "full graphs": {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
+    "full graphs": {
+        "enforce_eager": False,
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    },
 }
 # All engines of a file share the GPU: none measures what is free of it while another starts.
-GPU: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20, "gpu_memory_utilization": 0.03}
+GPU: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "kv_cache_memory_bytes": 256 << 20,
+    "gpu_memory_utilization": 0.03,
+}
 
 
 @pytest.fixture(params=MODES, scope="module")
@@ -22,10 +32,18 @@ def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def on_gpu(engines: Callable[..., EngineHandle], models: Callable[..., str]) -> Callable[..., EngineHandle]:
-    """`on_gpu(name, "llama", store={...}, ...)`: an engine on the GPU with a tiny model of that kind."""
+def on_gpu(
+    engines: Callable[..., EngineHandle], models: Callable[..., str]
+) -> Callable[..., EngineHandle]:
+    """`on_gpu(name, "llama", store={...}, ...)`: an engine on the GPU with a tiny model of that
+    kind.
+    """
 
-    def engine(name: str, kind: str = "llama", store: dict[str, Any] | None = None, **arguments: Any) -> EngineHandle:
-        return engines(name, store=store, **{**GPU, "model": models(kind, dtype="bfloat16"), **arguments})
+    def engine(
+        name: str, kind: str = "llama", store: dict[str, Any] | None = None, **arguments: Any
+    ) -> EngineHandle:
+        return engines(
+            name, store=store, **{**GPU, "model": models(kind, dtype="bfloat16"), **arguments}
+        )
 
     return engine

@@ -1,4 +1,6 @@
-"""Other caches than plain attention over bfloat16, on a GPU: MLA, two groups of layers, fp8; and two ranks."""
+"""Other caches than plain attention over bfloat16, on a GPU: MLA, two groups of layers, fp8; and
+two ranks.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,11 @@ CACHES: dict[str, tuple[str, dict[str, Any], int]] = {
     "sliding window hybrid": ("hybrid", {}, 1),
     "blocks of 16 tokens": ("llama", {"block_size": 16}, 1),
     "two ranks": ("llama", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, 2),
-    "two ranks, MLA": ("mla", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "block_size": 64}, 2),
+    "two ranks, MLA": (
+        "mla",
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "block_size": 64},
+        2,
+    ),
 }
 
 
@@ -29,10 +35,14 @@ def test_a_hit_is_a_local_hit(cache: str, on_gpu: Engines, store: RestartableNod
         pytest.skip(f"needs {ranks} GPUs")
     block = arguments.get("block_size", 32)
     options = {"address": store.address}
-    writer, reader = (on_gpu(f"{role} {cache}", kind, store=options, **arguments) for role in ("writer", "reader"))
+    writer, reader = (
+        on_gpu(f"{role} {cache}", kind, store=options, **arguments) for role in ("writer", "reader")
+    )
     assert len(agents_ready(writer)) == len(agents_ready(reader)) == ranks
     before = store.pages().keys()
-    number = 2 * list(CACHES).index(cache)  # prompts of its own: one rank and two share the pages of MLA
+    number = 2 * list(CACHES).index(
+        cache
+    )  # prompts of its own: one rank and two share the pages of MLA
     prompts = [prompt(number + 1, 2 * block + 36), prompt(number + 2, 300)]
     computed = stored(writer, *prompts)
     assert store.pages().keys() > before

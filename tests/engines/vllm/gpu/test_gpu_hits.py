@@ -1,4 +1,6 @@
-"""An engine on a GPU that finds what another engine computed answers as after a hit in its own cache."""
+"""An engine on a GPU that finds what another engine computed answers as after a hit in its own
+cache.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,14 +23,23 @@ FEW_BLOCKS: dict[str, Any] = {"num_gpu_blocks_override": 9, "max_model_len": 256
 
 @pytest.fixture(scope="module")
 def fleet(mode: dict[str, Any], on_gpu: Engines, store: RestartableNode) -> dict[str, EngineHandle]:
-    """Engines by their roles. They start together, which takes most of the time. What engines of another mode stored
-    would be theirs too: it goes first."""
+    """Engines by their roles.
+
+    They start together, which takes most of the time. What engines of another mode stored would be
+    theirs too: it goes first.
+    """
     with store.client() as client:
         for namespace, _ in client.namespaces():
             client.remove_namespace(namespace)
-    roles: dict[str, dict[str, Any]] = {"writer": {}, "reader": {}, "chunked": FEW_TOKENS, "few blocks": FEW_BLOCKS}
+    roles: dict[str, dict[str, Any]] = {
+        "writer": {},
+        "reader": {},
+        "chunked": FEW_TOKENS,
+        "few blocks": FEW_BLOCKS,
+    }
     engines = {
-        role: on_gpu(f"{role} {mode}", store={"address": store.address}, **mode, **more) for role, more in roles.items()
+        role: on_gpu(f"{role} {mode}", store={"address": store.address}, **mode, **more)
+        for role, more in roles.items()
     }
     plain = on_gpu(f"plain {mode}", **mode)
     for engine in engines.values():
@@ -63,7 +74,9 @@ def test_a_full_hit(plain: EngineHandle, pair: Pair) -> None:
 
 
 def test_a_partial_hit(plain: EngineHandle, pair: Pair) -> None:
-    """The stored prefix ends in the middle of the prompt; what follows is computed on top of it and stored too."""
+    """The stored prefix ends in the middle of the prompt; what follows is computed on top of it and
+    stored too.
+    """
     writer, reader = pair
     head = prompt(4, 96)
     stored(writer, head + prompt(5, 10))
@@ -91,7 +104,9 @@ def test_no_hit(plain: EngineHandle, pair: Pair) -> None:
 
 
 def test_generated_tokens_are_stored_too(plain: EngineHandle, pair: Pair) -> None:
-    """A conversation's next turn finds the answer's blocks, which graphs computed a token at a time."""
+    """A conversation's next turn finds the answer's blocks, which graphs computed a token at a
+    time.
+    """
     writer, reader = pair
     first = prompt(13, 60)
     answer = stored(writer, first, max_tokens=40)[0]["tokens"]
@@ -116,7 +131,9 @@ def test_hits_and_misses_in_one_batch(plain: EngineHandle, pair: Pair) -> None:
 
 
 def test_chunked_prefill(plain: EngineHandle, pair: Pair, fleet: dict[str, EngineHandle]) -> None:
-    """A prompt computed 64 tokens at a time is stored block by block and found whole, and the other way round."""
+    """A prompt computed 64 tokens at a time is stored block by block and found whole, and the other
+    way round.
+    """
     writer, chunked = pair[0], fleet["chunked"]
     long, other = prompt(40, 300), prompt(41, 300)
     expected = plain.alone(long, other)
@@ -128,7 +145,9 @@ def test_chunked_prefill(plain: EngineHandle, pair: Pair, fleet: dict[str, Engin
 
 
 def test_preemption(plain: EngineHandle, fleet: dict[str, EngineHandle]) -> None:
-    """Blocks for one and a half of two requests: one is thrown out and comes back with its KV from the store."""
+    """Blocks for one and a half of two requests: one is thrown out and comes back with its KV from
+    the store.
+    """
     engine = fleet["few blocks"]
     prompts = [prompt(50, 70), prompt(51, 70)]
     expected = plain.alone(*prompts, max_tokens=100)
@@ -137,18 +156,26 @@ def test_preemption(plain: EngineHandle, fleet: dict[str, EngineHandle]) -> None
     engine.settle()
     metrics = engine.ask("metrics")
     assert metrics["vllm:num_preemptions"] >= 1
-    assert metrics["vllm:kvstore_hit_tokens"] >= 32, "the request that was thrown out was not reloaded"
+    assert metrics["vllm:kvstore_hit_tokens"] >= 32, (
+        "the request that was thrown out was not reloaded"
+    )
 
 
 def test_wrong_kv_would_show(plain: EngineHandle, pair: Pair, store: RestartableNode) -> None:
-    """The measure itself: an answer over the pages of another prompt, stored under this one's names, is another."""
+    """The measure itself: an answer over the pages of another prompt, stored under this one's
+    names, is another.
+    """
     writer, reader = pair
     right, wrong = prompt(60, 100), prompt(61, 100)
     expected = plain.alone(right)
     stored(writer, right, wrong)
     names, others = writer.chain(right), writer.chain(wrong)
     with store.client() as client:
-        (namespace,) = [space for space, _ in client.namespaces() if client.lookup(space, names).prefix_pages == 3]
+        (namespace,) = [
+            space
+            for space, _ in client.namespaces()
+            if client.lookup(space, names).prefix_pages == 3
+        ]
         pages = [bytearray(namespace.layout.page_nbytes) for _ in others]
         assert all(client.get(namespace, others, pages))
         assert all(client.remove(namespace, names))

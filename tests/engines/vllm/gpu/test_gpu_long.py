@@ -1,4 +1,6 @@
-"""A prompt of 128k tokens on a GPU: what an engine finds in the store is what another one computed, byte for byte."""
+"""A prompt of 128k tokens on a GPU: what an engine finds in the store is what another one computed,
+byte for byte.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +24,8 @@ def test_a_prompt_of_128k_tokens(
 ) -> None:
     model = models("llama", dtype="bfloat16", max_position_embeddings=1 << 18)
     writer, reader = (
-        on_gpu(role, model=model, store={"address": store.address}, **LONG) for role in ("writer", "reader")
+        on_gpu(role, model=model, store={"address": store.address}, **LONG)
+        for role in ("writer", "reader")
     )
     one = prompt(1, TOKENS)
     stored(writer, one)

@@ -1,5 +1,7 @@
-"""What dies beside an engine on a GPU: the node, the agents' process, the engine itself. No request fails, every
-answer is the one without a store, and nothing is left behind."""
+"""What dies beside an engine on a GPU: the node, the agents' process, the engine itself.
+
+No request fails, every answer is the one without a store, and nothing is left behind.
+"""
 
 import os
 import random
@@ -29,7 +31,9 @@ def plain(on_gpu: Engines) -> EngineHandle:
 @pytest.fixture(scope="module")
 def engine(on_gpu: Engines, store: RestartableNode) -> EngineHandle:
     """Whose store fails."""
-    found = on_gpu("victim", store={"address": store.address, "load_timeout_s": 5.0}, enforce_eager=True)
+    found = on_gpu(
+        "victim", store={"address": store.address, "load_timeout_s": 5.0}, enforce_eager=True
+    )
     agents_ready(found)
     return found
 
@@ -49,14 +53,18 @@ def hits_again(engine: EngineHandle, seed: int) -> None:
         if cached(engine.alone(one, max_tokens=1)) == [96]:
             return
         seed += 1
-        assert time.monotonic() < end, f"the engine does not use its store again:\n{engine.said()[-3000:]}"
+        assert time.monotonic() < end, (
+            f"the engine does not use its store again:\n{engine.said()[-3000:]}"
+        )
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.03, 0.1, 0.3])
 def test_the_node_is_killed_while_pages_move(
     delay_s: float, plain: EngineHandle, engine: EngineHandle, store: RestartableNode
 ) -> None:
-    """Saves of half of the prompts and loads of the other half are under way, at whatever moment it is."""
+    """Saves of half of the prompts and loads of the other half are under way, at whatever moment it
+    is.
+    """
     seed = 1000 + round(delay_s * 1000)
     known = [prompt(seed * 10 + i, 400) for i in range(6)]
     fresh = [prompt(seed * 10 + 6 + i, 400) for i in range(6)]
@@ -92,7 +100,9 @@ def test_the_agents_process_ends_while_pages_move(
     engine.reset()
     (worker,) = agents_ready(engine)
     numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-    killer = threading.Timer(random.Random(seed).random() * 0.05, os.kill, (worker["pid"], numbers[how]))
+    killer = threading.Timer(
+        random.Random(seed).random() * 0.05, os.kill, (worker["pid"], numbers[how])
+    )
     killer.start()
     found = engine.generate(*known, *fresh)
     killer.join()
@@ -106,7 +116,9 @@ def test_the_agents_process_ends_while_pages_move(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_an_engine_that_ends_leaves_nothing(number: signal.Signals, on_gpu: Engines, store: RestartableNode) -> None:
+def test_an_engine_that_ends_leaves_nothing(
+    number: signal.Signals, on_gpu: Engines, store: RestartableNode
+) -> None:
     """No process of ours, none of the GPU's memory, no place of the node's that nobody can have."""
     free_before, _ = torch.cuda.mem_get_info()
     engine = on_gpu(f"ended by {number.name}", store={"address": store.address}, enforce_eager=True)

@@ -1,4 +1,6 @@
-"""vLLM's OpenAI server on a GPU with our connector, and route B: our tier behind vLLM's own CPU offloading."""
+"""vLLM's OpenAI server on a GPU with our connector, and route B: our tier behind vLLM's own CPU
+offloading.
+"""
 
 import signal
 import time
@@ -16,16 +18,23 @@ STORED_S = 60.0
 FLAGS = {"dtype": "bfloat16", "kv-cache-memory-bytes": 256 << 20, "gpu-memory-utilization": 0.03}
 
 
-def test_a_second_server_answers_from_the_first_ones_kv(models: Callable[..., str], store: RestartableNode) -> None:
+def test_a_second_server_answers_from_the_first_ones_kv(
+    models: Callable[..., str], store: RestartableNode
+) -> None:
     """And ends within its time when it is told to, by SIGINT and by SIGTERM."""
-    config = store_config(store.address, lookup_timeout_s=30.0, load_timeout_s=60.0, slow_hits="take")
+    config = store_config(
+        store.address, lookup_timeout_s=30.0, load_timeout_s=60.0, slow_hits="take"
+    )
     model, one = models("llama", dtype="bfloat16"), prompt(1, 100)
     with Server(model, config, **FLAGS) as first:
         first.wait_up()
         answer = first.complete(one)
         assert answer.cached_tokens == 0
-        # What was computed before the agents' process was ready waits for it, and beside other engines that takes long.
-        assert first.wait_metric("vllm:kvstore_pages_saved_total", 3, READY_S) == 3, first.said()[-6000:]
+        # What was computed before the agents' process was ready waits for it, and beside other
+        # engines that takes long.
+        assert first.wait_metric("vllm:kvstore_pages_saved_total", 3, READY_S) == 3, first.said()[
+            -6000:
+        ]
         metrics = first.metrics()
         assert metrics["vllm:kvstore_agent_startups_total"] == 1
         assert 0 < metrics["vllm:kvstore_agent_startup_seconds_total"] < READY_S
@@ -34,7 +43,9 @@ def test_a_second_server_answers_from_the_first_ones_kv(models: Callable[..., st
     with Server(model, config, **FLAGS) as second:
         second.wait_up()
         end = time.monotonic() + STORED_S
-        while second.metrics().get("vllm:kvstore_pages_loaded_total", 0) == 0:  # the agents' process takes its time
+        while (
+            second.metrics().get("vllm:kvstore_pages_loaded_total", 0) == 0
+        ):  # the agents' process takes its time
             assert time.monotonic() < end
             second.forget()
             found = second.complete(one)
@@ -44,10 +55,20 @@ def test_a_second_server_answers_from_the_first_ones_kv(models: Callable[..., st
         assert "/gpu_agent/" not in second.said(), "a traceback went through us"
 
 
-def test_route_b_restores_what_another_engine_offloaded(on_gpu: Engines, store: RestartableNode) -> None:
+def test_route_b_restores_what_another_engine_offloaded(
+    on_gpu: Engines, store: RestartableNode
+) -> None:
     """GPU -> vLLM's CPU tier -> the store -> another engine's CPU tier -> its GPU."""
-    tier = {"type": "KVStoreTier", "module_path": "gpu_agent.engines.vllm_tier", "address": store.address}
-    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 256 << 20, "secondary_tiers": [tier]}
+    tier = {
+        "type": "KVStoreTier",
+        "module_path": "gpu_agent.engines.vllm_tier",
+        "address": store.address,
+    }
+    extra = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 256 << 20,
+        "secondary_tiers": [tier],
+    }
     config: dict[str, Any] = {
         **store_config(store.address),
         "kv_connector": "KVStoreOffloadingConnector",
@@ -55,7 +76,8 @@ def test_route_b_restores_what_another_engine_offloaded(on_gpu: Engines, store: 
         "kv_connector_extra_config": extra,
     }
     writer, reader = (
-        on_gpu(f"{role} B", kv_transfer_config=config, enforce_eager=True) for role in ("writer", "reader")
+        on_gpu(f"{role} B", kv_transfer_config=config, enforce_eager=True)
+        for role in ("writer", "reader")
     )
     one = prompt(2, 300)
     before = len(store.pages())
@@ -63,7 +85,9 @@ def test_route_b_restores_what_another_engine_offloaded(on_gpu: Engines, store: 
     end = time.monotonic() + STORED_S
     while len(store.pages()) < before + 9:
         assert time.monotonic() < end, f"{len(store.pages()) - before} pages of 9 are stored"
-        writer.generate(prompt(3, 20), max_tokens=1)  # an engine in its own process steps while it generates
+        writer.generate(
+            prompt(3, 20), max_tokens=1
+        )  # an engine in its own process steps while it generates
         time.sleep(0.2)
     found = reader.alone(one)
     assert cached(found) == [288]
@@ -71,8 +95,13 @@ def test_route_b_restores_what_another_engine_offloaded(on_gpu: Engines, store: 
     assert answers(found) == answers(found_locally(reader, one))
 
 
-def test_beside_vllms_own_offloading_in_a_multi_connector(on_gpu: Engines, store: RestartableNode) -> None:
-    """Ours behind the other one, then before it. Each asks for a layout of its own when it is alone."""
+def test_beside_vllms_own_offloading_in_a_multi_connector(
+    on_gpu: Engines, store: RestartableNode
+) -> None:
+    """Ours behind the other one, then before it.
+
+    Each asks for a layout of its own when it is alone.
+    """
     offloading = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
