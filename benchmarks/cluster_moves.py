@@ -139,7 +139,8 @@ def main(argv: list[str]) -> None:
     report = Report("What a change of the cluster moves", "python benchmarks/cluster_moves.py")
     report.rows = list(rows(args))
     report.notes.append(
-        f"{args.members:,} members in {args.zones} zones, {args.pages:,.0f} pages of {args.page_mib:g} MiB, "
+        f"{args.members:,} members in {args.zones} zones, {args.pages:,.0f} pages of "
+        f"{args.page_mib:g} MiB, "
         f"computed for {args.sample:,} of them: a share p is right within 2·sqrt(p/{args.sample})"
     )
     report.show(args.json)

@@ -79,7 +79,8 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "prompt",
-            f"{result['document_tokens']:,} tokens of document + {result['question_tokens']} of question",
+            f"{result['document_tokens']:,} tokens of document + {result['question_tokens']} of "
+            "question",
         ),
         ("pages loaded", f"{result['pages']}, over the {result['wire']} wire"),
         ("MiB loaded", f"{result['mib']:.1f}"),
@@ -90,7 +91,8 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("prefill without", f"{result['prefill_without_ms']:.1f} ms"),
         (
             "speed-up",
-            f"{result['speed_up']:.1f}x ({with_ms:.1f} ms instead of {result['prefill_without_ms']:.1f})",
+            f"{result['speed_up']:.1f}x ({with_ms:.1f} ms instead of "
+            f"{result['prefill_without_ms']:.1f})",
         ),
         ("KV, process 1 and 2", "equal bit by bit" if result["kv_equal"] else "DIFFERENT"),
         ("logits, same split", "equal bit by bit" if result["logits_equal"] else "DIFFERENT"),
@@ -157,7 +159,8 @@ def demo(args: argparse.Namespace) -> int:
             show(result)
             if not whole:
                 print(
-                    f"only {result['tokens_loaded']} of {result['document_tokens']} tokens came back"
+                    f"only {result['tokens_loaded']} of {result['document_tokens']} tokens came "
+                    "back"
                 )
         if args.keep:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-"))
@@ -174,7 +177,8 @@ def demo(args: argparse.Namespace) -> int:
                     time.sleep(3600)
         elif not args.json:
             print(
-                "\nThe node is gone now. To look around with the CLI, keep it: make demo ARGS=--keep"
+                "\nThe node is gone now. To look around with the CLI, keep it: make demo "
+                "ARGS=--keep"
             )
             print("  then try: kvstore status | ls | lookup | get --decode | top, each with --help")
     return 0 if equal else 1

@@ -63,7 +63,8 @@ def show(trial: Trial, report: ReplayReport) -> None:
     rates = [column.hit / column.asked if column.asked else None for column in columns]
     print(f"  hits    {plot(rates, 1.0)}  1.0 would be all pages")
     print(
-        f"  errors  {''.join('!' if column.errors else '.' for column in columns)}  {trial.errors.total()}"
+        f"  errors  {''.join('!' if column.errors else '.' for column in columns)}  "
+        f"{trial.errors.total()}"
     )
     for second, name in trial.events:
         print(f"          {' ' * (second // share)}^ {name}")
@@ -83,7 +84,8 @@ def rows(trial: Trial, report: ReplayReport) -> list[tuple[str, str]]:
     return [
         (
             "requests",
-            f"{report.requests:,} in {report.seconds:.1f} s, pages of {report.page_nbytes >> 10} KiB",
+            f"{report.requests:,} in {report.seconds:.1f} s, pages of {report.page_nbytes >> 10} "
+            "KiB",
         ),
         (
             "pages hit",

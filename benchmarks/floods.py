@@ -350,10 +350,12 @@ def main(argv: Sequence[str]) -> None:
             tick()
     report.rows = whole if args.json else list(map(shown, whole))
     report.notes.append(
-        f"memory limit {LIMIT_NBYTES >> 20} MiB: {whole[0]['limit']}; private memory, without the arena"
+        f"memory limit {LIMIT_NBYTES >> 20} MiB: {whole[0]['limit']}; private memory, without the "
+        "arena"
     )
     report.notes.append(
-        "ms: p50/p99 of the calls that succeeded, quiet · control · attack; failed over bulk/shm/gRPC"
+        "ms: p50/p99 of the calls that succeeded, quiet · control · attack; failed over "
+        "bulk/shm/gRPC"
     )
     report.show(args.json)
 

@@ -218,7 +218,8 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=ROUNDS, help="(%(default)s)")
     chosen = options.parse_args()
     report = Report(
-        f"SGLang HiCache: {BATCH_NBYTES >> 20} MiB between the host pool and the store, medians of {chosen.rounds}",
+        f"SGLang HiCache: {BATCH_NBYTES >> 20} MiB between the host pool and the store, medians of "
+        f"{chosen.rounds}",
         "python benchmarks/hicache.py",
     )
     with harness.parallel(), workplace(chosen.dir) as disk, contextlib.ExitStack() as stack:

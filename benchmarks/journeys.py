@@ -411,7 +411,8 @@ def main(words: list[str]) -> None:
     print("| journey | files | deepest stack | aim |\n| --- | --: | --: | --- |")
     for name, result in results.items():
         print(
-            f"| {result.journey} | {len(result.files)} | {len(result.stack)} | {JOURNEYS[name][1]} |"
+            f"| {result.journey} | {len(result.files)} | {len(result.stack)} | {JOURNEYS[name][1]} "
+            "|"
         )
     if given.frames:
         for result in results.values():

@@ -123,7 +123,8 @@ def redis_client(notes: list[str]) -> Iterator[Any]:
                 else "without hiredis (pip install hiredis)"
             )
             notes.append(
-                f"redis-server {client.info('server')['redis_version']}, redis-py {redis.__version__} {hiredis}"
+                f"redis-server {client.info('server')['redis_version']}, redis-py "
+                f"{redis.__version__} {hiredis}"
             )
             yield client
         finally:
@@ -215,10 +216,12 @@ class Report:
             return
         m = self.machine
         print(
-            f"{self.title}\n\n`{self.command}` on {m['date']}, {m['cores']} cores {m['cpu']}, {m['memory_gib']} GiB,"
+            f"{self.title}\n\n`{self.command}` on {m['date']}, {m['cores']} cores {m['cpu']}, "
+            f"{m['memory_gib']} GiB,"
         )
         print(
-            f"kernel {m['kernel']}, Python {m['python']}, kvstore {m['kvstore']}, load before {m['load']}\n"
+            f"kernel {m['kernel']}, Python {m['python']}, kvstore {m['kvstore']}, load before "
+            f"{m['load']}\n"
         )
         print(*_table(self.rows), sep="\n")
         print(*(f"\n* {note}" for note in self.notes), sep="")

@@ -162,7 +162,8 @@ def main(argv: list[str]) -> None:
             empty.write(tick)
             report.rows = rows_of(full, empty, args.starts, tick)
         report.notes.append(
-            f"{file_system(directory)}; pages of {args.page_kib} KiB; medians of {args.starts} starts"
+            f"{file_system(directory)}; pages of {args.page_kib} KiB; medians of {args.starts} "
+            "starts"
         )
         report.notes.append(f"aim of the resident bytes: about {AIM_NBYTES}")
     report.show(args.json)

@@ -272,7 +272,8 @@ def rivals_missing() -> dict[str, str]:
         import mooncake.store  # noqa: F401
     except ImportError as error:
         lacking["Mooncake"] = (
-            f"pip install mooncake-transfer-engine-non-cuda, on Debian apt-get install libibverbs1 ({error})"
+            "pip install mooncake-transfer-engine-non-cuda, on Debian apt-get install libibverbs1 "
+            f"({error})"
         )
     try:
         import redis  # noqa: F401

@@ -294,13 +294,15 @@ def told(
         )
         return 0 if good else 1
     print(
-        f"\n  one column: {len(calls) * LOOK_S / min(COLUMNS, len(calls)):.0f} s, {args.minutes:g} minutes in all\n"
+        f"\n  one column: {len(calls) * LOOK_S / min(COLUMNS, len(calls)):.0f} s, {args.minutes:g} "
+        "minutes in all\n"
     )
     print(f"  {'calls a second':24} {picture(calls)} {min(calls):.0f} to {max(calls):.0f}")
     for node, what in ((node, what) for node in looks for what in FLAT):
         some_, name = looks[node][what], f"{node}: {what}"
         print(
-            f"  {name:24} {picture(some_)} {min(some_):.0f} to {max(some_):.0f}, grown by {grown[name]:+.1f}"
+            f"  {name:24} {picture(some_)} {min(some_):.0f} to {max(some_):.0f}, grown by "
+            f"{grown[name]:+.1f}"
         )
     print(f"\n  calls    {load.counts.total():,}, of them errors {errors or 'none'}")
     print(f"  wrong    {len(load.wrong)} {load.wrong[:3] or ''}")

@@ -298,8 +298,10 @@ def main(argv: list[str]) -> None:
         for each in limits:
             report.rows += measured(each, attacks, args.rounds, args.disk, tick)
     report.notes.append(
-        f"{ATTACKERS} processes of {THREADS} threads attack at the lowest priority; three values: alone / beside the "
-        "attack elsewhere / beside it; ratios, of the last to one of the others: median (least-greatest) of the rounds"
+        f"{ATTACKERS} processes of {THREADS} threads attack at the lowest priority; three values: "
+        "alone / beside the "
+        "attack elsewhere / beside it; ratios, of the last to one of the others: median "
+        "(least-greatest) of the rounds"
     )
     report.show(args.json)
 

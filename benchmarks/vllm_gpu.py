@@ -293,7 +293,8 @@ def main(argv: list[str]) -> None:
         if not args.first_tokens:
             sums.rows += throughput_rows(engines, args.rounds, new, tick)
             sums.notes.append(
-                f"{REQUESTS} new prompts of {PROMPT_TOKENS} tokens at once, {ANSWER_TOKENS} tokens of answer each"
+                f"{REQUESTS} new prompts of {PROMPT_TOKENS} tokens at once, {ANSWER_TOKENS} tokens "
+                "of answer each"
             )
             _show(sums, args)
 

@@ -32,7 +32,8 @@ def workplace(directory: Path, needed_nbytes: int = 0) -> Iterator[Path]:
     free = shutil.disk_usage(directory).free
     if free < needed_nbytes:
         raise SystemExit(
-            f"{directory} has {free >> 20} MiB free, {needed_nbytes >> 20} are needed; see --dir, --help"
+            f"{directory} has {free >> 20} MiB free, {needed_nbytes >> 20} are needed; see --dir, "
+            "--help"
         )
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=directory) as name:
         yield Path(name)

@@ -63,7 +63,8 @@ def main(arguments: list[str]) -> int:
         )
     if done.returncode:
         return _failed(
-            "pip finds nothing that leaves the engine's packages as they are; what it says above names them"
+            "pip finds nothing that leaves the engine's packages as they are; what it says above "
+            "names them"
         )
     after = installed()
     changed = [

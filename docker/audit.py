@@ -55,7 +55,8 @@ def licences(sbom: Any) -> list[str]:
     for component in sorted(sbom["components"], key=lambda some: some["name"].lower()):
         named = [_licence(some) for some in component.get("licenses", [])]
         lines.append(
-            f"{component['name']:26} {component['version']:12} {', '.join(dict.fromkeys(named)) or 'NOT SAID'}"
+            f"{component['name']:26} {component['version']:12} "
+            f"{', '.join(dict.fromkeys(named)) or 'NOT SAID'}"
         )
     return lines
 

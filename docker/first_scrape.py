@@ -37,7 +37,8 @@ PASSWORD_NBYTES = 18
 def main(arguments: Sequence[str]) -> int:
     if len(arguments) < 4 or not all(arguments):
         return _failed(
-            "say which folders and nodes: first_scrape.py /secrets /prometheus /grafana HOST:PORT..."
+            "say which folders and nodes: first_scrape.py /secrets /prometheus /grafana "
+            "HOST:PORT..."
         )
     known, prometheus, grafana = map(Path, arguments[:3])
     try:
@@ -55,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         return _failed(f"{error.filename}: {error.strerror}")
     print(
-        f"Prometheus scrapes {', '.join(there)}; the password of Grafana's admin is in {grafana}/admin.password"
+        f"Prometheus scrapes {', '.join(there)}; the password of Grafana's admin is in "
+        f"{grafana}/admin.password"
     )
     return 0
 
@@ -70,7 +72,8 @@ def _scraped(certificate: Path, nodes: Sequence[str]) -> list[str]:
     there = [node for node in nodes if split_address(node)[0] in hosts]
     if not there:
         raise ConfigError(
-            f"{certificate} names {', '.join(hosts)}, and none of {', '.join(nodes)}; in KVSTORE_SCRAPED say by which "
+            f"{certificate} names {', '.join(hosts)}, and none of {', '.join(nodes)}; in "
+            "KVSTORE_SCRAPED say by which "
             "of its names Prometheus reaches the nodes, as HOST:PORT with spaces between"
         )
     return there

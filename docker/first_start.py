@@ -44,7 +44,8 @@ WHO = {
 def main(arguments: Sequence[str]) -> int:
     if len(arguments) < 2 or not all(arguments):
         return _failed(
-            "say which folder, and by which names clients reach the nodes: first_start.py /secrets NAME..."
+            "say which folder, and by which names clients reach the nodes: first_start.py /secrets "
+            "NAME..."
         )
     folder, names = Path(arguments[0]), [name.strip("[]") for name in arguments[1:]]
     try:
@@ -53,12 +54,14 @@ def main(arguments: Sequence[str]) -> int:
         return _failed(str(error))
     except OSError as error:
         return _failed(
-            f"{error.filename or folder}: {error.strerror}; user {os.geteuid()} must be able to write there"
+            f"{error.filename or folder}: {error.strerror}; user {os.geteuid()} must be able to "
+            "write there"
         )
     if made:
         print(f"{folder}: made {', '.join(made)}")
         print(
-            f"clients need ca.pem, client.pem, client.key, engine.token: docker cp CONTAINER:{folder}/ca.pem . , ..."
+            "clients need ca.pem, client.pem, client.key, engine.token: docker cp "
+            f"CONTAINER:{folder}/ca.pem . , ..."
         )
     else:
         print(f"{folder}: all is there already")
@@ -96,7 +99,8 @@ def _admit(folder: Path) -> list[str]:
     """
     if not (folder / "ca.key").exists():
         print(
-            f"{folder} has no client.pem, and no ca.key to make it with: clients show one of ca.pem",
+            f"{folder} has no client.pem, and no ca.key to make it with: clients show one of "
+            "ca.pem",
             file=sys.stderr,
         )
         return []
@@ -126,8 +130,10 @@ def _compare(folder: Path, hosts: list[str]) -> None:
     missing = [host for host in hosts if host not in hosts_of(folder / "node.pem")]
     if missing:
         print(
-            f"{folder}/node.pem stays as it is, and does not name {', '.join(missing)}, so clients that call a node by "
-            f"that refuse it. For another one: kvstore certs node {' '.join(hosts)} --dir {folder} --file node --force",
+            f"{folder}/node.pem stays as it is, and does not name {', '.join(missing)}, so clients "
+            "that call a node by "
+            f"that refuse it. For another one: kvstore certs node {' '.join(hosts)} --dir {folder} "
+            "--file node --force",
             file=sys.stderr,
         )
 

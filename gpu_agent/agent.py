@@ -145,7 +145,8 @@ class Agent:
         buffer_pages = self.config.staging_nbytes // page_nbytes
         if not buffer_pages:
             raise ConfigError(
-                f"staging_nbytes={self.config.staging_nbytes} must hold a page of {page_nbytes} bytes"
+                f"staging_nbytes={self.config.staging_nbytes} must hold a page of {page_nbytes} "
+                "bytes"
             )
         self._hashers = ThreadPool(self.config.hashers, "kvstore-hash")
         self._ahead = ThreadPool(DEPTH * self.config.workers, "kvstore-ahead")

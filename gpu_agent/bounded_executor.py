@@ -82,7 +82,10 @@ class BoundedExecutor(Generic[Result]):
             return "the agent was made before a fork; make one in each process"
         pending = self._pending_nbytes
         if pending + nbytes > self._pending_nbytes_max:
-            return f"{pending} bytes are pending and {nbytes} more exceed pending_nbytes_max={self._pending_nbytes_max}"
+            return (
+                f"{pending} bytes are pending and {nbytes} more exceed "
+                f"pending_nbytes_max={self._pending_nbytes_max}"
+            )
         return ""
 
     def _begun(
@@ -159,15 +162,18 @@ class BoundedExecutor(Generic[Result]):
             free, pending = self._buffers.qsize(), self._pending_nbytes
             if pending != sum(self._active.values()):
                 found.append(
-                    f"{self._name}: {pending} bytes pending, but {sum(self._active.values())} of known jobs"
+                    f"{self._name}: {pending} bytes pending, but {sum(self._active.values())} of "
+                    "known jobs"
                 )
             if free + self._running != self._workers:
                 found.append(
-                    f"{self._name}: {free} free and {self._running} used buffers, expected {self._workers} in all"
+                    f"{self._name}: {free} free and {self._running} used buffers, expected "
+                    f"{self._workers} in all"
                 )
             if pending > self._pending_nbytes_max:
                 found.append(
-                    f"{self._name}: {pending} bytes pending, over pending_nbytes_max={self._pending_nbytes_max}"
+                    f"{self._name}: {pending} bytes pending, over "
+                    f"pending_nbytes_max={self._pending_nbytes_max}"
                 )
             if self._running > len(self._active):
                 found.append(

@@ -63,7 +63,8 @@ class AgentConfig:
             object.__setattr__(self, "hashers", min(max(2, (os.cpu_count() or 2) // 2), 16))
         if self.pending_nbytes_max < self.staging_nbytes:
             raise ConfigError(
-                f"pending_nbytes_max={self.pending_nbytes_max} is smaller than staging_nbytes={self.staging_nbytes}: "
+                f"pending_nbytes_max={self.pending_nbytes_max} is smaller than "
+                f"staging_nbytes={self.staging_nbytes}: "
                 "a job of one buffer would never be accepted"
             )
 
@@ -151,7 +152,8 @@ def read_options(
     }
     for name in sorted(secrets & set(values)):
         raise ConfigError(
-            f"{name} is a secret, and everybody on the host can read an engine's arguments; set KVSTORE_{name.upper()}"
+            f"{name} is a secret, and everybody on the host can read an engine's arguments; set "
+            f"KVSTORE_{name.upper()}"
         )
     return Options(
         identity_of(values),

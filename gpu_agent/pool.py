@@ -84,7 +84,8 @@ def checked_rows(
     per_page = page_tokens // space.unit_tokens
     if indices.dim() != 1 or indices.numel() != page_count * per_page:
         raise InvalidRequest(
-            f"units of space {name!r} have shape {list(indices.shape)}; {page_count} pages of {per_page} units "
+            f"units of space {name!r} have shape {list(indices.shape)}; {page_count} pages of "
+            f"{per_page} units "
             f"need [{page_count * per_page}]"
         )
     mine = indices.to("cpu", copy=True)
@@ -168,7 +169,8 @@ class KVPool:
         for plane in planes:
             if plane.bits.device != self.device:
                 raise InvalidRequest(
-                    f"{_where(plane.piece)}: is on {plane.bits.device}, others are on {self.device}; "
+                    f"{_where(plane.piece)}: is on {plane.bits.device}, others are on "
+                    f"{self.device}; "
                     "a pool lies on one device"
                 )
         self.spaces = _spaces(self.planes)
@@ -180,7 +182,8 @@ class KVPool:
         if isinstance(units, torch.Tensor):
             if len(self.spaces) > 1:
                 raise InvalidRequest(
-                    f"this pool has the index spaces {', '.join(self.spaces)}: give units as a mapping "
+                    f"this pool has the index spaces {', '.join(self.spaces)}: give units as a "
+                    "mapping "
                     "from space to tensor"
                 )
             units = {next(iter(self.spaces)): units}
@@ -205,7 +208,8 @@ class KVPool:
         for name, space in self.spaces.items():
             if skip_tokens % space.unit_tokens:
                 raise InvalidRequest(
-                    f"skip_tokens {skip_tokens} is no multiple of {space.unit_tokens}, the tokens of a unit "
+                    f"skip_tokens {skip_tokens} is no multiple of {space.unit_tokens}, the tokens "
+                    "of a unit "
                     f"in space {name!r}"
                 )
 
@@ -232,7 +236,8 @@ def _check_tensor(piece: PlaneSlice, tensor: torch.Tensor) -> None:
         )
     if tuple(tensor.shape[1:]) != plane.unit_shape or tensor.dim() < 2 or tensor.shape[0] < 1:
         raise InvalidRequest(
-            f"{_where(piece)}: shape is {list(tensor.shape)}, expected [slots, {', '.join(map(str, plane.unit_shape))}]"
+            f"{_where(piece)}: shape is {list(tensor.shape)}, expected [slots, "
+            f"{', '.join(map(str, plane.unit_shape))}]"
         )
     if any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)

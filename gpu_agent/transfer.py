@@ -268,6 +268,7 @@ def check_pages(pool: KVPool, units: UnitTable, pages: Sequence[torch.Tensor]) -
             or not page.is_contiguous()
         ):
             raise InvalidRequest(
-                f"page buffer {number} must be a contiguous uint8 CPU tensor of shape [{nbytes}], not {page.dtype} "
+                f"page buffer {number} must be a contiguous uint8 CPU tensor of shape [{nbytes}], "
+                f"not {page.dtype} "
                 f"{list(page.shape)} with strides {list(page.stride())} on {page.device}"
             )

@@ -156,7 +156,8 @@ def _buffer_view(buffer: Any) -> memoryview:
         ) from error
     if not view.c_contiguous:
         raise InvalidRequest(
-            f"a {type(buffer).__name__} with strides {view.strides} is not contiguous; pass a contiguous one"
+            f"a {type(buffer).__name__} with strides {view.strides} is not contiguous; pass a "
+            "contiguous one"
         )
     if view.format == "B" and view.ndim == 1:
         return view
@@ -167,11 +168,13 @@ def _buffer_view(buffer: Any) -> memoryview:
 def _tensor_view(tensor: Any) -> memoryview:
     if tensor.device.type != "cpu":
         raise InvalidRequest(
-            f"a tensor on {tensor.device} can not be sent from here; pass a CPU tensor or use the agent"
+            f"a tensor on {tensor.device} can not be sent from here; pass a CPU tensor or use the "
+            "agent"
         )
     if not tensor.is_contiguous():
         raise InvalidRequest(
-            f"a tensor with strides {tuple(tensor.stride())} is not contiguous; pass a contiguous one"
+            f"a tensor with strides {tuple(tensor.stride())} is not contiguous; pass a contiguous "
+            "one"
         )
     memory = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(
         tensor.data_ptr()

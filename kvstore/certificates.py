@@ -173,13 +173,17 @@ class PemFiles:
             log.warning("%s is open to its group (mode %04o); chmod 600 %s", self._key, mode, path)
         if b"ENCRYPTED" in key:
             raise ConfigError(
-                f"{self._key} is encrypted, and nobody can be asked for its passphrase; write it without"
+                f"{self._key} is encrypted, and nobody can be asked for its passphrase; write it "
+                "without"
             )
         return key
 
     def _meaning(self, error: OSError) -> str:
         if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
-            return f"{self._key} is not the key of the certificate in {self._cert}; name a pair that was made together"
+            return (
+                f"{self._key} is not the key of the certificate in {self._cert}; name a pair "
+                "that was made together"
+            )
         files = ", ".join(filter(None, (self._ca, self._cert, self._key)))
         return f"{files}: no certificates and key in PEM form that OpenSSL can use ({error})"
 
@@ -197,6 +201,7 @@ def system_roots() -> list[bytes]:
     found = ssl.create_default_context().get_ca_certs(binary_form=True)
     if not found:
         raise ConfigError(
-            "tls_ca=system: this host has no file of authorities; install ca-certificates, or name one"
+            "tls_ca=system: this host has no file of authorities; install ca-certificates, or name "
+            "one"
         )
     return [ssl.DER_cert_to_PEM_cert(der).strip().encode() for der in found]

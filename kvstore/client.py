@@ -345,8 +345,10 @@ class Client(Admin):
         if self._page_keys is None or self._page_keys.key_id != namespace.key_id:
             own = f"has {self.key_id}" if self._page_keys else "has none"
             raise ConfigError(
-                f"namespace {namespace.digest.hex()[:12]} is keyed: its pages are sealed with the key "
-                f"{namespace.key_id}, and this client {own}; set KVSTORE_PAGE_KEY_FILE to the file with that key"
+                f"namespace {namespace.digest.hex()[:12]} is keyed: its pages are sealed with the "
+                "key "
+                f"{namespace.key_id}, and this client {own}; set KVSTORE_PAGE_KEY_FILE to the file "
+                "with that key"
             )
         return self._page_keys.of(namespace.digest)
 
@@ -430,7 +432,8 @@ class Client(Admin):
     ) -> Iterator[Slots]:
         if namespace.key_id:
             raise InvalidRequest(
-                "pages of a keyed namespace are sealed and checked in memory of one's own: put and get"
+                "pages of a keyed namespace are sealed and checked in memory of one's own: put and "
+                "get"
             )
 
         def run(
@@ -486,7 +489,8 @@ class CorruptionReports:
         if forged := found.forged:
             self.forged_pages += len(forged)
             log.error(
-                "%d pages of namespace %s were made or changed by somebody who has not its key; treated as misses",
+                "%d pages of namespace %s were made or changed by somebody who has not its key; "
+                "treated as misses",
                 len(forged),
                 named,
             )

@@ -272,7 +272,8 @@ def parse_address(address: str) -> Address:
     if not colon or (host.count(":") and not host.endswith("]")):
         if frames:
             raise ConfigError(
-                f"address {address!r} names no port; write {BULK_SCHEME}HOST:{BULK_PORT}, or the node's"
+                f"address {address!r} names no port; write {BULK_SCHEME}HOST:{BULK_PORT}, or the "
+                "node's"
             )
         host, port = place, str(GRPC_PORT)
     if (
@@ -292,7 +293,8 @@ def _socket_path(address: str) -> str:
         path = path.removeprefix("//")
     if not path.startswith("/"):
         raise ConfigError(
-            f"address {address!r} is no absolute path; write {UNIX_SCHEME}/PATH with that of the node's shm_socket"
+            f"address {address!r} is no absolute path; write {UNIX_SCHEME}/PATH with that of the "
+            "node's shm_socket"
         )
     if not path.isprintable():
         raise ConfigError(f"address {address!r} is no path of a Unix socket")
@@ -333,7 +335,10 @@ def check_no_url(name: str, address: str) -> None:
     if not url:
         return
     if url["scheme"].lower() == "etcd":
-        remedy = f"it names a cluster's etcd; write host:{GRPC_PORT} of one or more of the cluster's nodes"
+        remedy = (
+            f"it names a cluster's etcd; write host:{GRPC_PORT} of one or more of the "
+            "cluster's nodes"
+        )
     else:
         place = url["place"].strip()
         port = "" if re.search(r":\d+$", place) else f":{GRPC_PORT}"
@@ -365,7 +370,8 @@ class ClientConfig(PageKeyConfig):
 
     address: str = setting(
         f"localhost:{GRPC_PORT}",
-        "of the node: host:port of its gRPC, bulk://host:port of its bulk wire, or unix:/path of its socket on this "
+        "of the node: host:port of its gRPC, bulk://host:port of its bulk wire, or unix:/path of "
+        "its socket on this "
         "host; of a cluster, those of one or more members: a,b,c",
     )
     direct: bool = setting(False, "the named node alone, though it is of a cluster")
@@ -376,7 +382,8 @@ class ClientConfig(PageKeyConfig):
     )
     near: str = setting(
         "auto",
-        "of a cluster, the member that is asked for everything: auto: one on this host, by shared memory; none: each "
+        "of a cluster, the member that is asked for everything: auto: one on this host, by shared "
+        "memory; none: each "
         "page's owners; or the id of one",
     )
     shm_dir: str = setting(
@@ -395,7 +402,8 @@ class ClientConfig(PageKeyConfig):
     )
     tls_ca: str = setting(
         "",
-        "PEM file of the authorities that nodes' certificates are from; system: this host's; empty: no TLS",
+        "PEM file of the authorities that nodes' certificates are from; system: this host's; "
+        "empty: no TLS",
     )
     tls_cert: str = setting("", "PEM file of this client's certificate, for nodes that ask for one")
     tls_key: str = setting("", "PEM file of its key")
@@ -410,7 +418,8 @@ class ClientConfig(PageKeyConfig):
             self._check_wire(address, parse_address(address).scheme)
         if self.direct and len(self.addresses) > 1:
             raise ConfigError(
-                f"address={self.address} names {len(self.addresses)} nodes, and this is asked of one; name that one"
+                f"address={self.address} names {len(self.addresses)} nodes, and this is asked of "
+                "one; name that one"
             )
         if self.token and self.token_file:
             raise ConfigError("token and token_file are both set; one of them says who this is")
@@ -422,7 +431,8 @@ class ClientConfig(PageKeyConfig):
             )
         if self.connect_timeout_s > self.timeout_s:
             raise ConfigError(
-                f"connect_timeout_s={self.connect_timeout_s} must not exceed timeout_s={self.timeout_s}: "
+                f"connect_timeout_s={self.connect_timeout_s} must not exceed "
+                f"timeout_s={self.timeout_s}: "
                 "connecting is part of a call"
             )
 
@@ -434,7 +444,8 @@ class ClientConfig(PageKeyConfig):
                 f"host:{GRPC_PORT}" if self.wire == "grpc" else f"{BULK_SCHEME}host:{BULK_PORT}"
             )
             raise ConfigError(
-                f"wire={self.wire} is not to be had at address={address}; write {instead} of the node"
+                f"wire={self.wire} is not to be had at address={address}; write {instead} of the "
+                "node"
             )
 
     @property

@@ -210,7 +210,8 @@ def _principal(name: str, fields: dict[str, str]) -> Principal:
         raise ConfigError("its name must be 1 to 255 printable characters of ASCII")
     if unknown := set(fields) - {"tenant", "role", "models", "expires"}:
         raise ConfigError(
-            f"{len(unknown)} of its fields are unknown; known are tenant, role, models, expires, hash"
+            f"{len(unknown)} of its fields are unknown; known are tenant, role, models, expires, "
+            "hash"
         )
     tenant, role = fields.get("tenant", ""), ROLES.get(fields.get("role", ""))
     if tenant != ALL:

@@ -66,7 +66,8 @@ class Namespace:
             rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
             if not 0 <= rank < size <= 1 << 16:
                 raise InvalidRequest(
-                    f"namespace: {axis}_rank {rank} is not in 0..{axis}_size-1 ({axis}_size is {size})"
+                    f"namespace: {axis}_rank {rank} is not in 0..{axis}_size-1 ({axis}_size is "
+                    f"{size})"
                 )
         if not 0 <= self.epoch < 1 << 64:
             raise InvalidRequest(f"namespace: epoch {self.epoch} is not in 0..2^64-1")
@@ -119,7 +120,8 @@ def check_removal(name: bytes) -> None:
     """
     if len(name) not in (0, REMOVAL_NBYTES):
         raise InvalidRequest(
-            f"the name of a removal has {len(name)} bytes; send {REMOVAL_NBYTES} random ones, or none"
+            f"the name of a removal has {len(name)} bytes; send {REMOVAL_NBYTES} random ones, or "
+            "none"
         )
 
 
@@ -175,7 +177,8 @@ def check_prefix_hashes(hashes: Sequence[bytes], count_max: int, distinct: bool)
     if shortest < PREFIX_HASH_NBYTES_MIN or longest > PREFIX_HASH_NBYTES_MAX:
         wrong = shortest if shortest < PREFIX_HASH_NBYTES_MIN else longest
         raise InvalidRequest(
-            f"a prefix hash has {wrong} bytes; allowed are {PREFIX_HASH_NBYTES_MIN} to {PREFIX_HASH_NBYTES_MAX}"
+            f"a prefix hash has {wrong} bytes; allowed are {PREFIX_HASH_NBYTES_MIN} to "
+            f"{PREFIX_HASH_NBYTES_MAX}"
         )
     if distinct and len(set(hashes)) != len(hashes):
         raise InvalidRequest("the batch names a prefix hash twice; send each key once")

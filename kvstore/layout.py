@@ -157,7 +157,8 @@ class PageLayout:
             for plane in group.planes:
                 _check(
                     self.page_tokens % plane.unit_tokens == 0,
-                    f"page_tokens {self.page_tokens} is no multiple of unit_tokens {plane.unit_tokens} ({plane.name})",
+                    f"page_tokens {self.page_tokens} is no multiple of unit_tokens "
+                    f"{plane.unit_tokens} ({plane.name})",
                 )
 
     @cached_property
@@ -215,7 +216,8 @@ class PageLayout:
             for plane in group.planes:
                 shape = _join(plane.unit_shape)
                 lines.append(
-                    f"plane {plane.name} dtype={plane.dtype} unit_tokens={plane.unit_tokens} unit_shape={shape}"
+                    f"plane {plane.name} dtype={plane.dtype} unit_tokens={plane.unit_tokens} "
+                    f"unit_shape={shape}"
                 )
         return ("\n".join(lines) + "\n").encode("ascii")
 

@@ -176,6 +176,7 @@ def _parsed(text: str, where: str) -> PageKeys:
         secret = b""
     if len(secret) != SECRET_NBYTES:
         raise ConfigError(
-            f"{where} does not hold {2 * SECRET_NBYTES} hex digits; make some with: openssl rand -hex 32"
+            f"{where} does not hold {2 * SECRET_NBYTES} hex digits; make some with: openssl rand "
+            "-hex 32"
         )
     return PageKeys(secret)

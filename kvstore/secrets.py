@@ -73,7 +73,8 @@ def _checked(file: str, forbidden: int, about: os.stat_result) -> os.stat_result
     if about.st_mode & forbidden:
         raise ConfigError(
             f"{file} is open to others (mode {stat.S_IMODE(about.st_mode):04o}); chmod "
-            f"{_closing(about.st_mode & forbidden)} {path_of(file)}, or, of a Kubernetes secret, defaultMode: 0400"
+            f"{_closing(about.st_mode & forbidden)} {path_of(file)}, or, of a Kubernetes secret, "
+            "defaultMode: 0400"
         )
     return about
 
@@ -150,6 +151,7 @@ def check_stays_private(token: str, config: ClientConfig, addresses: Sequence[st
     """Raises ConfigError for a token that would cross a network unencrypted."""
     if token and not (config.tls_ca or config.insecure) and not all(map(is_loopback, addresses)):
         raise ConfigError(
-            "a token would cross the network unencrypted; set tls_ca (KVSTORE_TLS_CA), or insecure if that is as it "
+            "a token would cross the network unencrypted; set tls_ca (KVSTORE_TLS_CA), or insecure "
+            "if that is as it "
             "should be"
         )

@@ -27,11 +27,13 @@ def check_dates(file: str, pem: bytes) -> None:
     (begins, ends), now = validity(pem), time.time()
     if now >= ends:
         raise ConfigError(
-            f"{file} expired on {date(ends)}; renew it, or set this host's clock, which says {date(now)}"
+            f"{file} expired on {date(ends)}; renew it, or set this host's clock, which says "
+            f"{date(now)}"
         )
     if now < begins:
         raise ConfigError(
-            f"{file} is valid from {date(begins)} on, and this host's clock says {date(now)}; set it"
+            f"{file} is valid from {date(begins)} on, and this host's clock says {date(now)}; set "
+            "it"
         )
 
 

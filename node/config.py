@@ -53,7 +53,8 @@ class NodeConfig:
     )
     shm_trust: str = setting(
         "",
-        "tenants, a,b,c, that may map this node's memory, where each can read and write all; of a node with identities",
+        "tenants, a,b,c, that may map this node's memory, where each can read and write all; of a "
+        "node with identities",
     )
     audit_log: str = setting(
         "", "file for what was refused and what administrators did; empty: the log"
@@ -61,7 +62,8 @@ class NodeConfig:
     token: str = secret("this node's token towards the other members of its cluster")
     token_file: str = setting(
         "",
-        "file with this node's token towards the other members, read at each connection to one of them",
+        "file with this node's token towards the other members, read at each connection to one of "
+        "them",
     )
     port: int = setting(GRPC_PORT, "gRPC port; 0 takes a free one", 0, 65535)
     bulk_port: int = setting(BULK_PORT, "bulk TCP port; 0 takes a free one", 0, 65535)
@@ -73,13 +75,15 @@ class NodeConfig:
     )
     shm_socket: str = setting(
         "auto",
-        "Unix socket of the shared-memory wire; auto: <port>.sock in $XDG_RUNTIME_DIR/kvstore, or else in "
+        "Unix socket of the shared-memory wire; auto: <port>.sock in $XDG_RUNTIME_DIR/kvstore, or "
+        "else in "
         "/tmp/kvstore-<uid>; none: no such wire",
     )
     ram_nbytes: int = setting(GIB, "RAM for pages", SLOT_ALIGN_NBYTES, 1 << 46)
     extent_nbytes: int = setting(
         0,
-        "piece of RAM that serves one page size; no page is larger; 0: ram_nbytes/64, 16MiB to 1GiB",
+        "piece of RAM that serves one page size; no page is larger; 0: ram_nbytes/64, 16MiB to "
+        "1GiB",
         0,
         1 << 40,
         expert=True,
@@ -94,7 +98,8 @@ class NodeConfig:
     )
     grpc_host: str = setting(
         "",
-        "interface of the gRPC port alone, such as one where administrators are; empty: as host; none: no gRPC",
+        "interface of the gRPC port alone, such as one where administrators are; empty: as host; "
+        "none: no gRPC",
     )
     grpc_processes: int = setting(
         1, "gateway processes, which serve gRPC and share its port", 1, 64
@@ -123,7 +128,8 @@ class NodeConfig:
     data_dir: str = setting("", "directory of the disk tier; empty: RAM only")
     encrypt_key_file: str = setting(
         "",
-        "file with the key that encrypts data_dir, 32 bytes in hex or base64, which others can not read; empty: none",
+        "file with the key that encrypts data_dir, 32 bytes in hex or base64, which others can not "
+        "read; empty: none",
     )
     encrypt_key_command: str = setting(
         "", "command that prints such a key, run at the start; empty: none"
@@ -131,7 +137,8 @@ class NodeConfig:
     disk_nbytes: int = setting(16 * GIB, "disk for pages", 1 << 20, 1 << 44)
     disk_extent_nbytes: int = setting(
         0,
-        "piece of disk that serves one page size, fixed for a data_dir; 0: as data_dir has it, in a new one the "
+        "piece of disk that serves one page size, fixed for a data_dir; 0: as data_dir has it, in "
+        "a new one the "
         "larger of 64MiB and extent_nbytes",
         0,
         1 << 40,
@@ -148,12 +155,14 @@ class NodeConfig:
     )
     cluster: str = setting(
         "",
-        "etcd://HOST:PORT,.../NAME, or its members, static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],..., the same at all; "
+        "etcd://HOST:PORT,.../NAME, or its members, static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],..., "
+        "the same at all; "
         "empty: this node is alone",
     )
     member: str = setting(
         "",
-        "this node's id in its cluster; with etcd, empty: the one in data_dir, made at the first start",
+        "this node's id in its cluster; with etcd, empty: the one in data_dir, made at the first "
+        "start",
     )
     replicas: int = setting(
         0,
@@ -163,7 +172,8 @@ class NodeConfig:
     )
     advertise: str = setting(
         "",
-        "host:port by which the others reach its gRPC, or bulk://host:port of its bulk wire; empty: host, or the "
+        "host:port by which the others reach its gRPC, or bulk://host:port of its bulk wire; "
+        "empty: host, or the "
         "address towards etcd",
     )
     weight: float = setting(
@@ -189,18 +199,21 @@ class NodeConfig:
     tls_key: str = setting("", "PEM file of its key, which nobody else may read")
     tls_client_ca: str = setting(
         "",
-        "PEM file of the authorities of clients' certificates; every client must show one then; empty: none is asked",
+        "PEM file of the authorities of clients' certificates; every client must show one then; "
+        "empty: none is asked",
     )
     tls_ca: str = setting(
         "",
-        "PEM file of the authorities of the other members' certificates, or system; empty: tls_client_ca",
+        "PEM file of the authorities of the other members' certificates, or system; empty: "
+        "tls_client_ca",
     )
     tls_name: str = setting(
         "", "name that the other members' certificates have; empty: the host in their addresses"
     )
     sweep_nbytes_per_s: int = setting(
         256 << 20,
-        "of a cluster: rate at which a member fetches pages that it owns and others have; 0: no limit",
+        "of a cluster: rate at which a member fetches pages that it owns and others have; 0: no "
+        "limit",
         0,
         1 << 40,
         expert=True,
@@ -254,7 +267,8 @@ class NodeConfig:
         )
         if not self.extent_nbytes <= self.batch_nbytes_max <= self.ram_nbytes:
             raise ConfigError(
-                f"batch_nbytes_max={self.batch_nbytes_max} must be at least one page of the largest size "
+                f"batch_nbytes_max={self.batch_nbytes_max} must be at least one page of the "
+                "largest size "
                 f"(extent_nbytes={self.extent_nbytes}) and at most ram_nbytes={self.ram_nbytes}"
             )
         self._check_access()
@@ -270,7 +284,8 @@ class NodeConfig:
         # and 1 KiB for the rest. A reply of PageStat needs 160 a key, so List caps its own limit.
         if self.batch_keys_max * (PREFIX_HASH_NBYTES_MAX + 2) + 1024 > MESSAGE_NBYTES_MAX:
             raise ConfigError(
-                f"batch_keys_max={self.batch_keys_max} keys do not fit one message of {MESSAGE_NBYTES_MAX} bytes"
+                f"batch_keys_max={self.batch_keys_max} keys do not fit one message of "
+                f"{MESSAGE_NBYTES_MAX} bytes"
             )
         assert GRPC_CHUNK_NBYTES + 1024 <= MESSAGE_NBYTES_MAX
 
@@ -312,7 +327,8 @@ class NodeConfig:
             raise ConfigError(
                 f"host={self.host}{f', grpc_host={self.grpc_host},' if len(self._interfaces) > 1 else ''} lets others "
                 "reach this node, which has to know them then: set "
-                "identities, tls_cert and tls_key, or say --insecure by name if strangers may do everything"
+                "identities, tls_cert and tls_key, or say --insecure by name if strangers may do "
+                "everything"
             )
 
     @property
@@ -325,7 +341,8 @@ class NodeConfig:
             object.__setattr__(self, "disk_queue_nbytes", wanted)
         if self.data_dir and not 0 < self.disk_queue_nbytes <= self.ram_nbytes:
             raise ConfigError(
-                f"disk_queue_nbytes={self.disk_queue_nbytes} must be at most ram_nbytes={self.ram_nbytes}: "
+                f"disk_queue_nbytes={self.disk_queue_nbytes} must be at most "
+                f"ram_nbytes={self.ram_nbytes}: "
                 "queued pages are held in RAM"
             )
         if self.encrypt_key_file and self.encrypt_key_command:
@@ -334,17 +351,20 @@ class NodeConfig:
             )
         if (self.encrypt_key_file or self.encrypt_key_command) and not self.data_dir:
             raise ConfigError(
-                "encrypt_key_file and encrypt_key_command are for a disk tier, and data_dir is empty; name a directory"
+                "encrypt_key_file and encrypt_key_command are for a disk tier, and data_dir is "
+                "empty; name a directory"
             )
         if self.disk_extent_nbytes % SLOT_ALIGN_NBYTES:
             raise ConfigError(
-                f"disk_extent_nbytes={self.disk_extent_nbytes} must be a multiple of {SLOT_ALIGN_NBYTES}"
+                f"disk_extent_nbytes={self.disk_extent_nbytes} must be a multiple of "
+                f"{SLOT_ALIGN_NBYTES}"
             )
         explicit = self.data_dir and self.disk_extent_nbytes
         if explicit and not self.extent_nbytes <= self.disk_extent_nbytes <= self.disk_nbytes:
             raise ConfigError(
                 f"disk_extent_nbytes={self.disk_extent_nbytes} must hold the largest page "
-                f"(extent_nbytes={self.extent_nbytes}) and be at most disk_nbytes={self.disk_nbytes}"
+                f"(extent_nbytes={self.extent_nbytes}) and be at most "
+                f"disk_nbytes={self.disk_nbytes}"
             )
 
     @property

@@ -83,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "kvstore-node",
         usage="%(prog)s [--option VALUE ...]",
-        description="Storage node of kvstore: serves KV-cache pages by shared memory, bulk TCP and gRPC.",
+        description="Storage node of kvstore: serves KV-cache pages by shared memory, bulk TCP and "
+        "gRPC.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

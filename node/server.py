@@ -174,7 +174,8 @@ class Node:
             self._open_ports(config)
         except OSError as error:
             raise ConfigError(
-                f"can not listen on {config.host} (port={config.port}, bulk_port={config.bulk_port}, "
+                f"can not listen on {config.host} (port={config.port}, "
+                f"bulk_port={config.bulk_port}, "
                 f"metrics_port={config.metrics_port}): {error}"
             ) from error
 

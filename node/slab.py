@@ -470,7 +470,8 @@ class SlotAllocator:
                 wrong.append(f"block {block.start}: free and occupied slots do not add up")
             if (bool(block.free) and not block.closed) != (block.start in kind.partial):
                 wrong.append(
-                    f"block {block.start}: {len(block.free)} free slots, but listed wrongly as partial"
+                    f"block {block.start}: {len(block.free)} free slots, but listed wrongly as "
+                    "partial"
                 )
         if covered.count(1) != len(covered):
             wrong.append(

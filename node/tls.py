@@ -141,7 +141,8 @@ def certificates_of(config: NodeConfig) -> Certificates | None:
         return None
     if config.cluster and not config.members_ca:
         raise ConfigError(
-            "a node of a cluster with tls_cert needs tls_ca, the authority of the others' certificates"
+            "a node of a cluster with tls_cert needs tls_ca, the authority of the others' "
+            "certificates"
         )
     return Certificates(config)
 

@@ -189,7 +189,8 @@ def by_deadline() -> Callable[..., None]:
                 return
             names = list(late)
         raise AssertionError(
-            f"deadlines of {deadline_s} s and {LATE_S} s for a busy machine, missed each time: {late}"
+            f"deadlines of {deadline_s} s and {LATE_S} s for a busy machine, missed each time: "
+            f"{late}"
         )
 
     return check

@@ -590,7 +590,8 @@ def gpu_test() -> None:
     """kernels against the reference, memcheck, GPU benchmarks (5 minutes; NVIDIA GPU, CuPy)"""
     need_gpu(
         "cupy, torch",
-        f"torch with CUDA and CuPy (pip install '.[dev,cuda13]' or [dev,cuda12]) in {sys.executable}",
+        "torch with CUDA and CuPy (pip install '.[dev,cuda13]' or [dev,cuda12]) in "
+        f"{sys.executable}",
     )
     on_gpu(sys.executable, "-m", "pytest", "tests/gpu_agent")
     if shutil.which("compute-sanitizer"):
@@ -606,7 +607,10 @@ def gpu_test() -> None:
 
 
 def gpu_engine(name: str, version: str) -> None:
-    packages = f"{name}=={version}, cupy-cuda12x or -13x as its torch, pytest, pytest-xdist, and this project ('.[node]')"
+    packages = (
+        f"{name}=={version}, cupy-cuda12x or -13x as its torch, pytest, pytest-xdist, and "
+        "this project ('.[node]')"
+    )
     need_gpu(
         f"cupy, torch, {name}, rocksdict, pytest, xdist", f"and in {sys.executable}: {packages}"
     )

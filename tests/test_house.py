@@ -339,7 +339,10 @@ def test_importing_a_package_loads_no_strangers(module: str, strangers: set[str]
     if (
         module == "gpu_agent"
     ):  # without torch itself: it takes seconds, and what it loads is its own
-        code = f"import sys; from unittest.mock import MagicMock; sys.modules['torch'] = MagicMock(); {code}"
+        code = (
+            "import sys; from unittest.mock import MagicMock; sys.modules['torch'] = "
+            f"MagicMock(); {code}"
+        )
     assert set(run(code).split()) & strangers == set()
 
 

@@ -185,7 +185,10 @@ signal.signal(signal.{number.name}, stop)
 print("ready", flush=True)
 time.sleep(60)
 """
-    code = f"import run; run.TARGETS['x'] = lambda: run.run({sys.executable!r}, '-c', {child!r}); run.main(['x'])"
+    code = (
+        f"import run; run.TARGETS['x'] = lambda: run.run({sys.executable!r}, '-c', {child!r}); "
+        "run.main(['x'])"
+    )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(
         command, cwd=ROOT / "tests", stdout=subprocess.PIPE, text=True, start_new_session=True

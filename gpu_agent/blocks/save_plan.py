@@ -226,7 +226,8 @@ class SavePlan:
         found = []
         if _count(held) != self._pinned or self._pinned > self._blocks_max:
             found.append(
-                f"{self._pinned} blocks are pinned for {_count(held)} saves, at most {self._blocks_max}"
+                f"{self._pinned} blocks are pinned for {_count(held)} saves, at most "
+                f"{self._blocks_max}"
             )
         known = sorted((group, key) for group, keys in self._known.items() for key in keys)
         if sorted((part.group, key) for part in held for key in part.keys) != known:

@@ -421,7 +421,8 @@ class BlockScheduler:
         self._unsaid += blocks
         if time.monotonic() > self._silent_until:
             log.warning(
-                "%d blocks were not saved: requests ended while as many blocks were being saved as may be pinned",
+                "%d blocks were not saved: requests ended while as many blocks were being saved as "
+                "may be pinned",
                 self._unsaid,
             )
             self._unsaid, self._silent_until = 0, time.monotonic() + SILENCE_S

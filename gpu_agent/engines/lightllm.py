@@ -83,7 +83,8 @@ class PyLocalCacheService:
             self._client, self.namespace, kvcache_tensor, tier_config(kvcache_tensor)
         )
         log.info(
-            "LightLLM's disk cache is the store at %s: model %s, pages of %d bytes, namespace %s; not used: "
+            "LightLLM's disk cache is the store at %s: model %s, pages of %d bytes, namespace %s; "
+            "not used: "
             "--disk_cache_dir, --disk_cache_storage_size%s",
             self._client.config.address,
             self.namespace.model,

@@ -60,14 +60,16 @@ def _options(params: Mapping[str, Any], *own: str) -> Options:
     for name in ("model", "hashers"):
         if name in params:
             raise ConfigError(
-                f"option {name!r} has no meaning here: LMCache names the model in every key, and no pages"
+                f"option {name!r} has no meaning here: LMCache names the model in every key, and "
+                "no pages"
             )
     options = read_options(params, ("kv_format", *own), {"pending_nbytes_max": PENDING_NBYTES_MAX})
     for name, seconds_max in TIMEOUTS_S_MAX.items():
         seconds = getattr(options.agent, name)
         if seconds > seconds_max:
             raise ConfigError(
-                f"{name}={seconds} is too long for LMCache, which waits and frees buffers: {seconds_max}"
+                f"{name}={seconds} is too long for LMCache, which waits and frees buffers: "
+                f"{seconds_max}"
             )
     return options
 

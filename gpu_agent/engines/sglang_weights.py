@@ -61,7 +61,8 @@ def model_config(args: Any) -> dict[str, Any]:
         )
     except Exception as error:  # whatever a model's own code raises
         raise ConfigError(
-            f"the configuration of {args.model_path} can not be read again, so that nobody knows whether its pages "
+            f"the configuration of {args.model_path} can not be read again, so that nobody knows "
+            "whether its pages "
             f"can be shared: {error}; serve the model from a directory"
         ) from error
     config: dict[str, Any] = found.to_dict()

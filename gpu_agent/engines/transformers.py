@@ -188,7 +188,8 @@ def _plain_pairs(cache: DynamicCache, model: Any) -> list[tuple[torch.Tensor, to
     for number, layer in enumerate(cache.layers):
         if type(layer) is not DynamicLayer:
             raise InvalidRequest(
-                f"layer {number} of the cache is a {type(layer).__name__}, which may not hold the plain KV of "
+                f"layer {number} of the cache is a {type(layer).__name__}, which may not hold the "
+                "plain KV of "
                 f"every token; run the model with {cache_argument(model)}=DynamicCache()"
             )
         if layer.keys is None or layer.values is None:

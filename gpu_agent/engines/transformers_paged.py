@@ -66,7 +66,8 @@ class PagedAdapter:
             )
         if manager.distributed_helper.tp_size > 1:
             raise InvalidRequest(
-                "the manager is one of several in a tensor-parallel group; only one alone can be paused"
+                "the manager is one of several in a tensor-parallel group; only one alone can be "
+                "paused"
             )
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -213,7 +214,8 @@ def _shareable(cache: Any) -> Any:
         )
     if not cache.use_prefix_sharing:
         raise InvalidRequest(
-            "the manager shares no prefixes, so that nobody would find what is loaded; set allow_block_sharing=True"
+            "the manager shares no prefixes, so that nobody would find what is loaded; set "
+            "allow_block_sharing=True"
         )
     return cache
 

@@ -105,7 +105,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("kvstore: nothing is saved or loaded: this engine has %s", groups)
         if transfer.kv_load_failure_policy != "recompute":
             logger.warning(
-                "kvstore: kv_load_failure_policy is %r: requests end with an error when a load fails; "
+                "kvstore: kv_load_failure_policy is %r: requests end with an error when a load "
+                "fails; "
                 'set it to "recompute"',
                 transfer.kv_load_failure_policy,
             )
@@ -128,7 +129,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         # different layouts.
         if called_by_other_connector(KVStoreConnector):
             logger.info(
-                "kvstore: runs beside another connector, so it requests no KV cache layout; BLHNC would be faster"
+                "kvstore: runs beside another connector, so it requests no KV cache layout; BLHNC "
+                "would be faster"
             )
             return None
         return "BLHNC" if current_platform.is_cuda_alike() else None
@@ -245,7 +247,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._groups and len(ours) == ranks:
             self._open(ours)
         elif self._groups and self._scheduler is None:
-            told = "kvstore: the handshake named %d of %d ranks; nothing is saved or loaded before all have reported"
+            told = (
+                "kvstore: the handshake named %d of %d ranks; nothing is saved or loaded "
+                "before "
+                "all have reported"
+            )
             logger.warning(told, len(ours), ranks)
             self._held, self._others.beside = RankNamespaces(ranks), True
             self._lookups = (
@@ -370,7 +376,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Stop saving after a failed synchronous load of another connector (`ForeignLoads`)."""
         if self._scheduler and self._scheduler.stop_saving():
             logger.error(
-                "kvstore: a synchronous load of another connector failed: blocks in the prefix cache may be wrong. "
+                "kvstore: a synchronous load of another connector failed: blocks in the prefix "
+                "cache may be wrong. "
                 "Nothing is saved until reset_prefix_cache(reset_connector=True)"
             )
 

@@ -25,7 +25,8 @@ COUNTERS = {
     "pages_existing": "pages to be saved that the store had already",
     "pages_dropped": "pages that could not be saved",
     "agent_startups": "times that an agents' process became ready, on all ranks",
-    "agent_startup_seconds": "seconds from the start of an agents' process until it was ready, summed",
+    "agent_startup_seconds": "seconds from the start of an agents' process until it was ready, "
+    "summed",
 }
 
 

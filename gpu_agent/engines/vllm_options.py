@@ -21,8 +21,10 @@ def connector_options(values: Mapping[str, Any]) -> Options:
     """
     if "load" in values:
         raise ConfigError(
-            f'option load={values["load"]!r} was removed: delete it; loads are always asynchronous. With load="sync" '
-            "blocks of a failed load could stay in vLLM's prefix cache, and wrong pages could be stored"
+            f"option load={values['load']!r} was removed: delete it; loads are always "
+            'asynchronous. With load="sync" '
+            "blocks of a failed load could stay in vLLM's prefix cache, and wrong pages could be "
+            "stored"
         )
     options = read_options(values, OWN_OPTIONS)
     if options.own.get("agents", "auto") not in WHERE:

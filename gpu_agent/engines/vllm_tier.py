@@ -306,8 +306,10 @@ def _named(config: Any, options: Options) -> Identity:
         return replace(options.identity, model=model, revision=revision)
     if not (options.identity.salt and options.identity.revision):
         raise ConfigError(
-            "vLLM's OffloadingConnector does not tell a tier which weights and which attention backend the engine "
-            'uses; set "kv_connector": "KVStoreOffloadingConnector" and "kv_connector_module_path": '
+            "vLLM's OffloadingConnector does not tell a tier which weights and which attention "
+            "backend the engine "
+            'uses; set "kv_connector": "KVStoreOffloadingConnector" and '
+            '"kv_connector_module_path": '
             f'"{__name__}", or name them by hand in the tier\'s options revision and salt'
         )
     _check_groups_by_hand(config.groups)
@@ -324,9 +326,12 @@ def _check_groups_by_hand(groups: Sequence[Any]) -> None:
     for group in groups:
         if getattr(group, "sliding_window_size_in_chunks", unknown) is not None:
             raise ConfigError(
-                f"vLLM's OffloadingConnector does not tell a tier what KV cache group {group.group_id} "
-                f"({group.layer_names[0]}) holds: a sliding window, or a recurrent state (Mamba, linear attention) "
-                'that KVStoreTier can not take. Set "kv_connector": "KVStoreOffloadingConnector" and '
+                "vLLM's OffloadingConnector does not tell a tier what KV cache group "
+                f"{group.group_id} "
+                f"({group.layer_names[0]}) holds: a sliding window, or a recurrent state (Mamba, "
+                "linear attention) "
+                'that KVStoreTier can not take. Set "kv_connector": "KVStoreOffloadingConnector" '
+                "and "
                 f'"kv_connector_module_path": "{__name__}", which tells them apart'
             )
 

@@ -114,7 +114,8 @@ def _commit(model: str, revision: str, cache: str | None) -> str:
                 if directory
                 else "no hub's name"
             )
-            + "; set the option revision (a commit, a date), and another one after every change of the weights"
+            + "; set the option revision (a commit, a date), and another one after every change of "
+            "the weights"
         )
     return commit
 
@@ -176,7 +177,8 @@ def weights_digest(files: dict[str, Path]) -> str:
         nbytes = sum(size for *_, size, _, _ in signature)
         log.log(
             logging.WARNING if nbytes >= SLOW_NBYTES else logging.INFO,
-            "reading %.1f GB of weights to name them; the option revision, if you vouch for it, saves this",
+            "reading %.1f GB of weights to name them; the option revision, if you vouch for it, "
+            "saves this",
             nbytes / 1e9,
         )
         digest = _digest(tuple(files.items()), signature)
@@ -185,7 +187,8 @@ def weights_digest(files: dict[str, Path]) -> str:
         raise ConfigError(f"weights can not be read, and so not be named: {error}") from error
     if changed:
         raise ConfigError(
-            f"weights changed while they were read: {next(iter(files.values())).parent}; start again"
+            f"weights changed while they were read: {next(iter(files.values())).parent}; start "
+            "again"
         )
     return digest
 
@@ -231,7 +234,8 @@ def commit_of(cache: Path, name: str, revision: str) -> str | None:
         return None
     if known > 1 and moved > process_start():
         raise ConfigError(
-            f"{name} moved on to another commit while this engine was starting, and nothing says which one it has "
+            f"{name} moved on to another commit while this engine was starting, and nothing says "
+            "which one it has "
             "loaded: start it again, or set the option revision"
         )
     return commit if _COMMIT.fullmatch(commit) and (snapshots / commit).is_dir() else None

@@ -72,7 +72,8 @@ def namespace_of(
 def _refuse(arguments: Mapping[str, Any]) -> None:
     if arguments.get("enable_rl"):
         raise ConfigError(
-            "LightLLM runs with --enable_rl, which changes weights under the same name, and does not tell its disk "
+            "LightLLM runs with --enable_rl, which changes weights under the same name, and does "
+            "not tell its disk "
             "cache: old pages would be taken for new ones. Leave out --enable_disk_cache"
         )
     # LightLLM numbers images in the order of their arrival, in each process anew, and a hash says
@@ -81,8 +82,10 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
     text_only = bool(arguments.get("disable_vision")) and bool(arguments.get("disable_audio"))
     if arguments.get("enable_multimodal", not text_only) or arguments.get("run_mode") == "decode":
         raise ConfigError(
-            "LightLLM serves images or audio, which it numbers in the order of their arrival: another server, or "
-            "this one after a restart, gives other images the same page hashes. Start it with --disable_vision and "
+            "LightLLM serves images or audio, which it numbers in the order of their arrival: "
+            "another server, or "
+            "this one after a restart, gives other images the same page hashes. Start it with "
+            "--disable_vision and "
             "--disable_audio, or leave out --enable_disk_cache"
         )
 

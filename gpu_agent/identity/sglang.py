@@ -83,8 +83,10 @@ def weights(
     kinds = [kind for kind in length_dependent(config) if depends(kind)]
     if kinds:
         raise ConfigError(
-            f"the model has rotary embeddings of the kind {kinds[0]!r}, whose angles SGLang chooses by the longest "
-            "prompt of a batch: the KV of a prompt depends on others, and its pages can not be shared. Start the "
+            f"the model has rotary embeddings of the kind {kinds[0]!r}, whose angles SGLang "
+            "chooses by the longest "
+            "prompt of a batch: the KV of a prompt depends on others, and its pages can not be "
+            "shared. Start the "
             "server without the store, or replace the embedding by --json-model-override-args"
         )
     cache = (getattr(args, "download_dir", None) or "") if from_hub else None
@@ -94,8 +96,10 @@ def weights(
     )
     if not vouched and form not in _FROM_ITS_PATH:
         raise ConfigError(
-            f"SGLang loads weights by {form!r}, from elsewhere than {args.model_path}, so that nothing says which they "
-            "are; set the option revision (a commit, a date), and another one after every change of the weights"
+            f"SGLang loads weights by {form!r}, from elsewhere than {args.model_path}, so that "
+            "nothing says which they "
+            "are; set the option revision (a commit, a date), and another one after every change "
+            "of the weights"
         )
     facts = {name: getattr(args, name) for name in _ARGUMENTS}
     facts["config"] = config_digest(config)

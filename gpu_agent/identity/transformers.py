@@ -61,7 +61,8 @@ def check_model(model: Any) -> None:
     text = config.get_text_config(decoder=True)
     if text is not config:
         raise InvalidRequest(
-            "the model takes images, sound or video, all of which have the same token ids; store the KV of its text "
+            "the model takes images, sound or video, all of which have the same token ids; store "
+            "the KV of its text "
             "model, if it has one of its own"
         )
     if (
@@ -73,15 +74,18 @@ def check_model(model: Any) -> None:
         )
     if (getattr(model, "_tp_size", None) or 1) > 1:
         raise InvalidRequest(
-            "the model is one of several in a tensor-parallel group; it has a part of the heads only"
+            "the model is one of several in a tensor-parallel group; it has a part of the heads "
+            "only"
         )
     kinds = sorted(
         {*length_dependent(config.to_dict()), *filter(is_length_dependent, _rope_kinds(model))}
     )
     if kinds:
         raise InvalidRequest(
-            f"the model has rotary embeddings of the kind {kinds[0]!r}: their angles depend on the longest prompt of a "
-            "batch and on those before it, so that the KV of a short prompt is not the beginning of a long one's"
+            f"the model has rotary embeddings of the kind {kinds[0]!r}: their angles depend on the "
+            "longest prompt of a "
+            "batch and on those before it, so that the KV of a short prompt is not the beginning "
+            "of a long one's"
         )
     check_adapters(model)
 
@@ -93,8 +97,10 @@ def check_adapters(model: Any) -> None:
     """
     if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None):
         raise InvalidRequest(
-            "the model has adapters (LoRA), which can be switched without a trace in its name; merge the one that is "
-            "wanted into the weights (merge_and_unload) and give that model a name or revision of its own"
+            "the model has adapters (LoRA), which can be switched without a trace in its name; "
+            "merge the one that is "
+            "wanted into the weights (merge_and_unload) and give that model a name or revision of "
+            "its own"
         )
 
 

@@ -60,20 +60,25 @@ def not_shareable(vllm_config: Any) -> str:
         return "scales that every process measures for itself (calculate_kv_scales)"
     if kinds := _moving_angles(model):
         return (
-            f"rotary embeddings of the kind {kinds[0]!r} computed by transformers' code (--model-impl), whose angles "
+            f"rotary embeddings of the kind {kinds[0]!r} computed by transformers' code "
+            "(--model-impl), whose angles "
             "depend on the longest prompt of a batch and on those before it"
         )
     processing = getattr(model, "multimodal_config", None)
     if processing and processing.mm_processor_cache_gb == 0 and not cache.enable_prefix_caching:
         return (
-            "images that are numbered in the order of their arrival, in each process anew (mm_processor_cache_gb 0 "
+            "images that are numbered in the order of their arrival, in each process anew "
+            "(mm_processor_cache_gb 0 "
             "without prefix caching: turn prefix caching on)"
         )
     if not cache.enable_prefix_caching:
         # vLLM turns it off by itself where a prompt must not go on from KV that was there before,
         # or where KV depends on more than the tokens: MLA on a CPU without AMX (other answers, and
         # no error), batch-invariant kernels.
-        return "no prefix caching of its own (if nobody turned it off, vLLM did: see its log; --enable-prefix-caching)"
+        return (
+            "no prefix caching of its own (if nobody turned it off, vLLM did: see its log; "
+            "--enable-prefix-caching)"
+        )
     return ""
 
 
@@ -93,8 +98,10 @@ def weights_of(vllm_config: Any, identity: Identity, from_hub: bool = True) -> I
     model, form = vllm_config.model_config, str(vllm_config.load_config.load_format)
     if not identity.revision and form not in _FROM_ITS_PLACE:
         raise ConfigError(
-            f"vLLM loads weights by {form!r}, from elsewhere than {model.model}, so that nothing says which they are; "
-            "set the option revision (a commit, a date), and another one after every change of the weights"
+            f"vLLM loads weights by {form!r}, from elsewhere than {model.model}, so that nothing "
+            "says which they are; "
+            "set the option revision (a commit, a date), and another one after every change of the "
+            "weights"
         )
     place = getattr(model, "model_weights", "") or model.model
     return named(identity, place, model.revision or "", _cache(vllm_config, from_hub))
@@ -231,9 +238,12 @@ def check_tier(vllm_config: Any, lora: str) -> None:
         raise ConfigError(f"vLLM has {reason}; its blocks can not be shared: leave KVStoreTier out")
     if vllm_config.lora_config and lora != "named":
         raise ConfigError(
-            "vLLM serves LoRA: its block hashes hold the name and the path of one, not its weights, and a tier can not "
-            "tell such requests apart. Where name and path mean the same weights wherever the store is shared, set "
-            '"lora": "named" in the tier\'s options; else use KVStoreConnector, which lets such requests pass by'
+            "vLLM serves LoRA: its block hashes hold the name and the path of one, not its "
+            "weights, and a tier can not "
+            "tell such requests apart. Where name and path mean the same weights wherever the "
+            "store is shared, set "
+            '"lora": "named" in the tier\'s options; else use KVStoreConnector, which lets such '
+            "requests pass by"
         )
 
 

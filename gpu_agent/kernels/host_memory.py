@@ -48,7 +48,8 @@ class HostMemory:
             if index and self._ends[index - 1] > address:
                 raise ConfigError(
                     f"can not page-lock {nbytes} bytes at {address:#x}: "
-                    f"{self._starts[index - 1]:#x}..{self._ends[index - 1]:#x} is registered already"
+                    f"{self._starts[index - 1]:#x}..{self._ends[index - 1]:#x} is registered "
+                    "already"
                 )
         try:  # without our lock: a large arena takes seconds, and copies ask `locked` meanwhile
             runtime.hostRegister(address, nbytes, _PORTABLE | _MAPPED)

@@ -36,7 +36,8 @@ class GroupView:
         for plane, tensors in self.planes.items():
             if len(tensors) != len(self.layers) or not self.layers:
                 raise InvalidRequest(
-                    f"group {self.name} plane {plane}: {len(tensors)} tensors for {len(self.layers)} layers; "
+                    f"group {self.name} plane {plane}: {len(tensors)} tensors for "
+                    f"{len(self.layers)} layers; "
                     "give one tensor for each of at least one layer"
                 )
         return LayerGroup(

@@ -71,7 +71,8 @@ def hybrid_pool(
     attending, stateful = len(kv_buffer), len(conv_state)
     if full_attention_interval < 2 or stateful % (full_attention_interval - 1):
         raise InvalidRequest(
-            f"{stateful} layers with a state do not fit full_attention_interval={full_attention_interval}"
+            f"{stateful} layers with a state do not fit "
+            f"full_attention_interval={full_attention_interval}"
         )
     model = stateful + stateful // (full_attention_interval - 1)
     if attending < model - stateful:

@@ -67,14 +67,18 @@ class Naming:
     def __init__(self, identity: Identity, kv_format: str) -> None:
         if not identity.revision:
             raise ConfigError(
-                "LMCache's keys do not say which weights the KV is of; give the option revision, such as a commit or "
+                "LMCache's keys do not say which weights the KV is of; give the option revision, "
+                "such as a commit or "
                 "a date, and another one after every change of the weights"
             )
         if not kv_format:
             raise ConfigError(
-                "LMCache does not say how the engines behind it compute; give the option kv_format, such as "
-                '"vllm 0.33 bf16 kv=fp8_e4m3": the engine, dtype and quantisation of weights and KV, the attention '
-                "backend, a draft model, and max_model_len if the model's rotary embedding is longrope"
+                "LMCache does not say how the engines behind it compute; give the option "
+                "kv_format, such as "
+                '"vllm 0.33 bf16 kv=fp8_e4m3": the engine, dtype and quantisation of weights and '
+                "KV, the attention "
+                "backend, a draft model, and max_model_len if the model's rotary embedding is "
+                "longrope"
             )
         self._identity = identity
         self._kv_format = kv_format

@@ -109,7 +109,8 @@ def _whole_blocks(where: str, view: torch.Tensor, block_tokens: int) -> torch.Te
     rows, heads, tokens, cell = view.shape
     if not tokens or block_tokens % tokens or rows % (block_tokens // tokens):
         raise InvalidRequest(
-            f"{where}: {rows} kernel blocks of {tokens} tokens are no whole blocks of {block_tokens} tokens"
+            f"{where}: {rows} kernel blocks of {tokens} tokens are no whole blocks of "
+            f"{block_tokens} tokens"
         )
     ratio = block_tokens // tokens
     return view.view(rows // ratio, ratio, heads, tokens, cell)

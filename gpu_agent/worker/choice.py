@@ -30,13 +30,15 @@ def lookup_backend_for(client: ClientConfig, on_gpu: bool, where: str) -> Lookup
             if where == "process":
                 raise
             log.warning(
-                "lookups run inside the engine's process and slow it, another can not be started: %s",
+                "lookups run inside the engine's process and slow it, another can not be started: "
+                "%s",
                 error,
             )
         else:
             if not lookups.await_ready(READY_S):
                 log.warning(
-                    "the process of the lookups is not ready after %.0f s; until then there is no hit",
+                    "the process of the lookups is not ready after %.0f s; until then there is no "
+                    "hit",
                     READY_S,
                 )
             return lookups
@@ -60,7 +62,8 @@ def agent_backend_for(
             if where == "process":
                 raise
             log.warning(
-                "the agents run inside the engine's process and slow it, no other can have its memory: %s",
+                "the agents run inside the engine's process and slow it, no other can have its "
+                "memory: %s",
                 error,
             )
     return LocalBackend(groups, client, config)

@@ -35,13 +35,19 @@ LOCKED_NBYTES, SHARED_NBYTES = 64 * MIB, 2 * MIB
 VALUE = 0x5A
 OTHER_S = 60.0
 READ = "the memory holds the right bytes"
-IPC_REMEDY = "run engine and agents in one container, with its default IPC and pid namespaces; or agents=threads"
+IPC_REMEDY = (
+    "run engine and agents in one container, with its default IPC and pid namespaces; or "
+    "agents=threads"
+)
 
 
 def findings() -> Iterator[Finding]:
     yield ok("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
     if not torch.cuda.is_available():
-        remedy = "a torch with CUDA, the driver (nvidia-smi), and of a container: --gpus, or the device plugin"
+        remedy = (
+            "a torch with CUDA, the driver (nvidia-smi), and of a container: --gpus, or the "
+            "device plugin"
+        )
         yield fail("GPU", "torch sees none", remedy)
         for name in ("CuPy", "page-locking", "CUDA IPC"):
             yield skipped(name, "not without a GPU")
@@ -89,7 +95,10 @@ def _locking(device: Any) -> Finding:
         device.register(address, LOCKED_NBYTES)
         device.unregister(address)
     except ConfigError as error:
-        remedy = "raise the limit of locked memory (LimitMEMLOCK=infinity), or give the container IPC_LOCK"
+        remedy = (
+            "raise the limit of locked memory (LimitMEMLOCK=infinity), or give the container "
+            "IPC_LOCK"
+        )
         return warn("page-locking", f"{error}: copies are slower", remedy)
     return ok("page-locking", f"{LOCKED_NBYTES // MIB} MiB of shared memory")
 

@@ -326,7 +326,8 @@ class WorkerProcess:
         if not self._closed:
             self._died()
             log.warning(
-                "the process of the %s is gone with %d orders; the engine recomputes, the next one starts in %.1f s",
+                "the process of the %s is gone with %d orders; the engine recomputes, the next one "
+                "starts in %.1f s",
                 self._delegate.name,
                 lost,
                 self._restart_at - time.monotonic(),

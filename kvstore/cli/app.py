@@ -22,7 +22,8 @@ def main() -> None:
 
 def _missing(module: str) -> int:
     print(
-        f"kvstore: {module} is not installed; it comes with the extra cli of kvstore-llm (README, Install)",
+        f"kvstore: {module} is not installed; it comes with the extra cli of kvstore-llm (README, "
+        "Install)",
         file=sys.stderr,
     )
     return 2

@@ -176,7 +176,8 @@ def _usage(**granted: bool) -> x509.KeyUsage:
 def _name(name: str) -> x509.Name:
     if not 0 < len(name) <= NAME_LENGTH_MAX:
         raise ConfigError(
-            f"name {name!r} has {len(name)} characters; a certificate's name has 1 to {NAME_LENGTH_MAX}"
+            f"name {name!r} has {len(name)} characters; a certificate's name has 1 to "
+            f"{NAME_LENGTH_MAX}"
         )
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 

@@ -145,11 +145,13 @@ def drain(run: Invocation, member: MemberArgument, end: EndOption = False) -> in
         print(f"{member} serves again")
     else:
         print(
-            f"{member}: {told.pages_handed:,} pages are with their owners, {told.pages_left:,} are not"
+            f"{member}: {told.pages_handed:,} pages are with their owners, {told.pages_left:,} are "
+            "not"
         )
     if told.pages_left and not end:
         note(
-            "nobody has taken what is left: add members or memory and drain it again, or stop it and lose these pages"
+            "nobody has taken what is left: add members or memory and drain it again, or stop it "
+            "and lose these pages"
         )
         return ExitCode.EXHAUSTED
     return ExitCode.OK
@@ -195,7 +197,8 @@ def rebalance(run: Invocation, dry_run: DryOption = False) -> int:
         )
     else:
         print(
-            f"{len(rows)} members look for their pages; `kvstore cluster rebalance --dry-run` says what is left"
+            f"{len(rows)} members look for their pages; `kvstore cluster rebalance --dry-run` says "
+            "what is left"
         )
     incomplete = any(told.away for told in done.values())
     return without(away) or (ExitCode.UNAVAILABLE if incomplete else ExitCode.OK)
@@ -276,6 +279,7 @@ def _member(run: Invocation, name: str) -> Member:
         view = view_of(client)
     if name not in view.by_id:
         raise Failure(
-            f"{name!r} is no member of {view.cluster}; its members are {', '.join(sorted(view.by_id))}"
+            f"{name!r} is no member of {view.cluster}; its members are "
+            f"{', '.join(sorted(view.by_id))}"
         )
     return view.by_id[name]

@@ -113,7 +113,8 @@ def recover(run: Invocation) -> int:
     elif mended:
         whose = f"of {', '.join(mended)} " if away is not None else ""
         print(
-            f"the disk tier {whose}is in use again; kvstore flush puts on it what came while it was stopped"
+            f"the disk tier {whose}is in use again; kvstore flush puts on it what came while it "
+            "was stopped"
         )
     else:
         print(f"no disk is stopped at the {len(done)} members that answer")
@@ -162,7 +163,8 @@ def forget(
         )
     if told.plain_disk:
         note(
-            "the disk is not encrypted: bytes of these pages may stay on its medium until other pages overwrite them"
+            "the disk is not encrypted: bytes of these pages may stay on its medium until other "
+            "pages overwrite them"
         )
     for reason in told.why:
         note(f"{reason}; run it again")

@@ -88,7 +88,8 @@ def _told(error: KVStoreError, client: Client) -> str:
     if isinstance(error, DeadlineExceeded):
         return f"{which}: {error}; allow more time with --timeout"
     return (
-        f"{which} is {'' if ',' in address else 'un'}available: {error}; is kvstore-node running there? "
+        f"{which} is {'' if ',' in address else 'un'}available: {error}; is kvstore-node running "
+        "there? "
         "Name another one with --address or KVSTORE_ADDRESS"
     )
 

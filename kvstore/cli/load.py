@@ -78,9 +78,12 @@ def bench_command(
 
 def _show_bench(report: BenchReport) -> None:
     print(
-        f"wire {report.wire}, pages of {human_nbytes(report.page_nbytes)}, batches of {report.batch}, "
-        f"{report.threads} threads, {report.seconds:.1f} s; {human_nbytes(report.bytes_verified)} verified, "
-        f"{report.mismatches} pages wrong, {report.pages_full} found no space, {report.pages_lost} were evicted"
+        f"wire {report.wire}, pages of {human_nbytes(report.page_nbytes)}, batches of "
+        f"{report.batch}, "
+        f"{report.threads} threads, {report.seconds:.1f} s; {human_nbytes(report.bytes_verified)} "
+        "verified, "
+        f"{report.mismatches} pages wrong, {report.pages_full} found no space, {report.pages_lost} "
+        "were evicted"
     )
     rows = []
     for name, op in (("put", report.put), ("lookup", report.lookup), ("get", report.get)):
@@ -148,7 +151,8 @@ def replay_command(
             address = stack.enter_context(throwaway_node(capacity, page_nbytes)).address
         elif capacity_pages is not None:
             note(
-                f"--capacity-pages is the size of a throwaway node, but {address} is replayed against as it is"
+                f"--capacity-pages is the size of a throwaway node, but {address} is replayed "
+                "against as it is"
             )
         client = stack.enter_context(run.client(wire, address, **tls))
         on_progress = stack.enter_context(progress("replaying", count))
@@ -164,19 +168,23 @@ def replay_command(
         _show_replay(report)
     if report.pages_full:
         note(
-            f"{report.pages_full} pages found no space: a request needs more pages than the node can free"
+            f"{report.pages_full} pages found no space: a request needs more pages than the node "
+            "can free"
         )
     return _verdict(report.mismatches, corrupt, sorted(away))
 
 
 def _show_replay(report: ReplayReport) -> None:
     print(
-        f"prefix hit rate {report.prefix_hit_rate:.4f}: {report.pages_hit:,} of {report.pages_asked:,} pages "
+        f"prefix hit rate {report.prefix_hit_rate:.4f}: {report.pages_hit:,} of "
+        f"{report.pages_asked:,} pages "
         f"in {report.requests:,} requests"
     )
     print(
-        f"wire {report.wire}, {report.seconds:.1f} s; {human_nbytes(report.bytes_verified)} verified, "
-        f"{report.mismatches} pages wrong; {report.pages_stored:,} stored, {report.pages_full:,} found no space"
+        f"wire {report.wire}, {report.seconds:.1f} s; {human_nbytes(report.bytes_verified)} "
+        "verified, "
+        f"{report.mismatches} pages wrong; {report.pages_stored:,} stored, {report.pages_full:,} "
+        "found no space"
     )
     rates = {"put": f"{report.put_gb_per_s:.2f}", "get": f"{report.get_gb_per_s:.2f}", "lookup": ""}
     rows = []
@@ -193,7 +201,8 @@ def _verdict(mismatches: int, corrupt: int, away: list[str]) -> int:
     """
     if away:
         note(
-            f"pages may be left, until they age away, at {', '.join(away)}: they could not be removed there"
+            f"pages may be left, until they age away, at {', '.join(away)}: they could not be "
+            "removed there"
         )
     if mismatches or corrupt:
         return ExitCode.CORRUPT
@@ -271,7 +280,8 @@ def record(
         emit({**found, "dropped": recording.dropped, "output": str(output)})
     else:
         print(
-            f"{recording.requests:,} requests and {recording.stores:,} other uses of {len(recording.chains):,} pages "
+            f"{recording.requests:,} requests and {recording.stores:,} other uses of "
+            f"{len(recording.chains):,} pages "
             f"are in {output}"
         )
     return code

@@ -158,7 +158,8 @@ def headline(view: View, statuses: Statuses) -> str:
     told = {status.peers.registry for status in there if status.HasField("peers")}
     sources = sorted({registry if registry in REGISTRIES else "the last one" for registry in told})
     return (
-        f"cluster {view.cluster}  view {view.number}  members {len(view.members)}, {len(there)} answer  "
+        f"cluster {view.cluster}  view {view.number}  members {len(view.members)}, {len(there)} "
+        "answer  "
         f"replicas {view.replicas}{'  from ' + ' and '.join(sources) if sources else ''}"
     )
 
@@ -195,7 +196,10 @@ def stored_line(there: Sequence[pb.NodeStatusReply]) -> str:
 
 
 def _tier_line(name: str, tier: Any) -> str:
-    return f"{name} {human_nbytes(tier.used_nbytes)} of {human_nbytes(tier.capacity_nbytes)}, pages {tier.page_count:,}"
+    return (
+        f"{name} {human_nbytes(tier.used_nbytes)} of {human_nbytes(tier.capacity_nbytes)}, "
+        f"pages {tier.page_count:,}"
+    )
 
 
 def summed_peers(there: Sequence[pb.NodeStatusReply]) -> pb.PeersStatus:
@@ -221,7 +225,8 @@ def handing_line(peers: pb.PeersStatus) -> str:
     """What waits to be handed to other members, and what was not."""
     return (
         f"to other members {peers.queue_pages:,} pages wait, {human_nbytes(peers.queue_nbytes)} of "
-        f"{human_nbytes(peers.queue_nbytes_max)}  handed {peers.pages_handed:,}  dropped {peers.pages_dropped:,}"
+        f"{human_nbytes(peers.queue_nbytes_max)}  handed {peers.pages_handed:,}  dropped "
+        f"{peers.pages_dropped:,}"
     )
 
 

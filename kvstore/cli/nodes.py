@@ -144,7 +144,8 @@ def _shm_lines(shm: pb.ShmStatus) -> list[str]:
     lines = [f"shared memory at {shm.socket}  connections {shm.client_count}"]
     if shm.orphan_count:
         lines.append(
-            f"{shm.orphan_page_count:,} pages of {shm.orphan_count} lost connections are kept: their processes live "
+            f"{shm.orphan_page_count:,} pages of {shm.orphan_count} lost connections are kept: "
+            "their processes live "
             "and may still write to them"
         )
     return lines
@@ -156,7 +157,8 @@ def _gateway_line(reply: pb.NodeStatusReply) -> str:
     calls = sum(gateway.call_count for gateway in reply.gateways)
     ended = ", ".join(f"{end.count:,} {end.why}" for end in reply.gateway_ends if end.count)
     return (
-        f"gRPC gateways {ready} of {len(reply.gateways)} ready  calls {calls}  memory {human_nbytes(most)} at most"
+        f"gRPC gateways {ready} of {len(reply.gateways)} ready  calls {calls}  memory "
+        f"{human_nbytes(most)} at most"
         f"{f'  ended: {ended}' if ended else ''}"
     )
 
@@ -188,7 +190,8 @@ def _tls_lines(reply: pb.NodeStatusReply) -> list[str]:
         lines[0] += f"  {one.setting} until {date(one.ends_unix_s)}"
         if left_ms < 1000 * NEAR_END_S:
             lines.append(
-                f"{one.setting} {'HAS EXPIRED' if left_ms <= 0 else 'expires in ' + human_ms(left_ms)}: renew it"
+                f"{one.setting} "
+                f"{'HAS EXPIRED' if left_ms <= 0 else 'expires in ' + human_ms(left_ms)}: renew it"
             )
     if tls.problem:
         lines.append(f"the files of TLS as they are now are not in force: {tls.problem}")
@@ -197,7 +200,8 @@ def _tls_lines(reply: pb.NodeStatusReply) -> list[str]:
 
 def _peers_lines(peers: pb.PeersStatus) -> list[str]:
     return [
-        f"member {peers.member_id} of {peers.cluster}  view {peers.view_number}  members {peers.member_count}  "
+        f"member {peers.member_id} of {peers.cluster}  view {peers.view_number}  members "
+        f"{peers.member_count}  "
         f"replicas {peers.replicas}  registry {peers.registry}",
         copies_line(peers),
         handing_line(peers),
@@ -211,9 +215,11 @@ def _disk_lines(disk: pb.DiskStatus) -> list[str]:
         f"({percent(disk.used_nbytes, disk.capacity_nbytes)})  pages {disk.page_count:,}  "
         f"queue {human_nbytes(disk.queue_nbytes)} of {human_nbytes(disk.queue_nbytes_max)}  "
         f"in {disk.data_dir}{'' if disk.direct_io else ' (no O_DIRECT)'}",
-        f"disk written {disk.pages_written:,}  read {disk.pages_read:,}, in part {disk.pages_read_in_part:,}  "
+        f"disk written {disk.pages_written:,}  read {disk.pages_read:,}, in part "
+        f"{disk.pages_read_in_part:,}  "
         f"evicted {disk.pages_evicted:,}  "
-        f"kept in RAM only {disk.pages_refused:,}  damaged {disk.pages_corrupt:,}  verified {disk.pages_scrubbed:,}",
+        f"kept in RAM only {disk.pages_refused:,}  damaged {disk.pages_corrupt:,}  verified "
+        f"{disk.pages_scrubbed:,}",
     ]
     if disk.state != "SERVING":
         lines.append(f"DISK STOPPED: {disk.reason}. RAM serves on; mend it, then: kvstore recover")

@@ -240,7 +240,8 @@ def rm(
         space, info = _named_namespace(client, keys, namespace, model, every)
         if every and not yes:
             confirm(
-                f"Remove all {_about(client, info)} pages of {space.model} [{space.digest.hex()[:12]}]?"
+                f"Remove all {_about(client, info)} pages of {space.model} "
+                f"[{space.digest.hex()[:12]}]?"
             )
         chosen = all_keys(client, space) if every else find_keys(client, space, keys, None, None)
         removed = asked = 0
@@ -299,7 +300,8 @@ def verify(
         )
     else:
         print(
-            f"{total.intact} pages intact, {total.dropped} corrupt and dropped, {total.absent} not stored"
+            f"{total.intact} pages intact, {total.dropped} corrupt and dropped, {total.absent} not "
+            "stored"
         )
     code = without(away)
     if total.dropped:

@@ -116,8 +116,10 @@ def _need_all(client: Client, space: Namespace, hashes: list[bytes]) -> None:
     if not all(present):
         missing = hashes[present.index(False)].hex()
         raise Failure(
-            f"{present.count(False)} of {len(hashes)} pages are not stored in namespace {space.digest.hex()[:12]}, "
-            f"the first is {missing}; list what is there with: kvstore ls -n {space.digest.hex()[:12]}"
+            f"{present.count(False)} of {len(hashes)} pages are not stored in namespace "
+            f"{space.digest.hex()[:12]}, "
+            f"the first is {missing}; list what is there with: kvstore ls -n "
+            f"{space.digest.hex()[:12]}"
         )
 
 
@@ -328,7 +330,8 @@ def put(
     else:
         said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         print(
-            f"{len(hashes)} pages of {human_nbytes(space.layout.page_nbytes)} in {space.digest.hex()}: {said}"
+            f"{len(hashes)} pages of {human_nbytes(space.layout.page_nbytes)} in "
+            f"{space.digest.hex()}: {said}"
         )
         for prefix_hash, outcome in zip(hashes, outcomes, strict=True):
             print(f"{prefix_hash.hex()} {outcome.name.lower()}")
@@ -356,7 +359,8 @@ def _store(
     (file, data), nbytes = source, space.layout.page_nbytes
     if len(data) != len(hashes) * nbytes:
         raise InvalidRequest(
-            f"{file} has {len(data)} bytes; {len(hashes)} pages of {nbytes} need {len(hashes) * nbytes}"
+            f"{file} has {len(data)} bytes; {len(hashes)} pages of {nbytes} need "
+            f"{len(hashes) * nbytes}"
         )
     view = memoryview(data)
     return client.put(

@@ -201,7 +201,8 @@ def _show(plan: Plan, words: Sequence[str]) -> None:
         print(f"assumed: {assumed}")
     if plan.sampled < 1:
         print(
-            f"from {percent(plan.sampled)} of the pages; ± is one standard error; bounds are besides a little too low"
+            f"from {percent(plan.sampled)} of the pages; ± is one standard error; bounds are "
+            "besides a little too low"
         )
     print()
     rows = [_cells(plan, row) for row in plan.rows]
@@ -271,8 +272,10 @@ def _points(share: float) -> str:
 def _of_size(plan: Plan) -> Iterator[str]:
     knee, wanted = human_nbytes(plan.nearly_all_nbytes), human_nbytes(plan.wanted_nbytes)
     yield (
-        f"A store that never forgets would hit {percent(plan.endless)} of the pages; the rest is asked for once. "
-        f"The knee is at {knee}, {plan.nearly_all_pages:,} pages: {percent(NEARLY_ALL * plan.endless)}. "
+        f"A store that never forgets would hit {percent(plan.endless)} of the pages; the rest is "
+        "asked for once. "
+        f"The knee is at {knee}, {plan.nearly_all_pages:,} pages: "
+        f"{percent(NEARLY_ALL * plan.endless)}. "
         f"Beyond {wanted} nothing is gained."
     )
     ram, worst = (
@@ -302,9 +305,15 @@ def _of_ram(plan: Plan) -> str:
             break
     size, rate = human_nbytes(row.ram_nbytes), percent(row.hit_rate)
     if row.pages >= plan.wanted_pages:
-        return f"RAM of {size} has all that is ever asked for again: more is of no use, nor is a disk but over a restart."
+        return (
+            f"RAM of {size} has all that is ever asked for again: more is of no use, nor is a "
+            "disk but over a restart."
+        )
     if gain < LITTLE and row.pages >= plan.nearly_all_pages:
-        return f"More RAM than {size}, which gives {rate}, is of little use: twice as much adds {_points(gain)}."
+        return (
+            f"More RAM than {size}, which gives {rate}, is of little use: twice as much adds "
+            f"{_points(gain)}."
+        )
     said = f"RAM of {size} alone gives {rate}, and twice as much {_points(gain)} more."
     if row.pages >= plan.nearly_all_pages:
         return f"{said} A disk adds at most {_points(plan.endless - row.hit_rate)}."
@@ -323,7 +332,10 @@ def _of_disk(plan: Plan) -> Iterator[str]:
         if not row.disk_nbytes:
             continue
         gain = row.hit_rate - rows[0].hit_rate
-        said = f"A disk of {human_nbytes(row.disk_nbytes)} beside RAM of {human_nbytes(ram)} adds {_points(gain)}"
+        said = (
+            f"A disk of {human_nbytes(row.disk_nbytes)} beside RAM of {human_nbytes(ram)} adds "
+            f"{_points(gain)}"
+        )
         reads, writes = row.disk_reads.peak, row.disk_writes.peak
         if gain < LITTLE:
             yield f"{said}: for hits it is hardly worth it; it keeps the pages over a restart."
@@ -342,13 +354,18 @@ def _of_policy(rows: Sequence[Row]) -> str:
     """Where the most is lost."""
     far = [row for row in rows if row.hit_rate < NEAR_BOUND * row.bound]
     if not far:
-        return "At all these sizes the store is within 5 % of what any policy could hit: only size helps."
+        return (
+            "At all these sizes the store is within 5 % of what any policy could hit: only "
+            "size "
+            "helps."
+        )
     row = max(far, key=lambda row: row.bound - row.hit_rate)
     size = f"RAM of {human_nbytes(row.ram_nbytes)}"
     if row.disk_nbytes:
         size += f" and disk of {human_nbytes(row.disk_nbytes)}"
     return (
-        f"With {size} the store hits {percent(row.hit_rate)}, and who knew the future {percent(row.bound)}: "
+        f"With {size} the store hits {percent(row.hit_rate)}, and who knew the future "
+        f"{percent(row.bound)}: "
         "a better policy could gain a part of that, no policy more."
     )
 
@@ -358,8 +375,10 @@ def _of_copies(plan: Plan) -> Iterator[str]:
     share = plan.near_share if (1, plan.near_share) in costs else 0.0
     one, two = costs[1, share], costs[2, share]
     yield (
-        f"Two owners for each page (R=2) cost {_points(one.hit_rate - two.hit_rate)} at the largest size of the table, "
-        f"or twice the bytes for the same: the knee is at {human_nbytes(two.nearly_all_nbytes)} then."
+        f"Two owners for each page (R=2) cost {_points(one.hit_rate - two.hit_rate)} at the "
+        "largest size of the table, "
+        f"or twice the bytes for the same: the knee is at {human_nbytes(two.nearly_all_nbytes)} "
+        "then."
     )
     near = max(
         (cost for cost in plan.copy_costs if cost.copies == plan.copies),
@@ -368,7 +387,8 @@ def _of_copies(plan: Plan) -> Iterator[str]:
     if near.near_share:
         lost = costs[plan.copies, 0.0].hit_rate - near.hit_rate
         yield (
-            f"Near copies cost at most {_points(lost)} there, if they fill {percent(near.near_share)} of the RAM; "
+            f"Near copies cost at most {_points(lost)} there, if they fill "
+            f"{percent(near.near_share)} of the RAM; "
             "they go before all other pages."
         )
 
@@ -401,7 +421,8 @@ def _figure_class() -> Any:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise InvalidRequest(
-            f"{error.name} is not installed, which draws pictures; it comes with the extra plan of kvstore-llm "
+            f"{error.name} is not installed, which draws pictures; it comes with the extra plan of "
+            "kvstore-llm "
             "(README, Install)"
         ) from error
     return Figure
@@ -461,7 +482,8 @@ def _html(plan: Plan, words: Sequence[str]) -> str:
     _figure(plan).savefig(out, format="svg", metadata={"Date": None})
     rows = "".join(_html_row("td", _picture_cells(row)) for row in plan.rows)
     about = (
-        f"{plan.requests:,} requests, {plan.pages_asked:,} pages asked for, {plan.pages:,} distinct; "
+        f"{plan.requests:,} requests, {plan.pages_asked:,} pages asked for, {plan.pages:,} "
+        "distinct; "
         f"a page is {plan.page_tokens:g} tokens, {human_nbytes(plan.page_nbytes)}"
     )
     items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in words)

@@ -122,7 +122,8 @@ def find_namespace(
         ", ..." if len(matches) > 4 else ""
     )
     raise Failure(
-        f"{len(matches)} namespaces fit{' ' + said if said else ''} ({listed}); name one with --namespace DIGEST",
+        f"{len(matches)} namespaces fit{' ' + said if said else ''} ({listed}); name one with "
+        "--namespace DIGEST",
         ExitCode.USAGE,
     )
 

@@ -204,7 +204,10 @@ def rates(before: pb.Counters, now: pb.Counters, seconds: float) -> dict[str, fl
 def _view(values: dict[str, Any], address: str, out: Console) -> Group:
     head = f"{address}  {values['state']}  "
     if values["ram_capacity_nbytes"] is not None:
-        ram = f"RAM {human_nbytes(values['ram_used_nbytes'])} of {human_nbytes(values['ram_capacity_nbytes'])}"
+        ram = (
+            f"RAM {human_nbytes(values['ram_used_nbytes'])} of "
+            f"{human_nbytes(values['ram_capacity_nbytes'])}"
+        )
         head += f"{ram} ({percent(values['ram_used_nbytes'], values['ram_capacity_nbytes'])})  "
     head += f"pages {values['page_count']:,}"
     if values["session_count"] is not None:

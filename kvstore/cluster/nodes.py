@@ -174,7 +174,8 @@ class Nodes:
                 continue
             if self._view is None and len(self._addresses) > 1:
                 raise ProtocolError(
-                    f"the node at {address} is in no cluster, but {len(self._addresses)} addresses were given; "
+                    f"the node at {address} is in no cluster, but {len(self._addresses)} addresses "
+                    "were given; "
                     "start its node with --cluster, or name the one node"
                 )
             return
@@ -287,7 +288,8 @@ class Nodes:
             if known and known.cluster != view.cluster:
                 raise ProtocolError(
                     f"a node belongs to the cluster {view.cluster}, the others to {known.cluster}: "
-                    "two clusters have an address in common, or the addresses that were given are not of one"
+                    "two clusters have an address in common, or the addresses that were given are "
+                    "not of one"
                 )
             view = view.with_ports(known)
             if known and (

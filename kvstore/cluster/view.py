@@ -144,7 +144,8 @@ class Member:
             check_name(f"the zone of {self.id}", self.zone)
         if len(self.address) > ADDRESS_NBYTES_MAX:
             raise ConfigError(
-                f"the address of {self.id} is not host:port: it has {len(self.address)} characters, at most "
+                f"the address of {self.id} is not host:port: it has {len(self.address)} "
+                "characters, at most "
                 f"{ADDRESS_NBYTES_MAX}"
             )
         if not self.address.isprintable():
@@ -152,7 +153,8 @@ class Member:
         split_address(self.address)
         if not 0 < self.weight <= WEIGHT_MAX:
             raise ConfigError(
-                f"the weight of {self.id} is {self.weight}; it must be above 0, at most {WEIGHT_MAX:g}"
+                f"the weight of {self.id} is {self.weight}; it must be above 0, at most "
+                f"{WEIGHT_MAX:g}"
             )
         if not 0 <= self.bulk_port < 1 << 16:
             raise ConfigError(f"the bulk port of {self.id} is {self.bulk_port}, which is no port")
@@ -181,7 +183,8 @@ class View:
             counts = Counter(getattr(member, what) for member in self.members)
             if twice := [name for name, count in counts.items() if count > 1]:
                 raise ConfigError(
-                    f"two members of {self.cluster} have the {what} {min(twice)}; each needs its own"
+                    f"two members of {self.cluster} have the {what} {min(twice)}; each needs its "
+                    "own"
                 )
 
     def after(self, known: "View | None") -> "View":
@@ -280,7 +283,8 @@ def static_view(text: str) -> View:
     cluster, slash, members = rest.partition("/")
     if scheme != "static" or not slash:
         raise ConfigError(
-            f"cluster={text!r} is neither etcd://HOST:PORT,.../NAME nor static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],..."
+            f"cluster={text!r} is neither etcd://HOST:PORT,.../NAME nor "
+            "static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],..."
         )
     return View(cluster, 1, tuple(_described(member) for member in members.split(",")))
 

@@ -73,13 +73,17 @@ def remedy_of(error: KVStoreError, otherwise: str = "") -> str:
     """What to do about an error whose message does not say it."""
     if isinstance(error, Unauthenticated):
         return (
-            "set KVSTORE_TOKEN_FILE, or KVSTORE_TLS_CERT and KVSTORE_TLS_KEY, to what the node's file of identities "
+            "set KVSTORE_TOKEN_FILE, or KVSTORE_TLS_CERT and KVSTORE_TLS_KEY, to what the node's "
+            "file of identities "
             "has, and has not let expire: kvstore tokens list shows it"
         )
     if isinstance(error, Forbidden):
         return "use a token whose role, tenant and models allow it: kvstore tokens list shows them"
     if isinstance(error, ProtocolError):
-        return "update the older of both: versions work together that are one step apart; or a node is not what is there"
+        return (
+            "update the older of both: versions work together that are one step apart; or a "
+            "node is not what is there"
+        )
     return otherwise
 
 

@@ -33,7 +33,8 @@ GRACE_S = 2.0  # for threads to come by, beside what the steps themselves may ta
 NAMES = ("shm", "bulk", "grpc")  # the best one first
 IN_CONTAINERS = "docs/operations.md, Shared memory between containers"
 _NO_ANSWER = (
-    "the port is open and nobody answers: a node that starts, hangs or is stopped, or something else; look at the "
+    "the port is open and nobody answers: a node that starts, hangs or is stopped, or something "
+    "else; look at the "
     "log of kvstore-node there"
 )
 
@@ -151,7 +152,10 @@ class Connectivity:
             )
         if all(map(is_loopback, self.found)):
             return ok("TLS", "none, and nothing leaves this host")
-        remedy = "give nodes --tls-cert and --tls-key and clients KVSTORE_TLS_CA: docs/operations.md, TLS"
+        remedy = (
+            "give nodes --tls-cert and --tls-key and clients KVSTORE_TLS_CA: "
+            "docs/operations.md, TLS"
+        )
         return warn("TLS", "none: whoever is on the way reads and changes all that is sent", remedy)
 
     def _of_handshake(self, problem: str, certificate: bytes) -> Finding:
@@ -159,7 +163,10 @@ class Connectivity:
         with suppress(ConfigError):
             called = ", ".join(hosts(certificate)) or called if certificate else "unknown"
         if problem:
-            remedy = "renew or correct the files of KVSTORE_TLS_CA, KVSTORE_TLS_CERT, KVSTORE_TLS_NAME or the node's own"
+            remedy = (
+                "renew or correct the files of KVSTORE_TLS_CA, KVSTORE_TLS_CERT, "
+                "KVSTORE_TLS_NAME or the node's own"
+            )
             return fail(
                 "TLS",
                 f"{problem}; its certificate is for {called}",
@@ -177,7 +184,10 @@ class Connectivity:
         self._wire, self.hello = connection.wire, connection.hello
         took_ms = 1000 * (time.monotonic() - began)
         yield ok(self._asks_over, f"node {connection.hello.version} answers in {took_ms:.1f} ms")
-        who = f"{connection.hello.role} of {'all tenants' if connection.hello.tenant == '*' else connection.hello.tenant}"
+        who = (
+            f"{connection.hello.role} of "
+            f"{'all tenants' if connection.hello.tenant == '*' else connection.hello.tenant}"
+        )
         yield ok(
             "who this is",
             f"{who} there" if connection.hello.role else "the node asks nobody who he is",
@@ -226,11 +236,15 @@ class Connectivity:
 def _remedy_of_tcp(error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
         return (
-            "nobody listens there: is kvstore-node running, with this --port, and with a --host that is reached from "
+            "nobody listens there: is kvstore-node running, with this --port, and with a --host "
+            "that is reached from "
             "here (the default is its own loopback)? Of a container: is the port published?"
         )
     if isinstance(error, TimeoutError):
-        return "nothing answers: the host is down, or a firewall, a security group or a NetworkPolicy drops it"
+        return (
+            "nothing answers: the host is down, or a firewall, a security group or a "
+            "NetworkPolicy drops it"
+        )
     return "there is no way to that address from here: correct the address, or the network"
 
 
@@ -285,13 +299,19 @@ class Wires:
             os.stat(path)
         except FileNotFoundError:
             said = f"its socket {path} is not on this host"
-            remedy = f"if the node runs in a container here, mount its socket and set KVSTORE_SHM_DIR: {IN_CONTAINERS}"
+            remedy = (
+                "if the node runs in a container here, mount its socket and set "
+                f"KVSTORE_SHM_DIR: {IN_CONTAINERS}"
+            )
             if self.node.is_here or config.wire == "shm":
                 return wrong("shm", said, remedy)
             return skipped("shm", f"{said}: the node is on another, or in a container")
         except OSError:
             pass  # connecting says why
-        remedy = f"run as the node's user or root, or set KVSTORE_SHM_DIR; clients take TCP meanwhile: {IN_CONTAINERS}"
+        remedy = (
+            "run as the node's user or root, or set KVSTORE_SHM_DIR; clients take TCP "
+            f"meanwhile: {IN_CONTAINERS}"
+        )
         problem = self._try("shm")
         return wrong("shm", problem, remedy) if problem else ok("shm", f"works, through {path}")
 
@@ -302,7 +322,10 @@ class Wires:
             return skipped("bulk", "the address is that of a Unix socket")
         problem = self._try("bulk")
         if problem:
-            remedy = f"open TCP port {hello.bulk_port} (--bulk-port) from here to the node; over gRPC all is slower"
+            remedy = (
+                f"open TCP port {hello.bulk_port} (--bulk-port) from here to the node; over "
+                "gRPC all is slower"
+            )
             return fail("bulk", problem, remedy)
         return ok("bulk", f"works, at port {hello.bulk_port}")
 

@@ -105,7 +105,10 @@ def file_system(where: Path, mounts: str) -> Finding:
 def room(where: Path) -> Finding:
     about = os.statvfs(where)
     free, whole = _free_nbytes(where), about.f_blocks * about.f_frsize
-    said = f"{free / GIB:,.1f} of {whole / GIB:,.1f} GiB free: --disk-bytes up to {USABLE_SHARE * free / GIB:,.1f}GiB"
+    said = (
+        f"{free / GIB:,.1f} of {whole / GIB:,.1f} GiB free: --disk-bytes up to "
+        f"{USABLE_SHARE * free / GIB:,.1f}GiB"
+    )
     if free < ROOM_NBYTES:
         return fail(
             "room",
@@ -141,11 +144,15 @@ def speed(fd: int) -> Finding:
     syncs = [_sync(fd, number) for number in range(SYNCS)]
     sync_s = statistics.median(syncs)
     said = (
-        f"{writing / 1e6:,.0f} MB/s written, {reading / 1e6:,.0f} read, one thread; a sync {1000 * sync_s:.1f} ms "
+        f"{writing / 1e6:,.0f} MB/s written, {reading / 1e6:,.0f} read, one thread; a sync "
+        f"{1000 * sync_s:.1f} ms "
         f"({1000 * min(syncs):.1f} to {1000 * max(syncs):.1f})"
     )
     if writing < SLOW_NBYTES_PER_S or sync_s > SLOW_SYNC_S:
-        remedy = "expect pages to stay in RAM only, and durable puts to wait: a faster disk, or one with less to do"
+        remedy = (
+            "expect pages to stay in RAM only, and durable puts to wait: a faster disk, or "
+            "one with less to do"
+        )
         return warn("speed", said, remedy)
     return ok("speed", said)
 

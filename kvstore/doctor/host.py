@@ -83,7 +83,10 @@ class Host:
             grpc = importlib.metadata.version("grpcio")
         except importlib.metadata.PackageNotFoundError:
             grpc = "?"
-        said = f"kvstore {kvstore.__version__}, protocol {PROTOCOL_VERSION}, Python {platform.python_version()}"
+        said = (
+            f"kvstore {kvstore.__version__}, protocol {PROTOCOL_VERSION}, Python "
+            f"{platform.python_version()}"
+        )
         return ok("versions", f"{said}, grpcio {grpc}, {platform.system()} {platform.release()}")
 
     def descriptors(self) -> Finding:
@@ -115,7 +118,10 @@ class Host:
         if cap.isdigit():
             used = self._read("sys/fs/cgroup/memory.current").strip()
             inside = int(cap) - (int(used) if used.isdigit() else 0)
-            said += f", of which {max(0, inside) / MIB:,.0f} MiB under the limit of {int(cap) / MIB:,.0f} MiB here"
+            said += (
+                f", of which {max(0, inside) / MIB:,.0f} MiB under the limit of "
+                f"{int(cap) / MIB:,.0f} MiB here"
+            )
             nbytes = min(nbytes, inside)
         if nbytes < MEMORY_LOW_NBYTES:
             return warn(
@@ -142,7 +148,10 @@ class Host:
             return fail("shared memory", f"it can not be had: {error}", remedy)
         space, _ = self._limit("Max address space")
         if space is not None:
-            remedy = "ulimit -v unlimited (LimitAS): a client maps all of the RAM of the node on its host"
+            remedy = (
+                "ulimit -v unlimited (LimitAS): a client maps all of the RAM of the node on "
+                "its host"
+            )
             return warn("shared memory", f"a process may map {space / MIB:,.0f} MiB in all", remedy)
         return ok(
             "shared memory",
@@ -153,9 +162,15 @@ class Host:
         soft, hard = self._limit("Max locked memory")
         if soft is None:
             return ok("locked memory", "unlimited")
-        said = f"{soft / MIB:,.3g} MiB a process, it may ask for {'any' if hard is None else f'{hard / MIB:,.3g} MiB'}"
+        said = (
+            f"{soft / MIB:,.3g} MiB a process, it may ask for "
+            f"{'any' if hard is None else f'{hard / MIB:,.3g} MiB'}"
+        )
         if self._has_gpu:
-            remedy = "if the log of the agent says `can not page-lock`: LimitMEMLOCK=infinity, or capability IPC_LOCK"
+            remedy = (
+                "if the log of the agent says `can not page-lock`: LimitMEMLOCK=infinity, or "
+                "capability IPC_LOCK"
+            )
             return warn("locked memory", said, remedy)
         return ok("locked memory", f"{said}; no node locks any")
 

@@ -50,7 +50,10 @@ def told(status: pb.NodeStatusReply) -> Iterator[Finding]:
     yield from certificates(status.tls)
     yield from gateways(status)
     if status.insecure:
-        remedy = "--identities, --tls-cert and --tls-key in place of --insecure, unless nobody else is on this network"
+        remedy = (
+            "--identities, --tls-cert and --tls-key in place of --insecure, unless nobody "
+            "else is on this network"
+        )
         yield warn("strangers", status.insecure, remedy)
 
 
@@ -79,15 +82,26 @@ def clock(told: Clock | None) -> Finding:
     if told is None:
         return skipped("clock", "an older node does not tell what its clock says")
     off_s = max(0.0, abs(told.ahead_s) - told.within_s)
-    said = f"{abs(told.ahead_s):.3f} s {'ahead of' if told.ahead_s > 0 else 'behind'} this host's, ± {told.within_s:.3f} s"
-    remedy = "set the clock that is wrong, and run chrony or systemd-timesyncd there: certificates go by it"
+    said = (
+        f"{abs(told.ahead_s):.3f} s {'ahead of' if told.ahead_s > 0 else 'behind'} this "
+        "host's, "
+        f"± {told.within_s:.3f} s"
+    )
+    remedy = (
+        "set the clock that is wrong, and run chrony or systemd-timesyncd there: "
+        "certificates "
+        "go by it"
+    )
     if off_s >= CLOCK_FAIL_S:
         return fail("clock", said, remedy)
     return warn("clock", said, remedy) if off_s >= CLOCK_WARN_S else ok("clock", said)
 
 
 def ram(status: pb.RamStatus) -> Finding:
-    said = f"{status.used_nbytes / GIB:.1f} of {status.capacity_nbytes / GIB:.1f} GiB, {status.page_count:,} pages"
+    said = (
+        f"{status.used_nbytes / GIB:.1f} of {status.capacity_nbytes / GIB:.1f} GiB, "
+        f"{status.page_count:,} pages"
+    )
     return ok("RAM", f"{said}, {status.huge_nbytes / GIB:.1f} GiB in huge pages")
 
 
@@ -105,15 +119,24 @@ def disk(status: pb.NodeStatusReply) -> Finding:
             "mend the cause, then: kvstore recover",
         )
     if told.pages_corrupt:
-        remedy = "the medium, or the memory, changes what was written: replace it; kvstore scrub reads everything once"
+        remedy = (
+            "the medium, or the memory, changes what was written: replace it; kvstore scrub "
+            "reads everything once"
+        )
         return warn(
             "disk", f"{said}; {told.pages_corrupt:,} pages were found damaged, and dropped", remedy
         )
     if told.queue_nbytes > QUEUE_FULL_SHARE * told.queue_nbytes_max:
-        remedy = "the disk is slower than the puts: a faster one, more members, or a larger --disk-queue-bytes"
+        remedy = (
+            "the disk is slower than the puts: a faster one, more members, or a larger "
+            "--disk-queue-bytes"
+        )
         return warn("disk", f"{said}; what waits to be written is at its limit", remedy)
     if not told.direct_io:
-        remedy = "put --data-dir on ext4 or xfs on a local disk: here pages go through the page cache, and its memory"
+        remedy = (
+            "put --data-dir on ext4 or xfs on a local disk: here pages go through the page "
+            "cache, and its memory"
+        )
         return warn("disk", f"{said}, which has no O_DIRECT", remedy)
     return ok("disk", f"{said}, {told.page_count:,} pages, O_DIRECT")
 
@@ -133,7 +156,8 @@ def gateways(status: pb.NodeStatusReply) -> Iterator[Finding]:
     )
     if ended >= STREAK_MIN or not ready:
         remedy = (
-            "somebody floods the gRPC port, or --grpc-memory-bytes is too little for its callers: bind it to another "
+            "somebody floods the gRPC port, or --grpc-memory-bytes is too little for its callers: "
+            "bind it to another "
             "network (--grpc-host), or ask for client certificates"
         )
         finding = warn if ready else fail

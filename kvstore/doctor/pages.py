@@ -53,12 +53,15 @@ _REFUSED = {
 DIFFERENCES_SHOWN = 4
 
 _CAUSES = {
-    "miss_absent": "the pages asked for were never stored here: does a writer save, and does it hash the same tokens?",
-    "miss_evicted": "the pages were evicted before they were asked for again: give the node more RAM",
+    "miss_absent": "the pages asked for were never stored here: does a writer save, and does it "
+    "hash the same tokens?",
+    "miss_evicted": "the pages were evicted before they were asked for again: give the node more "
+    "RAM",
     "miss_writing": "the pages were still being written when they were asked for",
     "miss_removed": "the pages had been removed by a caller",
     "miss_expired": "the pages' time to live was over: put them with a longer one (Keep, --ttl)",
-    "miss_corrupt": "the pages did not match their checksum and were dropped: check this machine's memory",
+    "miss_corrupt": "the pages did not match their checksum and were dropped: check this machine's "
+    "memory",
 }
 
 
@@ -165,7 +168,10 @@ class Pages:
         except (InvalidRequest, Forbidden) as error:
             return skipped("disk", str(error))
         except KVStoreError as error:
-            remedy = "the disk hangs, is slow or full: kvstore doctor --data-dir there, and the log of kvstore-node"
+            remedy = (
+                "the disk hangs, is slow or full: kvstore doctor --data-dir there, and the "
+                "log of kvstore-node"
+            )
             return fail("disk", str(error), remedy)
         if checked.dropped:
             return _corrupt("disk", "a page on disk does not match its checksum, and was dropped")
@@ -273,13 +279,20 @@ class Pages:
 
 
 def _corrupt(name: str, said: str) -> Finding:
-    remedy = "take this node out of service: its memory, disk or network changes bytes; to readers they are misses"
+    remedy = (
+        "take this node out of service: its memory, disk or network changes bytes; to "
+        "readers "
+        "they are misses"
+    )
     return fail(name, said, remedy)
 
 
 def _remedy(error: KVStoreError) -> str:
     if isinstance(error, Exhausted):
-        return "it says which limit: docs/operations.md, Limits and Quotas; kvstore status shows who has what"
+        return (
+            "it says which limit: docs/operations.md, Limits and Quotas; kvstore status shows "
+            "who has what"
+        )
     if isinstance(error, ConfigError):
         return "correct that setting"
     return remedy_of(
@@ -299,7 +312,10 @@ def hints(known: Sequence[tuple[Namespace, pb.NamespaceInfo]]) -> list[str]:
         counters = info.counters
         if counters.pages_asked == 0 or counters.prefix_hits > 0:
             continue
-        name = f"{namespace.model} [{namespace.digest.hex()[:12]}]: 0 of {counters.pages_asked} pages asked hit"
+        name = (
+            f"{namespace.model} [{namespace.digest.hex()[:12]}]: 0 of {counters.pages_asked} "
+            "pages asked hit"
+        )
         found.append(f"{name}; {_nearest(namespace, known) or _cause(counters)}")
     return found
 
@@ -317,7 +333,8 @@ def _nearest(namespace: Namespace, known: Sequence[tuple[Namespace, pb.Namespace
     listed = differences(namespace, other)
     more = f" and {len(listed) - DIFFERENCES_SHOWN} more" if len(listed) > DIFFERENCES_SHOWN else ""
     return (
-        f"[{other.digest.hex()[:12]}] of the same model holds {page_count(info)} pages but differs in "
+        f"[{other.digest.hex()[:12]}] of the same model holds {page_count(info)} pages but differs "
+        "in "
         f"{', '.join(listed[:DIFFERENCES_SHOWN])}{more}"
     )
 

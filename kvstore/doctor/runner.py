@@ -28,7 +28,10 @@ HOST_S, DIRECTORY_S, GPU_S = 10.0, 30.0, 120.0
 PAGE_CALLS = 12  # three wires and a disk
 NOBODY = "no node answers"
 MEMBERS_MAX = 16  # that pages are put at: a few, however large the cluster is
-WHERE_ENGINES_ARE = "run this with the Python of the engine, which has torch, CuPy and the agent: python -m kvstore.cli.app"
+WHERE_ENGINES_ARE = (
+    "run this with the Python of the engine, which has torch, CuPy and the agent: "
+    "python -m kvstore.cli.app"
+)
 
 
 @dataclass(frozen=True)

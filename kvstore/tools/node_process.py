@@ -29,7 +29,8 @@ class NodeProcess:
     ) -> None:
         if python == sys.executable and importlib.util.find_spec("node") is None:
             raise ConfigError(
-                "the node is not installed here; it comes with the extra node of kvstore-llm (README, Install)"
+                "the node is not installed here; it comes with the extra node of kvstore-llm "
+                "(README, Install)"
             )
         ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0")
         command = [*inside, python, "-m", "node.main", *ports, *flags]

@@ -197,8 +197,10 @@ def surveyed(requests: Iterable[TraceRequest], wishes: Wishes, sample: Sampling 
         for pages in asked:
             if pages < sample.pages_min:
                 raise InvalidRequest(
-                    f"{name} with room for {pages:,} pages is too small for a sample of one page in "
-                    f"{1 / sample.rate:g}, which tells of {sample.pages_min:,} and more: take a smaller "
+                    f"{name} with room for {pages:,} pages is too small for a sample of one page "
+                    "in "
+                    f"{1 / sample.rate:g}, which tells of {sample.pages_min:,} and more: take a "
+                    "smaller "
                     "--sample, or 1 for all pages"
                 )
     chosen = [place * 2**octave // 2 for octave in _OCTAVES for place in (2, 3)]

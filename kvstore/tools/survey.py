@@ -119,7 +119,8 @@ class Survey:
             self._stored[window] += pages
         if len(self.asked) + len(self._stored) > WINDOWS_MAX:
             raise InvalidRequest(
-                f"the trace has more than {WINDOWS_MAX:,} stretches of {self.window_ms / 1000:g} s: "
+                f"the trace has more than {WINDOWS_MAX:,} stretches of {self.window_ms / 1000:g} "
+                "s: "
                 "take a longer --window"
             )
         lacks = pages * self._page_tokens - request.input_length if request.input_length else 0.0
@@ -152,7 +153,8 @@ class Survey:
         least = min(group.stack.pages for group in self._groups)
         if self.sample is not EXACT and least < GROUP_PAGES_MIN:
             raise InvalidRequest(
-                f"a sample of one page in {1 / self.sample.rate:g} has {least} pages in one of its {len(self._groups)} "
+                f"a sample of one page in {1 / self.sample.rate:g} has {least} pages in one of its "
+                f"{len(self._groups)} "
                 "groups, too few to say anything: take a smaller --sample, or 1 for all pages"
             )
 
@@ -348,7 +350,8 @@ def page_size(
         elif not said:
             token_nbytes = TOKEN_NBYTES
             assumed.append(
-                f"a token takes {TOKEN_NBYTES >> 10} KiB, as in Llama 3 8B at 16 bits; else say --model-config "
+                f"a token takes {TOKEN_NBYTES >> 10} KiB, as in Llama 3 8B at 16 bits; else say "
+                "--model-config "
                 "or --page-bytes"
             )
     check_positive("--tokens-per-page", tokens)
@@ -408,7 +411,8 @@ def token_nbytes(config: Path) -> int:
         RecursionError,
     ) as error:
         raise InvalidRequest(
-            f"{config} describes no model that is known here ({type(error).__name__}: {error}); say --page-bytes"
+            f"{config} describes no model that is known here ({type(error).__name__}: {error}); "
+            "say --page-bytes"
         ) from error
 
 

@@ -85,8 +85,10 @@ class BulkConnector:
         except ssl.SSLError as error:
             if means_no_place(error):
                 raise Exhausted(
-                    f"{self.where}: the node refuses one more connection; most likely all that it has are in "
-                    "use, or all of this host's: use fewer per client, or raise its sessions_max (its log says which)"
+                    f"{self.where}: the node refuses one more connection; most likely all that it "
+                    "has are in "
+                    "use, or all of this host's: use fewer per client, or raise its sessions_max "
+                    "(its log says which)"
                 ) from error
             raise Unavailable(self._tls.meaning(error) if self._tls else str(error)) from error
 

@@ -105,7 +105,8 @@ class CircuitBreaker:
             wait_s = self._open_until - self._clock()
             if wait_s > 0:
                 raise Unavailable(
-                    f"{self._name} failed {self._failures} times, next try in {wait_s:.1f} s; last: {self._cause}"
+                    f"{self._name} failed {self._failures} times, next try in {wait_s:.1f} s; "
+                    f"last: {self._cause}"
                 )
             # This caller tries; the others stay out until it reports or the pause is over again.
             self._open_until = self._clock() + self._pause_s()
@@ -162,7 +163,8 @@ class NodeConnection:
         """Raise Exhausted for a node too old to do what is asked of it about other members."""
         if not self.knows_members:
             error = Exhausted(
-                f"a member speaks protocol {self.way.hello.protocol_version}, in which nothing is asked of others (a "
+                f"a member speaks protocol {self.way.hello.protocol_version}, in which nothing is "
+                "asked of others (a "
                 f"near node, ack=all); update it to {MEMBERS_VERSION} or later"
             )
             error.answered = True  # what it is

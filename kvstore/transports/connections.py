@@ -104,7 +104,8 @@ class ConnectionPool(Generic[Socket]):
         self.check_process()
         if not self._leases.acquire(lease, lease.held, deadline.remaining()):
             raise Exhausted(
-                f"all {self._count_max} connections (connections_max) stayed busy for {deadline.seconds:g} s"
+                f"all {self._count_max} connections (connections_max) stayed busy for "
+                f"{deadline.seconds:g} s"
             )
         try:
             self._begin(lease, deadline)

@@ -89,7 +89,8 @@ def unpack_fixed(fixed: bytes | bytearray, header_nbytes_max: int) -> tuple[int,
         raise ProtocolError(f"not a kvstore bulk frame: it starts with {bytes(fixed[:4]).hex()}")
     if not speaks(version):
         raise ProtocolError(
-            f"the peer speaks protocol {version}, this side {PROTOCOL_VERSION}; update the older one"
+            f"the peer speaks protocol {version}, this side {PROTOCOL_VERSION}; update the older "
+            "one"
         )
     if header_nbytes > header_nbytes_max:
         raise ProtocolError(

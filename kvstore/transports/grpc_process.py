@@ -85,8 +85,10 @@ class _Gate:
         assert not in_main_thread(), "another thread does it: kvstore.sync.run_in_helper_thread"
         if self.unusable:
             raise InvalidRequest(
-                "this process was forked while a thread of its parent was in a gRPC call, so it can not use gRPC; fork "
-                "before the first call, or start processes with subprocess or multiprocessing's 'spawn'"
+                "this process was forked while a thread of its parent was in a gRPC call, so it "
+                "can not use gRPC; fork "
+                "before the first call, or start processes with subprocess or multiprocessing's "
+                "'spawn'"
             )
         while not self._enter():
             time.sleep(LOOK_S)

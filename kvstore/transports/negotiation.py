@@ -319,7 +319,8 @@ class Negotiation:
         except (Unauthenticated, Forbidden) as error:
             wire.close()
             said = type(error)(
-                f"{self._address}: {error}; name the node's address of TCP instead, {BULK_SCHEME}HOST:{BULK_PORT} "
+                f"{self._address}: {error}; name the node's address of TCP instead, "
+                f"{BULK_SCHEME}HOST:{BULK_PORT} "
                 f"or HOST:{GRPC_PORT}, where no memory is mapped"
             )
             said.answered = error.answered
@@ -341,7 +342,10 @@ class Negotiation:
                 ) from error
             except Unavailable as error:
                 if "SETTINGS frame" in str(error):  # whoever answers there speaks no HTTP/2
-                    said = f"{self._address} answers, but not over gRPC; if this is the node's bulk port"
+                    said = (
+                        f"{self._address} answers, but not over gRPC; if this is the node's "
+                        "bulk port"
+                    )
                     raise Unavailable(f"{said}, write {BULK_SCHEME}{self._address}") from error
                 raise self._explain_by_tls(error, self._port, found, limit) from error
         except BaseException:
@@ -455,7 +459,8 @@ class Negotiation:
         if not hello.shm_socket:
             if self._config.wire == "shm":
                 raise Unavailable(
-                    f"{self._address} serves no shared memory{': ' * bool(hello.shm_refused)}{hello.shm_refused}"
+                    f"{self._address} serves no shared "
+                    f"memory{': ' * bool(hello.shm_refused)}{hello.shm_refused}"
                 )
             if hello.shm_refused:
                 log.info("%s: no shared memory: %s", self._address, hello.shm_refused)

@@ -167,16 +167,24 @@ PROBE_S = 0.5  # to find out why a node could not be reached over gRPC, which sa
 
 # Of OpenSSL's reasons, and what they mean to who runs a client.
 _MEANINGS = {
-    "CERTIFICATE_HAS_EXPIRED": "the node's certificate has expired; renew it, or set this host's clock",
-    "CERTIFICATE_IS_NOT_YET_VALID": "the node's certificate is not valid yet; set this host's clock, or the node's",
-    "MISMATCH": "the node's certificate does not name {name}; call it by a name that it has, or set tls_name to one",
+    "CERTIFICATE_HAS_EXPIRED": "the node's certificate has expired; renew it, or set this host's "
+    "clock",
+    "CERTIFICATE_IS_NOT_YET_VALID": "the node's certificate is not valid yet; set this host's "
+    "clock, or the node's",
+    "MISMATCH": "the node's certificate does not name {name}; call it by a name that it has, or "
+    "set tls_name to one",
     "CERTIFICATE_VERIFY_FAILED": "the node's certificate is not from an authority in tls_ca={ca}",
-    "ALERT_CERTIFICATE_REQUIRED": "the node asks for a client certificate (--tls-client-ca); set tls_cert and tls_key",
-    "ALERT_UNKNOWN_CA": "the node does not know the authority of tls_cert={cert} (its --tls-client-ca)",
-    "ALERT_CERTIFICATE_EXPIRED": "the node says that tls_cert={cert} has expired; renew it, or set the node's clock",
-    "ALERT_(BAD_CERTIFICATE|CERTIFICATE_UNKNOWN|UNSUPPORTED|DECRYPT)": "the node does not take tls_cert={cert}",
+    "ALERT_CERTIFICATE_REQUIRED": "the node asks for a client certificate (--tls-client-ca); set "
+    "tls_cert and tls_key",
+    "ALERT_UNKNOWN_CA": "the node does not know the authority of tls_cert={cert} (its "
+    "--tls-client-ca)",
+    "ALERT_CERTIFICATE_EXPIRED": "the node says that tls_cert={cert} has expired; renew it, or set "
+    "the node's clock",
+    "ALERT_(BAD_CERTIFICATE|CERTIFICATE_UNKNOWN|UNSUPPORTED|DECRYPT)": "the node does not take "
+    "tls_cert={cert}",
     "ALERT_PROTOCOL_VERSION|UNSUPPORTED_PROTOCOL": "the other side speaks no TLS 1.3",
-    "WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH|HTTP_REQUEST": "the other side speaks no TLS; start the "
+    "WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH|HTTP_REQUEST": "the other side speaks "
+    "no TLS; start the "
     "node with --tls-cert and --tls-key, or this client without tls_ca",
 }
 SPEAKS_TLS = (
@@ -227,8 +235,15 @@ class ClientTls:
         """What it means when the node hangs up on who has greeted it well."""
         cert = self._config.tls_cert
         if not cert:
-            return "the node hung up: it asks for client certificates (--tls-client-ca); set tls_cert and tls_key"
-        return f"the node hung up: tls_cert={cert} has expired, or is not from an authority in its --tls-client-ca"
+            return (
+                "the node hung up: it asks for client certificates (--tls-client-ca); set "
+                "tls_cert and tls_key"
+            )
+        return (
+            f"the node hung up: tls_cert={cert} has expired, or is not from an authority in "
+            "its "
+            "--tls-client-ca"
+        )
 
     def meaning(self, error: OSError) -> str:
         """What is wrong, and its remedy."""

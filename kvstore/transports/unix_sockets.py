@@ -34,7 +34,8 @@ def check_path(path: str, setting: str) -> None:
     nbytes = len(os.fsencode(path))
     if nbytes > PATH_NBYTES_MAX:
         raise ConfigError(
-            f"{setting}={path!r} has {nbytes} bytes; a Unix socket's path has at most {PATH_NBYTES_MAX}, "
+            f"{setting}={path!r} has {nbytes} bytes; a Unix socket's path has at most "
+            f"{PATH_NBYTES_MAX}, "
             "choose a shorter directory"
         )
     if not os.path.isabs(path):

@@ -160,7 +160,11 @@ class Access:
                 f"this node does not trust tenant {principal.tenant} with its memory (--shm-trust)"
             )
         if principal.role < Role.WRITE or principal.models:
-            return f"{principal.name} may not write all pages of {principal.tenant}, and in shared memory it could"
+            return (
+                f"{principal.name} may not write all pages of {principal.tenant}, and in "
+                "shared "
+                "memory it could"
+            )
         return ""
 
     def known_by(self, token: str, names: Sequence[str]) -> "Credential":

@@ -159,7 +159,8 @@ class Authorizer:
             raise _NotVisible
         if op not in SHARED:
             raise Forbidden(
-                f"{principal.name} may read this namespace, which {namespace.tenant} shares, and no more"
+                f"{principal.name} may read this namespace, which {namespace.tenant} shares, and "
+                "no more"
             )
 
     def _check_description(self, principal: Principal, tenant: str, model: str) -> None:
@@ -168,7 +169,8 @@ class Authorizer:
         if not principal.owns(tenant, "") and tenant != principal.tenant:
             raise Forbidden(
                 f"{principal.name} belongs to tenant {principal.tenant}, the namespace to tenant "
-                f"{tenant[:TENANT_NBYTES_MAX]!r}, which does not share it: set KVSTORE_TENANT={principal.tenant} "
+                f"{tenant[:TENANT_NBYTES_MAX]!r}, which does not share it: set "
+                f"KVSTORE_TENANT={principal.tenant} "
                 "or unset it; in a program use Namespace(tenant=client.tenant)"
             )
         raise Forbidden(f"{principal.name} reaches models {', '.join(principal.models)} only")
@@ -177,9 +179,11 @@ class Authorizer:
 def _check_role(op: str, rule: Rule, principal: Principal) -> None:
     if principal.role < rule.role:
         raise Forbidden(
-            f"{principal.name} has the role {principal.role.name.lower()}; {op} asks for {rule.role.name.lower()}"
+            f"{principal.name} has the role {principal.role.name.lower()}; {op} asks for "
+            f"{rule.role.name.lower()}"
         )
     if rule.of_node and not principal.of_all:
         raise Forbidden(
-            f"{principal.name} is of tenant {principal.tenant}; {op} is for who is of all (tenant=*)"
+            f"{principal.name} is of tenant {principal.tenant}; {op} is for who is of all "
+            "(tenant=*)"
         )

@@ -38,12 +38,17 @@ ELSEWHERE = {
 }
 # What gRPC says when a connection can not be made with TLS, and what that is.
 MEANINGS = {
-    "CERTIFICATE_VERIFY_FAILED": "etcd's certificate is not valid: it has expired, names another host, or is not from "
+    "CERTIFICATE_VERIFY_FAILED": "etcd's certificate is not valid: it has expired, names another "
+    "host, or is not from "
     "the authority in etcd_ca",
-    "TSI_DATA_CORRUPTED": "etcd does not take this node's certificate: etcd_cert is not given, has expired, or is not "
+    "TSI_DATA_CORRUPTED": "etcd does not take this node's certificate: etcd_cert is not given, has "
+    "expired, or is not "
     "from the authority that etcd trusts",
-    "Handshake read failed": "etcd does not speak TLS there; leave out etcd_ca, or name another port",
-    "connect.*: Socket closed": "etcd hung up; if it speaks TLS there, name the authority of its certificate (etcd_ca)",
+    "Handshake read "
+    "failed": "etcd does not speak TLS there; leave out etcd_ca, or name another port",
+    "connect.*: Socket "
+    "closed": "etcd hung up; if it speaks TLS there, name the authority of its certificate "
+    "(etcd_ca)",
 }
 
 
@@ -178,7 +183,8 @@ class Etcd:
             for reply in replies:
                 if reply.canceled:
                     raise Unavailable(
-                        f"etcd ended the watch: {reply.cancel_reason or 'what it asks for is compacted'}"
+                        "etcd ended the watch: "
+                        f"{reply.cancel_reason or 'what it asks for is compacted'}"
                     )
                 yield [_change(event) for event in reply.events]
             raise Unavailable("etcd ended the watch")

@@ -64,7 +64,8 @@ class Identity:
         own = str(known.get("member") or "")
         if member and own and member != own:
             raise ConfigError(
-                f"member={member}, but data_dir={data_dir} is that of {own}; start it as {own}, or with a data_dir of "
+                f"member={member}, but data_dir={data_dir} is that of {own}; start it as {own}, or "
+                "with a data_dir of "
                 f"its own, or remove {self._path} if its pages are to be {member}'s"
             )
         if not (member or own or data_dir):
@@ -88,7 +89,8 @@ class Identity:
             ) from error
         if known.get("cluster") != cluster:
             raise ConfigError(
-                f"data_dir belongs to a member of the cluster {known.get('cluster')}, not of {cluster}; give another "
+                f"data_dir belongs to a member of the cluster {known.get('cluster')}, not of "
+                f"{cluster}; give another "
                 f"data_dir, or remove {self._path} if its pages are to move"
             )
         # A copy from a backup has a new modification time. The time in the file is the older one,
@@ -96,13 +98,17 @@ class Identity:
         age_s = time.time() - min(written_s, known.get("saved_s", written_s))
         if age_s > REMOVALS_KEPT_S:
             raise ConfigError(
-                f"this node was away for {age_s / 86400:.0f} days, and what was removed is remembered for "
-                f"{REMOVALS_KEPT_S // 86400}: it may have pages that were removed meanwhile; empty data_dir"
+                f"this node was away for {age_s / 86400:.0f} days, and what was removed is "
+                "remembered for "
+                f"{REMOVALS_KEPT_S // 86400}: it may have pages that were removed meanwhile; empty "
+                "data_dir"
             )
         if age_s < -AHEAD_S_MAX:
             raise ConfigError(
-                f"{self._path} is dated {-age_s / 86400:.1f} days in the future by this host's clock, so it is "
-                f"unknown how long this node was away; correct the clock, or empty data_dir if it was ahead then"
+                f"{self._path} is dated {-age_s / 86400:.1f} days in the future by this host's "
+                "clock, so it is "
+                "unknown how long this node was away; correct the clock, or empty data_dir if it "
+                "was ahead then"
             )
         return known
 
@@ -193,7 +199,8 @@ def _own_address(towards: Sequence[str]) -> str:
                     sock.connect(where)
                     return str(sock.getsockname()[0])
     raise ConfigError(
-        "no address of this host is known that others could reach; name one with advertise (--advertise)"
+        "no address of this host is known that others could reach; name one with advertise "
+        "(--advertise)"
     )
 
 
@@ -205,8 +212,10 @@ def check_listens(host: str, address: str) -> None:
     with contextlib.suppress(ValueError):  # what a name means is for a resolver
         if is_loopback(host) and not ipaddress.ip_address(named).is_loopback:
             raise ConfigError(
-                f"others reach this member at {address}, and with host={host} it listens for its own host only; "
-                f"name an address to listen on (--host {named}, or 0.0.0.0), with TLS and identities (docs/SECURITY.md)"
+                f"others reach this member at {address}, and with host={host} it listens for its "
+                "own host only; "
+                f"name an address to listen on (--host {named}, or 0.0.0.0), with TLS and "
+                "identities (docs/SECURITY.md)"
             )
 
 
@@ -316,7 +325,8 @@ class Membership:
         if self.view and member not in self.view.by_id:
             known = ", ".join(sorted(self.view.by_id))
             raise ConfigError(
-                f"member={member!r} is not of the cluster {self.view.cluster}; its members are {known}; say which of "
+                f"member={member!r} is not of the cluster {self.view.cluster}; its members are "
+                f"{known}; say which of "
                 "them this node is (--member)"
             )
 
@@ -361,7 +371,8 @@ class Membership:
         """
         if self.announcer is None:
             raise InvalidRequest(
-                f"the members of a fixed list stay as they are; {self.member} can not become {state.name}; stop it, "
+                f"the members of a fixed list stay as they are; {self.member} can not become "
+                f"{state.name}; stop it, "
                 "and start the others with a list without it, or use etcd"
             )
         self._announced = state
@@ -391,7 +402,8 @@ def _listed(cluster: str, replicas: int) -> View:
     view = replace(static_view(cluster), replicas=replicas or 1)
     if view.replicas > len(view.members):
         raise ConfigError(
-            f"replicas={replicas}, but the cluster {view.cluster} has {len(view.members)} members; list more of them, "
+            f"replicas={replicas}, but the cluster {view.cluster} has {len(view.members)} members; "
+            "list more of them, "
             "or ask for fewer replicas"
         )
     return view

@@ -67,7 +67,8 @@ class Peers:
         were_many, self._are_many = self._are_many, 2 * len(view.members) > self._sessions_max
         if self._are_many and not were_many:
             log.warning(
-                "%d members and sessions_max=%d: connections between them may leave none to clients; start all nodes "
+                "%d members and sessions_max=%d: connections between them may leave none to "
+                "clients; start all nodes "
                 "with --sessions-max %d or more",
                 len(view.members),
                 self._sessions_max,

@@ -189,8 +189,10 @@ class Registry:
                 return anew
             if not anew:
                 log.warning(
-                    "etcd has lost its data of the cluster %s, so removals that this node missed while it was away are "
-                    "unknown; if a tenant was forgotten meanwhile, forget it again (kvstore forget)",
+                    "etcd has lost its data of the cluster %s, so removals that this node missed "
+                    "while it was away are "
+                    "unknown; if a tenant was forgotten meanwhile, forget it again (kvstore "
+                    "forget)",
                     self._identity.cluster,
                 )
             anew = True
@@ -384,7 +386,8 @@ class Registry:
         settings = parse_settings(there.value) if there else made
         if wanted and wanted != settings.replicas:
             raise ConfigError(
-                f"replicas={wanted}, but the cluster {self._identity.cluster} has {settings.replicas}: start this node "
+                f"replicas={wanted}, but the cluster {self._identity.cluster} has "
+                f"{settings.replicas}: start this node "
                 f"with that or without; {self._roster.config_key} in etcd has the number for all"
             )
 

@@ -183,7 +183,8 @@ def parse_settings(value: bytes) -> Settings:
         or not 0 <= base <= BASE_MAX
     ):
         raise ConfigError(
-            f"the cluster's config in etcd says {value[:200]!r}; replicas must be in 1..{REPLICAS_MAX}, base in "
+            f"the cluster's config in etcd says {value[:200]!r}; replicas must be in "
+            f"1..{REPLICAS_MAX}, base in "
             f"0..{BASE_MAX}"
         )
     return Settings(replicas, base)

@@ -101,7 +101,10 @@ class Acts:
         gate = self._service.gate
         principal = gate.who(caller)
         if principal.role < Role.ADMIN:
-            why = f"{principal.name} has the role {principal.role.name.lower()}; {op} in the console asks for admin"
+            why = (
+                f"{principal.name} has the role {principal.role.name.lower()}; {op} in the "
+                "console asks for admin"
+            )
             raise gate.turned_away(op, caller.at or caller.peer, principal, why)
         return json_response(plain(self._service.call(op, make(values), caller)))
 

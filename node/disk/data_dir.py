@@ -69,7 +69,8 @@ class DataDir:
             self.extent_count = disk_nbytes // self.extent_nbytes
             if not self.extent_count:
                 raise ConfigError(
-                    f"disk_nbytes={disk_nbytes} is less than one extent of {self.extent_nbytes} bytes"
+                    f"disk_nbytes={disk_nbytes} is less than one extent of {self.extent_nbytes} "
+                    "bytes"
                 )
             allow_open_files(self.extent_count)
             self.files = ExtentFiles(
@@ -121,7 +122,8 @@ def refused(path: Path) -> Iterator[None]:
         yield
     except BlockingIOError as error:
         raise ConfigError(
-            f"data_dir={path} is in use by another node; give each node its own. If that node has ended, "
+            f"data_dir={path} is in use by another node; give each node its own. If that node has "
+            "ended, "
             f"its keeper still waits for the disk"
         ) from error
     except OSError as error:
@@ -164,7 +166,8 @@ def warn_if_open(path: Path) -> None:
         return
     if found:
         log.warning(
-            "data_dir=%s is open to other users of this host (%s): its rows name models, tenants, salts and prompt "
+            "data_dir=%s is open to other users of this host (%s): its rows name models, tenants, "
+            "salts and prompt "
             "hashes; close it with: chmod -R o= %s",
             path,
             found,
@@ -215,6 +218,7 @@ def allow_open_files(extent_count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     elif soft != resource.RLIM_INFINITY and soft < wanted:
         raise ConfigError(
-            f"{extent_count} extents on disk need {wanted} open files, {hard} are allowed (ulimit -Hn); allow more, "
+            f"{extent_count} extents on disk need {wanted} open files, {hard} are allowed (ulimit "
+            "-Hn); allow more, "
             "or take fewer disk_nbytes or, in a new data_dir, a larger disk_extent_nbytes"
         )

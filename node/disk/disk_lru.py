@@ -343,7 +343,8 @@ class DiskLru:
         )
         if nbytes > max(self.pinned_nbytes, self.pinned_nbytes_max):
             raise Exhausted(
-                f"with these, pinned pages would keep more than {self.pinned_nbytes_max} bytes of the disk from others "
+                f"with these, pinned pages would keep more than {self.pinned_nbytes_max} bytes of "
+                "the disk from others "
                 "(half of disk_nbytes); unpin some, or wait until their pins end"
             )
         if new := [record for record in some if record not in self._pinned]:
@@ -473,11 +474,13 @@ class DiskLru:
         nbytes = sum(map(self._nbytes, blocks.values()))
         if counts != self._pinned_blocks or nbytes != self.pinned_nbytes:
             wrong.append(
-                f"{len(counts)} blocks of {nbytes} bytes have pinned records, counted {self.pinned_nbytes} bytes"
+                f"{len(counts)} blocks of {nbytes} bytes have pinned records, counted "
+                f"{self.pinned_nbytes} bytes"
             )
         pins = Counter(self._owner(record).tenant for record in self._pinned)
         wrong += [
-            f"tenant {account.tenant} has {pins[account.tenant]} pins on disk, counted {account.pins}"
+            f"tenant {account.tenant} has {pins[account.tenant]} pins on disk, counted "
+            f"{account.pins}"
             for account in self.accounts.all()
             if account.pins != pins[account.tenant]
         ]

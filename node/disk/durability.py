@@ -120,8 +120,10 @@ class Durability:
         count = sum(len(left(digest, hashes)) for digest, hashes in batches)
         if count:
             raise Exhausted(
-                f"{count} pages are not on disk: it, or their tenant's quota of it, is full of pinned or newer pages, "
-                "they went meanwhile, they are larger than that quota or than the extents of data_dir, or the node ran "
+                f"{count} pages are not on disk: it, or their tenant's quota of it, is full of "
+                "pinned or newer pages, "
+                "they went meanwhile, they are larger than that quota or than the extents of "
+                "data_dir, or the node ran "
                 "out of memory or descriptors (then its log says so)"
             )
 
@@ -161,7 +163,8 @@ class Durability:
         if not self.disk.writer.flush(wait.left_s, wait.gone):
             self._check(wait)
             raise Exhausted(
-                "the disk tier stopped, or the node ran out of memory or descriptors, before the pages were safe; "
+                "the disk tier stopped, or the node ran out of memory or descriptors, before the "
+                "pages were safe; "
                 "see its status and its log"
             )
 
@@ -174,5 +177,6 @@ class Durability:
             raise Exhausted("pages are visible but not durable, the caller is gone")
         if not wait.left_s:
             raise Exhausted(
-                "pages are visible but were not durable in the time of the call and the node's flush_s"
+                "pages are visible but were not durable in the time of the call and the node's "
+                "flush_s"
             )

@@ -54,7 +54,10 @@ MARK_NBYTES = 8  # of a page's checksum
 
 COMMAND_S = 30.0  # for the command that prints the operator's key
 _OTHERS = stat.S_IRWXO | stat.S_IWGRP
-_FORM = f"{WRAPPING_KEY_NBYTES} random bytes in hex or base64; `openssl rand -hex {WRAPPING_KEY_NBYTES}` makes such a key"
+_FORM = (
+    f"{WRAPPING_KEY_NBYTES} random bytes in hex or base64; `openssl rand -hex "
+    f"{WRAPPING_KEY_NBYTES}` makes such a key"
+)
 
 
 def works() -> bool:

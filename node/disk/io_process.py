@@ -110,7 +110,8 @@ class IoProcess:
             return Opened.unpack(self.orders.unasked(timeouts))
         except NotAnswering as error:
             raise OSError(
-                f"its keeper (process {self.pid}) has not begun in {timeouts.seconds:g} s and is killed: the disk hangs"
+                f"its keeper (process {self.pid}) has not begun in {timeouts.seconds:g} s and is "
+                "killed: the disk hangs"
             ) from error
 
     @property

@@ -108,7 +108,8 @@ class IoWorker:
         is_on_disk = number < directory.extent_count and within + nbytes <= directory.extent_nbytes
         if not is_on_disk or arena_offset + nbytes > directory.arena_nbytes:
             raise Broken(
-                f"a slot is outside: {nbytes} bytes at {place.offset} on disk, {arena_offset} in the arena"
+                f"a slot is outside: {nbytes} bytes at {place.offset} on disk, {arena_offset} in "
+                "the arena"
             )
 
 

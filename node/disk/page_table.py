@@ -521,7 +521,8 @@ class PageTable:
         owned = [record for block in self.slots.blocks() for record in block.owners if record]
         if sorted(owned) != sorted([*published, *reserved]):
             wrong.append(
-                f"{len(owned)} slots are owned, {len(published)} records published, {len(reserved)} reserved"
+                f"{len(owned)} slots are owned, {len(published)} records published, "
+                f"{len(reserved)} reserved"
             )
         for block in self.slots.blocks():
             total = sum(

@@ -41,7 +41,8 @@ def _watch_memory(nbytes_max: int) -> None:
         if nbytes > nbytes_max:
             os.write(
                 2,
-                f"kvstore-gateway: {nbytes} bytes of memory, at most {nbytes_max}: it ends\n".encode(),
+                f"kvstore-gateway: {nbytes} bytes of memory, at most {nbytes_max}: it "
+                "ends\n".encode(),
             )
             os._exit(EXIT_MEMORY)
         time.sleep(WATCH_S)

@@ -284,7 +284,8 @@ class Upstream:
         """
         if len(on_behalf) > ON_BEHALF_NBYTES_MAX:
             raise Unauthenticated(
-                f"the names in this certificate have {len(on_behalf)} bytes, at most {ON_BEHALF_NBYTES_MAX} are taken"
+                f"the names in this certificate have {len(on_behalf)} bytes, at most "
+                f"{ON_BEHALF_NBYTES_MAX} are taken"
             )
         connection = self._taken(on_behalf)
         try:

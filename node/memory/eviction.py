@@ -522,7 +522,8 @@ class Eviction:
         """Return why `make_room` found nothing, for the tenant of this namespace."""
         return space.account.refusal(space.slot_nbytes, "ram") or (
             f"no slot of {space.slot_nbytes} bytes can be freed: all pages are pinned or in use "
-            f"({len(self.order.pins)} pinned, {held_count} being read, {writing_count} being written)"
+            f"({len(self.order.pins)} pinned, {held_count} being read, {writing_count} being "
+            "written)"
             + (", or kept for tenants within their quotas" if self._accounts.any_limited else "")
         )
 
@@ -544,7 +545,8 @@ class Eviction:
         ) or nbytes > self.copy_nbytes_max:
             counted = f"{self.copy_count} with {self.copy_nbytes} bytes"
             wrong.append(
-                f"{len(copies)} copies with {nbytes} bytes, counted are {counted}, {self.copy_nbytes_max} may be"
+                f"{len(copies)} copies with {nbytes} bytes, counted are {counted}, "
+                f"{self.copy_nbytes_max} may be"
             )
         for block in self._slots.blocks():
             pages = [page for page in block.owners if page is not None]
@@ -556,6 +558,7 @@ class Eviction:
             for slot, page in enumerate(block.owners):
                 if page is not None and page.offset != block.offset + slot * block.kind.slot_nbytes:
                     wrong.append(
-                        f"page {short(page.prefix_hash)} owns slot {slot} of block {block.start}, lies elsewhere"
+                        f"page {short(page.prefix_hash)} owns slot {slot} of block {block.start}, "
+                        "lies elsewhere"
                     )
         return wrong

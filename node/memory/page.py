@@ -281,7 +281,8 @@ class Namespaces:
         """
         if digest != value.digest:
             raise LayoutMismatch(
-                f"namespace digest {shown(digest)} does not belong to this description, whose digest is "
+                f"namespace digest {shown(digest)} does not belong to this description, whose "
+                "digest is "
                 f"{value.digest.hex()} (layout {value.layout.fingerprint.hex()[:16]}, "
                 f"{value.stored_nbytes} bytes a page); compute it from the same layout"
             )
@@ -296,7 +297,8 @@ class Namespaces:
         if value.stored_nbytes > self._page_nbytes_max:
             raise InvalidRequest(
                 f"a page of this layout has {value.stored_nbytes} bytes, this node takes at most "
-                f"{self._page_nbytes_max} (extent_nbytes); use fewer tokens per page or larger extents"
+                f"{self._page_nbytes_max} (extent_nbytes); use fewer tokens per page or larger "
+                "extents"
             )
         index = NamespaceIndex(value, self.account_of(value.tenant), peer)
         if peer and not restored:
@@ -365,7 +367,8 @@ class Namespaces:
             if not whose:  # who asks is not told how much others have
                 there_now = "there is no room for one more namespace"
             raise Exhausted(
-                f"{there_now}; allowed are {count_max} (namespaces_max) and {nbytes_max} bytes of descriptions, "
+                f"{there_now}; allowed are {count_max} (namespaces_max) and {nbytes_max} bytes of "
+                "descriptions, "
                 "remove some of their pages"
             )
 

@@ -412,11 +412,13 @@ class UseOrder:
                 evictable = order is not None and page in order.pool
                 if evictable != (page.state is State.VISIBLE and not is_pinned):
                     wrong.append(
-                        f"page {short(page.prefix_hash)} is {page.state.name}, but evictable is {evictable}"
+                        f"page {short(page.prefix_hash)} is {page.state.name}, but evictable is "
+                        f"{evictable}"
                     )
         for account in self.accounts.all():
             if account.pins != pinned.get(account.tenant, 0):
                 wrong.append(
-                    f"tenant {account.tenant} has {pinned.get(account.tenant, 0)} pins, counted {account.pins}"
+                    f"tenant {account.tenant} has {pinned.get(account.tenant, 0)} pins, counted "
+                    f"{account.pins}"
                 )
         return wrong + self.accounts.check(found)

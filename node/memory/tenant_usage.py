@@ -154,7 +154,8 @@ class TenantAccount(Generic[Pool]):
         if self.pins_max and self.pins + more > self.pins_max:
             self.refused_pins += 1
             raise Exhausted(
-                f"tenant {self.tenant} has {self.pins} pages pinned and wants {more} more, its quota are "
+                f"tenant {self.tenant} has {self.pins} pages pinned and wants {more} more, its "
+                "quota are "
                 f"{self.pins_max}; unpin some, wait until their pins end, or ask for a larger quota"
             )
 
@@ -169,10 +170,12 @@ class TenantAccount(Generic[Pool]):
         why = (
             "and the quota is less: ask for a larger quota"
             if self.too_small_for(slot_nbytes)
-            else "and none of its own pages may go: unpin or release some, or ask for a larger quota"
+            else "and none of its own pages may go: unpin or release some, or ask for a larger "
+            "quota"
         )
         return (
-            f"tenant {self.tenant} has {self.nbytes} of the {self.nbytes_max} bytes of its {what} quota, a page of "
+            f"tenant {self.tenant} has {self.nbytes} of the {self.nbytes_max} bytes of its {what} "
+            "quota, a page of "
             f"this size takes places of {block} bytes, {why}"
         )
 

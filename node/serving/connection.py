@@ -240,7 +240,8 @@ class Connection(abc.ABC):
                 return now
             if now.tenant != principal.tenant or self.refusal(now):
                 raise Unauthenticated(
-                    f"{now.name} may no longer what it might when this connection began; connect anew"
+                    f"{now.name} may no longer what it might when this connection began; connect "
+                    "anew"
                 )
             return now
 

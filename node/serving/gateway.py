@@ -126,7 +126,8 @@ class GatewayDoor(ConnectionServer):
                 raise Exhausted("a gateway's connections are Unix sockets")
             if few_left(sock.fileno(), DESCRIPTORS_LEFT_MIN):
                 raise Exhausted(
-                    f"this node has fewer than {DESCRIPTORS_LEFT_MIN} descriptors left; raise ulimit -n"
+                    f"this node has fewer than {DESCRIPTORS_LEFT_MIN} descriptors left; raise "
+                    "ulimit -n"
                 )
             if self.count >= self._calls.connections_max:
                 raise Exhausted(f"this gateway has {self.count} connections, and may have no more")

@@ -153,11 +153,13 @@ class Limit:
         if tenant_of(peer):
             whose = "for one tenant" if most == self.per_peer else "by its quota"
             return Exhausted(
-                f"{self.what}: {used_by_peer} of {peer}; allowed are {most} {whose}, less while others need them; "
+                f"{self.what}: {used_by_peer} of {peer}; allowed are {most} {whose}, less while "
+                "others need them; "
                 f"{self.remedy}"
             )
         return Exhausted(
-            f"{self.what}: {used_by_peer} of {peer} and {used} in all; allowed are {self.per_peer} for one peer "
+            f"{self.what}: {used_by_peer} of {peer} and {used} in all; allowed are {self.per_peer} "
+            "for one peer "
             f"and {self.total} in all; {self.remedy}"
         )
 
@@ -500,7 +502,8 @@ class Requests:
         """
         if len(data) > self._nbytes_max[op]:
             raise InvalidRequest(
-                f"a {op} of {len(data)} bytes; the largest that this node serves has {self._nbytes_max[op]}, "
+                f"a {op} of {len(data)} bytes; the largest that this node serves has "
+                f"{self._nbytes_max[op]}, "
                 "split the batch (batch_keys_max)"
             )
         if len(data) <= REQUEST_NBYTES_FREE:

@@ -206,7 +206,10 @@ class NodeCollector:
         )
         gets = {(tier,): histogram for tier, histogram in traffic.gets().items()}
         yield _histogram("kvstore_get_seconds", text, ["tier"], gets)
-        text = "Requests that were not answered, by the code that the client was told; cancelled: it left or stalled"
+        text = (
+            "Requests that were not answered, by the code that the client was told; cancelled: "
+            "it left or stalled"
+        )
         errors = CounterMetricFamily("kvstore_request_errors", text, labels=["op", "wire", "code"])
         for values, count in traffic.errors().items():
             errors.add_metric(values, count)

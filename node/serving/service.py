@@ -271,7 +271,8 @@ class Service:
     def _check_nbytes(self, nbytes: int, does: str = "moves") -> None:
         if nbytes > self._config.batch_nbytes_max:
             raise InvalidRequest(
-                f"the batch {does} {nbytes} bytes, at most {self._config.batch_nbytes_max} (batch_nbytes_max); split it"
+                f"the batch {does} {nbytes} bytes, at most {self._config.batch_nbytes_max} "
+                "(batch_nbytes_max); split it"
             )
 
     # ---- unary ---------------------------------------------------------------------------
@@ -279,7 +280,8 @@ class Service:
     def _hello(self, request: pb.HelloRequest, caller: Caller) -> pb.HelloReply:
         if request.protocol_version and not speaks(request.protocol_version):
             raise ProtocolError(
-                f"client speaks protocol {request.protocol_version}, this node {PROTOCOL_VERSION}; update the older one"
+                f"client speaks protocol {request.protocol_version}, this node {PROTOCOL_VERSION}; "
+                "update the older one"
             )
         hello = pb.HelloReply(
             protocol_version=PROTOCOL_VERSION,
@@ -307,7 +309,8 @@ class Service:
         nbytes = request.namespace.ByteSize()
         if nbytes > DESCRIPTION_NBYTES_MAX:  # before anything is computed from it
             raise InvalidRequest(
-                f"the description of this namespace has {nbytes} bytes, allowed are {DESCRIPTION_NBYTES_MAX}; "
+                f"the description of this namespace has {nbytes} bytes, allowed are "
+                f"{DESCRIPTION_NBYTES_MAX}; "
                 "shorten its names, or put layers of one shape into one group"
             )
         index, created = self._tier.open_namespace(
@@ -378,7 +381,8 @@ class Service:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
         if not 1 <= request.ttl_ms <= self._config.pin_ttl_ms_max:
             raise InvalidRequest(
-                f"ttl_ms {request.ttl_ms} is not in 1..{self._config.pin_ttl_ms_max} (pin_ttl_ms_max)"
+                f"ttl_ms {request.ttl_ms} is not in 1..{self._config.pin_ttl_ms_max} "
+                "(pin_ttl_ms_max)"
             )
         return pb.PinReply(
             pinned=self._tier.pin(request.namespace, request.prefix_hashes, request.ttl_ms)

@@ -180,7 +180,8 @@ class ShmConnection(Connection):
         peer = self.socket.peer
         if peer.uid not in (os.geteuid(), 0):
             raise Unavailable(
-                f"the memory of this node is for uid {os.geteuid()} and root, not for uid {peer.uid}"
+                f"the memory of this node is for uid {os.geteuid()} and root, not for uid "
+                f"{peer.uid}"
             )
         if self._process_fd is None or _process_of(self._process_fd) != peer.pid:
             raise ProtocolError("the first frame must bring a pidfd of the process that connects")

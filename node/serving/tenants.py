@@ -96,7 +96,8 @@ class Rates:
         self._refused(tenant, what)
         rate = quota.requests_per_s if what == "requests" else quota.nbytes_per_s
         return Exhausted(
-            f"tenant {tenant} has had the {rate} {what} a second of its quota; wait {max(wait_s, 0.001):.3f} s, make "
+            f"tenant {tenant} has had the {rate} {what} a second of its quota; wait "
+            f"{max(wait_s, 0.001):.3f} s, make "
             "fewer and larger requests, or ask for a larger quota"
         )
 
@@ -174,7 +175,8 @@ class Tenants:
                 return
         self.refused(tenant, "held")
         raise Exhausted(
-            f"tenant {tenant} holds {held} bytes in shared memory and asks for {nbytes} more, its quota are {most}; "
+            f"tenant {tenant} holds {held} bytes in shared memory and asks for {nbytes} more, its "
+            f"quota are {most}; "
             "release what was read, read smaller batches, or ask for a larger quota"
         )
 

@@ -57,7 +57,8 @@ class WriteAcks:
                 else "any cluster that this node is of"
             )
             raise InvalidRequest(
-                f"a put forwarded by {sender!r}, who is no member of {where}; only members forward: "
+                f"a put forwarded by {sender!r}, who is no member of {where}; only members "
+                "forward: "
                 "start it with this cluster's name, or put without forwarded_by"
             )
 
@@ -112,8 +113,10 @@ class WriteAcks:
                 self._couriers.offer(pages, ways.after)
         if not promised:
             raise Exhausted(
-                f"pages are visible but not {'at all owners' if put.ack_all else 'durable at their owners'}: one of "
-                "them is away, full or slow, the queue to it is full, or the time of the call is over"
+                "pages are visible but not "
+                f"{'at all owners' if put.ack_all else 'durable at their owners'}: one of "
+                "them is away, full or slow, the queue to it is full, or the time of the call is "
+                "over"
             )
 
     def _awaited(

@@ -52,7 +52,8 @@ def test_a_file_that_gets_wrong_changes_nothing(
         access.look()
     assert access.of_token(TOKEN).name == "ci"
     assert [record.getMessage() for record in caplog.records] == [
-        f"identities={path} is open to others (mode 0666); chmod o-w {path}, or, of a Kubernetes secret, "
+        f"identities={path} is open to others (mode 0666); chmod o-w {path}, or, of a Kubernetes "
+        "secret, "
         "defaultMode: 0400; the identities of before stay in force"
     ]
     path.chmod(0o600)

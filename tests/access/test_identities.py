@@ -143,7 +143,8 @@ def test_a_wrong_line_is_told_by_number_and_not_by_content(line: str, said: str)
 def test_names_and_hashes_stand_once() -> None:
     line = f"token a tenant=team-a role=read hash={HASH}"
     found = parse(
-        f"{line}\ntoken a tenant=team-a role=admin hash={'cd' * 32}\ntoken b tenant=x role=admin hash={HASH}"
+        f"{line}\ntoken a tenant=team-a role=admin hash={'cd' * 32}\ntoken b tenant=x role=admin "
+        f"hash={HASH}"
     )
     assert found.problems == [
         "line 2: its name stands in line 1 already",

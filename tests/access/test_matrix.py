@@ -67,7 +67,8 @@ ROLES = {
 } | {role.name.lower(): role for role in Role}
 # Once more, not from `RULES`: who is let in by a mistake there is found here.
 NEEDS = {
-    Role.READ: "hello follow open_namespace list_namespaces node_status metrics lookup get verify list stat release",
+    Role.READ: "hello follow open_namespace list_namespaces node_status metrics lookup get verify "
+    "list stat release",
     Role.WRITE: "put commit remove pin unpin",
     Role.ADMIN: "remove_namespace reflection",
 }

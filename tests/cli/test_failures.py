@@ -174,7 +174,8 @@ def test_a_file_that_can_not_be_written_is_named(
 def test_a_malformed_trace_is_told_by_line(kvstore: Kvstore, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(
-        '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n{"timestamp": 0}\n'
+        '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n{"timestamp": '
+        "0}\n"
     )
     ran = kvstore("replay", str(path))
     assert ran.code == 2
@@ -362,7 +363,11 @@ def test_remarks_that_can_not_be_written_change_no_exit_status(
 
 
 def test_without_the_extra_the_command_says_what_to_install() -> None:
-    script = "import sys; sys.modules['typer'] = None; import kvstore; from kvstore.cli.app import main; main()"
+    script = (
+        "import sys; sys.modules['typer'] = None; import kvstore; from kvstore.cli.app "
+        "import "
+        "main; main()"
+    )
     ran = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )

@@ -114,7 +114,8 @@ def idle(fleet: Fleet) -> list[str]:
                 found.append(f"{address}: {status}")
             elif status.ram.writing_count or status.ram.held_count:
                 found.append(
-                    f"{address}: {status.ram.writing_count} being written, {status.ram.held_count} held"
+                    f"{address}: {status.ram.writing_count} being written, {status.ram.held_count} "
+                    "held"
                 )
     return found
 

@@ -172,7 +172,10 @@ def test_a_tab_that_nobody_sees_falls_asleep_also_if_it_was_never_seen(
     browser: Chromium, hostile: Node
 ) -> None:
     """One that was opened behind others had a stream for good."""
-    unseen = "window.unseen = true; Object.defineProperty(document, 'hidden', {get: () => window.unseen});"
+    unseen = (
+        "window.unseen = true; Object.defineProperty(document, 'hidden', {get: () => "
+        "window.unseen});"
+    )
     browser.call("Page.addScriptToEvaluateOnNewDocument", source=SOONER + unseen)
     browser.open(url(hostile))
     browser.until("document.getElementById('link').textContent === 'asleep while nobody looks'")
@@ -254,7 +257,10 @@ def test_a_page_is_looked_up_drawn_and_removed(browser: Chromium, start: Start) 
     assert float(least) == pytest.approx(k.min, rel=1e-3), (
         "a half is rounded up there, and to even here"
     )
-    pixels = "new Set(document.querySelector('canvas.heat').getContext('2d').getImageData(0, 0, 32, 16).data).size"
+    pixels = (
+        "new Set(document.querySelector('canvas.heat').getContext('2d').getImageData(0, 0, "
+        "32, 16).data).size"
+    )
     assert browser.value(pixels) > 20, "a picture, not one colour"
     browser.value(
         "(() => { const pick = document.getElementById('look-layer'); pick.value = 2; "
@@ -357,7 +363,8 @@ def test_pictures_of_it(browser: Chromium, load: Load, pictures: Path | None) ->
     browser.value("document.querySelector('#hot-rows button').click()")
     browser.until("document.querySelectorAll('.plane canvas').length > 3")
     box = browser.value(
-        "(({top, height}) => [top + scrollY, height])(document.getElementById('look').getBoundingClientRect())"
+        "(({top, height}) => [top + scrollY, "
+        "height])(document.getElementById('look').getBoundingClientRect())"
     )
     browser.picture(look, top=box[0] - 8, height=box[1] + 16)
     browser.size(375, 800)

@@ -102,7 +102,8 @@ WRONG: dict[str, tuple[Callable[[Placed, Authority], object], str]] = {
     ),
     "open": (
         lambda placed, _: placed.key.chmod(0o644),
-        r"tls_key=.* is open to others .*mode 0644.*chmod o-r .*key, or, of a Kubernetes secret, defaultMode: 0400",
+        r"tls_key=.* is open to others .*mode 0644.*chmod o-r .*key, or, of a Kubernetes secret, "
+        r"defaultMode: 0400",
     ),
 }
 

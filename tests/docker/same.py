@@ -93,7 +93,8 @@ def main(one: str, two: str) -> int:
         return 1
     layers = "the same, byte by byte" if first.layers == second.layers else "not the same bytes"
     print(
-        f"{len(first.files)} files are the same, with names, modes, owners, times and contents; layers are {layers}"
+        f"{len(first.files)} files are the same, with names, modes, owners, times and contents; "
+        f"layers are {layers}"
     )
     return 0
 

@@ -239,7 +239,10 @@ def test_one_that_broke_before_it_had_told_all_is_a_failure_that_names_the_signa
 def test_one_that_broke_after_it_had_told_all_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = "from kvstore.doctor.checks import ok\nfrom kvstore.doctor.checks import tell\ntell([ok('first', 'there')])\n"
+    told = (
+        "from kvstore.doctor.checks import ok\nfrom kvstore.doctor.checks import "
+        "tell\ntell([ok('first', 'there')])\n"
+    )
     name = module(tmp_path, monkeypatch, told + BREAKS)
     first, last = probed("GPU", name, [], LONG_S, "another Python")
     assert first.state is State.OK
@@ -251,7 +254,10 @@ def test_one_that_broke_after_it_had_told_all_is_a_warning(
 def test_findings_of_one_that_ends_well_are_all_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = "from kvstore.doctor.checks import ok\nfrom kvstore.doctor.checks import tell\ntell([ok('first', 'there')])\n"
+    told = (
+        "from kvstore.doctor.checks import ok\nfrom kvstore.doctor.checks import "
+        "tell\ntell([ok('first', 'there')])\n"
+    )
     name = module(tmp_path, monkeypatch, told)
     assert [finding.name for finding in probed("GPU", name, [], LONG_S, "another Python")] == [
         "first"

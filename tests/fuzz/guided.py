@@ -118,9 +118,13 @@ def run_all(names: list[str], inputs: int, seed: int, folder: Path) -> bool:
     """Whether nothing was found."""
     share = -(-inputs // len(names))
     print(
-        f"{share:,} inputs for each of {len(names)} targets, KVSTORE_SEED={seed}, corpus and findings in {folder}"
+        f"{share:,} inputs for each of {len(names)} targets, KVSTORE_SEED={seed}, corpus and "
+        f"findings in {folder}"
     )
-    columns = f"{'inputs':>9} {'per s':>8} {'crashes':>8} {'hangs':>6} {'memory':>7} {'state':>6} {'peak MiB':>9}"
+    columns = (
+        f"{'inputs':>9} {'per s':>8} {'crashes':>8} {'hangs':>6} {'memory':>7} {'state':>6} "
+        f"{'peak MiB':>9}"
+    )
     print(f"{'':18} {columns} {'slowest ms':>11}")
     good, total, began = True, 0, time.monotonic()
     for name in names:
@@ -130,7 +134,8 @@ def run_all(names: list[str], inputs: int, seed: int, folder: Path) -> bool:
         total += told["inputs"]
         rate = told["inputs"] / told["seconds"]
         print(
-            f"{name:18} {told['inputs']:9,} {rate:8,.0f} {found['crash']:8} {found['hang']:6} {found['memory']:7} "
+            f"{name:18} {told['inputs']:9,} {rate:8,.0f} {found['crash']:8} {found['hang']:6} "
+            f"{found['memory']:7} "
             f"{found['state']:6} {told['peak_nbytes'] >> 20:9,} {told['slowest_s'] * 1e3:11.1f}",
             flush=True,
         )
@@ -190,7 +195,8 @@ def main() -> int:
         import atheris  # noqa: F401
     except ImportError:
         print(
-            "atheris is not installed here: it has wheels for Linux on x86-64, Python 3.11 to 3.13; the short run of "
+            "atheris is not installed here: it has wheels for Linux on x86-64, Python 3.11 to "
+            "3.13; the short run of "
             "`make test` needs none",
             file=sys.stderr,
         )

@@ -203,13 +203,15 @@ REFUSED: list[tuple[Callable[[], KVPool], str]] = [
         lambda: vllm.block_pool(
             {"full": vllm.Blocks({3: rows(8, 2, 4, 8), 7: rows(8, 1, 4, 8)}, 4)}, 4
         ),
-        r"group full layer 7 plane cell: shape is \[8, 1, 1, 4, 8\], expected \[slots, 1, 2, 4, 8\]",
+        r"group full layer 7 plane cell: shape is \[8, 1, 1, 4, 8\], expected \[slots, 1, 2, 4, "
+        r"8\]",
     ),
     (
         lambda: vllm.block_pool(
             {"a": blocks(8, 2, 4, 8), "b": blocks(8, 2, 8, 8, block_tokens=8)}, 8
         ),
-        "group b layer 0 plane cell: has 8 tokens per unit, others in its index space 'block' have 4",
+        "group b layer 0 plane cell: has 8 tokens per unit, others in its index space 'block' have "
+        "4",
     ),
     (
         lambda: vllm.block_pool({"full": blocks(8, 2, 4, 8)}, 6),

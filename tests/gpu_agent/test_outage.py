@@ -55,7 +55,8 @@ def test_a_store_that_fails_and_answers_by_turns_is_told_of_seldom(
     assert [record.message for record in caplog.records] == [
         "the store failed, the engine recomputes until it is back: down",
         "the store answers again",
-        "the store failed, the engine recomputes until it is back (49 more since the last such line): still down",
+        "the store failed, the engine recomputes until it is back (49 more since the last such "
+        "line): still down",
         "the store answers again",
     ]
 

@@ -280,7 +280,8 @@ class Crashes:
                 disk = client.node_status().disk
                 if disk.state != "SERVING" or disk.rows_damaged:
                     raise Failure(
-                        f"the disk tier is {disk.state} {disk.reason}, {disk.rows_damaged} damaged rows"
+                        f"the disk tier is {disk.state} {disk.reason}, {disk.rows_damaged} damaged "
+                        "rows"
                     )
                 self.counts["quarantined"] += disk.pages_corrupt
                 if disk.used_nbytes > WIPE_NBYTES:
@@ -302,7 +303,8 @@ class Crashes:
             if back := dead & found:
                 gone = len(back & {h for i, h in known.gone if i == index})
                 raise Failure(
-                    f"{gone} pages came back after they were removed, {len(back) - gone} after their time"
+                    f"{gone} pages came back after they were removed, {len(back) - gone} after "
+                    "their time"
                 )
             if self._evicting:
                 continue
@@ -354,8 +356,10 @@ def main() -> int:
             return 1
     counts = roomy.counts + tight.counts
     print(
-        f"{counts['cycles']} cycles in {time.monotonic() - started:.0f} s, seed {seed}: {counts['found']} pages read, "
-        f"0 wrong bytes; {counts['durable']} durable pages checked, 0 lost; {counts['dead']} dead pages checked, "
+        f"{counts['cycles']} cycles in {time.monotonic() - started:.0f} s, seed {seed}: "
+        f"{counts['found']} pages read, "
+        f"0 wrong bytes; {counts['durable']} durable pages checked, 0 lost; {counts['dead']} dead "
+        "pages checked, "
         f"0 came back; 0 violations; {counts['quarantined']} torn pages of no promise dropped"
     )
     shutil.rmtree(root)

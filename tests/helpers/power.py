@@ -168,7 +168,8 @@ class Run:
         )
         if version not in allowed:
             raise Failure(
-                f"{when}: version {version} under {history.key.hex()[:16]}, allowed {sorted(allowed)}"
+                f"{when}: version {version} under {history.key.hex()[:16]}, allowed "
+                f"{sorted(allowed)}"
             )
         self.counts["found"] += version > 0
         self.counts["promised"] += 0 not in allowed
@@ -228,8 +229,10 @@ def main() -> int:
         shutil.rmtree(place)
     took_s = time.monotonic() - started
     print(
-        f"{counts['images']} power losses in {took_s:.0f} s, seed {seed}: {counts['found']} pages found, 0 wrong; "
-        f"{counts['promised']} promised pages, 0 lost; {counts['gone']} pages gone for good, 0 came back; "
+        f"{counts['images']} power losses in {took_s:.0f} s, seed {seed}: {counts['found']} pages "
+        "found, 0 wrong; "
+        f"{counts['promised']} promised pages, 0 lost; {counts['gone']} pages gone for good, 0 "
+        "came back; "
         f"{counts['torn']} torn pages of no promise dropped"
     )
     shutil.rmtree(root)

@@ -73,7 +73,10 @@ class Engine:
                 cache_salt=salt,
             )
         except (HTTPException, ValueError) as error:
-            answer = f"{getattr(error, 'status_code', type(error).__name__)}: {getattr(error, 'detail', error)}"
+            answer = (
+                f"{getattr(error, 'status_code', type(error).__name__)}: "
+                f"{getattr(error, 'detail', error)}"
+            )
             return {
                 "tokens": [],
                 "logprobs": [],

@@ -32,7 +32,8 @@ QUIET = {
     "Pages in RAM that may not go C": "no client dies",
     "Pages that the disk did not take, or damaged A": "the disk is fast enough, or not",
     "Pages that the disk did not take, or damaged B": "nothing damages pages",
-    "Pages handed on, fetched, dropped C": "all members are there, though one may have no room just then",
+    "Pages handed on, fetched, dropped "
+    "C": "all members are there, though one may have no room just then",
     "Pages handed on, fetched, dropped D": "likewise",
     "Gateways that serve, ended in an hour B": "nobody floods them",
 }

@@ -110,7 +110,10 @@ def test_what_is_too_long_is_refused(node: Node) -> None:
 
 def test_a_request_that_comes_in_pieces_is_answered(node: Node) -> None:
     with socket.create_connection(("127.0.0.1", node.metrics.port), 20.0) as sock:
-        text = "POST /console/look-up HTTP/1.1\r\nHost: localhost\r\nX-KVStore-Console: 1\r\nContent-Length: 2\r\n\r\n{}"
+        text = (
+            "POST /console/look-up HTTP/1.1\r\nHost: localhost\r\nX-KVStore-Console: "
+            "1\r\nContent-Length: 2\r\n\r\n{}"
+        )
         for byte in text.encode():
             sock.sendall(bytes((byte,)))
             threading.Event().wait(0.0005)

@@ -271,7 +271,10 @@ def test_a_member_two_versions_away_is_apart_and_named(fleet: Start, etcd: FakeE
     )
 
 
-ODD = b'{"address": "odd:7440", "weight": %s, "zone": "", "state": "SERVING", "protocol": %s, "token": "t", '
+ODD = (
+    b'{"address": "odd:7440", "weight": %s, "zone": "", "state": "SERVING", "protocol": %s, '
+    b'"token": "t", '
+)
 ODD += b'"instance": "i"}'
 GARBAGE = [
     b"[" * 100_000,

@@ -85,8 +85,8 @@ def test_a_name_that_the_certificate_does_not_have(
 ) -> None:
     said = told(connect, node, wire, **of_client(ours), tls_name="elsewhere")
     assert (
-        "the node's certificate does not name elsewhere; call it by a name that it has, or set tls_name"
-        in said
+        "the node's certificate does not name elsewhere; call it by a name that it has, or set "
+        "tls_name" in said
     )
 
 
@@ -105,8 +105,8 @@ def test_a_certificate_that_the_node_does_not_believe(
 ) -> None:
     said = told(connect, node, wire, **pair(strangers, "client"), tls_ca=str(ours.path))
     assert (
-        f"tls_cert={pair(strangers, 'client')['tls_cert']} has expired, or is not from an authority in its"
-        in said
+        f"tls_cert={pair(strangers, 'client')['tls_cert']} has expired, or is not from an "
+        "authority in its" in said
     )
 
 

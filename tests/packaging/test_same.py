@@ -61,7 +61,8 @@ def test_only_when_it_was_built_does_not_count(
 ) -> None:
     assert same.main(image("one"), image("two", created="later")) == 0
     assert capsys.readouterr().out == (
-        "1 files are the same, with names, modes, owners, times and contents; layers are the same, byte by byte\n"
+        "1 files are the same, with names, modes, owners, times and contents; layers are the same, "
+        "byte by byte\n"
     )
 
 

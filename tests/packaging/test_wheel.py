@@ -112,7 +112,11 @@ print(light_mem.__file__)
 
 
 def test_the_wheel_holds_what_is_not_python(python: str) -> None:
-    where = "(i.find_spec(name).submodule_search_locations[0] for name in ('gpu_agent', 'kvstore', 'node'))"
+    where = (
+        "(i.find_spec(name).submodule_search_locations[0] for name in ('gpu_agent', "
+        "'kvstore', "
+        "'node'))"
+    )
     code = f"import importlib.util as i; print(*{where})"
     gpu_agent, kvstore, node = map(pathlib.Path, run(python, "-c", code).split())
     assert (gpu_agent / "kernels" / "transfer.cu").is_file()

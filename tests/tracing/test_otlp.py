@@ -18,7 +18,10 @@ from traced_nodes import ask, traced_node
 from kvstore.tools.node_process import NodeProcess
 from kvstore.tracing import named
 
-reason = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http opentelemetry-exporter-otlp-proto-grpc"
+reason = (
+    "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http "
+    "opentelemetry-exporter-otlp-proto-grpc"
+)
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=reason)
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason=reason)
 service = pytest.importorskip(

@@ -55,7 +55,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     available = int(found[1]) << 10 if found else MEMORY_NBYTES
     if available < MEMORY_NBYTES and os.environ.get("KVSTORE_LMCACHE_MEMORY") != "ignore":
         pytest.exit(
-            f"LMCache's tests need {MEMORY_NBYTES >> 30} GiB of free memory, and {available / (1 << 30):.1f} GiB are "
+            f"LMCache's tests need {MEMORY_NBYTES >> 30} GiB of free memory, and "
+            f"{available / (1 << 30):.1f} GiB are "
             "available: end other programs, or run a part of the tests (ARGS='-k names') "
             "with KVSTORE_LMCACHE_MEMORY=ignore",
             returncode=1,
