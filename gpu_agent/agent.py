@@ -88,11 +88,13 @@ class AgentCounts:
         self._stats = AgentStats()
 
     def add(self, **counts: int) -> None:
+        """Add to counts by name."""
         with self._lock:
             for name, count in counts.items():
                 setattr(self._stats, name, getattr(self._stats, name) + count)
 
     def saved(self, result: SaveResult) -> SaveResult:
+        """Count a save's result, log dropped pages, and return the result."""
         self.add(
             pages_stored=result.stored, pages_existing=result.existing, pages_dropped=result.dropped
         )
@@ -102,6 +104,7 @@ class AgentCounts:
         return result
 
     def loaded(self, result: LoadResult) -> LoadResult:
+        """Count a load's result, log a failure, and return the result."""
         self.add(pages_loaded=result.loaded, loads_failed=int(result.error is not None))
         if result.error is not None:
             log.info("a load ended after %d pages: %s", result.pages, result.error)
@@ -156,6 +159,7 @@ class Agent:
 
     @property
     def stats(self) -> AgentStats:
+        """Return the counts so far."""
         return self._counts.now(pages_forged=self._client.stats.forged_pages)
 
     # ---- the engine's side -----------------------------------------------------------------

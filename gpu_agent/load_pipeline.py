@@ -103,6 +103,7 @@ class SaveTask:
 
     @property
     def result(self) -> SaveResult:
+        """Return the result of the save."""
         dropped = len(self.pages) - self._stored - self._existing
         return SaveResult(self._stored, self._existing, dropped, self.reason if dropped else None)
 
@@ -181,6 +182,7 @@ class LoadTask:
 
     @property
     def result(self) -> LoadResult:
+        """Return the result of the load."""
         return LoadResult(self._in_place, self._in_place - self._first, self.error)
 
     def run(self, path: TransferPath) -> bool:

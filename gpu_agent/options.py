@@ -70,7 +70,7 @@ class AgentConfig:
 
 
 def agent_config(**values: Any) -> AgentConfig:
-    """AgentConfig from explicit values, the environment (KVSTORE_AGENT_*) and the defaults."""
+    """Build an AgentConfig from explicit values, KVSTORE_AGENT_* and the defaults."""
     return load(AgentConfig, "KVSTORE_AGENT", values)
 
 
@@ -99,7 +99,7 @@ class Identity(PageKeyConfig):
 
     @cached_property
     def key_id(self) -> str:
-        """Of the key that pages are sealed with, if one is set.
+        """Return the id of the key for HMACs, if one is set. Raises ConfigError.
 
         Raises ConfigError.
         """
@@ -107,9 +107,7 @@ class Identity(PageKeyConfig):
         return keys.key_id if keys else ""
 
     def namespace(self, layout: PageLayout, facts: str, **shard: int) -> Namespace:
-        """The namespace of one shard (`tp_rank`, `tp_size`, ...); `facts` are the engine's, of
-        `facts_text`.
-        """
+        """Return the namespace of one shard (`tp_rank`, `tp_size`, ...); `facts` as of `facts_text`."""
         salt = f"{facts} salt={self.salt}" if self.salt else facts
         return Namespace(
             model=self.model,
@@ -136,7 +134,7 @@ class Options:
 def read_options(
     values: Mapping[str, Any], own: Collection[str] = (), defaults: Mapping[str, Any] | None = None
 ) -> Options:
-    """`defaults`: the adapter's, for what neither `values` nor the environment gives.
+    """Parse options; `defaults` are the adapter's. Raises ConfigError naming an unknown option.
 
     Raises ConfigError naming an option that nobody knows, or its range.
     """
@@ -164,7 +162,7 @@ def read_options(
 
 
 def identity_of(values: Mapping[str, Any]) -> Identity:
-    """Whose pages, of options that may hold others too.
+    """Return whose pages options name. Raises ConfigError, also for an unreadable token.
 
     Raises ConfigError, also for a token that should say the tenant and can not be read.
     """
@@ -180,15 +178,15 @@ def identity_of(values: Mapping[str, Any]) -> Identity:
 
 
 def _one_word(fact: Any) -> str:
-    """Quoted where it would look like two facts, or like a fact and the salt."""
+    """Quote a fact that would look like two facts, or like a fact and the salt."""
     text = str(fact)
     return json.dumps(text) if any(mark in text for mark in ' "\n') else text
 
 
 def facts_text(engine: str, **facts: Any) -> str:
-    """`"vllm backend=FLASH_ATTN kv_dtype=fp8"`: for a namespace's salt, in the order of the names.
+    """Format facts for a namespace's salt: `"vllm backend=FLASH_ATTN kv_dtype=fp8"`.
 
-    Readable, so that `kvstore ls` shows why two engines do not share; too long, it ends in a
+    It is readable, so that `kvstore ls` shows why two engines do not share. A long text ends in a
     digest.
     """
     text = " ".join([engine, *(f"{name}={_one_word(facts[name])}" for name in sorted(facts))])

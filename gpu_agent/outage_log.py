@@ -75,10 +75,11 @@ class OutageLog:
 
     @property
     def error(self) -> KVStoreError | None:
-        """Why requests are not served; None if the last one was, or was refused alone."""
+        """Return why requests are not served; None if the last one was, or failed alone."""
         return self._error
 
     def report(self, error: KVStoreError | None) -> None:
+        """Take the result of a call and log changes."""
         if error is None:
             if not self._serves:  # unlocked on purpose: the common case takes no lock
                 self._served()

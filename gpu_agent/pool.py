@@ -33,11 +33,10 @@ class Space(NamedTuple):
 
 
 class UnitTable:
-    """Checked indices of whole pages: per space a contiguous int64 CPU tensor `[pages * units per
-    page]`.
+    """Hold checked indices of whole pages. Immutable.
 
-    Made by `KVPool.unit_table`, which copies what the caller gave: engines reuse their index
-    buffers. Immutable.
+    It has a contiguous int64 CPU tensor `[pages * units per page]` per space. `KVPool.unit_table`
+    copies them, because engines reuse their index buffers.
     """
 
     def __init__(self, rows: Mapping[str, torch.Tensor], page_count: int) -> None:
@@ -45,11 +44,11 @@ class UnitTable:
         self.page_count = page_count
 
     def flat(self, space: str) -> torch.Tensor:
-        """Indices of all pages: `[pages * units per page]`."""
+        """Return the indices of all pages: `[pages * units per page]`."""
         return self._rows[space]
 
     def select(self, pages: slice | Sequence[int]) -> "UnitTable":
-        """The table of some of the pages, in that order."""
+        """Return the table of some pages, in that order."""
         every = range(self.page_count)
         chosen = every[pages] if isinstance(pages, slice) else pages
         if chosen == every:  # mostly: what torch takes to index is spared
@@ -70,7 +69,7 @@ def checked_rows(
     page_tokens: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """A copy of `indices` on the CPU.
+    """Return a checked copy of `indices` on the CPU. Raises InvalidRequest.
 
     Raises InvalidRequest.
     """
@@ -107,7 +106,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The layout's name of a torch dtype.
+    """Return the layout's name of a torch dtype. Raises InvalidRequest if it has none.
 
     Raises InvalidRequest if a layout can not hold it.
     """
@@ -176,8 +175,10 @@ class KVPool:
         self.spaces = _spaces(self.planes)
 
     def unit_table(self, units: Units, page_count: int) -> UnitTable:
-        """Checks indices for `page_count` pages (space, dtype, device, length, range) and copies
-        them to the CPU; for indices on a GPU that waits for its stream. Raises InvalidRequest.
+        """Check indices for `page_count` pages and copy them to the CPU.
+
+        Checks are space, dtype, device, length and range. Indices on a GPU wait for its stream.
+        Raises InvalidRequest.
         """
         if isinstance(units, torch.Tensor):
             if len(self.spaces) > 1:
@@ -197,9 +198,7 @@ class KVPool:
         return UnitTable(rows, page_count)
 
     def check_skip(self, skip_tokens: int, page_count: int) -> None:
-        """Raises InvalidRequest unless `skip_tokens` leading tokens of so many pages are whole
-        units.
-        """
+        """Raise InvalidRequest unless `skip_tokens` leading tokens of the pages are whole units."""
         tokens = page_count * self.layout.page_tokens
         if not 0 <= skip_tokens <= tokens:
             raise InvalidRequest(

@@ -34,8 +34,9 @@ Ready: TypeAlias = Callable[[range], None]
 
 
 class MappedPages(Sequence[torch.Tensor]):
-    """Pages of `nbytes` bytes at `offsets` of mapped memory, which begins at `base`: their
-    addresses at once, a tensor when one is asked for. A tensor costs a microsecond, a load has
+    """Describe pages of `nbytes` bytes at `offsets` of memory mapped at `base`.
+
+    Addresses are made at once, tensors on demand: a tensor costs a microsecond, and a load has
     hundreds of pages.
     """
 
@@ -44,6 +45,7 @@ class MappedPages(Sequence[torch.Tensor]):
 
     @property
     def addresses(self) -> "array[int]":
+        """Return the addresses of all pages."""
         base = self._base
         return array("Q", [base + offset for offset in self._offsets])
 
@@ -76,18 +78,19 @@ class Transfer(Protocol):
     """
 
     def fence(self, pool: KVPool) -> Fence:
-        """Called on the engine's thread: a mark behind all work enqueued there so far."""
+        """Return a fence behind all work enqueued so far; call it on the engine's thread."""
 
     def makes_leaves(self, pool: KVPool) -> bool:
-        """Whether the moves can make the leaves of this pool's pages in GPU memory: what happens to
-        the bytes on the link and in host memory is found then, and no core hashes them.
+        """Return whether the moves can make the leaves of pages in GPU memory.
+
+        Damage on the link and in host memory is found then, and no core hashes the bytes.
         """
 
     def pieces(self, pool: KVPool, units: UnitTable) -> list[Pieces] | None:
-        """The pages as they lie in the slots, for whoever can do without either move.
+        """Return each page's segments in the slots, so that no copy is needed.
 
-        None: they are to be moved: the slots are no host memory, too small, or the engine's also
-        where a load fails.
+        None means that pages must be copied: the slots are no host memory, too small, or still the
+        engine's if a load fails.
         """
 
     def gather(
@@ -100,12 +103,12 @@ class Transfer(Protocol):
         landed: Landed | None = None,
         summed: Summed | None = None,
     ) -> None:
-        """Fills `pages` from the slots.
+        """Fill `pages` from the slots.
 
-        `gathered` is called once, as soon as all slots are read: they may be reused, the last pages
-        may still travel. `landed` is called for runs of pages that are complete, in order, each
-        page once, while later ones travel. `summed` is called at the end, with leaves made before
-        the bytes left; only where `makes_leaves`.
+        `gathered` is called once, as soon as all slots are read and may be reused; the last pages
+        may still travel. `landed` is called for runs of complete pages, in order, while later ones
+        travel. `summed` is called at the end with leaves made before the bytes left, only where
+        `makes_leaves`.
         """
 
     def scatter(
@@ -119,32 +122,32 @@ class Transfer(Protocol):
         ready: Ready | None = None,
         summed: Summed | None = None,
     ) -> None:
-        """Fills the slots from `pages`, without those of the first `skip_tokens` tokens: the engine
-        has these already, and other requests may share their slots.
+        """Fill the slots from `pages`, without those of the first `skip_tokens` tokens.
 
-        With `placed` the layers go one after the other, ascending, and it is called for each as
-        soon as its writes are enqueued: a stream that waits for the event may compute that layer
-        while later ones travel. Small layers may go together and share an event.
+        The engine has these already, and other requests may share their slots.
 
-        `ready` is called for runs of pages before they are read, in order, each page once, while
-        earlier ones travel. If it raises, slots of that run and of later pages are untouched. Not
-        with `placed`.
+        With `placed` the layers go one after the other, ascending. It is called for each as soon as
+        its writes are enqueued: a stream that waits for the event may compute that layer while
+        later ones travel. Small layers may share an event.
 
-        `summed` is called at the end, with leaves made of what arrived: who asks for them is told
-        of damage when the slots have been written. Only where `makes_leaves`, not with `placed`.
+        `ready` is called for runs of pages before they are read, in order, while earlier ones
+        travel. If it raises, slots of that run and of later pages are untouched. Not with `placed`.
+
+        `summed` is called at the end with leaves of what arrived, so damage is found when the slots
+        have been written. Only where `makes_leaves`, not with `placed`.
         """
 
     def host_memory(self, memory: memoryview) -> bool:
-        """Says that pages are going to lie in `memory`, all of one mapping, so that what makes
-        copies to and from it fast can be done once, in the background. Whether it is done; if it
-        can not be, moves are only slower.
+        """Announce that pages will lie in `memory`, one mapping; return whether it is prepared.
+
+        Preparing makes copies fast and runs in the background. Without it, moves are only slower.
         """
 
     def await_host_memory(self, timeout_s: float) -> bool:
-        """Waits while that is being done; False if it still is.
+        """Wait while memory is being prepared; return False if it still is.
 
-        Meanwhile a GPU's driver lets nobody in this process do anything, for a second per 10 GB:
-        who begins a move then can not end it in time.
+        A GPU's driver blocks this whole process meanwhile, a second per 10 GB: a move that begins
+        then may miss its deadline.
         """
 
 
@@ -155,6 +158,7 @@ class TorchTransfer:
     """
 
     def fence(self, pool: KVPool) -> Fence:
+        """Return an event behind the current stream."""
         return (
             torch.cuda.current_stream(pool.device).record_event()
             if pool.device.type == "cuda"
@@ -162,9 +166,11 @@ class TorchTransfer:
         )
 
     def makes_leaves(self, pool: KVPool) -> bool:
+        """Return False."""
         return False
 
     def pieces(self, pool: KVPool, units: UnitTable) -> list[Pieces] | None:
+        """Return None: pages are copied."""
         return None
 
     @torch.inference_mode()
@@ -178,6 +184,7 @@ class TorchTransfer:
         landed: Landed | None = None,
         summed: Summed | None = None,
     ) -> None:
+        """Copy slots into pages."""
         check_pages(pool, units, pages)
         with _ordered(pool.device, fence):
             indices = {space: units.flat(space).to(pool.device) for space in pool.spaces}
@@ -204,6 +211,7 @@ class TorchTransfer:
         ready: Ready | None = None,
         summed: Summed | None = None,
     ) -> None:
+        """Copy pages into slots."""
         check_pages(pool, units, pages)
         if ready and units.page_count:
             ready(range(units.page_count))
@@ -227,16 +235,17 @@ class TorchTransfer:
                     placed(layer, stream.record_event() if stream else None)
 
     def host_memory(self, memory: memoryview) -> bool:
-        """The CPU copies: nothing to do."""
+        """Return True: there is nothing to prepare."""
         return True
 
     def await_host_memory(self, timeout_s: float) -> bool:
+        """Return True."""
         return True
 
 
 @contextlib.contextmanager
 def _ordered(device: torch.device, fence: Fence) -> Iterator[torch.cuda.Stream | None]:
-    """A stream of our own that starts after `fence` and is empty at the end."""
+    """Yield a stream of our own that starts after `fence` and is empty at the end."""
     if device.type != "cuda":
         yield None
         return
@@ -251,9 +260,10 @@ def _ordered(device: torch.device, fence: Fence) -> Iterator[torch.cuda.Stream |
 
 
 def check_pages(pool: KVPool, units: UnitTable, pages: Sequence[torch.Tensor]) -> None:
-    """Raises InvalidRequest unless there is one fitting buffer for each page of `units`.
+    """Raise InvalidRequest unless there is one fitting buffer for each page.
 
-    A job may have hundreds: only what reads quickly is read, about 0.2 us a page."""
+    A job may have hundreds, so this takes only about 0.2 µs per page.
+    """
     if len(pages) != units.page_count:
         raise InvalidRequest(f"{len(pages)} page buffers for {units.page_count} pages")
     nbytes = pool.layout.page_nbytes

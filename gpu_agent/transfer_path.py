@@ -137,6 +137,7 @@ class Fetched:
         )
 
     def close(self) -> None:
+        """Release the slots."""
         self.held.close()
 
 
@@ -158,9 +159,11 @@ class BufferedPath:
         self.chunk_pages = len(buffer)
 
     def verifies_in_slots(self, pool: KVPool) -> bool:
+        """Return False: pages are verified in the buffer."""
         return False
 
     def save(self, chunk: PageBatch, gathered: Gathered | None) -> list[PutOutcome]:
+        """Copy pages into the buffer and put them."""
         pieces = self._transfer.pieces(chunk.pool, chunk.table)
         if pieces is not None:
             outcomes = self._put(chunk, pieces)
@@ -172,9 +175,11 @@ class BufferedPath:
         return self._put(chunk, pages)
 
     def fetch(self, chunk: PageBatch) -> Fetched:
+        """Return the chunk: nothing is fetched ahead."""
         return Fetched(chunk, contextlib.ExitStack())
 
     def place(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
+        """Get pages and copy them into the slots; return how many are in place."""
         chunk = fetched.chunk
         whole = not (skip_tokens or placed)  # else some slots are not written, or layer by layer
         pieces = self._transfer.pieces(chunk.pool, chunk.table) if whole else None
@@ -229,12 +234,15 @@ class MappedPath:
 
     @property
     def lost(self) -> bool:
+        """Return whether the arena is not mapped any more."""
         return not self._client.maps_arena
 
     def verifies_in_slots(self, pool: KVPool) -> bool:
+        """Return whether pages are verified on the GPU."""
         return self._transfer.makes_leaves(pool)
 
     def save(self, chunk: PageBatch, gathered: Gathered | None) -> list[PutOutcome]:
+        """Copy pages into reserved arena slots and commit."""
         timeout_s = chunk.deadline.remaining()
         with self._client.open_put(
             chunk.namespace, chunk.prefix_hashes, timeout_s=timeout_s
@@ -260,6 +268,7 @@ class MappedPath:
             return outcomes
 
     def fetch(self, chunk: PageBatch) -> Fetched:
+        """Find and hold pages in the arena."""
         timeout_s = chunk.deadline.remaining()
         with contextlib.ExitStack() as held:
             opened = self._client.open_get(
@@ -281,6 +290,7 @@ class MappedPath:
         return hashes
 
     def place(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
+        """Copy held pages into the slots, verified; return how many are in place."""
         with fetched.held:
             if placed or not self._transfer.makes_leaves(fetched.chunk.pool):
                 intact = self._verify_and_scatter(fetched, skip_tokens, placed)

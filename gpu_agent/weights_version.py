@@ -33,7 +33,7 @@ class WeightsVersions:
         self._advances = 0
 
     def current(self, first: int) -> int:
-        """`first` before any `advance`, then 63 bits that nobody used before."""
+        """Return `first` before any `advance`, then 63 bits that nobody used before."""
         with self._lock:
             if not self._advances:
                 return first
@@ -41,6 +41,7 @@ class WeightsVersions:
             return int.from_bytes(digest[:8], "little") >> 1
 
     def advance(self) -> None:
+        """Begin a new version."""
         with self._lock:
             self._advances += 1
 
@@ -50,7 +51,7 @@ _epochs: WeightsVersions | None = None
 
 
 def process_epochs() -> WeightsVersions:
-    """This process's.
+    """Return this process's versions; the first call may ask torch's store.
 
     The first call may ask torch's store, so it belongs into the start.
     """
@@ -62,7 +63,7 @@ def process_epochs() -> WeightsVersions:
 
 
 def _agreed_seed() -> str:
-    """Random, and the same on all ranks of torch's default group, if there is one."""
+    """Return a random seed, the same on all ranks of torch's default group, if there is one."""
     mine = secrets.token_hex(16)
     if not torch.distributed.is_initialized():
         return mine

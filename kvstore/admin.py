@@ -48,7 +48,7 @@ class Admin:
     """
 
     def __init__(self, config: ClientConfig) -> None:
-        """Raises ConfigError for files of TLS that can not be used."""
+        """Check the TLS files and open nothing yet. Raises ConfigError for files that cannot be used."""
         check_tls(config)
         set_up_spans()
         self.config = config
@@ -197,11 +197,10 @@ class Admin:
     def list_pages(
         self, namespace: Namespace, key_prefix: bytes = b"", limit: int = 0, after: bytes = b""
     ) -> Iterator[pb.PageStat]:
-        """Yield pages in the order of their prefix hashes, those `after` one; fetched piece by
-        piece.
+        """Yield a namespace's pages, ordered by prefix hash, in chunks from the nodes.
 
-        `limit` 0: all. Of a cluster, yield the pages of the members that answer; a page that
-        several of them have is listed once.
+        `limit` 0 yields all; `after` skips hashes up to that one. A cluster's members that answer
+        are merged, and a page that several of them hold is yielded once.
         """
         first = pb.ListRequest(
             namespace=namespace.digest, key_prefix=key_prefix, page_token=after, limit=limit
@@ -225,8 +224,7 @@ class Admin:
     def _list_of(
         self, link: NodeChannel, namespace: Namespace, first: pb.ListRequest, reply: pb.ListReply
     ) -> Iterator[pb.PageStat]:
-        """Yield the pages of a node's answer, and of those that follow when it is asked to go
-        on."""
+        """Yield the pages of a node's first reply, then those of its further replies."""
         request, limit, count = pb.ListRequest(), first.limit, 0
         request.CopyFrom(first)
         while True:
@@ -241,8 +239,7 @@ class Admin:
     def namespaces(
         self, timeout_s: float | None = None
     ) -> list[tuple[Namespace, pb.NamespaceInfo]]:
-        """Return all namespaces that the nodes know, with their counters: sums over the members
-        that answer."""
+        """Return all namespaces and their counters, summed over the members that answer."""
         request, deadline = pb.ListNamespacesRequest(), self._deadline(timeout_s)
         replies = answered(self._fan_out.each(_calls("list_namespaces", request), None, deadline))
         return summed(info for reply in replies.values() for info in reply.namespaces)
@@ -357,8 +354,7 @@ class Admin:
         return cast(pb.DrainReply, self._only("drain", pb.DrainRequest(end=end), timeout_s))
 
     def sweep(self, dry: bool = False, timeout_s: float | None = None) -> pb.SweepReply:
-        """Have the named member fetch the pages that it owns and lacks; `dry`: only return
-        which."""
+        """Make the named member fetch the pages that it owns but lacks; with `dry`, only list them."""
         return cast(pb.SweepReply, self._only("sweep", pb.SweepRequest(dry=dry), timeout_s))
 
     def record(
@@ -368,8 +364,7 @@ class Admin:
         end: bool = False,
         timeout_s: float | None = None,
     ) -> pb.RecordReply:
-        """Record the node's requests for so many seconds, or fetch what it has recorded since the
-        last time.
+        """Record the node's requests for some seconds, or fetch what was recorded since the last call.
 
         Raises Exhausted while another client records there.
         """
@@ -440,8 +435,7 @@ def _calls(op: str, request: Any) -> Call[Any]:
 def _asks(
     op: str, field: str, message: Any, namespace: Namespace, prefix_hashes: Sequence[bytes]
 ) -> Ask[bool]:
-    """Return a function that makes this call about keys at a node, and reads `field` of its
-    replies."""
+    """Return a function that sends one call about keys to a node and reads `field` of its replies."""
 
     def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[bool]:
         hashes = select(prefix_hashes, indices)

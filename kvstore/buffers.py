@@ -62,7 +62,7 @@ _memmove.restype = _memset.restype = ctypes.c_void_p
 
 
 def byte_view(buffer: Any, writable: bool = False) -> memoryview:
-    """A flat `memoryview` of bytes over the caller's own memory, which it keeps alive.
+    """Return a flat `memoryview` of bytes over the caller's memory, which it keeps alive.
 
     Takes anything with the buffer protocol (bytes, bytearray, mmap, numpy, ctypes) and torch CPU
     tensors, which have none. Raises InvalidRequest for memory that is not contiguous, not on the
@@ -77,7 +77,7 @@ def byte_view(buffer: Any, writable: bool = False) -> memoryview:
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """`target[:] = source` for flat views of one length, read-only sources too.
+    """Copy between flat views of one length; the source may be read-only.
 
     More than HELD_NBYTES_MAX bytes are copied without the GIL, which the assignment keeps: other
     threads run meanwhile.
@@ -90,20 +90,21 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 
 def move(target: int, source: int, nbytes: int) -> None:
-    """Between addresses, as `copy` does it."""
+    """Copy bytes between two addresses, with or without the GIL, as `copy` does."""
     (_memmove if nbytes <= HELD_NBYTES_MAX else ctypes.memmove)(target, source, nbytes)
 
 
 def fill(target: int, value: int, nbytes: int) -> None:
-    """Sets so many bytes from an address on; with or without the GIL, as `copy`."""
+    """Set a number of bytes from an address on, with or without the GIL, as `copy` does."""
     (_memset if nbytes <= HELD_NBYTES_MAX else ctypes.memset)(target, value, nbytes)
 
 
 @contextlib.contextmanager
 def copying(target: memoryview, source: memoryview) -> Iterator[Callable[[int, int], None]]:
-    """`copy_piece(start, end)` copies these bytes of flat views of one length, without the GIL.
+    """Yield `copy_piece(start, end)`, which copies that range between two views without the GIL.
 
-    To ask for the two addresses takes as long as to copy 64 KiB from a cache: it is done once.
+    Looking the two addresses up takes as long as copying 64 KiB from a CPU cache, so it is done
+    once.
     """
     nbytes = source.nbytes
     assert target.nbytes == nbytes
@@ -125,8 +126,9 @@ def copying(target: memoryview, source: memoryview) -> Iterator[Callable[[int, i
 
 
 def advise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
-    """`memory.madvise(advice, start, nbytes)` without the GIL, which the method keeps: to fill page
-    tables takes 75 us a MiB. Raises OSError.
+    """Call `memory.madvise(advice, start, nbytes)` without the GIL, which mmap's method holds.
+
+    Filling page tables takes 75 µs per MiB. Raises OSError.
     """
     found = _exported(memory, 0)
     try:
@@ -138,9 +140,10 @@ def advise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
 
 
 def _exported(buffer: Any, flags: int) -> _PyBuffer:
-    """A buffer's address, where its bytes stay until `_release`. ctypes gives none of read-only
-    memory; the C function behind every memoryview does. Raises BufferError if the buffer is not
-    what `flags` ask for.
+    """Return a buffer's address; its bytes stay in place until `_release`.
+
+    ctypes gives no address of read-only memory; the C function behind every memoryview does. Raises
+    BufferError if the buffer does not allow what `flags` request.
     """
     found = _PyBuffer()
     _export(buffer, ctypes.byref(found), flags)
@@ -184,8 +187,9 @@ def _tensor_view(tensor: Any) -> memoryview:
 
 
 def page_segments(pages: Iterable[Any], nbytes: int, writable: bool = False) -> list[Pieces]:
-    """The callers' pages, each a buffer as `byte_view` takes it or a list or tuple of such; all of
-    exactly `nbytes` bytes. Raises InvalidRequest.
+    """Return the segments of each page, checked to be exactly `nbytes` long.
+
+    A page is a buffer as `byte_view` takes it, or a list or tuple of such. Raises InvalidRequest.
     """
     found: list[Pieces] = []
     for page in pages:
@@ -203,13 +207,14 @@ def page_segments(pages: Iterable[Any], nbytes: int, writable: bool = False) -> 
 
 
 def segments_nbytes(pieces: Iterable[memoryview]) -> int:
+    """Return the bytes of all segments together."""
     return sum([piece.nbytes for piece in pieces])
 
 
 def chunks(pieces: Iterable[memoryview], sizes: Iterable[int]) -> Iterator[list[memoryview]]:
-    """The pieces one after the other, cut into groups of so many bytes; the last may be shorter.
+    """Cut consecutive segments into groups of the given sizes; the last group may be shorter.
 
-    A piece is taken when those before it are used up, and not behind the last size.
+    A segment is taken when those before it are used up, and never beyond the last size.
     """
     left = iter(sizes)
     group: list[memoryview] = []
@@ -233,7 +238,7 @@ def chunks(pieces: Iterable[memoryview], sizes: Iterable[int]) -> Iterator[list[
 def zip_segments(
     targets: Iterable[memoryview], sources: Iterable[memoryview]
 ) -> Iterator[tuple[memoryview, memoryview]]:
-    """Runs of bytes in both, of the same length, in order."""
+    """Yield pairs of equally long runs of bytes that cover targets and sources in order."""
     left = iter(targets)
     target = next(left, memoryview(b""))
     for source in sources:
@@ -246,6 +251,6 @@ def zip_segments(
 
 
 def copy_segments(targets: Iterable[memoryview], sources: Iterable[memoryview]) -> None:
-    """The sources, one after the other, into the targets, which have room for them."""
+    """Copy consecutive sources into the targets, which must be large enough."""
     for target, source in zip_segments(targets, sources):
         copy(target, source)

@@ -40,9 +40,9 @@ class Pems:
     key: bytes = field(default=b"", repr=False)
 
     def into(self, context: ssl.SSLContext) -> ssl.SSLContext:
-        """The context with all of it.
+        """Load the authorities, the certificate and the key into a context and return it.
 
-        Raises OSError for what does not belong together.
+        Raises OSError if they do not belong together.
         """
         if self.roots:
             context.load_verify_locations(cadata=self.roots.decode("ascii"))
@@ -97,8 +97,9 @@ class PemFiles:
         self._seen: list[tuple[int, ...]] | None = None
 
     def look(self) -> Pems:
-        """Return what is in force: what the files hold, or what they held when they were last good,
-        which the log says. Raises ConfigError if they never were.
+        """Return the certificates in force: what the files hold now, or held when they were last valid.
+
+        Invalid files are logged. Raises ConfigError if they were never valid.
         """
         with self._lock:
             try:
@@ -139,9 +140,7 @@ class PemFiles:
         return pems
 
     def _read_pair(self) -> Pems:
-        """Two files are replaced one after the other: who comes between looks again, a moment
-        later.
-        """
+        """Read the certificate and key pair; retry shortly if one of the files was just replaced."""
         for _ in range(PAIR_TRIES - 1):
             try:
                 return self._read()
@@ -189,12 +188,12 @@ class PemFiles:
 
 
 def date(seconds: float) -> str:
-    """1763870000.0 -> '2025-11-23 03:53:20 UTC'."""
+    """Format seconds since 1970 as '2025-11-23 03:53:20 UTC'."""
     return f"{datetime.datetime.fromtimestamp(int(seconds), datetime.timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def system_roots() -> list[bytes]:
-    """The authorities that this host believes, or SSL_CERT_FILE.
+    """Return the authorities that this host trusts, or those of SSL_CERT_FILE. Raises ConfigError.
 
     Raises ConfigError.
     """

@@ -31,15 +31,15 @@ CHUNK_NBYTES = 256 * 1024
 
 
 def leaf_nbytes(page_nbytes: int) -> int:
-    """Bytes of each part but the last."""
+    """Return the bytes of each part of a page but the last."""
     return LEAF_NBYTES * max(1, -(-page_nbytes // (LEAF_NBYTES * LEAVES_MAX)))
 
 
 @lru_cache(maxsize=256)
 def cuts(page_nbytes: int) -> tuple[tuple[int, int], ...]:
-    """(start, end) of each part.
+    """Return (start, end) of each part of a page.
 
-    The last one takes what is left: less than twice a part, or all of a small page.
+    The last part takes the rest: less than two parts' length, or all of a small page.
     """
     step = leaf_nbytes(page_nbytes)
     starts = range(0, max(1, page_nbytes // step) * step, step)
@@ -47,7 +47,7 @@ def cuts(page_nbytes: int) -> tuple[tuple[int, int], ...]:
 
 
 def leaf(part: memoryview | bytes) -> bytes:
-    """8 bytes, big-endian as xxHash's canonical form.
+    """Hash one part of a page: 8 bytes, big-endian as xxHash's canonical form.
 
     In one call only while that is short: before 4.0 the package's one-shot digests keep the GIL
     however long they take (5 ms delays in an engine), an object's `update` gives it up in every
@@ -61,7 +61,7 @@ def leaf(part: memoryview | bytes) -> bytes:
 
 
 def leaves(page: memoryview | bytes) -> bytes:
-    """The leaves of a page, one after the other."""
+    """Hash all parts of a page and concatenate the leaves."""
     parts = cuts(len(page))
     return (
         leaf(page) if len(parts) == 1 else b"".join([leaf(page[start:end]) for start, end in parts])
@@ -69,7 +69,7 @@ def leaves(page: memoryview | bytes) -> bytes:
 
 
 def parts_of(page_nbytes: int, ranges: Iterable[tuple[int, int]]) -> set[int]:
-    """Which parts of a page its ranges (offset, nbytes) lie in."""
+    """Return the indices of the parts that a page's (offset, nbytes) ranges lie in."""
     last, step = len(cuts(page_nbytes)) - 1, leaf_nbytes(page_nbytes)
     found = set[int]()
     for offset, nbytes in ranges:
@@ -78,13 +78,13 @@ def parts_of(page_nbytes: int, ranges: Iterable[tuple[int, int]]) -> set[int]:
 
 
 def hashed_nbytes(page_nbytes: int, ranges: Iterable[tuple[int, int]]) -> int:
-    """How much of a page must be hashed to know that its ranges are intact."""
+    """Return how many bytes of a page must be hashed to verify its ranges."""
     parts = cuts(page_nbytes)
     return sum(parts[i][1] - parts[i][0] for i in parts_of(page_nbytes, ranges))
 
 
 def parts_match(page: memoryview, of_leaves: bytes, ranges: Iterable[tuple[int, int]]) -> bool:
-    """Whether the parts in which ranges of a page lie have these leaves; no other part is read."""
+    """Verify the parts that the ranges lie in against their leaves; no other part is read."""
     parts = cuts(len(page))
     return all(
         leaf(page[slice(*parts[i])]) == of_leaves[LEAF_SUM_NBYTES * i : LEAF_SUM_NBYTES * (i + 1)]
@@ -102,6 +102,7 @@ class Leaves:
         self._left = self._cuts[0][1]
 
     def update(self, piece: memoryview) -> None:
+        """Hash the next bytes of the page."""
         while len(piece) > self._left:
             self._hasher.update(piece[: self._left])
             piece = piece[self._left :]
@@ -116,13 +117,14 @@ class Leaves:
         return self._cuts[len(self._made)]
 
     def digest(self) -> bytes:
+        """Return the leaves of the whole page; all of its bytes must have been given."""
         made = [*self._made, self._hasher.digest()]
         assert (self._left, len(made)) == (0, len(self._cuts)), "bytes are missing"
         return b"".join(made)
 
 
 def kept(of_leaves: bytes) -> bytes:
-    """What is kept of them beside the checksum: nothing of one that stands alone."""
+    """Return the leaves to store beside the checksum: none if there is only one."""
     return of_leaves if len(of_leaves) > LEAF_SUM_NBYTES else b""
 
 
@@ -132,14 +134,14 @@ def key_seed(namespace_digest: bytes, prefix_hash: bytes) -> int:
 
 
 def root(of_leaves: bytes, seed: int) -> bytes:
-    """The checksum of the page that has these leaves: 16 bytes, big-endian."""
+    """Return the 16-byte checksum, big-endian, of the page that has these leaves."""
     return xxhash.xxh3_128_digest(of_leaves, seed)
 
 
 def roots(
     of_leaves: Iterable[bytes], namespace_digest: bytes, prefix_hashes: Iterable[bytes]
 ) -> list[bytes]:
-    """`root` of each page's leaves, with the seed of its key."""
+    """Return the `root` of each page's leaves, seeded with its key."""
     checksum_of = xxhash.xxh3_128_digest
     return [
         checksum_of(some, hash64(namespace_digest + prefix_hash))
@@ -148,12 +150,12 @@ def roots(
 
 
 def checksum(data: memoryview | bytes, seed: int) -> bytes:
-    """Of a page, or of parts of one that travel together."""
+    """Return the checksum of a page, or of parts of one that travel together."""
     return root(leaves(data), seed)
 
 
 def joined_leaves(parts: Iterable[memoryview], nbytes: int) -> bytes:
-    """`leaves` of the parts' concatenation, of `nbytes` bytes, which is not made."""
+    """Return the leaves of the parts' concatenation, `nbytes` bytes long, without building it."""
     running = Leaves(nbytes)
     for part in parts:
         running.update(part)
@@ -161,17 +163,18 @@ def joined_leaves(parts: Iterable[memoryview], nbytes: int) -> bytes:
 
 
 def joined_checksum(parts: Iterable[memoryview], nbytes: int, seed: int) -> bytes:
-    """`checksum` of the same."""
+    """Return the checksum of the parts' concatenation without building it."""
     return root(joined_leaves(parts, nbytes), seed)
 
 
 def running_digest() -> "xxhash.xxh3_128":
-    """Object with `update(bytes)` and `digest()`, for what is no page: weights and scales in a
-    namespace's name.
+    """Return an object with `update(bytes)` and `digest()` for data that is no page.
+
+    Namespaces use it for weights and scales.
     """
     return xxhash.xxh3_128()
 
 
 def row_checksum(data: bytes) -> bytes:
-    """8 bytes: xxh3_64 of a row in the disk tier's database."""
+    """Return the 8-byte xxh3_64 of a row in the disk tier's database."""
     return xxhash.xxh3_64_digest(data)

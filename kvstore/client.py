@@ -77,6 +77,7 @@ class Client(Admin):
 
     @property
     def stats(self) -> ClientStats:
+        """Return the client's counters of calls, failures and corrupt pages."""
         return ClientStats(
             *self._fan_out.nodes.counts,
             self._corruption_reports.corrupt_pages,
@@ -85,8 +86,7 @@ class Client(Admin):
 
     @property
     def key_id(self) -> str:
-        """Return the id of the key that this client seals pages with, for a `Namespace`; empty: no
-        key."""
+        """Return the id of the key that this client signs pages with; empty without a key."""
         return self._page_keys.key_id if self._page_keys else ""
 
     @property
@@ -99,8 +99,11 @@ class Client(Admin):
 
     @property
     def wire_name(self) -> str:
-        """Return 'shm', 'bulk' or 'grpc'; 'none' before the first call and while no node is
-        reachable; 'mixed' if the members of a cluster are reached by several transports."""
+        """Return the transport in use: 'shm', 'bulk' or 'grpc'.
+
+        It is 'none' before the first call and while no node is reachable, and 'mixed' if the
+        members of a cluster are reached by several transports.
+        """
         names = {link.wire_name for link in self._fan_out.nodes.all().values()} - {"none"}
         return "mixed" if len(names) > 1 else names.pop() if names else "none"
 
@@ -210,8 +213,11 @@ class Client(Admin):
         keep: Keep,
         deadline: Deadline,
     ) -> list[PutOutcome]:
-        """Put pages at their owners, or at the node that is alone: there is no near node, or it did
-        not do what was promised."""
+        """Put pages at their owners, or at the only node.
+
+        This is the path without a near node, or after the near node failed to give the
+        acknowledgement.
+        """
         key = self._key(namespace)
         # By key: what an owner answered that has no space or could not promise.
         full: dict[int, Exhausted] = {}
@@ -460,8 +466,9 @@ class Client(Admin):
 
 
 class CorruptionReports:
-    """Count bad pages that nodes sent to one client, log them and report them to the node, which
-    can do something about them. Whatever the node says to a report, the read was a miss.
+    """Count, log and report the corrupt pages that nodes sent to one client.
+
+    The node can drop or repair them. Whatever it answers to a report, the read was a miss.
     """
 
     def __init__(self) -> None:

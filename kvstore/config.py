@@ -56,7 +56,7 @@ Config = TypeVar("Config")
 
 
 def speaks(version: int) -> bool:
-    """Whether we work with who speaks this version of the protocol."""
+    """Return whether this side can talk to a peer of that protocol version."""
     return abs(version - PROTOCOL_VERSION) <= 1
 
 
@@ -68,18 +68,16 @@ def setting(
     choices: tuple[str, ...] = (),
     expert: bool = False,
 ) -> Any:
-    """A dataclass field with an inclusive range or a list of choices.
+    """Declare a dataclass field with help text and an inclusive range or a list of choices.
 
-    `--help` leaves those for experts out.
+    `--help` leaves fields marked `expert` out.
     """
     meta = {"help": help, "low": low, "high": high, "choices": choices, "expert": expert}
     return dataclasses.field(default=default, metadata=meta)
 
 
 def secret(help: str) -> Any:
-    """A field that only the environment sets: what stands on a command line everybody on the host
-    can read.
-    """
+    """Declare a field that only the environment sets: everybody on a host can read command lines."""
     meta = {"help": help, "low": None, "high": None, "choices": (), "secret": True}
     return dataclasses.field(default="", repr=False, metadata=meta)
 
@@ -91,10 +89,10 @@ def load(
     environ: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Config:
-    """A checked `cls` from `values` (None: not given), the environment, the caller's `defaults` and
-    the class's.
+    """Build a checked `cls` from values, the environment, the caller's defaults and its own.
 
-    Text is parsed to the field's type, so values may come from a command line as they are.
+    A value of None counts as not given. Text is parsed to the field's type, so values may come from
+    a command line as they are. Raises ConfigError.
     """
     environ = os.environ if environ is None else environ
     chosen: dict[str, Any] = {}
@@ -124,7 +122,7 @@ def _parse(name: str, text: str, field: "dataclasses.Field[Any]") -> Any:
 
 
 def parse_nbytes(text: str) -> int:
-    """'4GiB', '512MiB', '64KiB', '1073741824' -> bytes.
+    """Parse '4GiB', '512MiB', '64KiB' or '1073741824' to bytes.
 
     Raises ValueError, also for '4GB', which may mean either.
     """
@@ -141,7 +139,7 @@ def parse_nbytes(text: str) -> int:
 
 
 def check_settings(config: Any) -> None:
-    """Raises ConfigError for the first field outside its range."""
+    """Raise ConfigError for the first field outside its range."""
     for field in dataclasses.fields(config):
         value, meta = getattr(config, field.name), field.metadata
         kind = type(field.default)
@@ -160,9 +158,9 @@ def check_settings(config: Any) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host reaches it.
+    """Return whether an address is reachable from this host only.
 
-    A name is only if it is `localhost`: what others mean is for a resolver.
+    Of names, only `localhost` is: others would need a resolver.
     """
     try:
         address = ipaddress.ip_address(host.strip("[]"))
@@ -173,15 +171,13 @@ def is_loopback(host: str) -> bool:
 
 
 def runtime_dir() -> str:
-    """Where a process of this user puts its Unix sockets."""
+    """Return the directory for this user's Unix sockets."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return f"{base}/kvstore" if base else f"/tmp/kvstore-{os.geteuid()}"
 
 
 def hub_cache_dir() -> str:
-    """Where this user's engines keep what they fetch from the Hugging Face hub, by the hub's own
-    rules.
-    """
+    """Return the Hugging Face cache directory of this user, by the hub's own rules."""
     for variable, below in (
         ("HF_HUB_CACHE", ""),
         ("HUGGINGFACE_HUB_CACHE", ""),
@@ -205,7 +201,7 @@ class Telemetry:
 
 
 def telemetry(environ: Mapping[str, str] | None = None) -> Telemetry | None:
-    """None: nobody asks for traces."""
+    """Return the tracing settings of the environment; None if tracing is off."""
     environ = os.environ if environ is None else environ
     said = environ.get("OTEL_TRACES_EXPORTER", "").strip()
     endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -220,15 +216,17 @@ def telemetry(environ: Mapping[str, str] | None = None) -> Telemetry | None:
 
 
 def engine_variables(*names: str) -> dict[str, str]:
-    """Variables by which an engine is told how to compute, beside its arguments; those that are
-    set.
+    """Return those of the named environment variables that are set.
+
+    Engines read such variables, beside their arguments, to decide how they compute.
     """
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def engine_arguments(variable: str) -> dict[str, Any]:
-    """The start arguments that an engine leaves in the environment of its processes, as a JSON
-    object. Raises ConfigError.
+    """Return the start arguments that an engine leaves in its environment as a JSON object.
+
+    Raises ConfigError.
     """
     text = os.environ.get(variable)
     if not text:
@@ -258,7 +256,7 @@ class Address(NamedTuple):
 
 
 def parse_address(address: str) -> Address:
-    """'host', 'host:port', '[v6]:port', 'bulk://host:port', 'unix:/path' or 'unix:///path'.
+    """Parse 'host', 'host:port', '[v6]:port', 'bulk://host:port', 'unix:/path' or 'unix:///path'.
 
     Raises ConfigError, for other URLs with what to write instead.
     """
@@ -306,9 +304,9 @@ def _socket_path(address: str) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """(host, port) of an address of TCP, with or without bulk://.
+    """Return (host, port) of a TCP address, with or without bulk://.
 
-    Raises ConfigError, also for a Unix socket's.
+    Raises ConfigError, also for a Unix socket.
     """
     found = parse_address(address)
     if found.scheme == "unix":
@@ -319,8 +317,9 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def light_wire(address: str) -> str:
-    """The wire that is enough for one small request to these nodes, a,b,c: gRPC, which maps no
-    memory and keeps no connection, unless one is named by an address of frames.
+    """Return the cheapest transport for one small request to these nodes, comma-separated.
+
+    It is gRPC, which maps no memory and keeps no connection, unless an address names frames.
     """
     schemes = {parse_address(one.strip()).scheme for one in address.split(",")}
     return "grpc" if schemes == {"grpc"} else "auto" if "unix" in schemes else "bulk"
@@ -351,8 +350,9 @@ def check_no_url(name: str, address: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PageKeyConfig:
-    """The secret with which this process seals pages and knows them again, if it has one
-    (`kvstore.page_hmac`).
+    """Configure the secret with which this process signs and verifies pages, if it has one.
+
+    See `kvstore.page_hmac`.
     """
 
     page_key_file: str = setting(
@@ -437,7 +437,7 @@ class ClientConfig(PageKeyConfig):
             )
 
     def _check_wire(self, address: str, scheme: str) -> None:
-        """Raises ConfigError for a wire that there is no way to from this address."""
+        """Raise ConfigError for a transport that this kind of address does not offer."""
         without = {"bulk": ("grpc",), "unix": ("grpc", "bulk")}.get(scheme, ())
         if self.wire in without:
             instead = (
@@ -450,9 +450,10 @@ class ClientConfig(PageKeyConfig):
 
     @property
     def addresses(self) -> tuple[str, ...]:
+        """Return the single addresses of the comma-separated list."""
         return tuple(address.strip() for address in self.address.split(","))
 
 
 def client_config(**values: Any) -> ClientConfig:
-    """ClientConfig from explicit values, the environment (KVSTORE_*) and the defaults."""
+    """Build a ClientConfig from explicit values, the environment (KVSTORE_*) and the defaults."""
     return load(ClientConfig, "KVSTORE", values)

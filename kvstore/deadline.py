@@ -13,15 +13,16 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def sooner(self, seconds: float) -> "Deadline":
-        """The deadline of a part of the call: `seconds` from now, or this one if it comes first."""
+        """Return the deadline of a part of the call: `seconds` from now, or this one if sooner."""
         return Deadline(min(seconds, self.remaining()))
 
     @property
     def passed(self) -> bool:
+        """Return whether the deadline has passed."""
         return time.monotonic() >= self._end
 
     def remaining(self) -> float:
-        """Seconds left, more than zero.
+        """Return the seconds left, more than zero. Raises DeadlineExceeded if there are none.
 
         Raises DeadlineExceeded if there are none.
         """

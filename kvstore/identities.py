@@ -58,8 +58,10 @@ ROLES = {role.name.lower(): role for role in Role}
 
 @dataclass(frozen=True)
 class Principal:
-    """`models`: patterns, as a shell has them, of the models whose namespaces it reaches; none:
-    all. `expires_s`: seconds since the epoch.
+    """Describe an authenticated client.
+
+    `models` holds shell patterns of the models whose namespaces it may use; empty allows all.
+    `expires_s` counts seconds since 1970.
     """
 
     name: str
@@ -70,21 +72,21 @@ class Principal:
 
     @property
     def of_all(self) -> bool:
-        """Whether it is of all tenants, and of all of each."""
+        """Return whether it belongs to all tenants and may use all models."""
         return self.tenant == ALL and not self.models
 
     def owns(self, tenant: str, model: str) -> bool:
-        """Whether a namespace of this tenant and model is his."""
+        """Return whether a namespace of this tenant and model is its own."""
         return self.tenant in (ALL, tenant) and matches(model, self.models)
 
     @property
     def scope(self) -> tuple[str, tuple[str, ...]]:
-        """Equal for those who are told the same."""
+        """Return a key that is equal for principals that may see the same namespaces."""
         return self.tenant, self.models
 
     @property
     def share(self) -> str:
-        """Whose share its connections, calls and bytes count to; empty: its address's."""
+        """Return the share that its connections, calls and bytes count to; empty for its address's."""
         return "" if self.tenant == ALL else share_of(self.tenant)
 
 
@@ -94,6 +96,7 @@ def share_of(tenant: str) -> str:
 
 
 def matches(model: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether a model matches one of the shell patterns, or there are none."""
     return not patterns or any(fnmatchcase(model, pattern) for pattern in patterns)
 
 
@@ -106,6 +109,7 @@ class Share:
     others: tuple[str, ...]
 
     def lets(self, principal: Principal, tenant: str, model: str) -> bool:
+        """Return whether it lets a principal use a namespace of this tenant and model."""
         others = ALL in self.others or principal.tenant in self.others
         return (
             tenant == self.tenant
@@ -131,18 +135,23 @@ class Identities:
 
     @cached_property
     def tenant_count(self) -> int:
+        """Return how many tenants the file names."""
         known = (*self.tokens.values(), *self.certificates.values())
         return len({principal.tenant for principal in known} - {ALL})
 
 
 def token_hash(token: str) -> bytes:
+    """Return the SHA-256 of a token, as the identities file stores it."""
     return hashlib.sha256(token.encode(errors="replace")).digest()
 
 
 def parse(
     text: str, check_quota: Callable[[Mapping[str, str]], object] = lambda fields: None
 ) -> Identities:
-    """`check_quota` raises ConfigError for fields that are no quota."""
+    """Parse the text of an identities file.
+
+    `check_quota` raises ConfigError for fields that are no quota.
+    """
     found = Identities(whole=text.endswith("\n"))
     seen: dict[tuple[str, str], int] = {}
     lines = text.split("\n", LINES_MAX)
@@ -258,7 +267,7 @@ def _expiry(text: str) -> float:
 
 
 def expiry_text(expires_s: float) -> str:
-    """As the file has it; empty: never."""
+    """Format an expiry as the file has it; empty if it never expires."""
     if expires_s == math.inf:
         return ""
     when = datetime.datetime.fromtimestamp(expires_s, datetime.timezone.utc)
@@ -266,21 +275,26 @@ def expiry_text(expires_s: float) -> str:
 
 
 def new_token(tenant: str) -> str:
-    """256 random bits behind the tenant's name, by which a client knows whose namespaces to open."""
+    """Return a new token: the tenant's name, then 256 random bits.
+
+    The name tells a client which tenant's namespaces to open.
+    """
     secret = secrets.token_urlsafe(SECRET_NBYTES)
     return secret if tenant == ALL else f"{tenant}.{secret}"
 
 
 def token_line(name: str, token: str, **fields: str) -> str:
+    """Return the line of a token for the identities file."""
     return _line("token", name, hash=token_hash(token).hex(), **fields)
 
 
 def certificate_line(name: str, **fields: str) -> str:
+    """Return the line of a certificate for the identities file."""
     return _line("certificate", name, **fields)
 
 
 def _line(kind: str, name: str, **fields: str) -> str:
-    """Raises InvalidRequest for what would not be one, or not be valid."""
+    """Build a line of the file. Raises InvalidRequest if it would not be exactly one valid line."""
     line = " ".join([kind, name, *(f"{field}={value}" for field, value in fields.items() if value)])
     found = parse(line)
     if found.problems or len(found.tokens) + len(found.certificates) != 1 or "#" in line:
@@ -294,15 +308,15 @@ def _line(kind: str, name: str, **fields: str) -> str:
 
 
 def read(path: Path) -> Identities:
-    """Raises ConfigError."""
+    """Read an identities file. Raises ConfigError."""
     return parse(_text(path))
 
 
 def add(path: Path, line: str, tell: Callable[[], object] = lambda: None) -> None:
-    """Begins the file if there is none.
+    """Add a line to the file, which is made if it is missing.
 
-    `tell` is called before it is written, when the line may be added: what it raises leaves the
-    file as it was. Raises InvalidRequest if its kind has this name already, and ConfigError.
+    `tell` is called just before the file is written: if it raises, the file stays as it was. Raises
+    InvalidRequest if the file has this name already, and ConfigError.
     """
     kind, name = line.split()[:2]
     with _replaced(path) as lines:
@@ -315,7 +329,7 @@ def add(path: Path, line: str, tell: Callable[[], object] = lambda: None) -> Non
 
 
 def revoke(path: Path, name: str) -> int:
-    """How many lines went: tokens and certificates of this name.
+    """Remove the tokens and certificates of this name and return how many there were.
 
     Raises ConfigError.
     """
@@ -331,7 +345,7 @@ def revoke(path: Path, name: str) -> int:
 
 
 def _text(path: Path) -> str:
-    """As a node reads it: only a line feed ends a line, so what a comment hides stays hidden."""
+    """Read the file as a node does: only a line feed ends a line, so comments stay comments."""
     try:
         return path.read_bytes().decode(errors="replace")
     except OSError as error:
@@ -340,9 +354,9 @@ def _text(path: Path) -> str:
 
 @contextlib.contextmanager
 def _replaced(path: Path) -> Iterator[list[str]]:
-    """Its lines, to be changed; one at a time.
+    """Yield the file's lines for changes and write them back, one writer at a time.
 
-    Of a link, those of the file that it leads to: a node may read it by its own name.
+    A symbolic link is followed, because a node may read its target by its own name.
     """
     path = Path(os.path.realpath(path))
     try:
@@ -374,7 +388,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, lines: list[str], about: os.stat_result | None) -> None:
-    """With the mode and owner that it had."""
+    """Write the lines with the file's former mode and owner."""
     content = "".join(f"{line}\n" for line in lines).encode()
     if about is None:
         write_whole(path, content, MODE_NEW)

@@ -78,16 +78,16 @@ class Namespace:
 
     @property
     def stored_nbytes(self) -> int:
-        """Of a page as wires move it and nodes keep it: its bytes and, if the namespace is keyed,
-        its seal.
-        """
+        """Return the bytes of a stored page: its content and, in a keyed namespace, its HMACs."""
         nbytes = self.layout.page_nbytes
         return nbytes + seal_nbytes(nbytes) if self.key_id else nbytes
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes: the start of SHA-256 over all fields in alphabetical order, without `key_id` if
-        it is empty.
+        """Return the 16-byte digest that names this namespace.
+
+        It is the start of SHA-256 over all fields in alphabetical order, without `key_id` if that
+        is empty.
         """
         sha = hashlib.sha256(b"kvstore-namespace-1\0")
         for name in sorted(f.name for f in fields(self) if self.key_id or f.name != "key_id"):
@@ -100,23 +100,24 @@ class Namespace:
 
 
 def shown(digest: bytes) -> str:
-    """A namespace's digest as an error says it: a stranger's may have megabytes."""
+    """Format a namespace digest for an error message; an invalid one may have megabytes."""
     if len(digest) > NAMESPACE_DIGEST_NBYTES:
         return f"of {len(digest)} bytes, where a digest has {NAMESPACE_DIGEST_NBYTES},"
     return digest.hex() or "(empty)"
 
 
 def short(digest: bytes) -> str:
-    """What logs say of a prefix hash or namespace: enough to find it, too little to ask for it or
-    confirm a prompt.
+    """Format a prefix hash or digest for logs.
+
+    It is enough to find the entry, and too little to request the page or to confirm a prompt.
     """
     return digest[:4].hex()
 
 
 def check_removal(name: bytes) -> None:
-    """All members keep it for a month.
+    """Raise InvalidRequest unless a removal's name has the right length.
 
-    Raises InvalidRequest.
+    All members keep the name for a month.
     """
     if len(name) not in (0, REMOVAL_NBYTES):
         raise InvalidRequest(
@@ -126,12 +127,12 @@ def check_removal(name: bytes) -> None:
 
 
 def unknown(digest: bytes) -> UnknownNamespace:
-    """What a node says of a namespace that it does not have, or that is not there for who asks."""
+    """Return the error for a namespace that a node lacks or that the caller may not see."""
     return UnknownNamespace(f"namespace {shown(digest)} is not open here; send OpenNamespace first")
 
 
 def prefix_hashes(tokens: Iterable[int], page_tokens: int, parent: bytes = b"") -> list[bytes]:
-    """Prefix hashes of the full pages of `tokens`; a last partial page has none.
+    """Return the prefix hashes of the full pages of `tokens`; a last partial page has none.
 
     `tokens`: ids in 0..2^32-1. `parent`: the hash of the page before the first token, empty at the
     start of a prompt. Raises InvalidRequest for an id out of range.
@@ -162,9 +163,9 @@ def _u32le(tokens: Iterable[int]) -> bytes:
 
 
 def check_prefix_hashes(hashes: Sequence[bytes], count_max: int, distinct: bool) -> None:
-    """Raises InvalidRequest unless there are 1..count_max hashes of a legal length.
+    """Raise InvalidRequest unless there are 1..count_max hashes of legal length.
 
-    `distinct` also refuses a hash that stands twice, where the operation would not know what to do.
+    With `distinct`, a repeated hash is refused, too.
     """
     if not hashes:
         raise InvalidRequest("the batch holds no key; send at least one prefix hash")

@@ -88,6 +88,7 @@ class Plane:
 
     @property
     def unit_nbytes(self) -> int:
+        """Return the bytes of one unit of the plane."""
         return DTYPE_NBYTES[self.dtype] * prod(self.unit_shape)
 
 
@@ -132,6 +133,7 @@ class PlaneSlice(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the slice."""
         return self.units * self.plane.unit_nbytes
 
 
@@ -163,7 +165,7 @@ class PageLayout:
 
     @cached_property
     def slices(self) -> tuple[PlaneSlice, ...]:
-        """Every plane of every layer, in page order, without gaps."""
+        """Return every plane of every layer in page order, without gaps."""
         slices, offset = [], 0
         for group in self.groups:
             for layer in group.layers:
@@ -177,6 +179,7 @@ class PageLayout:
 
     @cached_property
     def page_nbytes(self) -> int:
+        """Return the bytes of a page."""
         return sum(
             len(group.layers) * (self.page_tokens // plane.unit_tokens) * plane.unit_nbytes
             for group in self.groups
@@ -185,11 +188,11 @@ class PageLayout:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Layer numbers that have bytes in a page, ascending."""
+        """Return the layer numbers that have bytes in a page, ascending."""
         return tuple(sorted({layer for group in self.groups for layer in group.layers}))
 
     def layer_ranges(self, layer: int) -> tuple[ByteRange, ...]:
-        """Byte ranges of one layer: one per group that has it.
+        """Return the byte ranges of one layer, one per group that has it.
 
         Raises InvalidRequest if none has.
         """
@@ -209,7 +212,7 @@ class PageLayout:
 
     @cached_property
     def canonical(self) -> bytes:
-        """The text whose SHA-256 is the fingerprint (docs/FORMAT.md, "Layout fingerprint")."""
+        """Return the text whose SHA-256 is the fingerprint (docs/FORMAT.md, "Layout fingerprint")."""
         lines = ["kvstore-layout-1", f"page_tokens={self.page_tokens}"]
         for group in self.groups:
             lines.append(f"group {group.name} layers={_join(group.layers)}")
@@ -223,7 +226,7 @@ class PageLayout:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """32 bytes; equal exactly when the layouts are equal."""
+        """Return 32 bytes that are equal exactly when the layouts are equal."""
         return hashlib.sha256(self.canonical).digest()
 
 
@@ -232,19 +235,21 @@ def _join(numbers: Sequence[int]) -> str:
 
 
 def slot_nbytes(page_nbytes: int) -> int:
-    """What a page takes of a node's memory: its bytes, rounded up to the alignment."""
+    """Return the memory that a page takes in a node: its bytes, rounded up to the alignment."""
     return -(-page_nbytes // SLOT_ALIGN_NBYTES) * SLOT_ALIGN_NBYTES
 
 
 def opaque_layout(page_nbytes: int, page_tokens: int = 1) -> PageLayout:
-    """A page of `page_nbytes` bytes that nobody looks into: for tools, traces and benchmarks."""
+    """Return the layout of a page without inner structure, for tools, traces and benchmarks."""
     plane = Plane("bytes", "uint8", (page_nbytes,), unit_tokens=page_tokens)
     return PageLayout(page_tokens, (LayerGroup("opaque", (0,), (plane,)),))
 
 
 def check_ranges(ranges: Sequence[tuple[int, int]], page_nbytes: int) -> None:
-    """Of a get: (offset, nbytes), in any order, but each byte once, so that what is returned is
-    bounded by its pages. Raises InvalidRequest.
+    """Raise InvalidRequest unless a get's ranges are valid.
+
+    They are (offset, nbytes) in any order. They may not overlap, so that a reply is never larger
+    than its pages.
     """
     if len(ranges) > GET_RANGES_MAX:
         raise InvalidRequest(

@@ -25,6 +25,7 @@ class LogRate(logging.Filter):
         ] = {}  # by statement: when its window began, lines in it
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Let the first lines of each place in the code pass, per time window; count the others."""
         if getattr(record, "own_rate", False):
             return True
         kind, now = (record.pathname, record.lineno), self._clock()

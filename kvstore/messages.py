@@ -29,12 +29,13 @@ _SCALARS = (
 
 
 def namespace_message(namespace: Namespace) -> pb.Namespace:
+    """Convert a namespace to its message."""
     scalars = {name: getattr(namespace, name) for name in _SCALARS}
     return pb.Namespace(layout=layout_message(namespace.layout), **scalars)
 
 
 def namespace_value(message: pb.Namespace) -> Namespace:
-    """Raises InvalidRequest if a field is missing or out of range."""
+    """Convert a message to a namespace. Raises InvalidRequest if a field is missing or invalid."""
     if not message.HasField("layout"):
         raise InvalidRequest("namespace: layout is missing")
     scalars = {name: getattr(message, name) for name in _SCALARS}
@@ -42,7 +43,7 @@ def namespace_value(message: pb.Namespace) -> Namespace:
 
 
 def parse_namespace(data: bytes) -> Namespace:
-    """A serialised Namespace message.
+    """Parse a serialised Namespace message. Raises InvalidRequest.
 
     Raises InvalidRequest if it is none, or a wrong one.
     """
@@ -53,6 +54,7 @@ def parse_namespace(data: bytes) -> Namespace:
 
 
 def layout_message(layout: PageLayout) -> pb.PageLayout:
+    """Convert a page layout to its message."""
     groups = [
         pb.LayerGroup(
             name=group.name,
@@ -70,7 +72,7 @@ def layout_message(layout: PageLayout) -> pb.PageLayout:
 
 
 def layout_value(message: pb.PageLayout) -> PageLayout:
-    """Raises InvalidRequest if the message does not describe a layout."""
+    """Convert a message to a page layout. Raises InvalidRequest."""
     groups = tuple(
         LayerGroup(
             group.name,
@@ -83,7 +85,7 @@ def layout_value(message: pb.PageLayout) -> PageLayout:
 
 
 def lookup_reply(present: list[bool]) -> pb.LookupReply:
-    """The answer to a lookup: presence per key.
+    """Build the reply to a lookup from presence per key.
 
     `present` is merged in its wire form, a byte per key: protobuf's own assignment takes 0.2 µs for
     each bool, for 64 keys as much as all the rest that a node does for a lookup.
@@ -95,28 +97,30 @@ def lookup_reply(present: list[bool]) -> pb.LookupReply:
 
 
 def get_reply(hits: list[bool], checksums: list[bytes], ttls_ms: list[int]) -> pb.GetReply:
-    """The answer to a get; `hits` as above."""
+    """Build the reply to a get; `hits` is merged as in `lookup_reply`."""
     reply = pb.GetReply(checksums=checksums, ttls_ms=ttls_ms)
     reply.MergeFromString(_HITS_TAG + _varint(len(hits)) + bytes(hits))
     return reply
 
 
 def chunk_frame(pieces: list[memoryview]) -> bytes:
-    """A GetFrame or PutFrame with a chunk of page bytes, in its wire form: as messages, these bytes
-    would be copied four times, each time into memory that was just taken from the kernel.
+    """Build a GetFrame or PutFrame with a chunk of page bytes in its wire form.
+
+    As protobuf messages, these bytes would be copied four times, each time into fresh memory.
     """
     return b"".join((chunk_head(sum(piece.nbytes for piece in pieces)), *pieces))
 
 
 def chunk_head(nbytes: int) -> bytes:
-    """What is before the page bytes in a frame with a chunk of so many of them."""
+    """Return the bytes before the page bytes in a frame with a chunk of that size."""
     data = _DATA_TAG + _varint(nbytes)
     return _CHUNK_TAG + _varint(len(data) + nbytes) + data
 
 
 def chunk_of(frame: bytes) -> memoryview | None:
-    """The page bytes of a frame that is nothing but a chunk, as other implementations write it,
-    too; None for any other, which is for protobuf to read.
+    """Return the page bytes of a frame that is only a chunk; None for other frames.
+
+    Other implementations may encode the same frame differently: protobuf parses those.
     """
     inner, end = _length(frame, 0, _CHUNK_TAG)
     data, start = _length(frame, end, _DATA_TAG) if end else (0, 0)
@@ -125,14 +129,12 @@ def chunk_of(frame: bytes) -> memoryview | None:
 
 
 def delimited(number: int, data: bytes | memoryview) -> bytes:
-    """A message with nothing but this field, whose value `data` is a message or bytes."""
+    """Build a message with only this field, whose value is a message or bytes."""
     return b"".join((_varint(number << 3 | 2), _varint(len(data)), data))
 
 
 def field_of(message: memoryview) -> tuple[int, memoryview]:
-    """(number, value) of the only field of a message, which is a message or bytes; (0, nothing) if
-    it is another.
-    """
+    """Return (number, value) of a message's only field, a message or bytes; (0, empty) otherwise."""
     tag, start = _number(message, 0)
     nbytes, start = _number(message, start)
     whole = tag & 7 == 2 and start + nbytes == len(message)
@@ -140,7 +142,7 @@ def field_of(message: memoryview) -> tuple[int, memoryview]:
 
 
 def _number(data: memoryview, position: int) -> tuple[int, int]:
-    """(a number of at most five bytes at `position`, where it ends); 0 if there is none."""
+    """Parse a varint of at most five bytes; return it and its end, 0 if there is none."""
     value = 0
     for index in range(5):
         if position + index >= len(data):
@@ -153,8 +155,9 @@ def _number(data: memoryview, position: int) -> tuple[int, int]:
 
 
 def _length(frame: bytes, position: int, tag: bytes) -> tuple[int, int]:
-    """(length of the field with this tag at `position`, where its bytes begin); (0, 0) if it is
-    another.
+    """Return the length of the field with this tag at `position` and where its bytes begin.
+
+    (0, 0) means that it is another field.
     """
     if frame[position : position + 1] != tag:
         return 0, 0
@@ -189,7 +192,7 @@ FRAME_NBYTES = (
 
 
 def add_counts(total: pb.NamespaceInfo, more: pb.NamespaceInfo) -> None:
-    """Pages and counters of one namespace at another node."""
+    """Add the page counts and counters that another node has of the same namespace."""
     total.page_count += more.page_count
     total.disk_page_count += more.disk_page_count
     for field, value in more.counters.ListFields():
@@ -197,7 +200,7 @@ def add_counts(total: pb.NamespaceInfo, more: pb.NamespaceInfo) -> None:
 
 
 def plain(message: Any) -> dict[str, Any]:
-    """A protobuf message as JSON values: every field, bytes as hex."""
+    """Convert a protobuf message to JSON values: every field, bytes as hex."""
     values = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)

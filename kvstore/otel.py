@@ -28,11 +28,11 @@ _provider: Any = None  # ours, if this process has one
 
 
 def set_up(service: str = "") -> None:
-    """Before the first request of a process.
+    """Set tracing up before the first request of a process.
 
-    `service`: of a process of ours, which gets a provider; of an engine's what it has is used.
-    Raises ConfigError for an exporter that is not there or can not be used, in a process of ours.
-    Nothing is connected to here.
+    `service` names a process of ours, which gets a provider; in an engine's process, the engine's
+    own is used. Raises ConfigError for a missing or unusable exporter, in a process of ours.
+    Nothing connects here.
     """
     wanted = telemetry()
     if wanted is None or tracing.tracer is not None:
@@ -54,8 +54,9 @@ def set_up(service: str = "") -> None:
 
 
 def _provide(trace: Any, service: str, wanted: Telemetry) -> None:
-    """What the variables name, unless the process has a provider already, as under
-    `opentelemetry-instrument`.
+    """Install the tracer provider that the variables name, unless the process has one already.
+
+    `opentelemetry-instrument` installs one.
     """
     if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return
@@ -86,7 +87,7 @@ def _provide(trace: Any, service: str, wanted: Telemetry) -> None:
 
 
 def _point(name: str, protocol: str) -> importlib.metadata.EntryPoint:
-    """Of the exporter that is called so.
+    """Return the entry point of the exporter with this name. Raises ConfigError.
 
     Raises ConfigError.
     """
@@ -107,7 +108,7 @@ def _point(name: str, protocol: str) -> importlib.metadata.EntryPoint:
 
 
 def flush() -> None:
-    """At the end of a process: what is not sent yet is, if that takes no longer than FLUSH_S.
+    """Send spans that are waiting, for at most FLUSH_S, at the end of a process.
 
     The SDK's `force_flush` takes a limit and does not keep it: with a collector that hangs it waits
     10 s for each 512 spans.

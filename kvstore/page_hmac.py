@@ -33,7 +33,7 @@ _EVERYBODY = stat.S_IROTH | stat.S_IWOTH  # may not read or write the file of th
 
 
 def seal_nbytes(page_nbytes: int) -> int:
-    """Of a page of so many bytes."""
+    """Return the bytes of all HMACs of a page."""
     return MAC_NBYTES * len(cuts(page_nbytes))
 
 
@@ -50,7 +50,7 @@ class PageKeys:
         self.key_id = _hmac(secret, b"kvstore-page-key-id-1\0")[:_KEY_ID_NBYTES].hex()
 
     def of(self, digest: bytes) -> bytes:
-        """The key of the namespace with this digest."""
+        """Return the key of the namespace with this digest."""
         return _hmac(self._secret, b"kvstore-page-key-1\0" + digest)
 
 
@@ -71,16 +71,16 @@ class Seals:
         self.forged: list[bytes] = []
 
     def made(self, prefix_hash: bytes, page: Pieces) -> memoryview:
-        """Of a whole page."""
+        """Return the HMACs of a whole page."""
         parts = enumerate(chunks(page, [end - start for start, end in self._cuts]))
         return memoryview(
             b"".join([self._mac(prefix_hash, number, part) for number, part in parts])
         )
 
     def fits(self, prefix_hash: bytes, arrived: Pieces, seal: memoryview) -> bool:
-        """Whether what arrived was made with this key, for this page; counts what was not.
+        """Return whether the parts that arrived carry this key's HMACs for this page; count failures.
 
-        `arrived`: its parts, one after the other.
+        `arrived` holds the parts in order.
         """
         sizes = [end - start for start, end in (self._cuts[number] for number in self._numbers)]
         for number, part in zip(self._numbers, chunks(arrived, sizes), strict=True):
@@ -91,7 +91,7 @@ class Seals:
         return True
 
     def _mac(self, prefix_hash: bytes, number: int, part: Iterable[memoryview]) -> bytes:
-        """The GIL is given up meanwhile, as hashlib does it from 2 KiB on."""
+        """Return the HMAC of one part; hashlib releases the GIL from 2 KiB on."""
         running = self._begun.copy()
         running.update(
             struct.pack("<I", len(prefix_hash))
@@ -104,23 +104,22 @@ class Seals:
 
 
 def sealed(page: Pieces, prefix_hash: bytes, seals: Seals | None) -> Pieces:
-    """What is stored of a page: its bytes and, if it has one, its seal, which is made now."""
+    """Return what is stored of a page: its bytes and, in a keyed namespace, its new HMACs."""
     return page if seals is None else (*page, seals.made(prefix_hash, page))
 
 
 def room(page: Pieces, seals: Seals | None) -> Pieces:
-    """Where what arrives of a page goes: the caller's memory and, if there is one, a place for its
-    seal.
-    """
+    """Return the buffers that a stored page is received into: the caller's, and one for the HMACs."""
     return page if seals is None else (*page, memoryview(bytearray(seals.nbytes)))
 
 
 class SealedRanges:
-    """Ranges (offset, nbytes) of sealed pages of so many bytes: the parts in which they lie, which
-    must all be here to be checked, and where the ranges are in these. Pure.
+    """Locate ranges of a signed page in the parts that must be read to verify them. Pure.
 
-        page    | 0 | 1 | 2 | 3 | 4 |     ranges lie in 1, 3 and 4
-        runs        | 1 |   | 3 | 4 |     arrive one after the other: `nbytes`
+    Ranges are (offset, nbytes). Whole parts must arrive to be verified.
+
+        page        | 0 | 1 | 2 | 3 | 4 |     ranges lie in 1, 3 and 4
+        runs            | 1 |   | 3 | 4 |     arrive one after the other: `nbytes`
     """
 
     def __init__(self, page_nbytes: int, ranges: Iterable[tuple[int, int]]) -> None:
@@ -144,7 +143,7 @@ class SealedRanges:
         ]
 
     def pick(self, parts: memoryview) -> Iterable[memoryview]:
-        """The ranges, of the parts of a page that arrived."""
+        """Return the ranges from the parts of a page that arrived."""
         return [
             parts[place : place + nbytes]
             for place, (_, nbytes) in zip(self._places, self._ranges, strict=True)

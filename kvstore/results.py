@@ -19,7 +19,7 @@ class PutOutcome(enum.Enum):
 
     @property
     def kept(self) -> bool:
-        """Whether the store has the page, or is about to."""
+        """Return whether the store has the page or is about to."""
         return self in (PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.BUSY)
 
 
@@ -57,7 +57,7 @@ class Keep:
 
     @property
     def promised(self) -> bool:
-        """Whether the put answers for more than that a node has the pages."""
+        """Return whether the put waits for more than one node having the pages."""
         return self.durable or self.ack == ACK_ALL
 
 

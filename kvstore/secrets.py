@@ -28,7 +28,7 @@ _TOKEN = re.compile(r"[!-~]+")  # what a header of HTTP may carry
 
 
 def look_at(file: str, forbidden: int = 0) -> os.stat_result:
-    """`forbidden`: bits of the mode that it may not have.
+    """Stat a secret's file. Raises ConfigError if its mode has one of the `forbidden` bits.
 
     Raises ConfigError.
     """
@@ -39,14 +39,14 @@ def look_at(file: str, forbidden: int = 0) -> os.stat_result:
 
 
 def stamp(about: os.stat_result) -> tuple[int, ...]:
-    """Other than it was when the file was written, replaced or made readable."""
+    """Return a value that changes when the file is written, replaced or made readable."""
     return about.st_mtime_ns, about.st_ctime_ns, about.st_ino, about.st_size
 
 
 def read_guarded(file: str, forbidden: int, nbytes_max: int) -> bytes:
-    """All of it, as its mode is while it is read.
+    """Read a secret's whole file, checking the mode of the open file. Raises ConfigError.
 
-    Never waits for who would write to a pipe. Raises ConfigError.
+    It never waits for the writer of a pipe.
     """
     try:
         with open(path_of(file), "rb", opener=_at_once) as opened:
@@ -60,6 +60,7 @@ def read_guarded(file: str, forbidden: int, nbytes_max: int) -> bytes:
 
 
 def path_of(file: str) -> str:
+    """Return the path in 'setting=path'."""
     return file.partition("=")[2]
 
 
@@ -80,7 +81,7 @@ def _checked(file: str, forbidden: int, about: os.stat_result) -> os.stat_result
 
 
 def _closing(bits: int) -> str:
-    """0o026 -> 'g-w,o-rw', as chmod takes it."""
+    """Return the chmod argument that clears mode bits: 0o026 -> 'g-w,o-rw'."""
     shown = stat.filemode(bits)
     letters = {"g": shown[4:7].replace("-", ""), "o": shown[7:].replace("-", "")}
     return ",".join(f"{who}-{some}" for who, some in letters.items() if some)
@@ -120,7 +121,7 @@ def write_whole(
 
 
 def token_of(config: ClientConfig) -> str:
-    """As it is now: a file is read again.
+    """Return the client's token, reading its file again. The ConfigError never contains the token.
 
     Raises ConfigError, which does not say it.
     """
@@ -148,7 +149,7 @@ def tenant_of(config: ClientConfig) -> str:
 
 
 def check_stays_private(token: str, config: ClientConfig, addresses: Sequence[str]) -> None:
-    """Raises ConfigError for a token that would cross a network unencrypted."""
+    """Raise ConfigError for a token that would cross a network unencrypted."""
     if token and not (config.tls_ca or config.insecure) and not all(map(is_loopback, addresses)):
         raise ConfigError(
             "a token would cross the network unencrypted; set tls_ca (KVSTORE_TLS_CA), or insecure "

@@ -96,15 +96,18 @@ class Event:
         self._waiting: deque[Any] = deque()
 
     def is_set(self) -> bool:
+        """Return whether it is set."""
         return self._set
 
     def set(self) -> None:
+        """Set it and wake all waiting threads."""
         self._set = True
         for wakeup in tuple(self._waiting):
             with contextlib.suppress(RuntimeError):
                 wakeup.release()
 
     def clear(self) -> None:
+        """Reset it."""
         self._set = False
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -227,7 +230,7 @@ class NoThread(RuntimeError):
 
 
 def in_main_thread() -> bool:
-    """Whether signal handlers run in this thread."""
+    """Return whether signal handlers run in this thread."""
     return get_ident() == threading.main_thread().ident
 
 
@@ -288,9 +291,7 @@ class _Task:
 
 
 class _Interrupts:
-    """Keep the first exception that a signal handler raised during a wait, to raise it after the
-    wait.
-    """
+    """Keep the first exception of a signal handler during a wait, to raise it afterwards."""
 
     first: BaseException | None = None
 
@@ -391,8 +392,7 @@ LEVELS = 8
 def _wait_uninterrupted(
     task: _Task, stop: Callable[[], object], interrupts: _Interrupts, levels: int = LEVELS
 ) -> None:
-    """Wait until the task has ended or can not begin any more, however many interrupts come
-    meanwhile.
+    """Wait until the task has ended or cannot begin any more, however many interrupts arrive.
 
     A handler may also raise where an `except` ends or a loop jumps back, which no `try` of this
     call covers. The `try` of the recursion level above does.

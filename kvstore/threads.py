@@ -27,8 +27,7 @@ Result = TypeVar("Result")
 
 
 class ThreadPool(Executor):
-    """Run jobs as a `ThreadPoolExecutor` does, and stay usable if a signal handler raises in
-    `submit`.
+    """Run jobs like a `ThreadPoolExecutor`, and stay usable if a signal handler raises in `submit`.
 
     Each job starts a thread until there are `threads_max`.
     """
@@ -137,8 +136,10 @@ def _end_all() -> None:
 def begin(
     done: "AnyFuture[Result]", pool: Executor, function: Callable[..., Result], *arguments: Any
 ) -> bool:
-    """Whether a thread does it and tells `done`, a new future; if not, nobody ever will, and it is
-    cancelled. Who may be interrupted puts `done` where `end` finds it before.
+    """Run a function on a thread of the pool; return False if it will never run.
+
+    `done`, a new future, gets the result. It is cancelled if the function never runs. A caller that
+    may be interrupted stores `done` first where `end` finds it.
     """
     own = [done]
     function = carried(function)
@@ -165,13 +166,13 @@ def begin(
 def begun(
     pool: Executor, function: Callable[..., Result], *arguments: Any
 ) -> "Future[Result] | None":
-    """The same for who is not interrupted; None: no thread does it."""
+    """Run a function on a thread of the pool; None if no thread takes it. Not for interrupted callers."""
     done: Future[Result] = Future()
     return done if begin(done, pool, function, *arguments) else None
 
 
 def end(futures: Collection["AnyFuture[Any]"]) -> None:
-    """What has not begun never will, and what has is waited for.
+    """Cancel what has not begun, wait for the rest, and raise an interrupt afterwards.
 
     An interrupt is raised afterwards.
     """
@@ -183,12 +184,11 @@ def end(futures: Collection["AnyFuture[Any]"]) -> None:
 
 
 def wait_for(futures: Collection["AnyFuture[Any]"], timeout_s: float | None = None) -> None:
-    """Until all of them, which nobody has cancelled, have ended.
+    """Wait until all futures have ended, and raise an interrupt afterwards.
 
-    An interrupt is raised afterwards.
-
-    One after the other: `concurrent.futures.wait` takes all their locks, and an interrupt then
-    leaves them taken. `timeout_s`: of which it waits no longer, and an interrupt is raised at once.
+    None of them may be cancelled. They are waited for one after the other:
+    `concurrent.futures.wait` takes all their locks, and an interrupt would leave these locked. With
+    `timeout_s` it waits no longer, and an interrupt is raised at once.
     """
     if timeout_s is not None:
         until = time.monotonic() + timeout_s

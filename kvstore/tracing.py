@@ -49,39 +49,38 @@ class Trace(NamedTuple):
 
     @property
     def request_id(self) -> str:
+        """Return the request id: the trace id in hex."""
         return self.trace_id.hex()
 
     @property
     def request_ids(self) -> str:
-        """For a line of a log."""
+        """Return the request ids of all traces, for a log line."""
         return ", ".join(trace.request_id for trace in (self, *self.others))
 
     def packed(self) -> bytes:
-        """For a frame: trace id, span id, flags."""
+        """Pack trace id, span id and flags for a frame."""
         return self.trace_id + self.span_id + bytes([self.sampled])
 
     def header(self) -> str:
-        """For metadata of gRPC."""
+        """Return the traceparent header for gRPC's metadata."""
         return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-{self.sampled:02x}"
 
 
 def packed_now() -> bytes:
-    """For another process of the same engine: the current trace and its others, one after the
-    other; nothing without one.
-    """
+    """Pack the current trace and those linked to it for another process of the engine."""
     trace = current()
     return b"" if trace is None else b"".join(one.packed() for one in (trace, *trace.others))
 
 
 def unpacked(packed: bytes) -> Trace | None:
-    """None for what is none: nobody is refused for it."""
+    """Unpack a trace; None for anything invalid, which is never an error."""
     if len(packed) != PACKED_NBYTES:
         return None
     return _valid(packed[:TRACE_NBYTES], packed[TRACE_NBYTES:-1], packed[-1])
 
 
 def unpacked_all(packed: bytes) -> Trace | None:
-    """What `packed_now` made."""
+    """Unpack what `packed_now` made."""
     found = [
         unpacked(packed[at : at + PACKED_NBYTES]) for at in range(0, len(packed), PACKED_NBYTES)
     ]
@@ -90,6 +89,7 @@ def unpacked_all(packed: bytes) -> Trace | None:
 
 
 def parsed(header: str) -> Trace | None:
+    """Parse a traceparent header; None if it is invalid."""
     found = _FORM.fullmatch(header)
     return (
         _valid(bytes.fromhex(found[1]), bytes.fromhex(found[2]), int(found[3], 16))
@@ -118,7 +118,7 @@ current = _current.get
 
 @contextlib.contextmanager
 def within(trace: Trace | None) -> Iterator[None]:
-    """Around what is done for a request."""
+    """Make a trace the current one within the block."""
     token = _current.set(trace)
     try:
         yield
@@ -127,11 +127,11 @@ def within(trace: Trace | None) -> Iterator[None]:
 
 
 def request(*names: str | None) -> Span:
-    """Around what is done for a request that an engine calls so, or for several.
+    """Begin the request that an engine names, or several at once.
 
-    If the engine traces it, it is that trace; else its id follows from the name, so that whoever
-    has the one finds the other, and who records spans may record it. Without a name, from an engine
-    that tells none, what the call becomes has an id of its own.
+    If the engine traces it, that trace is used. Otherwise the id follows from the name, so that log
+    lines of both sides can be matched, and a span recorder may record it. Without a name, each call
+    gets an id of its own.
     """
     if current() is not None:
         return NOTHING
@@ -147,7 +147,7 @@ def request(*names: str | None) -> Span:
 
 
 def named(name: str) -> Trace:
-    """Whatever an engine says is a name."""
+    """Return the trace of a name that an engine gave; any value is a name."""
     name = str(name)
     return _known(name) if len(name) <= KNOWN_MAX else _made(name)
 
@@ -163,19 +163,19 @@ _known = functools.lru_cache(1024)(
 
 
 def span(name: str, kind: str = "internal", **attributes: Any) -> Span:
-    """A step of the current request."""
+    """Record a step of the current request as a span."""
     return NOTHING if tracer is None else tracer.span(name, current(), kind, attributes)
 
 
 def serving(op: str, trace: Trace | None) -> Span:
-    """Around a request that came with a trace, or none."""
+    """Serve a request within the trace that came with it, if one did."""
     if tracer is not None:
         return tracer.span(f"kvstore.{op}", trace, "server", {})
     return NOTHING if trace is None else within(trace)
 
 
 def carried(function: Callable[..., Result]) -> Callable[..., Result]:
-    """For another thread, which does it for the current request."""
+    """Bind a function to the current trace, for another thread."""
     trace = current()
     if trace is None:
         return function
@@ -197,13 +197,14 @@ class Tracer:
     """
 
     def __init__(self, trace: Any) -> None:
-        """`trace`: the module `opentelemetry.trace`."""
+        """Take `trace`, the module `opentelemetry.trace`."""
         self._api = trace
         self._tracer = trace.get_tracer("kvstore")
 
     def span(
         self, name: str, parent: Trace | None, kind: str, attributes: dict[str, Any]
     ) -> "_Span":
+        """Start a span below a parent, linked to the other traces of its request."""
         api = self._api
         context, links = None, []
         if parent is not None:
@@ -280,6 +281,7 @@ class NamesRequest(logging.Filter):
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Append the current request id to a log line."""
         trace = current()
         if trace is not None:
             record.msg, record.args = f"{record.getMessage()} [request {trace.request_ids}]", None

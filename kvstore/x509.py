@@ -38,8 +38,7 @@ def check_dates(file: str, pem: bytes) -> None:
 
 
 def validity(pem: bytes) -> tuple[float, float]:
-    """Return when the first of the certificates becomes valid and when it expires, in seconds of
-    Unix time.
+    """Return when the last of the certificates becomes valid and the first expires, in Unix time.
 
     Raises ConfigError.
     """

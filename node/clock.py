@@ -9,7 +9,5 @@ _EPOCH_S = time.clock_gettime(time.CLOCK_BOOTTIME) - time.time()
 
 
 def unix_s() -> int:
-    """Return whole seconds since the epoch, by the wall clock at the start of this process and what
-    passed since.
-    """
+    """Return seconds since 1970: the wall clock at the process's start plus the time since."""
     return max(1, int(time.clock_gettime(time.CLOCK_BOOTTIME) - _EPOCH_S))

@@ -26,7 +26,7 @@ EXTENTS_WANTED = 64  # enough to follow a changing mix of page sizes, few enough
 
 
 def missing(package: str) -> str:
-    """What to say of a Python package that is not installed."""
+    """Return the message for a Python package that is not installed."""
     return (
         f"the Python package {package} is not installed; a node needs the extra `node`: "
         "pip install 'kvstore-llm[node]', or the wheel's file name followed by [node]"
@@ -291,11 +291,12 @@ class NodeConfig:
 
     @property
     def trusted(self) -> tuple[str, ...]:
+        """Return the tenants that may map the arena."""
         return tuple(filter(None, map(str.strip, self.shm_trust.split(","))))
 
     @property
     def insecurity(self) -> str:
-        """What strangers may do on this node's network; empty: nothing."""
+        """Return what strangers may do on this node's network; empty if nothing."""
         open_to = " and ".join(host for host in self._interfaces if not is_loopback(host))
         if not open_to:
             return ""
@@ -307,7 +308,7 @@ class NodeConfig:
 
     @property
     def _interfaces(self) -> list[str]:
-        """All on which it listens: gRPC may have one of its own."""
+        """Return all interfaces on which it listens: gRPC may have its own."""
         return [self.host, *({self.grpc_host} - {"", "none", self.host})]
 
     def _check_access(self) -> None:
@@ -333,6 +334,7 @@ class NodeConfig:
 
     @property
     def members_ca(self) -> str:
+        """Return the authority that members' certificates are verified with."""
         return self.tls_ca or self.tls_client_ca
 
     def _check_disk(self) -> None:
@@ -369,7 +371,7 @@ class NodeConfig:
 
     @property
     def disk_extent_of_new_dir(self) -> int:
-        """A data directory that has extents already keeps their size, whatever the RAM has become."""
+        """Return the extent size of a new data directory; an existing one keeps its own."""
         return self.disk_extent_nbytes or min(
             max(DISK_EXTENT_NBYTES, self.extent_nbytes), _aligned(self.disk_nbytes)
         )

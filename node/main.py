@@ -147,7 +147,7 @@ def _size(nbytes: int) -> str:
 
 
 def _end_if_asked() -> None:
-    """A start that takes long (RAM to touch, rows to read) ends within a moment of a signal, too."""
+    """End a long start within a moment of a signal."""
     if asked := signal.sigpending() & set(STOP_SIGNALS):
         log.info("%s: the node ends during its start", _signal_names(asked))
         raise SystemExit(0)
@@ -204,13 +204,13 @@ def _node_class() -> "type[Node]":
 
 
 def _reachable(host: str) -> str:
-    """The host part of an address by which this machine reaches who listens on `host`."""
+    """Return the host by which this machine reaches a listener on `host`."""
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     return f"[{host}]" if ":" in host else host
 
 
 def main() -> None:
-    """Runs until SIGTERM, SIGINT or SIGHUP; a second SIGTERM or SIGINT ends at once."""
+    """Run a node until SIGTERM, SIGINT or SIGHUP; a second SIGTERM or SIGINT ends it at once."""
     # Blocked before any thread starts and waited for, instead of handled: a thread that is just
     # being started can take a signal, and a handler then waits for a main thread that nothing
     # wakes.

@@ -34,17 +34,21 @@ class TextLines(logging.Formatter):
     """Lines of text, with the request behind the message and before a traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """Append the request id to the line."""
         trace = current()
         line = super().formatMessage(record)
         return line if trace is None else f"{line} [request {trace.request_id}]"
 
 
 class JsonLines(logging.Formatter):
-    """`time` (UTC), `level`, `logger`, `message`; `request` and `span` of a line that is about a
-    request, in hex as in OpenTelemetry; `error` is a traceback.
+    """Format log records as JSON lines.
+
+    The fields are `time` (UTC), `level`, `logger`, `message`, `error` with a traceback, and
+    `request` and `span` in hex, as in OpenTelemetry.
     """
 
     def format(self, record: logging.LogRecord) -> str:
+        """Format a record as one JSON line."""
         at = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
         line: dict[str, Any] = {
             "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -61,8 +65,7 @@ class JsonLines(logging.Formatter):
 
 
 class SeldomCollections:
-    """Python's full garbage collections, made seldom: from the constructor on until `stop`, in the
-    whole process.
+    """Make Python's full garbage collections rare in this process, until `stop`.
 
     A full collection looks at every page there is, with the GIL: 100 ms for 262,144 pages, and
     Python runs one whenever a quarter of them is new. Pages are in no cycles and are freed without
@@ -93,6 +96,7 @@ class SeldomCollections:
                 )  # what was freed goes back to the system; others run meanwhile
 
     def stop(self) -> None:
+        """End the thread and restore the thresholds."""
         self._stopping.set()
         self._thread.join()
         gc.set_threshold(*self._thresholds)

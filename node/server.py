@@ -55,11 +55,12 @@ CHECKED_MAX = 100_000  # pages of a tier, at a stop: each costs some 5 µs and 1
 
 
 class Node:
-    """sockets -> shm_server | bulk_server | gateway doors -> service -> session -> ram tier ->
-    slots, eviction
-                                                               |                                  |
-                                                               +-------- page bytes -----------
-                                                               arena
+    """Connect the parts of a node.
+
+        sockets -> shm_server | bulk_server | gateways -> service -> session -> RAM tier -> slots
+                                                             |                                |
+                                                             +---------- page bytes ----------+
+                                                             arena
 
     The constructor takes memory and ports or raises ConfigError; `start` serves; `stop` drains.
     """
@@ -70,10 +71,10 @@ class Node:
         pulse: Callable[[], None] = lambda: None,
         gateway_processes: bool = False,
     ) -> None:
-        """`pulse` is called now and then by what takes long at the start, and may raise to end it.
+        """Take memory and ports. Raises ConfigError.
 
-        `gateway_processes`: gRPC is served by processes, as config says; else by a thread of this
-        one.
+        `pulse` is called now and then during a long start and may raise to end it. With
+        `gateway_processes`, gRPC is served by processes, otherwise by a thread.
         """
         self.config = config
         self._pulse = pulse
@@ -145,7 +146,7 @@ class Node:
         return not self.access.open or is_trusted_host(host, self._own_hosts)
 
     def _open_console(self) -> tuple[Console | None, list[Callable[[], None]]]:
-        """None: there is none; and what it has to look at now and then."""
+        """Return the console, None without one, and the functions to call periodically."""
         if self.config.console == "off":
             return None, []
         on_disk = self.disk.page_count if self.disk is not None else None
@@ -153,7 +154,7 @@ class Node:
         return Console(self.service, self.peers, history, self._described), [history.look]
 
     def _open_registry(self) -> Registry | None:
-        """None: this node is alone, or of a fixed list."""
+        """Return the registry; None for a node that is alone or in a fixed list."""
         erasure, settle = self.service.erasure, self.service.durability.settle
         registry = open_registry(
             self.config, self.membership, self._forget_namespace, settle, erasure.catch_up
@@ -217,7 +218,7 @@ class Node:
             self.service.tls_status = own.status
 
     def _open_shm(self) -> ShmServer | None:
-        """By default a node that can have no socket here (a read-only container, say) does without."""
+        """Open the Unix socket; by default a node that cannot have one runs without."""
         config = self.config
         if config.shm_socket in ("", "none"):
             return None
@@ -284,7 +285,7 @@ class Node:
         disk.set_limits(lambda tenant: Limits(of(tenant).disk_nbytes, of(tenant).pins), promised)
 
     def start(self) -> None:
-        """Raises ConfigError if it can not be of its cluster."""
+        """Start serving. Raises ConfigError if it cannot join its cluster."""
         try:
             self._start()
         except BaseException:
@@ -318,7 +319,7 @@ class Node:
             self._join(self.registry)
 
     def _join(self, registry: Registry) -> None:
-        """It serves, and the others hear of it.
+        """Register this node and tell the others.
 
         It has joined when it has what it owns (`node.cluster.rebalance`).
         """
@@ -336,7 +337,7 @@ class Node:
         registry.join(about, self._pulse)
 
     def stop(self) -> None:
-        """Tells health, refuses new pages, lets running requests end within `drain_s`, closes all."""
+        """Drain and close: health first, then running requests for `drain_s`, then everything."""
         log.info("draining: running requests have %g s", self.config.drain_s)
         self._end()
 
@@ -365,7 +366,7 @@ class Node:
         self.arena.close()
 
     def _stop_disk(self, disk: DiskTier) -> None:
-        """What is in RAM only goes to disk first, if the disk takes it in `flush_s`."""
+        """Write pages to disk that are in RAM only, within `flush_s`, and close the tier."""
         end = time.monotonic() + self.config.flush_s
         self.scrubber.stop()
         try:
@@ -382,7 +383,7 @@ class Node:
             log.error("the rows were not closed cleanly: %s", error)
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         return (
             self.tier.check()
             + self.peers.check()
@@ -391,7 +392,7 @@ class Node:
 
 
 def _tell_violations(where: str, page_count: int, check: Callable[[], list[str]]) -> None:
-    """At a stop, which is not to wait for it when pages are many."""
+    """Log violated invariants at a stop, unless checking many pages would take too long."""
     if page_count > CHECKED_MAX:
         log.info(
             "%d pages in the %s tier are not checked: more than %d", page_count, where, CHECKED_MAX

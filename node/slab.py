@@ -60,6 +60,7 @@ class SizeClass:
 
     @property
     def slot_count(self) -> int:
+        """Return the slots of all blocks."""
         return self.block_count * self.per_block
 
 
@@ -82,6 +83,7 @@ class Block:
 
     @property
     def used_count(self) -> int:
+        """Return the slots in use."""
         return len(self.owners) - len(self.free)
 
 
@@ -137,7 +139,7 @@ class SlotAllocator:
         return offsets[0] if offsets else None
 
     def allocate_all(self, slot_nbytes: int, owners: Sequence[Any]) -> list[int]:
-        """The same for each owner, from the first on, as far as there are free slots."""
+        """Allocate a slot for each owner, as far as there are free ones."""
         offsets: list[int] = []
         try:
             while len(offsets) < len(owners):
@@ -152,7 +154,7 @@ class SlotAllocator:
         return offsets
 
     def _allocate_some(self, slot_nbytes: int, owners: Sequence[Any]) -> list[int]:
-        """The same, of one block."""
+        """Allocate slots from one block."""
         kind = self._kinds.get(slot_nbytes)
         block = next(iter(kind.partial.values()), None) if kind is not None else None
         if block is None:
@@ -175,7 +177,7 @@ class SlotAllocator:
         return offsets
 
     def free_count(self, slot_nbytes: int) -> int:
-        """How many slots `allocate` would find one after the other, if nothing is closed."""
+        """Return how many slots `allocate` would find if nothing is draining."""
         kind = self._kind(slot_nbytes)
         if kind is None:
             return 0
@@ -183,7 +185,7 @@ class SlotAllocator:
         return kind.slot_count - kind.used_count + blocks * kind.per_block
 
     def free(self, offset: int) -> Block:
-        """Gives a slot back; a block whose last slot is freed serves any size again.
+        """Free a slot and return its block; an empty block serves any size again.
 
         The block it was in.
         """
@@ -205,7 +207,7 @@ class SlotAllocator:
         return block
 
     def hand_over(self, offset: int, owner: Any) -> Block:
-        """Another owner for a slot that is in use.
+        """Give a used slot to another owner and return its block.
 
         The block it is in.
         """
@@ -216,6 +218,7 @@ class SlotAllocator:
         return block
 
     def block_of(self, offset: int) -> Block:
+        """Return the block at an offset."""
         block = self._blocks[offset // self.unit_nbytes]
         assert block is not None, f"no block at {offset}"
         return block
@@ -223,7 +226,7 @@ class SlotAllocator:
     # ---- blocks --------------------------------------------------------------------------
 
     def level(self, slot_nbytes: int) -> int:
-        """Level of the blocks of this slot size; that of an extent for a size that fits none."""
+        """Return the level of this slot size's blocks; an extent's if it fits none."""
         for level in range(self.level_max):
             block_nbytes = self.unit_nbytes << level
             fits = self._slots_min * slot_nbytes <= block_nbytes
@@ -239,9 +242,7 @@ class SlotAllocator:
         return kind
 
     def _open(self, slot_nbytes: int, kind: SizeClass | None) -> Block | None:
-        """A free block for this slot size, the smallest that is large enough, cut down to what is
-        needed; not listed as partial yet.
-        """
+        """Open the smallest free block that is large enough, cut down to what is needed."""
         kind = kind or (self._kind(slot_nbytes) if any(self._free) else None)
         if kind is None:
             return None
@@ -256,7 +257,7 @@ class SlotAllocator:
         return None
 
     def _put(self, start: int, kind: SizeClass) -> Block:
-        """It gives no slots yet."""
+        """Register a block that gives no slots yet."""
         block = Block(start, start * self.unit_nbytes, kind, self._owners(kind.per_block), NO_SLOTS)
         self._blocks[start : start + (1 << kind.level)] = [block] * (1 << kind.level)
         self._kinds[kind.slot_nbytes] = kind
@@ -274,7 +275,7 @@ class SlotAllocator:
             self._give(block.start, kind.level)
 
     def _give(self, start: int, level: int) -> None:
-        """A block is free; with its other half it is a larger one."""
+        """Free a block and merge it with its free buddies."""
         while level < self.level_max and start ^ (1 << level) in self._free[level]:
             del self._free[level][start ^ (1 << level)]
             start &= ~(1 << level)
@@ -284,9 +285,7 @@ class SlotAllocator:
     # ---- areas: the place of a block, whatever is in it now ------------------------------
 
     def area(self, offset: int, level: int) -> range:
-        """Units of the block of this level at `offset`, or of the larger block that is in use
-        there.
-        """
+        """Return the units of the block of this level at an offset, or of the larger used one."""
         unit = offset // self.unit_nbytes
         block = self._blocks[unit]
         if block is not None:
@@ -294,27 +293,27 @@ class SlotAllocator:
         return range(unit >> level << level, (unit >> level) + 1 << level)
 
     def blocks_in(self, area: range) -> list[Block]:
-        """Blocks in use there."""
+        """Return the used blocks in an area."""
         return [b for unit in area if (b := self._blocks[unit]) is not None and b.start == unit]
 
     def is_free(self, area: range) -> bool:
-        """Nothing there is in use or closed."""
+        """Return whether nothing in the area is used or draining."""
         return self._closed.isdisjoint(area) and not self.blocks_in(area)
 
     def areas(self, level: int) -> Iterator[range]:
-        """All areas of this level, those within larger blocks left out."""
+        """Yield all areas of this level that are not within larger blocks."""
         for start in range(0, len(self._blocks), 1 << level):
             block = self._blocks[start]
             if block is None or block.kind.level <= level:
                 yield range(start, start + (1 << level))
 
     def mean_use(self, area: range) -> float:
-        """Of the slots there that are in use; there is one."""
+        """Return the mean last use of an area's used slots; it must have one."""
         blocks = self.blocks_in(area)
         return sum(block.used_sum for block in blocks) / sum(block.used_count for block in blocks)
 
     def loose_areas(self, level: int, count: int) -> list[range]:
-        """Areas of this level that are free in part, those with the largest free part first."""
+        """Return partly free areas of this level, those with the largest free part first."""
         found: dict[int, range] = {}
         for free in reversed(self._free[:level]):
             for start in islice(free, count - len(found)):
@@ -323,9 +322,7 @@ class SlotAllocator:
         return list(found.values())
 
     def sparse(self, slot_nbytes: int) -> int | None:
-        """Offset of the emptiest of a few blocks of this size, if others have free slots for all of
-        it.
-        """
+        """Return the emptiest of a few blocks whose slots fit into others; None if there is none."""
         kind = self._kinds.get(slot_nbytes)
         if kind is None or not kind.partial or kind.slot_count - kind.used_count < kind.per_block:
             return None
@@ -334,10 +331,10 @@ class SlotAllocator:
         ).offset
 
     def close(self, area: range) -> bool:
-        """Nothing in there is given out until `reopen`.
+        """Stop giving out slots in an area until `reopen`; return False if that is impossible.
 
-        False: part of it is closed already, it is not an area any more, or nothing there is in use
-        (then it may be part of a larger free block).
+        It is if part of it is closed already, if it is no area any more, or if it is unused,
+        because it may then belong to a larger free block.
         """
         is_area = self.area(area.start * self.unit_nbytes, len(area).bit_length() - 1) == area
         if not is_area or not self._closed.isdisjoint(area) or not self.blocks_in(area):
@@ -352,7 +349,7 @@ class SlotAllocator:
         return True
 
     def reopen(self, area: range) -> None:
-        """What is in use there goes on, what is empty is free."""
+        """Give out slots in an area again."""
         self._closed.difference_update(area)
         for block in self.blocks_in(area):
             block.closed = False
@@ -365,9 +362,9 @@ class SlotAllocator:
     # ---- start ---------------------------------------------------------------------------
 
     def claim(self, slot_nbytes: int, offset: int, owner: Any) -> bool:
-        """Takes the slot at `offset`, as a record of an earlier run says; False if that can not be.
+        """Take the slot that an earlier run recorded; return False if it does not fit.
 
-        For a new allocator; `claimed` must follow the last of them.
+        Use it on a new allocator, and call `claimed` after the last one.
         """
         kind = self._kind(slot_nbytes)
         if kind is None or not 0 <= offset < self.region_nbytes:
@@ -387,9 +384,7 @@ class SlotAllocator:
         return True
 
     def claimed(self) -> None:
-        """Lists what all claims left free: once, because taking a slot out of a list takes its
-        length.
-        """
+        """List the space that all claims left free, once, because claiming does not keep lists."""
         for free in self._free:
             free.clear()
         extent_units = 1 << self.level_max
@@ -414,33 +409,36 @@ class SlotAllocator:
 
     @property
     def extent_count(self) -> int:
+        """Return the number of extents."""
         return self.region_nbytes // self.extent_nbytes
 
     @property
     def extent_free_count(self) -> int:
+        """Return the number of free extents."""
         return len(self._free[-1])
 
     @property
     def unit_count(self) -> int:
+        """Return the number of units."""
         return len(self._blocks)
 
     def kinds(self) -> list[SizeClass]:
-        """Of the slot sizes that have blocks."""
+        """Return the slot sizes that have blocks."""
         return list(self._kinds.values())
 
     def block_at(self, unit: int) -> Block | None:
-        """The block that starts there."""
+        """Return the block that starts at a unit; None if none does."""
         block = self._blocks[unit]
         return block if block is not None and block.start == unit else None
 
     def blocks(self) -> Iterator[Block]:
-        """Blocks in use."""
+        """Yield the blocks in use."""
         return (
             block for unit in range(len(self._blocks)) if (block := self.block_at(unit)) is not None
         )
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         wrong = []
         covered = [0] * len(self._blocks)
         for level, free in enumerate(self._free):

@@ -34,8 +34,9 @@ SETTINGS = ("tls_client_ca", "tls_cert", "tls_key")
 
 @dataclass(frozen=True)
 class Shown:
-    """What a verified client certificate says of who showed it: its first common name, and all its
-    alternative names, as DNS names, addresses, URIs and mail addresses alike.
+    """Describe a verified client certificate: its common name and its alternative names.
+
+    Alternative names are DNS names, addresses, URIs and mail addresses.
     """
 
     common_name: str
@@ -43,12 +44,14 @@ class Shown:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Return all names."""
         return tuple(filter(None, (self.common_name, *self.alternatives)))
 
 
 class _InForce(NamedTuple):
-    """`ends`: when the certificate expires; `roots_end`: when the first of the authorities does, 0
-    for those of the host. Both in seconds of Unix time.
+    """Hold the certificates in force, and when they expire in Unix time.
+
+    `ends` is the certificate's expiry, `roots_end` that of the first authority, 0 for the host's.
     """
 
     pems: Pems
@@ -74,22 +77,23 @@ class Certificates:
 
     @property
     def pems(self) -> Pems:
-        """In force now."""
+        """Return the certificates in force."""
         return self._in_force.pems
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For a new connection of a client."""
+        """Return the context for a new connection."""
         return self._in_force.context
 
     def look(self) -> None:
-        """Now and then (`node.auth.access`): what is good comes into force."""
+        """Take valid new files into force."""
         pems = self._files.look()
         if pems is not self.pems:
             self._in_force = self._made(pems)
         self._warn()
 
     def status(self) -> pb.TlsStatus:
+        """Return the certificates' part of the status."""
         in_force = self._in_force
         ends = {"tls_cert": in_force.ends, "tls_client_ca": in_force.roots_end}
         return pb.TlsStatus(
@@ -125,7 +129,7 @@ class Certificates:
 
 
 def certificates_of(config: NodeConfig) -> Certificates | None:
-    """None: this node speaks without TLS.
+    """Return the node's certificates; None without TLS. Raises ConfigError.
 
     Raises ConfigError for settings that do not go together, or files that can not be used.
     """
@@ -148,7 +152,7 @@ def certificates_of(config: NodeConfig) -> Certificates | None:
 
 
 def shown_by(certificate: Mapping[str, Any]) -> Shown | None:
-    """Of `TlsFrameSocket.certificate`.
+    """Return the names of a client's certificate; None if it showed none.
 
     None: the client showed none.
     """
@@ -164,7 +168,7 @@ def shown_by(certificate: Mapping[str, Any]) -> Shown | None:
 
 
 def _as_grpc_has_it(address: str) -> str:
-    """Python writes 0:0:0:0:0:0:0:1 for ::1."""
+    """Shorten an IPv6 address as gRPC writes it."""
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(address.strip()))
     return address

@@ -39,7 +39,7 @@ class GroupPool:
 
     @property
     def space(self) -> str:
-        """The one index space of a pool that is a table of blocks."""
+        """Return the only index space of a pool that is a table of blocks."""
         (space,) = self.pool.spaces
         return space
 
@@ -53,9 +53,11 @@ class BlockAgent(Protocol):
 
     namespace: Namespace
 
-    def save(self, keys: Sequence[bytes], blocks: Sequence[int]) -> SaveJob: ...
+    def save(self, keys: Sequence[bytes], blocks: Sequence[int]) -> SaveJob:
+        """Begin to save blocks under their keys."""
 
-    def load(self, keys: Sequence[bytes], blocks: Sequence[int]) -> LoadJob: ...
+    def load(self, keys: Sequence[bytes], blocks: Sequence[int]) -> LoadJob:
+        """Begin to load blocks."""
 
 
 class AgentBackend(Protocol):
@@ -137,10 +139,12 @@ class LocalAgent:
         self._group = group
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[int]) -> SaveJob:
+        """Begin to save blocks under their keys."""
         check_blocks(self._group, keys, blocks)
         return self.agent.save(keys, torch.tensor(blocks, dtype=torch.int64))
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[int]) -> LoadJob:
+        """Begin to load blocks."""
         check_blocks(self._group, keys, blocks)
         return self.agent.load(keys, torch.tensor(blocks, dtype=torch.int64))
 
@@ -163,6 +167,7 @@ class LocalBackend:
         self.startup_seconds: deque[float] = deque()  # stays empty: there is no process
 
     def agents(self, epoch: int | None) -> list[LocalAgent | None]:
+        """Make an agent per group in this epoch."""
         made = [self._made(group, epoch) if group else None for group in self._groups]
         self._live += [agent for agent in made if agent]
         return made
@@ -175,6 +180,7 @@ class LocalBackend:
 
     @property
     def loads(self) -> bool:
+        """Return that loads are possible."""
         return True
 
     def poll(self) -> None:
@@ -184,9 +190,11 @@ class LocalBackend:
         """Do nothing: no save waits for a process."""
 
     def wait(self, futures: Iterable["concurrent.futures.Future[Any]"]) -> None:
+        """Wait for futures."""
         wait_for(list(futures))
 
     def retire(self, agents: Sequence[BlockAgent | None]) -> None:
+        """Close agents of an earlier epoch in the background."""
         gone = [agent for agent in self._live if agent in agents]
         self._live = [agent for agent in self._live if agent not in gone]
         try:
@@ -196,10 +204,12 @@ class LocalBackend:
             self._live += gone
 
     def close(self) -> None:
+        """Close agents and client."""
         _close(self._live)
         self._client.close()
 
     def check(self) -> list[str]:
+        """Return violated invariants; empty if all is well."""
         return [violation for live in self._live for violation in live.agent.check()]
 
 

@@ -52,6 +52,7 @@ class Line:
         self._uu = self._uv = self._vv = self._uy = self._vy = 0.0
 
     def learn(self, u: float, v: float, y: float, kept: float = KEPT) -> None:
+        """Add a sample; outliers count less."""
         if self.samples >= SAMPLES_MIN:
             y = min(y, max(OUTLIER * self.at(u, v)[1], OUTLIER_S_MIN))
         self.samples += 1
@@ -62,7 +63,7 @@ class Line:
         self._vy = kept * self._vy + v * y
 
     def at(self, u: float, v: float) -> tuple[float, float]:
-        """The least and the greatest that y may be there."""
+        """Return the lowest and highest estimate of y."""
         by_u = u * self._uy / self._uu if self._uu else 0.0
         by_v = v * self._vy / self._vv if self._vv else 0.0
         determinant = self._uu * self._vv - self._uv**2
@@ -87,6 +88,7 @@ class Usual:
         self.seconds = 0.0
 
     def learn(self, seconds: float) -> None:
+        """Add a duration; a surprising one counts less."""
         fades = FADES if seconds > SURPRISE * self.seconds else SURPRISE
         self.seconds = fades * self.seconds + (1 - fades) * seconds if self.seconds else seconds
 
@@ -123,9 +125,11 @@ class LoadCostModel:
         self._slow = 0  # hits that seemed slow since one of them was taken
 
     def begins(self, step: int, now: float, parts: list[tuple[int, int]], short: bool) -> None:
-        """A step is scheduled: for each request with PROMPT_TOKENS_MIN tokens or more in it, how
-        many are computed already, and how many more in this step. `short`: another has more than
-        one, and fewer.
+        """Note that a step is scheduled.
+
+        `parts` has, for each request with at least PROMPT_TOKENS_MIN tokens in it, the tokens
+        computed before and in this step. `short` says that another one has fewer, but more than
+        one.
         """
         self._beside = sum(count for _, count in parts)
         places = sum(count * (start + count / 2) for start, count in parts)
@@ -133,7 +137,7 @@ class LoadCostModel:
         self._steps.pop(step - STEPS_MAX, None)  # nobody told of its end
 
     def ended(self, step: int, now: float) -> None:
-        """The engine has the results of a step, and of all before it."""
+        """Note that the engine has the results of a step and of all before it."""
         ours = self._steps.get(step)
         self._steps = {number: later for number, later in self._steps.items() if number > step}
         since, self._ended_at, self._looks = self._ended_at, now, (self._looks[1], self._ended_at)
@@ -150,7 +154,7 @@ class LoadCostModel:
             (self._short if ours.short else self._answering).learn(min(seconds, STEP_S_MAX))
 
     def loaded(self, loads: int, tokens: int, began_at: float, now: float) -> None:
-        """So many ended, which is seen now; the first of them was ordered at `began_at`."""
+        """Note that loads have ended by `now`; the first was ordered at `began_at`."""
         since, self._loaded_at = max(began_at, self._loaded_at), now
         seconds = now - since
         expected_s, _ = self._loading.at(loads, tokens)
@@ -164,9 +168,9 @@ class LoadCostModel:
             self._slow = PROBED - PROBED_SOON
 
     def takes(self, start: int, end: int, alone: bool) -> bool:
-        """Whether to load these tokens of a prompt.
+        """Return whether to load these tokens of a prompt instead of computing them.
 
-        They would be computed `alone`, or beside prompts such as are in the newest step.
+        They would be computed `alone`, or beside prompts such as those in the newest step.
         """
         if min(self._computing.samples, self._loading.samples) < SAMPLES_MIN:
             return True
@@ -204,9 +208,7 @@ class HitPolicy:
         self._away = 0  # ranks that can load nothing now
 
     def takes(self, start: int, end: int, alone: bool, granted: bool) -> bool:
-        """Whether to load these tokens of a prompt; `granted`: so it was for fewer or more tokens
-        of this request.
-        """
+        """Return whether to load these tokens; `granted` says that the request was accepted before."""
         if self._away or (self._worth and not self._worth.takes(start, end, alone)):
             return False
         return granted or self._loads_end()
@@ -217,28 +219,26 @@ class HitPolicy:
             self._worth.begins(step, now, prompts, short)
 
     def ended(self, step: int, now: float, away: int) -> None:
-        """See `LoadCostModel.ended`; `away`: so many ranks can load nothing, for their agents'
-        process is not there.
-        """
+        """Note that a step has ended; `away` ranks cannot load, as their worker process is gone."""
         self._away = away
         if self._worth:
             self._worth.ended(step, now)
 
     def loaded(self, loads: int, tokens: int, began_at: float, now: float) -> None:
-        """So many ended well, which is seen now; the first of them was ordered at `began_at`."""
+        """Note that loads have succeeded by `now`; the first was ordered at `began_at`."""
         self.succeeded()
         if self._worth:
             self._worth.loaded(loads, tokens, began_at, now)
 
     def succeeded(self) -> None:
-        """A load ended well."""
+        """Note that a load has succeeded."""
         self._hung = 0
         self._hangs.success()
 
     def failed(self, seconds: float) -> None:
-        """A load brought less than ordered, after so long.
+        """Note that a load was incomplete after some seconds.
 
-        For as long hits are none, twice as long after the next.
+        Hits are refused for as long, and twice as long after each further failure.
         """
         if seconds >= HUNG_S:
             self._hung += 1
@@ -251,7 +251,7 @@ class HitPolicy:
             )
 
     def _loads_end(self) -> bool:
-        """Whether the last load did not hang; now and then one request tries."""
+        """Return whether loads end; after a hanging one a request tries now and then."""
         try:
             self._hangs.enter()
         except Unavailable:

@@ -41,11 +41,11 @@ class BlockGroup:
 
     @property
     def forgets(self) -> bool:
-        """Whether its layers need only the last blocks of a prefix."""
+        """Return whether its layers need only the last blocks of a prefix."""
         return bool(self.window_tokens or self.chunk_tokens)
 
     def first_block(self, end_tokens: int) -> int:
-        """The first block that a request needs whose first `end_tokens` tokens are computed."""
+        """Return the first block that a request with `end_tokens` computed tokens needs."""
         first = 0
         if self.window_tokens:
             first = max(first, end_tokens - self.window_tokens)
@@ -54,16 +54,14 @@ class BlockGroup:
         return first // self.block_tokens
 
     def keys(self, hashes: Sequence[bytes], hash_tokens: int) -> list[bytes]:
-        """The hash of every full block: that of its last `hash_tokens` tokens, which covers all
-        before.
-        """
+        """Return the key of each full block: the hash of its last `hash_tokens` tokens."""
         step = self.block_tokens // hash_tokens
         return list(hashes[step - 1 :: step])
 
     def keys_of(
         self, hashes: Sequence[bytes], hash_tokens: int, blocks: Sequence[int]
     ) -> list[bytes]:
-        """`keys(...)` of these blocks."""
+        """Return the keys of these blocks; see `keys`."""
         step = self.block_tokens // hash_tokens
         if isinstance(blocks, range):
             return list(hashes[(blocks.start + 1) * step - 1 : blocks.stop * step : step])
@@ -77,11 +75,11 @@ def longest_prefix(
     limit_tokens: int,
     step_tokens: int,
 ) -> int:
-    """The longest prefix, in tokens, that is wholly there once what is stored has been loaded.
+    """Return the longest prefix, in tokens, that is complete once stored blocks are loaded.
 
-    `present[group][block]`: 1 if it is stored by every rank, else 0. The first `local_tokens` are
-    in the engine. The result is a multiple of `step_tokens`, at most `limit_tokens`, and
-    `local_tokens` if nothing can be added: a block that only one group has shortens the prefix for
+    `present[group][block]` is 1 if all ranks have stored the block. The first `local_tokens` are in
+    the engine. The result is a multiple of `step_tokens`, at most `limit_tokens`, and
+    `local_tokens` if nothing can be added. A block that only one group has shortens the prefix for
     all.
     """
     if local_tokens % step_tokens:
@@ -106,8 +104,10 @@ def longest_prefix(
 
 
 def _run_end(group: BlockGroup, blocks: Sequence[int], local_tokens: int) -> int:
-    """Where a prefix ends at the latest: for layers that need all blocks the end of the run of
-    those that are there, from the first one that the engine lacks on.
+    """Return where a prefix ends at the latest.
+
+    For layers that need all blocks it is the end of the present ones, from the first that the
+    engine lacks on.
     """
     first = len(blocks) if group.forgets else local_tokens // group.block_tokens
     return group.block_tokens * (
@@ -116,8 +116,9 @@ def _run_end(group: BlockGroup, blocks: Sequence[int], local_tokens: int) -> int
 
 
 def _shorter(group: BlockGroup, there: bytes, local_tokens: int, end_tokens: int) -> int:
-    """`end_tokens` if the group has what a prefix needs that ends there, else where one ends at the
-    latest. A prompt has thousands of blocks: nothing here goes through them one by one.
+    """Return `end_tokens` if the group has what such a prefix needs, else the next possible end.
+
+    A prompt has thousands of blocks: nothing here looks at them one by one.
     """
     blocks = end_tokens // group.block_tokens
     gap = there.rfind(0, _first(group, local_tokens, end_tokens), blocks) if group.forgets else -1
@@ -134,9 +135,10 @@ def _shorter(group: BlockGroup, there: bytes, local_tokens: int, end_tokens: int
 def unsaved_blocks(
     table: Sequence[int], there: Sequence[int], first: int, end: int
 ) -> Sequence[int]:
-    """Blocks from `first` on and below `end` that a group's table has and the store has not
-    (`there`: 1 for those that it has, as far as is known). A range where that is all of them, as of
-    most prompts, which have thousands.
+    """Return the blocks from `first` to `end` that a table has and the store lacks.
+
+    `there` is 1 for stored blocks, as far as known. The result is a range if it is all of them, as
+    for most prompts, which have thousands.
     """
     if NULL_BLOCK not in table[first:end] and True not in there[first:end]:
         return range(first, end)
@@ -151,8 +153,9 @@ def unsaved_blocks(
 def first_ending(
     groups: Sequence[BlockGroup], blocks: Sequence[Sequence[int]], count: int
 ) -> list[Sequence[int]]:
-    """Of each group's `blocks`, in ascending order, those that are among the first `count` of all
-    to end: where there is no room for more, a shorter prefix is whole then.
+    """Return, of each group's blocks, those among the first `count` of all to end.
+
+    Where there is no room for more, a shorter prefix is complete then.
     """
 
     def ends(number: int) -> list[tuple[int, int]]:
@@ -167,7 +170,7 @@ def first_ending(
 
 
 def loaded_blocks(group: BlockGroup, local_tokens: int, end_tokens: int) -> range:
-    """Blocks to load so that a prefix in the engine grows from `local_tokens` to `end_tokens`."""
+    """Return the blocks to load to extend a prefix from `local_tokens` to `end_tokens`."""
     return range(_first(group, local_tokens, end_tokens), end_tokens // group.block_tokens)
 
 
@@ -210,6 +213,7 @@ class Request:
     barred: bool = False  # its KV may not be stored
 
     def plan_anew(self) -> None:
+        """Plan all blocks again."""
         self.planned = [0] * len(self.planned)
         self.next_tokens = self.due_tokens = 0
 
@@ -221,8 +225,9 @@ class Request:
         tables: Sequence[Sequence[int]],
         room: int,
     ) -> tuple[list[Sequence[int]], int]:
-        """Of each group the blocks to save now, `room` at most, which are planned afterwards; and
-        how many more there are, which are found again the next time.
+        """Return each group's blocks to save now, `room` at most, and how many more there are.
+
+        Returned blocks count as planned; the others are found again next time.
         """
         tokens = min(
             computed_tokens, len(self.request.block_hashes) * hash_tokens
@@ -250,9 +255,7 @@ class Request:
         return found, 0
 
     def _due(self, planned: int, block_tokens: int) -> int:
-        """With so many tokens computed there is more to save: a block of a prompt, some of an
-        answer.
-        """
+        """Return at how many computed tokens there is more to save: one prompt block, several of an answer."""
         following = (planned + 1) * block_tokens
         return (
             following

@@ -54,27 +54,25 @@ class LookupBackend(Protocol):
     Exceptions of futures are KVStoreErrors.
     """
 
-    def look_up(
-        self, question: Question, timeout_s: float
-    ) -> "concurrent.futures.Future[Answer]": ...
+    def look_up(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[Answer]":
+        """Begin a lookup."""
 
     def touch(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[None]":
-        """Counts pages as used, heads last."""
+        """Begin to mark pages as used, heads last."""
 
     def open(
         self, namespaces: Sequence[Namespace], timeout_s: float
     ) -> "concurrent.futures.Future[None]":
-        """Connects and registers."""
+        """Begin to connect and to register the namespaces."""
 
     def poll(self) -> None:
-        """Futures of lookups that were answered are done afterwards, those of touches then or some
-        steps later."""
+        """Complete futures of answered lookups; those of touches may need some more steps."""
 
     def pause(self, timeout_s: float) -> None:
-        """Waits until a question may have been answered, and no longer than that."""
+        """Wait until a lookup may have been answered, at most that long."""
 
     def close(self) -> None:
-        """Answers are not awaited any more."""
+        """Stop waiting for answers."""
 
 
 class ThreadLookups:
@@ -89,35 +87,40 @@ class ThreadLookups:
         self._touches = ThreadPool(1, "kvstore-touch")  # for which no request waits
 
     def look_up(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[Answer]":
+        """Begin a lookup on a thread."""
         deadline = Deadline(timeout_s)
         return _submitted(self._lookups, lambda: found_everywhere(self._client, question, deadline))
 
     def touch(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[None]":
+        """Begin a touch on a thread."""
         deadline = Deadline(timeout_s)
         return _submitted(self._touches, lambda: touched(self._client, question, deadline))
 
     def open(
         self, namespaces: Sequence[Namespace], timeout_s: float
     ) -> "concurrent.futures.Future[None]":
+        """Begin to connect on a thread."""
         deadline = Deadline(timeout_s)
         return _submitted(self._lookups, lambda: opened(self._client, namespaces, deadline))
 
     def poll(self) -> None:
-        """The threads do it."""
+        """Do nothing: the threads complete the futures."""
 
     def pause(self, timeout_s: float) -> None:
+        """Sleep for a moment."""
         time.sleep(min(timeout_s, _PAUSE_S))
 
     def close(self) -> None:
+        """End the threads and close the client."""
         for executor in (self._touches, self._lookups):
             executor.shutdown(wait=True, cancel_futures=True)
         self._client.close()
 
 
 def found_everywhere(client: Client, question: Question, deadline: Deadline) -> Answer:
-    """Which pages all shards have.
+    """Return which pages all shards have.
 
-    Raises Exhausted if its turn came too late, which says nothing about the node.
+    Raises Exhausted if it began too late, which says nothing about the node.
     """
     if deadline.passed:
         raise Exhausted(f"too many lookups at a time: one had no thread in {deadline.seconds:g} s")
@@ -132,7 +135,7 @@ def found_everywhere(client: Client, question: Question, deadline: Deadline) -> 
 
 
 def touched(client: Client, question: Question, deadline: Deadline) -> None:
-    """Not if its turn came too late: nobody waits for it."""
+    """Touch pages in all shards, unless it began too late."""
     if deadline.passed:
         return
     for namespaces, keys in question:
@@ -141,6 +144,7 @@ def touched(client: Client, question: Question, deadline: Deadline) -> None:
 
 
 def opened(client: Client, namespaces: Sequence[Namespace], deadline: Deadline) -> None:
+    """Register namespaces."""
     for namespace in namespaces:
         client.open(namespace, deadline.remaining())
 
@@ -242,7 +246,7 @@ class Lookups:
         return pending.done.result() if done and not pending.done.exception() else pending.nothing
 
     def awaited(self, request_id: str, timeout_s: float) -> Answer | None:
-        """The same, after waiting for it: for an engine that has nothing else to do."""
+        """Wait for a lookup's answer; None if there is none in time."""
         end = time.monotonic() + timeout_s
         while (answer := self.answer(request_id)) is None and (
             left_s := end - time.monotonic()
@@ -261,11 +265,11 @@ class Lookups:
         return time.monotonic() - pending.answered_at if pending.answered_at else 0.0
 
     def drop(self, request_id: str) -> None:
-        """The request needs no answer any more."""
+        """Forget a request's lookup."""
         self._pending.pop(request_id, None)
 
     def drop_all(self) -> None:
-        """No request gets an answer to what it asked so far."""
+        """Forget all lookups."""
         self._pending.clear()
 
     def touch(self, request_id: str, question: Question) -> None:
@@ -285,7 +289,7 @@ class Lookups:
         self._backend.open(namespaces, self._timeout_s).add_done_callback(self._ended)
 
     def poll(self) -> None:
-        """Tells of the requests that have ended.
+        """Touch what ended requests have used, and collect answers.
 
         What the store answered since the last time is known afterwards.
         """
@@ -308,21 +312,21 @@ class Lookups:
 
     @property
     def counted(self) -> bool:
-        """Whether `take_counts` would bring anything."""
+        """Return whether `take_counts` would return anything."""
         return bool(self._counts.lookups or self._counts.lookups_failed)
 
     def take_counts(self) -> LookupCounts:
-        """Counts since the last call."""
+        """Return the counts since the last call."""
         with self._lock:
             counts, self._counts = self._counts, LookupCounts()
             return counts
 
     def close(self) -> None:
-        """Answers are not awaited any more; running calls end by their deadline."""
+        """Stop waiting for answers; running calls end by their deadline."""
         self._backend.close()
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         with self._lock:
             return [] if 0 <= self._running <= PENDING_MAX + 1 else [f"{self._running} lookups run"]
 
@@ -337,7 +341,7 @@ class Lookups:
 
 
 def _together(used: Sequence[tuple[str, Question]]) -> int:
-    """How many of these, from the first on, are told of at once."""
+    """Return how many of these, from the first on, are touched together."""
     keys = itertools.accumulate(
         sum(len(keys) for _, keys in question) for _, question in used[:TOUCHED_TOGETHER]
     )

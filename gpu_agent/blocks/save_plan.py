@@ -78,6 +78,7 @@ class Report:
     away: int = 0  # ranks where every load would fail now
 
     def add(self, other: "Report") -> "Report":
+        """Add another rank's report."""
         _add_counts(self.acknowledged, other.acknowledged)
         _add_counts(self.finished, other.finished)
         self.failed |= other.failed
@@ -138,22 +139,22 @@ class SavePlan:
 
     @property
     def room(self) -> int:
-        """Blocks that may still be staged."""
+        """Return how many more blocks may be staged."""
         return self._blocks_max - self._pinned
 
     @property
     def busy(self) -> bool:
-        """Whether steps are needed to get on: something is staged, ready, or being read."""
+        """Return whether steps are needed: something is staged, ready or being read."""
         return bool(self._ready or self._jobs or any(self._steps.values()))
 
     def begin(self, step: int) -> None:
-        """A step is being scheduled; numbers ascend."""
+        """Begin to schedule a step; numbers ascend."""
         self._steps[step] = []
 
     def stage(self, owner: str, parts: Iterable[Part]) -> None:
-        """Blocks whose tokens are computed by the end of the newest step; at most `room`.
+        """Stage blocks whose tokens are computed by the end of the newest step, at most `room`.
 
-        Without an outstanding step they are ready. Blocks under way already are left out.
+        Without a running step they are ready. Blocks under way already are left out.
         """
         new = [part for part in map(self._learned, parts) if part.keys]
         if not new:
@@ -185,7 +186,7 @@ class SavePlan:
         return dropped
 
     def orders(self) -> list[SaveOrder]:
-        """What the ranks shall store now."""
+        """Return what the ranks must save now."""
         orders: list[SaveOrder] = []
         early = (
             self._ready_count < self._order_blocks
@@ -201,7 +202,7 @@ class SavePlan:
         return orders
 
     def acknowledge(self, job: int, ranks: int = 1) -> None:
-        """So many more ranks have read the blocks of a job."""
+        """Note that more ranks have read the blocks of a job."""
         known = self._jobs[job]
         known.missing_ranks -= ranks
         if known.missing_ranks <= 0:
@@ -209,7 +210,7 @@ class SavePlan:
             self._release(known.parts)
 
     def forget(self) -> None:
-        """Drops what no rank was told of."""
+        """Drop everything that no rank was told."""
         for staged in self._steps.values():
             for some in staged:
                 self._release(some.parts)
@@ -219,7 +220,7 @@ class SavePlan:
         self._ready_count = 0
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         held = [part for staged in self._steps.values() for some in staged for part in some.parts]
         ready = [part for _, part in self._ready]
         held += ready + [part for job in self._jobs.values() for part in job.parts]
@@ -237,7 +238,7 @@ class SavePlan:
         return found
 
     def _learned(self, part: Part) -> Part:
-        """What of it was not under way, and is now."""
+        """Return the blocks of a part that were not under way, and mark them."""
         known = self._known.setdefault(part.group, set())
         if not known.isdisjoint(part.keys):
             new = [
@@ -256,9 +257,7 @@ class SavePlan:
         self._ready_count += _count(staged.parts)
 
     def _taken(self) -> tuple[list[Part], tuple[str, ...]]:
-        """The first blocks that are ready, as many as an order may have, one part a group; and
-        whose they are.
-        """
+        """Take the first ready blocks, as many as an order may have, and their owners."""
         parts: dict[int, Part] = {}
         owners: dict[str, None] = {}
         left = self._order_blocks

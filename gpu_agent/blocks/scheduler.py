@@ -40,8 +40,10 @@ SILENCE_S = 10.0  # after a line of the log, for the same reason
 
 @dataclass
 class MatchCounts:
-    """Tokens asked for and given; hits that would have been slower than computing; pages of
-    requests that ended before there was room to save them.
+    """Count requested and loaded tokens, hits, declined hits and dropped pages.
+
+    A declined hit would have been slower than computing. A dropped page belongs to a request that
+    ended before there was room to save it.
     """
 
     queried_tokens: int = 0
@@ -100,22 +102,22 @@ class BlockScheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine has to go on stepping for us."""
+        """Return whether the engine must keep stepping for us."""
         return self._plan.busy
 
     # ---- a request's way --------------------------------------------------------------------
 
     def ask(self, request: EngineRequest) -> None:
-        """A new request: starts its lookup."""
+        """Begin the lookup of a new request."""
         self._requests[request.request_id] = Request(
             request, [0] * len(self._groups), barred=self._stopped
         )
         self._ask(request)
 
     def matched(self, request: EngineRequest, local_tokens: int) -> int | None:
-        """Tokens beyond `local_tokens` that can be loaded; None: not known yet.
+        """Return how many tokens beyond `local_tokens` can be loaded; None if not known yet.
 
-        Asked again and again.
+        The engine asks this repeatedly.
         """
         state = self._requests.get(request.request_id)
         if state is None or state.refused:
@@ -150,9 +152,7 @@ class BlockScheduler:
     def allocated(
         self, request: EngineRequest, tables: Sequence[Sequence[int]], tokens: int
     ) -> None:
-        """The request was admitted with blocks for `tokens` tokens of the offer (perhaps fewer or
-        none).
-        """
+        """Note that a request was admitted with blocks for `tokens` tokens of the offer."""
         state = self._requests.get(request.request_id)
         if state is None or state.loading:
             return
@@ -182,10 +182,10 @@ class BlockScheduler:
     def step(
         self, scheduled: Mapping[str, int], table_of: Callable[[str], Sequence[Sequence[int]]]
     ) -> StepOrders:
-        """The end of scheduling: `scheduled` are requests and their tokens in this step.
+        """Finish the scheduling of a step and return the ranks' orders.
 
-        Their tables are asked for when there is something to save: most steps of most requests end
-        no block.
+        `scheduled` maps requests to their tokens in this step. Tables are requested only if there
+        is something to save: most steps of most requests complete no block.
         """
         self._step += 1
         self._lookups.poll()
@@ -215,7 +215,7 @@ class BlockScheduler:
         table_of: Callable[[str], Sequence[Sequence[int]]],
         scarce: bool,
     ) -> tuple[list[tuple[int, int]], bool]:
-        """Stages what a step computes.
+        """Stage the blocks of a step; return the arguments of `LoadCostModel.step_begins`.
 
         See `LoadCostModel.begins` for what is returned.
         """
@@ -244,7 +244,7 @@ class BlockScheduler:
         return prompts, short
 
     def ran(self, report: Report) -> None:
-        """What the ranks did beside a step whose results the engine has seen."""
+        """Take what the ranks did beside a step whose results the engine has seen."""
         for job, ranks in report.acknowledged.items():
             self._plan.acknowledge(job, ranks)
         seen_at, self._seen_at = self._seen_at, time.monotonic()
@@ -260,7 +260,7 @@ class BlockScheduler:
                 self._plan_anew(self._requests[request_id])
 
     def finished(self, request: EngineRequest, tables: Sequence[Sequence[int]]) -> None:
-        """The request ends; its blocks are about to be freed."""
+        """End a request whose blocks are about to be freed."""
         state = self._requests.pop(request.request_id, None)
         self._lookups.drop(request.request_id)
         if state is None:
@@ -276,9 +276,9 @@ class BlockScheduler:
             self._lookups.touch(request.request_id, self._question(request))
 
     def reset(self) -> None:
-        """Nothing stored so far is valid any more, nor what the requests at hand have computed.
+        """Invalidate everything stored so far, and what current requests have computed.
 
-        The new epoch is no number that anybody else uses: others may serve other weights.
+        The new epoch is random, because other engines may serve other weights.
         """
         self._epoch = secrets.randbits(63)
         self._shards = [
@@ -301,22 +301,22 @@ class BlockScheduler:
 
     @property
     def counted(self) -> bool:
-        """Whether `take_counts` would bring anything."""
+        """Return whether `take_counts` would return anything."""
         return any(vars(self._counts).values())
 
     def take_counts(self) -> MatchCounts:
-        """Counts since the last call."""
+        """Return the counts since the last call."""
         counts, self._counts = self._counts, MatchCounts()
         return counts
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         return self._plan.check() + self._lookups.check()
 
     # ---- in detail --------------------------------------------------------------------------
 
     def _known(self, request_ids: Iterable[str]) -> Iterator[tuple[str, Request]]:
-        """Requests at hand, and those that have ended before their loads."""
+        """Yield current requests and those that ended before their loads."""
         for request_id in request_ids:
             state = self._requests.get(request_id) or self._ended.get(request_id)
             if state:
@@ -331,7 +331,7 @@ class BlockScheduler:
             self._plan_anew(state)  # what is gone or damaged is saved again
 
     def _loads_ended(self, finished: Mapping[str, int]) -> None:
-        """`finished`: requests, and how many ranks have ended their loads."""
+        """Handle ended loads; `finished` maps requests to the ranks that ended theirs."""
         loads: list[Request] = []
         for request_id, state in self._known(finished):
             loading, state.loading = state.loading, max(0, state.loading - finished[request_id])
@@ -346,8 +346,9 @@ class BlockScheduler:
             )
 
     def _declines(self, state: Request, start: int, end: int) -> bool:
-        """Whether computing these tokens would be faster than loading them, as far as is known, or
-        no load would end. What was decided stays, for a request may be asked about in every step.
+        """Return whether to decline a hit because computing is faster or no load would end.
+
+        The decision is kept, as a request may be asked about in every step.
         """
         if state.declined is None or state.judged != (start, end):
             was, state.judged = state.declined, (start, end)
@@ -358,7 +359,7 @@ class BlockScheduler:
         return state.declined
 
     def _alone(self, state: Request) -> bool:
-        """Whether the engine has no other request to compute."""
+        """Return whether the engine computes no other request."""
         requests = self._requests.values()
         return (
             not self._strangers
@@ -376,7 +377,7 @@ class BlockScheduler:
         self._lookups.ask(request.request_id, self._question(request), stands)
 
     def _stage(self, state: Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> int:
-        """For how many blocks there was no room; they are tried again as long as the request lives."""
+        """Stage blocks; return how many found no room and are tried again while the request lives."""
         if state.barred or state.loading:
             return 0
         found, left = state.plan(
@@ -401,7 +402,7 @@ class BlockScheduler:
         blocks: Sequence[int],
         tables: Sequence[Sequence[int]],
     ) -> Part:
-        """These blocks of a group, as they are saved."""
+        """Return these blocks of a group as a part of a save."""
         table = tables[number]
         keys = self._groups[number].keys_of(request.block_hashes, self._hash_tokens, blocks)
         whole = isinstance(blocks, range)
@@ -414,7 +415,7 @@ class BlockScheduler:
         )
 
     def _drop(self, blocks: int) -> None:
-        """So many blocks are gone with their request, unsaved."""
+        """Count blocks that were dropped with their request, unsaved."""
         if not blocks:
             return
         self._counts.pages_dropped += blocks

@@ -94,7 +94,7 @@ class PyLocalCacheService:
         )
 
     def query(self, hash_128s: Sequence[int]) -> list[bool]:
-        """Which pages can be read; all False if the store does not answer in time.
+        """Return which pages can be read, held long enough for that; all False on failure.
 
         They are held for long enough to be read.
         """
@@ -113,9 +113,9 @@ class PyLocalCacheService:
         start_pos: int = 0,
         **others: Any,
     ) -> "ReadTask | WriteTask":
-        """Begins to store ("w") or to read ("r", from position `start_pos` on) pages of a prefix.
+        """Begin to store ("w") or to read ("r", from `start_pos` on) pages of a prefix.
 
-        `kv_page_indexer`: int32 CPU tensor, the row of each. A call that is wrong gets a failed
+        `kv_page_indexer` is an int32 CPU tensor with each page's row. A wrong call gets a failed
         task.
         """
         failed = WriteTask if mode == "w" else ReadTask
@@ -134,13 +134,14 @@ class PyLocalCacheService:
                 return failed(max(1, len(hash_128s) - start_pos))
 
     def active_threads(self, mode: str) -> int:
-        """Tasks of a mode that are not done."""
+        """Return the number of a mode's tasks that are not done."""
         return self._pages.active("save" if mode == "w" else "load")
 
     def abort(self, task: "ReadTask | WriteTask") -> None:
-        """Returns when nobody touches the pages for this task any more, at the latest at its
-        deadline. LightLLM waits 120 s before it calls this, and no deadline is as long, so there is
-        nothing left to wait for.
+        """Return when nobody touches the pages for this task any more, at its deadline at the latest.
+
+        LightLLM calls this after 120 s, and no deadline is as long, so there is nothing left to
+        wait for.
         """
         try:
             if task.job is not None:
@@ -151,11 +152,11 @@ class PyLocalCacheService:
 
     @property
     def pages(self) -> PageTableTier:
-        """What does the work: counters, `check`."""
+        """Return the tier that does the work."""
         return self._pages
 
     def close(self) -> None:
-        """Ends pending tasks in bounded time.
+        """End pending tasks in bounded time. LightLLM never calls it: its process just ends.
 
         LightLLM never calls it: its process just ends.
         """
@@ -177,13 +178,15 @@ class ReadTask:
         self._count = count
 
     def ready(self) -> bool:
+        """Return whether the read has ended."""
         return self.job is None or self.job.done.done()
 
     def data_safe(self) -> bool:
+        """Return whether the rows may be used."""
         return self.ready()
 
     def state(self) -> list[PyState]:
-        """One per page that was to be read."""
+        """Return a state per page to read."""
         if not self.ready():
             return [PyState.Working] * self._count
         loaded = self.job.done.result().pages if self.job and not self.aborted else 0
@@ -205,14 +208,15 @@ class WriteTask:
         self._count = count
 
     def ready(self) -> bool:
+        """Return whether the write has ended."""
         return self.job is None or self.job.done.done()
 
     def data_safe(self) -> bool:
-        """The rows may be used again; the pages may still be on their way."""
+        """Return whether the rows may be reused; the pages may still be on their way."""
         return self.job is None or self.job.gathered.done()
 
     def state(self) -> list[PyState]:
-        """One per page.
+        """Return a state per page; all pages of a task share one fate.
 
         Those that were stored before and those of this task have one fate: nobody asks.
         """
@@ -237,7 +241,7 @@ def _rows(indexer: torch.Tensor, count: int) -> list[int]:
 
 
 def light_mem_path() -> str:
-    """The folder that makes `import light_mem` find this module."""
+    """Return the folder that makes `import light_mem` find this module."""
     return str(Path(__file__).parent / "light_mem_path")
 
 

@@ -53,7 +53,7 @@ _STORED = {PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.BUSY}
 
 
 def _options(params: Mapping[str, Any], *own: str) -> Options:
-    """`own`: of one form only.
+    """Parse options; `own` lists those of this form only. Raises ConfigError.
 
     Raises ConfigError naming the option.
     """
@@ -94,7 +94,7 @@ class _Node:
     def listed(
         self, model: str | None, digest: bytes, prefix_hash: bytes
     ) -> Iterator[tuple[bytes, ObjectKey, int]]:
-        """(namespace's digest, key, bytes) of the objects behind that place, in their order."""
+        """Yield (namespace digest, key, bytes) of the objects after a position, in order."""
         known = sorted(
             (namespace.digest, namespace) for namespace, _ in self.client.namespaces(LIST_TIMEOUT_S)
         )
@@ -126,27 +126,34 @@ class NodeConnector:
         self._ids = itertools.count(1)
 
     def event_fd(self) -> int:
+        """Return the descriptor that signals completions."""
         return self._completions.fileno()
 
     def submit_batch_set(self, keys: list[str], views: list[memoryview]) -> int:
+        """Begin to store objects."""
         found = self._node.objects.put(self._sized(keys, views), views)
         return self._submit(
             found, lambda values: [value in _STORED for value in values], every=True
         )
 
     def submit_batch_get(self, keys: list[str], views: list[memoryview]) -> int:
+        """Begin to read objects."""
         return self._submit(self._node.objects.get(self._sized(keys, views), views), _truths)
 
     def submit_batch_exists(self, keys: list[str]) -> int:
+        """Begin a lookup of objects."""
         return self._submit(self._node.objects.exists(self._named(keys)), _truths)
 
     def submit_batch_delete(self, keys: list[str]) -> int:
+        """Begin to remove objects."""
         return self._submit(self._node.objects.remove(self._named(keys)), _truths)
 
     def drain_completions(self) -> list[tuple[int, bool, str, list[bool]]]:
+        """Return completed calls."""
         return self._completions.drain()
 
     def close(self) -> None:
+        """Close node and descriptor."""
         self._node.close()
         self._completions.close()
 
@@ -163,7 +170,7 @@ class NodeConnector:
         bits: Callable[[list[Any]], list[bool]],
         every: bool = False,
     ) -> int:
-        """`every`: good only if all are.
+        """Number a call and post its results; with `every`, it succeeds only if all keys do.
 
         Else as soon as the node answered for one.
         """
@@ -207,12 +214,15 @@ class NodeAdapter(L2AdapterInterface):
         )
 
     def get_store_event_fd(self) -> int:
+        """Return the descriptor that signals stores."""
         return int(self._store_event.fileno())
 
     def get_lookup_and_lock_event_fd(self) -> int:
+        """Return the descriptor that signals lookups."""
         return int(self._lookup_event.fileno())
 
     def get_load_event_fd(self) -> int:
+        """Return the descriptor that signals loads."""
         return int(self._load_event.fileno())
 
     def get_memory_tags(self) -> Any:
@@ -231,6 +241,7 @@ class NodeAdapter(L2AdapterInterface):
     # ---- store, lookup, load ---------------------------------------------------------------
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Begin to store objects."""
         number = next(self._ids)
         sizes = [item.get_size() for item in objects]
 
@@ -254,6 +265,7 @@ class NodeAdapter(L2AdapterInterface):
         return number
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """Return completed stores."""
         with self._lock:
             stored = dict(self._stored)
             self._stored.clear()
@@ -262,6 +274,7 @@ class NodeAdapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(
         self, keys: list[Any], group_layout_descs: Mapping[int, Any]
     ) -> int:
+        """Begin a lookup."""
         number = next(self._ids)
         layouts = {
             group: shapes_layout(tuple(map(tuple, layout.shapes)), tuple(layout.dtypes))
@@ -276,13 +289,15 @@ class NodeAdapter(L2AdapterInterface):
         return number
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
+        """Return a lookup's result; None while it runs."""
         with self._lock:
             return self._found.pop(task_id, None)
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """Nothing was locked: an object that goes between lookup and load is a miss of the load."""
+        """Do nothing: objects are not locked, and one that goes is a miss of the load."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Begin to load objects."""
         number = next(self._ids)
 
         def loaded(future: "concurrent.futures.Future[ObjectResults[bool | None]]") -> None:
@@ -296,6 +311,7 @@ class NodeAdapter(L2AdapterInterface):
         return number
 
     def query_load_result(self, task_id: int) -> Any:
+        """Return a load's result; None while it runs."""
         with self._lock:
             return self._loaded.pop(task_id, None)
 
@@ -317,6 +333,7 @@ class NodeAdapter(L2AdapterInterface):
     # ---- management ------------------------------------------------------------------------
 
     def delete(self, keys: list[Any]) -> None:
+        """Remove objects."""
         if not keys:
             return
         removed = (
@@ -331,7 +348,7 @@ class NodeAdapter(L2AdapterInterface):
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
     ) -> Any:
-        """Raises ValueError for a page size or a cursor that is none."""
+        """List keys of a model, by page. Raises ValueError for an invalid page size or cursor."""
         if page_size < 1:
             raise ValueError(f"page_size {page_size} must be at least 1")
         digest, prefix_hash = map(bytes.fromhex, (cursor or ".").split("."))
@@ -352,9 +369,7 @@ class NodeAdapter(L2AdapterInterface):
         )
 
     def report_status(self) -> dict[str, Any]:
-        """Asks the node, or the members of a cluster, briefly: `is_healthy` says whether one
-        answered.
-        """
+        """Ask the node or the members briefly; `is_healthy` says whether one answered."""
         client, objects = self._node.client, self._node.objects
         status: dict[str, Any] = {
             "is_healthy": True,
@@ -379,20 +394,21 @@ class NodeAdapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
+        """Close node and descriptors."""
         self._node.close()
         for event in (self._store_event, self._lookup_event, self._load_event):
             event.close()
 
 
 def _shapes(item: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Of an object's layer groups; one that was made with a single shape has no list of them."""
+    """Return the shapes and dtypes of an object's layer groups."""
     if item.meta.shapes is None:
         return [item.get_shape()], [item.get_dtype()]
     return item.get_shapes(), item.get_dtypes()
 
 
 def _tell(listeners: Callable[..., None], *told: Any) -> None:
-    """A listener of LMCache's that breaks must not cost a request its answer."""
+    """Call a listener of LMCache; a failing one must not cost a request its answer."""
     try:
         listeners(*told)
     except Exception:

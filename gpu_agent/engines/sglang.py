@@ -95,12 +95,14 @@ class _Pool:
 
 
 class KVStoreHiCache(HiCacheStorage):
-    """Called by the engine's threads: one that queries, one that reads, one that writes, its
-    scheduler. Never raises into them; a store that fails is a miss.
+    """Store HiCache's pages.
+
+    The engine's threads call it: one that looks up, one that reads, one that writes, and the
+    scheduler. It never raises into them; a failing store is a miss.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
-        """Raises ConfigError for an option that is wrong and for weights that nothing names."""
+        """Connect the backend. Raises ConfigError for wrong options or weights without a name."""
         self._engine = storage_config
         known = (*ENGINES_OWN, *(field.name for field in dataclasses.fields(HiCacheConfig)))
         options = read_options(storage_config.extra_config or {}, known, DEFAULTS)
@@ -124,17 +126,17 @@ class KVStoreHiCache(HiCacheStorage):
     # ---- pools -----------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Register the KV pool."""
         super().register_mem_pool_host(mem_pool_host)
         self._register(PoolName.KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Register another pool."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._register(host_pool_name, host_pool)
 
     def on_host_pools_registered(self) -> None:
-        """Raises ConfigError if the engine's other interface would be used for pages that have
-        none.
-        """
+        """Check the pools. Raises ConfigError if the wrong interface is set for pages without a view."""
         anchor = self._pools[PoolName.KV.value]
         if not anchor.flat and not self._interface_v1:
             raise ConfigError(
@@ -186,11 +188,13 @@ class KVStoreHiCache(HiCacheStorage):
     # ---- which pages are there -------------------------------------------------------------
 
     def exists(self, key: str) -> bool:
+        """Return whether a page is stored."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
+        """Return how many leading pages are stored."""
         return int(self.batch_exists_v2(keys, None, extra_info).kv_hit_pages)
 
     def batch_exists_v2(
@@ -199,6 +203,7 @@ class KVStoreHiCache(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
+        """Return how many leading pages are stored in all pools."""
         return _guarded(
             "a query", PoolTransferResult.empty(), lambda: self._exists(keys, pool_transfers or [])
         )
@@ -247,6 +252,7 @@ class KVStoreHiCache(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
+        """Load pages into the KV pool."""
         with self._timed("prefetch", keys) as done:
             done.extend(
                 self._move(
@@ -261,6 +267,7 @@ class KVStoreHiCache(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
+        """Save pages of the KV pool."""
         with self._timed("backup", keys) as done:
             done.extend(
                 self._move(
@@ -272,17 +279,19 @@ class KVStoreHiCache(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
+        """Load pages into several pools."""
         return self._move_all(transfers, HostPages.load, self._config.load_timeout_s)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
+        """Save pages of several pools."""
         return self._move_all(transfers, HostPages.save, self._config.save_timeout_s)
 
     def _move_all(
         self, transfers: Sequence[PoolTransfer], move: Callable[..., list[bool]], timeout_s: float
     ) -> dict[str, list[bool]]:
-        """All of them within one deadline."""
+        """Move the pages of several pools within one deadline."""
         end = time.monotonic() + timeout_s
         with request():
             return {
@@ -326,11 +335,13 @@ class KVStoreHiCache(HiCacheStorage):
     def get(
         self, key: str, target_location: Any = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
+        """Read a page."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
+        """Read pages."""
         targets = target_locations or [None] * len(keys)
         with self._timed("prefetch", keys) as done:
             done.extend(self._copy(keys, targets, HostPages.get, self._config.load_timeout_s))
@@ -339,6 +350,7 @@ class KVStoreHiCache(HiCacheStorage):
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
+        """Store a page."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -348,6 +360,7 @@ class KVStoreHiCache(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
+        """Store pages."""
         with self._timed("backup", keys) as done:
             done.extend(self._copy(keys, values, HostPages.put, self._config.save_timeout_s))
         return all(done)
@@ -367,7 +380,7 @@ class KVStoreHiCache(HiCacheStorage):
     # ---- the rest --------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Everything stored so far is a miss for this engine; see `gpu_agent/weights_version.py`."""
+        """Make everything stored so far a miss for this engine; see `gpu_agent/weights_version.py`."""
         self._epochs.advance()
         with self._lock:
             old = list(self._pages.values())
@@ -377,6 +390,7 @@ class KVStoreHiCache(HiCacheStorage):
         log.info("cleared: pages stored before are not used any more")
 
     def get_stats(self) -> StorageMetrics:
+        """Return the metrics since the last call."""
         stats = StorageMetrics()
         with self._lock:
             for name, values in self._stats.items():
@@ -385,7 +399,7 @@ class KVStoreHiCache(HiCacheStorage):
         return stats
 
     def close(self) -> None:
-        """Ends within the deadline of the call under way."""
+        """End within the deadline of the running call."""
         end = time.monotonic() + CLOSE_TIMEOUT_S
         for pages in list(self._pages.values()):
             pages.close(max(0.0, end - time.monotonic()))
@@ -395,9 +409,9 @@ class KVStoreHiCache(HiCacheStorage):
         return self._pages[getattr(name, "value", name)]
 
     def _follow_weights(self) -> bool:
-        """R2: an update that names a new version ends the epoch.
+        """Start a new epoch when an update names a new weight version.
 
-        False while KV of the old weights may still be on its way to us.
+        Return False while KV of the old weights may still arrive.
         """
         version = weight_version()
         with self._lock:
@@ -413,7 +427,7 @@ class KVStoreHiCache(HiCacheStorage):
 
     @contextlib.contextmanager
     def _timed(self, what: str, keys: list[str]) -> Iterator[list[bool]]:
-        """Pages of a call and GB/s, for the engine's metrics."""
+        """Record a call's pages and GB/s for the engine's metrics."""
         done: list[bool] = []
         start = time.monotonic()
         yield done

@@ -75,9 +75,7 @@ class _Pages(DevicePoolEntry):
     """The engine's view of a plain pool, and ours of the same tensors."""
 
     def __init__(self, kvcache: Any, page_size: int) -> None:
-        """Raises ConfigError for a pool that holds more, or something else, than K and V or
-        latents.
-        """
+        """View a KV pool. Raises ConfigError for one that holds anything but K and V or latents."""
         first = kvcache.start_layer or 0
         if type(kvcache) is MHATokenToKVPool and kvcache.k_scale_buffer is None:
             self.view: KVPool = mha_pool(kvcache.k_buffer, kvcache.v_buffer, page_size, first)
@@ -115,7 +113,7 @@ class KVStoreLinker(UnifiedCacheLinker):
         extra_config: Any = None,
         forward_stream: Any = None,
     ) -> None:
-        """Raises ConfigError for an option that is wrong and a model that is not served."""
+        """Connect the linker. Raises ConfigError for a wrong option or an unsupported model."""
         if set(components) != {ComponentType.FULL} or params.mtp_draft_device_pools:
             raise ConfigError("the linker serves full attention without packed draft layers only")
         self.forward_stream = forward_stream
@@ -160,7 +158,7 @@ class KVStoreLinker(UnifiedCacheLinker):
     # ---- loads -----------------------------------------------------------------------------
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every length up to the first page that is not there.
+        """Return every length up to the first missing page; found pages are held for `hold_s`.
 
         These can not be evicted for `hold_s`.
         """
@@ -176,6 +174,7 @@ class KVStoreLinker(UnifiedCacheLinker):
         return list(range(1, [*there, False].index(False) + 1))
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Queue a load."""
         hashes, slots = _kv(transfers)
         if not hashes or slots is None:
             return False
@@ -186,6 +185,7 @@ class KVStoreLinker(UnifiedCacheLinker):
         return True
 
     def start_layer_wise_loading(self) -> int:
+        """Begin queued loads and return the index of their layer counter; -1 without any."""
         if not self._queued:
             return -1
         queued, self._queued = self._queued, {}
@@ -211,6 +211,7 @@ class KVStoreLinker(UnifiedCacheLinker):
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Wait for a batch of loads and return whether all pages arrived."""
         _, jobs = self._batches.pop(counter_index, (None, []))
         wait_for([job.done for job, _ in jobs])  # nothing writes to the slots after this
         # The counter misses a failure after the last layer, and pages that are reported as loaded
@@ -219,11 +220,13 @@ class KVStoreLinker(UnifiedCacheLinker):
         return bool(self.layer_done_counter.finish(counter_index)) and whole
 
     def cancel_queued_load(self, rid: str) -> bool:
+        """Cancel a queued load."""
         return self._queued.pop(rid, None) is not None
 
     # ---- offloads --------------------------------------------------------------------------
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        """Begin to store pages."""
         hashes, slots = _kv(transfers)
         if not hashes or slots is None or len(self._pending) >= OFFLOADS_MAX:
             return False
@@ -252,17 +255,19 @@ class KVStoreLinker(UnifiedCacheLinker):
             return False
 
     def num_completed_offloads(self) -> int:
+        """Return how many offloads, from the first on, have ended."""
         return next(
             (n for n, done in enumerate(self._pending) if not done.done()), len(self._pending)
         )
 
     def pop_completed_offload(self) -> bool:
+        """Remove the first offload and return whether it succeeded."""
         return self._pending.popleft().result()
 
     # ---- the end ---------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Every transfer has ended when it returns."""
+        """Wait until every transfer has ended."""
         self._queued.clear()
         for index in list(self._batches):
             self.finish_layer_wise_loading(index)
@@ -279,6 +284,7 @@ class KVStoreLinker(UnifiedCacheLinker):
             self._agent = self._made()
 
     def close(self) -> None:
+        """End all transfers and close."""
         self.reset()
         self._offloads.shutdown()
         self._agent.close()
@@ -286,7 +292,7 @@ class KVStoreLinker(UnifiedCacheLinker):
 
 
 def _kv(transfers: list[PoolTransfer]) -> tuple[list[bytes], torch.Tensor | None]:
-    """(keys, device slots) of the KV transfer; no keys if there is none."""
+    """Return (keys, device slots) of the KV transfer; no keys if there is none."""
     for transfer in transfers:
         if transfer.name == PoolName.KV and transfer.keys:
             return [bytes.fromhex(key) for key in transfer.keys], transfer.device_indices

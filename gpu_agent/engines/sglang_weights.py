@@ -16,9 +16,10 @@ from kvstore.errors import ConfigError
 
 
 def served_weights(identity: Identity, served_name: str | None) -> tuple[Identity, dict[str, Any]]:
-    """The engine tells a backend only the name that it serves under, which anyone may choose; its
-    arguments say more. Raises ConfigError if they are not there and the options name no weights
-    either.
+    """Return the identity and facts of the served weights.
+
+    A backend only gets the served name, which anyone may choose; the server's arguments say more.
+    Raises ConfigError if these are missing and the options name no weights.
     """
     try:
         args = get_server_args()
@@ -32,7 +33,7 @@ def served_weights(identity: Identity, served_name: str | None) -> tuple[Identit
 
 
 def weights_of(identity: Identity, args: Any) -> tuple[Identity, dict[str, Any]]:
-    """`weights` of a server with these arguments.
+    """Return the weights of a server with these arguments. Raises ConfigError.
 
     Raises ConfigError.
     """
@@ -49,7 +50,7 @@ def weights_of(identity: Identity, args: Any) -> tuple[Identity, dict[str, Any]]
 
 
 def model_config(args: Any) -> dict[str, Any]:
-    """The model's configuration as the server has it; SGLang keeps it after its start.
+    """Return the model's configuration as the server has it. Raises ConfigError.
 
     Raises ConfigError.
     """
@@ -70,7 +71,7 @@ def model_config(args: Any) -> dict[str, Any]:
 
 
 def weight_version() -> str:
-    """Of the weights in use, as the last update named it; the engine says it to this process only."""
+    """Return the version of the weights in use, as the last update named it."""
     try:
         return str(get_serving().weight_version)
     except ValueError:  # no server

@@ -34,16 +34,16 @@ PAGE_TOKENS = 64
 
 
 class TransformersAdapter:
-    """Saves and loads the KV of one causal language model; batch size 1, no padding. transformers
-    has no names for prompts: `kvstore.tracing.request(name)` around a call says which one it is
-    for.
+    """Save and load the KV of one causal language model, batch size 1, without padding.
 
-    `name` names the model to everyone who shares the store: never a local path. `revision` names
-    its weights; without one a digest of all parameters is taken, so that other weights under the
-    same name can not hit. The tenant is the client's. Raises ConfigError for a token that can not
-    be read, InvalidRequest for a model whose cache has other layers than full or sliding-window
-    attention, or whose KV does not follow from its tokens alone, and in every call once adapters
-    (LoRA) were added to it.
+    `name` names the model to everyone who shares the store, so it is never a local path. `revision`
+    names its weights; without one, all parameters are digested, so that other weights under the
+    same name cannot hit. The tenant is the client's. transformers has no request names: wrap calls
+    in `kvstore.tracing.request(name)`.
+
+    Raises ConfigError for an unreadable token, and InvalidRequest for a model with other layers
+    than full or sliding-window attention, or whose KV does not follow from its tokens alone, and in
+    every call once adapters (LoRA) were added.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TransformersAdapter:
         self._agent = Agent(client, self.namespace, None, config, transfer_for(model.device))
 
     def save(self, cache: DynamicCache, tokens: Sequence[int] | torch.Tensor) -> SaveJob:
-        """Stores the full pages of `tokens`, the ids whose KV is at the start of `cache`.
+        """Store the full pages of `tokens`, the ids whose KV is at the start of `cache`.
 
         The cache may be used and extended at once: transformers never changes its tensors in place.
         Raises InvalidRequest if the cache does not hold the plain KV of these tokens.
@@ -81,14 +81,14 @@ class TransformersAdapter:
             return self._agent.save(hashes, units, self._pool(pairs))
 
     def lookup(self, tokens: Sequence[int] | torch.Tensor) -> int:
-        """Leading tokens of a prompt whose KV is stored; 0 if the store can not be asked."""
+        """Return how many leading tokens have stored KV; 0 if the store does not answer."""
         check_adapters(self._model)
         page_tokens = self.namespace.layout.page_tokens
         with request():
             return self._agent.lookup(prefix_hashes(_token_list(tokens), page_tokens)) * page_tokens
 
     def load(self, tokens: Sequence[int] | torch.Tensor) -> tuple[DynamicCache, int]:
-        """(fresh cache, number of leading `tokens` in it); an empty cache and 0 for a miss.
+        """Return (fresh cache, number of leading `tokens` in it); an empty cache and 0 for a miss.
 
         At most all tokens but the last: a model needs one to compute its next from.
         """
@@ -114,11 +114,11 @@ class TransformersAdapter:
         return cache, count
 
     def close(self) -> None:
-        """Ends pending saves in bounded time; the client stays open."""
+        """End pending saves in bounded time; the client stays open."""
         self._agent.close()
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         return self._agent.check()
 
     def __enter__(self) -> "TransformersAdapter":
@@ -128,7 +128,7 @@ class TransformersAdapter:
         self.close()
 
     def _empty_pairs(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V `[1, heads, count, dim]` of every layer, in the cache's own order."""
+        """Return empty K and V `[1, heads, count, dim]` of every layer, in the cache's order."""
         group = self.namespace.layout.groups[0]
         heads, dim = group.planes[0].unit_shape
         dtype = getattr(torch, group.planes[0].dtype)
@@ -158,7 +158,7 @@ def namespace_of(
     key_id: str = "",
     tenant: str = DEFAULT_TENANT,
 ) -> Namespace:
-    """Of a model's KV.
+    """Return the namespace of a model's KV. Raises InvalidRequest if it cannot be stored.
 
     Raises InvalidRequest if it can not be stored.
     """
@@ -179,10 +179,10 @@ def cache_argument(model: Any) -> str:
 
 
 def _plain_pairs(cache: DynamicCache, model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(K, V) of every layer.
+    """Return (K, V) of every layer.
 
-    Raises InvalidRequest for a class that keeps less than all tokens (a sliding window has only its
-    last ones) or something else than plain K and V.
+    Raises InvalidRequest for a cache that keeps fewer than all tokens, as a sliding window does, or
+    anything but plain K and V.
     """
     pairs = []
     for number, layer in enumerate(cache.layers):

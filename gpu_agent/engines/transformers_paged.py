@@ -83,11 +83,10 @@ class PagedAdapter:
         )
 
     def load(self, tokens: Sequence[int]) -> int:
-        """Leading `tokens` whose KV is in the cache now: those that were, and those that are stored
-        and fit.
+        """Load stored blocks and return how many leading `tokens` are in the cache now.
 
-        They are cached like those of a former request: transformers may evict them for a request
-        that runs.
+        They are cached like those of a former request: transformers may evict them for a running
+        one.
         """
         check_adapters(self._model)
         with tracing.request():
@@ -116,8 +115,9 @@ class PagedAdapter:
         return loaded.pages * self._page_tokens
 
     def save(self, tokens: Sequence[int]) -> SaveResult:
-        """Stores the blocks of `tokens` that are in the cache: of a request that runs, or that
-        ended and was not evicted. Pages that are not there count as dropped.
+        """Store the cached blocks of `tokens`, of a running or an ended request.
+
+        Blocks that were evicted count as dropped.
         """
         check_adapters(self._model)
         with tracing.request():
@@ -147,11 +147,11 @@ class PagedAdapter:
         )
 
     def close(self) -> None:
-        """The manager and the client stay as they are."""
+        """Close the agent; manager and client stay open."""
         self._agent.close()
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         held = [name for name in self._blocks.block_table if name.startswith("kvstore-")]
         return self._agent.check() + ([f"blocks are held by {held}"] if held else [])
 
@@ -163,10 +163,10 @@ class PagedAdapter:
 
     @contextlib.contextmanager
     def _held(self, request_id: str) -> Iterator[list[Future[Any]]]:
-        """Whatever blocks the request got are let go in the end: cached if they have a hash, else
-        free. Not before the job that reads or writes them, which goes into the list, has ended, by
-        its deadline; and after an interrupt just when a job may have begun never: nobody knows when
-        it ends.
+        """Release a request's blocks at the end: cached if they have a hash, else free.
+
+        The jobs in the yielded list use them and end first, by their deadlines. After an interrupt
+        just when a job may have begun the blocks are never released: nobody knows when it ends.
         """
         jobs: list[Future[Any]] = []
         try:
@@ -186,7 +186,7 @@ class PagedAdapter:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Nobody but us changes block tables.
+        """Pause the manager's loop, so that nobody else changes block tables.
 
         A loop that has ended needs no pause.
         """
@@ -203,7 +203,7 @@ class PagedAdapter:
 
 
 def _shareable(cache: Any) -> Any:
-    """The cache, if a prefix's blocks say all about the prefix.
+    """Return the cache if a prefix's blocks determine it. Raises InvalidRequest.
 
     Raises InvalidRequest.
     """
@@ -221,9 +221,10 @@ def _shareable(cache: Any) -> Any:
 
 
 def _pool(layout: Any, blocks: Any) -> KVPool:
-    """`blocks.cache_tensor`: `[tokens, 2, heads, dim]`, which is for each block and layer its keys,
-    then its values. A token's number, as the cache itself uses it, is the one that its keys have in
-    the first layer.
+    """View `blocks.cache_tensor`, `[tokens, 2, heads, dim]`, as a pool.
+
+    It has, for each block and layer, the keys and then the values. A token's index, as in the cache
+    itself, is that of its keys in the first layer.
     """
     rows = blocks.cache_tensor.view(-1, *blocks.cache_tensor.shape[2:])
     tensors = {}

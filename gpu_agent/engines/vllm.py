@@ -120,10 +120,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
+        """Return False: the engine need not wait for saves."""
         return False  # a cache: what is not stored is computed again
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Return the layout that is fastest to copy; None beside another connector."""
         # With BLHNC a block of all layers is one run of bytes. Backends that lack it keep their
         # layout. Beside other connectors none is requested, because vLLM exits if two request
         # different layouts.
@@ -138,6 +140,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker ----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Take the KV cache tensors and start this rank's agents."""
         if not self._groups:
             return
         pools = group_pools(self._caches, kv_caches)
@@ -165,12 +168,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 )
 
     def unregister_kv_caches(self) -> None:
+        """Wait until nothing reads or writes the KV cache."""
         if (
             self._rank
         ):  # before the memory goes away (sleep mode); it comes back at the same addresses
             self._rank.drain()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return this rank's namespaces for the scheduler."""
         return (
             Handshake(self._namespaces)
             if self._rank and not called_by_other_connector(KVStoreConnector)
@@ -178,6 +183,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the scheduler's orders for a step."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Orders)
         self._computes, self._knows_ranks = (
@@ -194,22 +200,27 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata.orders
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the step's loads."""
         if self._rank:
             self._rank.load(self._orders.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: loads are asynchronous."""
         return
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
+        """Do nothing: saves begin after the forward pass."""
         return
 
     def wait_for_save(self) -> None:
+        """Begin the step's saves."""
         if self._rank and self.has_connector_metadata():
             self._rank.save(self._orders.saves)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose loads have ended."""
         if not self._rank:
             return KVConnectorTransferResults()
         self._ended = self._rank.loads_ended()
@@ -220,10 +231,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return blocks that a failed load left wrong."""
         wrong, self._ended = self._ended.wrong_blocks, LoadsEnded()
         return wrong if len(self._groups) == 1 else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Return this rank's report for the scheduler."""
         if self._rank is None:
             return None
         return WorkerReport(
@@ -233,6 +246,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- scheduler -------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take vLLM's block pool."""
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(
@@ -308,6 +322,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
     ) -> None:
+        """Take the ranks' namespaces."""
         self.set_xfer_handshake_metadata(metadata)
 
     def _pin(self, blocks: Iterable[int]) -> None:
@@ -320,6 +335,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return bool(self._pool.get_num_free_blocks() * SCARCE_SHARE < self._caches.num_blocks)
 
     def on_new_request(self, request: Any) -> None:
+        """Begin the lookup of a new request."""
         if self._scheduler and self._wanted(request):
             self._scheduler.ask(request)
         elif self._held and self._wanted(request):
@@ -336,16 +352,19 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        """Return (tokens that can be loaded, whether the load is asynchronous)."""
         if not self._scheduler or self._scales_unset:
             return 0, False
         tokens = self._scheduler.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Take the blocks of an admitted request."""
         if self._scheduler:
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Return the ranks' orders for the step."""
         scheduled = scheduler_output.num_scheduled_tokens
         if not self._scheduler:
             self._others.scheduled(0, scheduler_output)
@@ -361,6 +380,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return Orders(orders, self._computes)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        """Take the ranks' reports."""
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):
             return
@@ -384,6 +404,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """End a request."""
         return self.request_finished_all_groups(
             request, (block_ids,)
         )  # beside a connector of one group
@@ -391,6 +412,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """End a request and return that its blocks may be freed at once."""
         if self._scheduler:
             self._scheduler.finished(request, block_ids)
         elif self._held:
@@ -398,6 +420,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def has_pending_push_work(self) -> bool:
+        """Return whether the engine must keep stepping for us."""
         return (
             self._scheduler.busy
             if self._scheduler
@@ -405,6 +428,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def reset_cache(self) -> bool | None:
+        """Make everything stored so far a miss for this engine."""
         if self._scheduler:
             self._scheduler.reset()
         return True
@@ -412,6 +436,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- both ------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVStoreStats | None:
+        """Return the counts since the last call; None without any."""
         counting = [
             part for part in (self._rank, self._scheduler, self._lookups) if part and part.counted
         ]
@@ -433,6 +458,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStoreStats:
+        """Build the counts from their data."""
         return KVStoreStats(data or {})
 
     @classmethod
@@ -443,10 +469,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVStorePromMetrics:
+        """Build the Prometheus metrics."""
         return KVStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Pending saves end in bounded time."""
+        """End pending saves in bounded time."""
         for part in (self._rank, self._lookups):
             if part:
                 part.close()

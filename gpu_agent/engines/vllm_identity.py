@@ -29,13 +29,13 @@ TIER_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLoc
 
 
 def block_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
-    """Tokens that hits are multiples of, and tokens of one of a request's block hashes."""
+    """Return the tokens that hits are multiples of, and the tokens of one block hash."""
     step_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     return step_tokens, hash_tokens
 
 
 def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup] | str:
-    """The cache groups, or why their blocks can not be stored."""
+    """Return the cache groups, or why their blocks cannot be stored."""
     if reason := not_shareable(vllm_config):
         return reason
     dcp = vllm_config.parallel_config.decode_context_parallel_size
@@ -57,7 +57,7 @@ def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup] | s
 
 
 def _kind(spec: Any, block_tokens: int) -> BlockGroup | None:
-    """None: recurrent states and other things whose blocks are no plain function of their tokens."""
+    """Return a group; None for recurrent states and others that do not follow from tokens."""
     if getattr(spec, "non_causal", False):
         return None
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
@@ -100,9 +100,7 @@ def check_tier_groups(kv_cache_config: Any) -> None:
 
 
 def scales_in_blocks(kv_cache_config: Any) -> bool:
-    """Whether a block holds its tokens' scales: backends overwrite all of them at their first
-    forward.
-    """
+    """Return whether a block holds its tokens' scales, overwritten at their first forward."""
     modes = [
         getattr(group.kv_cache_spec, "kv_quant_mode", None)
         for group in kv_cache_config.kv_cache_groups
@@ -111,7 +109,7 @@ def scales_in_blocks(kv_cache_config: Any) -> bool:
 
 
 def replicas(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Consecutive tensor-parallel ranks with the same KV in every layer."""
+    """Return how many consecutive tensor-parallel ranks have the same KV in every layer."""
     known = getattr(kv_cache_config, "kv_tp_replicas", None)  # 0.33
     if known is not None:
         return int(known)
@@ -127,7 +125,7 @@ def replicas(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def group_pools(kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> list[KVPool | None]:
-    """A pool per cache group; None for one without layers on this rank."""
+    """Return a pool per cache group; None for one without layers on this rank."""
     pools: list[KVPool | None] = []
     for group in kv_cache_config.kv_cache_groups:
         views = {name: kv_caches[name] for name in group.layer_names if name in kv_caches}

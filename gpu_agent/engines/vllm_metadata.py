@@ -47,6 +47,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     held: dict[RankId, Held] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "KVConnectorWorkerMetadata":
+        """Add another rank's report."""
         assert isinstance(other, WorkerReport)
         self.report.add(other.report)
         self.held |= other.held

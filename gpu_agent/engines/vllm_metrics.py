@@ -34,17 +34,21 @@ class KVStoreStats(KVConnectorStats):
     """`data`: counts of one interval, by the names of COUNTERS."""
 
     def reset(self) -> None:
+        """Reset all counts."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> "KVStoreStats":
+        """Add other counts."""
         for name, count in other.data.items():
             self.data[name] = self.data.get(name, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
+        """Return the counts for the log."""
         return {name: round(count, 3) for name, count in self.data.items()}
 
     def is_empty(self) -> bool:
+        """Return whether there are no counts."""
         return not self.data
 
 
@@ -69,6 +73,7 @@ class KVStorePromMetrics(KVConnectorPromMetrics):
             }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add counts to the Prometheus metrics."""
         for name, count in transfer_stats_data.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(count)

@@ -29,8 +29,7 @@ STEPS_MAX = 64
 
 
 def called_by_other_connector(connector: type) -> bool:
-    """Return whether the method of `connector` that calls this was called by an enclosing
-    connector.
+    """Return whether an enclosing connector called the calling method of `connector`.
 
     vLLM gives a connector in `MultiConnector` a configuration that does not mention the outer one,
     so only the call stack tells. A wrapper or a generator may lie between, so all of it is
@@ -84,6 +83,7 @@ class RankNamespaces:
         )
 
     def stepped(self) -> None:
+        """Count a step."""
         self._steps += 1
 
     @property
@@ -93,11 +93,11 @@ class RankNamespaces:
 
 
 class ForeignLoads:
-    """Detects failed synchronous loads of other connectors: loads within the step that uses their
-    blocks.
+    """Detect failed synchronous loads of other connectors.
 
     vLLM recomputes the blocks of a failed load, but may leave wrong ones in its prefix cache, where
-    nothing tells them from good ones.
+    nothing tells them from good ones. Synchronous loads happen within the step that uses their
+    blocks.
     """
 
     def __init__(self) -> None:

@@ -138,26 +138,32 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     # ---- lookups ---------------------------------------------------------------------------
 
     def on_new_request(self, req_context: Any) -> Any:
+        """Return an empty context."""
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Return whether a key's row is stored, or that it is not known yet."""
         found = self._verdicts.lookup(key, req_context.req_id)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None:
+        """Send the lookups of a step."""
         self._verdicts.flush()
 
     def on_request_finished(self, req_context: Any) -> None:
+        """Forget a request's lookups."""
         self._verdicts.release(req_context.req_id)
 
     # ---- jobs ------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: Any) -> None:
+        """Begin to store rows."""
         self._submit(job_metadata, lambda keys, rows: self._agent.save(keys, rows).done)
 
     def submit_load(self, job_metadata: Any) -> None:
+        """Begin to load rows."""
         self._submit(job_metadata, lambda keys, rows: self._agent.load(keys, rows).done)
 
     def _submit(
@@ -174,6 +180,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._jobs[metadata.job_id] = job
 
     def get_finished_jobs(self) -> Iterable[Any]:
+        """Return the jobs that have ended."""
         done = [job_id for job_id, job in self._jobs.items() if job.done()]
         return [self._finish(job_id, self._jobs.pop(job_id)) for job_id in done]
 
@@ -190,10 +197,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         )
 
     def has_pending_work(self) -> bool:
+        """Return whether jobs run."""
         return bool(self._jobs)
 
     def drain_jobs(self) -> None:
-        """Every job ends by its deadline, so this does.
+        """Wait for all jobs, which end by their deadlines; each is still reported.
 
         None is aborted, each is still reported.
         """
@@ -201,7 +209,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             job.wait()
 
     def shutdown(self) -> None:
-        """Nobody reads or writes rows afterwards: vLLM unmaps them next."""
+        """End all transfers before vLLM unmaps the rows."""
         self._verdicts.close()
         self._agent.close()
         self._client.close()
@@ -210,13 +218,14 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Return the definitions of the metrics."""
         return {
             _metric(name): OffloadingCounterMetadata(documentation=text)
             for name, text in _COUNTERS.items()
         }
 
     def get_stats(self) -> Any:
-        """What was counted since the last call; vLLM adds it up."""
+        """Return the counts since the last call; vLLM adds them up."""
         stats, now = OffloadingConnectorStats(), replace(self._agent.stats)
         for name in _COUNTERS:
             if count := getattr(now, name) - getattr(self._told, name):
@@ -225,7 +234,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         return stats
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         return self._agent.check() + self._verdicts.check()
 
 
@@ -248,7 +257,7 @@ class _Job:
         self._parts: list[tuple[list[bytes], _Future | None]] = []
 
     def add(self, keys: list[bytes], future: "_Future | None") -> None:
-        """`keys` in the order of their tokens."""
+        """Add a part, its keys in the order of their tokens."""
         self._parts.append((keys, future))
         if future:
             future.add_done_callback(self._stamp)
@@ -263,7 +272,7 @@ class _Job:
         wait_for([future for _, future in self._parts if future])
 
     def outcome(self) -> tuple[list[bytes], list[bytes]]:
-        """Keys that are where they should be now, and the others."""
+        """Return the keys that arrived and the others."""
         moved: list[bytes] = []
         lost: list[bytes] = []
         for keys, future in self._parts:
@@ -278,9 +287,9 @@ class _Job:
 
 
 def _chains(metadata: Any) -> Iterable[tuple[list[bytes], torch.Tensor]]:
-    """A job's keys and rows, for each group in the order of their tokens: vLLM may hand over a set.
+    """Return a job's keys and rows by group, each in the order of tokens.
 
-    Groups are chains of their own, so that a page that is missing in one cuts only that one short.
+    Groups are separate chains: a page that is missing in one shortens only that one.
     """
     groups: dict[int, list[tuple[int, bytes, int]]] = defaultdict(list)
     for key, row in zip(metadata.keys, metadata.chunk_ids.tolist(), strict=True):
@@ -299,7 +308,7 @@ def _chains(metadata: Any) -> Iterable[tuple[list[bytes], torch.Tensor]]:
 
 
 def _named(config: Any, options: Options) -> Identity:
-    """The user's options with the weights named: by our connector, or by hand."""
+    """Return the options with the weights named by our connector or by hand. Raises ConfigError."""
     weights = options.own.get("weights")
     if weights:
         model, revision = weights
@@ -337,10 +346,9 @@ def _check_groups_by_hand(groups: Sequence[Any]) -> None:
 
 
 def told(vllm_config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the connector adds to the options of a tier.
+    """Return what the connector adds to a tier's options.
 
-    Raises ConfigError for an engine whose blocks can not be shared and for weights that nothing
-    names.
+    Raises ConfigError for an engine whose blocks cannot be shared and for weights without a name.
     """
     check_tier(vllm_config, values.get("lora", ""))
     user, from_hub = identity_of(values), not envs.VLLM_USE_MODELSCOPE

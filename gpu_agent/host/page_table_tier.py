@@ -57,11 +57,10 @@ class TierConfig(AgentConfig):
 
 
 def tier_config(memory: torch.Tensor, **values: Any) -> TierConfig:
-    """From explicit values, the environment and the defaults, made to fit `memory`.
+    """Return a configuration that fits the host memory.
 
-    A buffer holds a page at least, however large. Loads fill pages that the engine has allocated,
-    so twice the memory is all that can wait, and a prompt that fits into it is never refused for
-    its length.
+    A buffer holds at least a page. Loads fill pages that the engine has allocated, so twice the
+    memory is all that can wait, and no prompt that fits is refused for its length.
     """
     config = load(TierConfig, "KVSTORE_AGENT", values)
     staging_nbytes = max(config.staging_nbytes, memory.shape[-1])
@@ -72,7 +71,7 @@ def tier_config(memory: torch.Tensor, **values: Any) -> TierConfig:
 
 
 def row_pool(memory: torch.Tensor, page_tokens: int) -> KVPool:
-    """`memory`: uint8 CPU tensor `[pages, page_nbytes]`, a row per page of `page_tokens` tokens."""
+    """View uint8 CPU memory `[pages, page_nbytes]` as a pool with a row per page."""
     check_shape("host memory", memory, "pages", "page_nbytes")
     if memory.dtype != torch.uint8 or not memory.is_cpu or not memory.is_contiguous():
         raise InvalidRequest(
@@ -104,7 +103,7 @@ class PageTableTier:
         self._active = {"save": 0, "load": 0}
 
     def present(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Which pages are stored.
+        """Return which pages are stored, and hold them until a load that begins now would end.
 
         They stay so until a load that begins now would have ended.
         """
@@ -113,11 +112,11 @@ class PageTableTier:
     def save(
         self, prefix_hashes: Sequence[bytes], rows: Sequence[int]
     ) -> tuple[list[int], SaveJob]:
-        """(rows that are not read, because their pages are stored already; the others' job).
+        """Begin to save pages; return (rows that are not read, job).
 
-        Only pages that were missing just now are read, ever: the engine may reuse the rows of the
-        others at once. A store that can not be asked gets nothing. Raises InvalidRequest for a row
-        that is not there or named twice.
+        Rows of pages that are stored already are not read, and the engine may reuse them at once.
+        Without an answer of the store nothing is saved. Raises InvalidRequest for a wrong or
+        repeated row.
         """
         self._check_rows(rows, len(prefix_hashes))
         found = self._agent.ask(prefix_hashes)
@@ -131,7 +130,7 @@ class PageTableTier:
         return [rows[page] for page, stored in enumerate(found) if stored], job
 
     def load(self, prefix_hashes: Sequence[bytes], rows: Sequence[int]) -> LoadJob:
-        """Fills rows with the leading stored pages.
+        """Begin to fill rows with the leading stored pages. Raises InvalidRequest, as `save` does.
 
         Raises InvalidRequest as `save`.
         """
@@ -141,7 +140,7 @@ class PageTableTier:
         return job
 
     def settle(self, job: SaveJob | LoadJob) -> None:
-        """Returns when nobody reads or writes the memory for this job any more.
+        """Wait, at most until the job's deadline, until nobody uses the memory for it.
 
         Nothing can be called back that a thread is just copying, so this waits: at most until the
         job's own deadline.
@@ -152,20 +151,21 @@ class PageTableTier:
         wait_for([last])
 
     def active(self, kind: str) -> int:
-        """Jobs that are not done, of kind 'save' or 'load'."""
+        """Return how many jobs of a kind, 'save' or 'load', are not done."""
         with self._lock:
             return self._active[kind]
 
     @property
     def stats(self) -> AgentStats:
+        """Return the counts so far."""
         return self._agent.stats
 
     def close(self) -> None:
-        """Ends pending jobs in bounded time."""
+        """End pending jobs in bounded time."""
         self._agent.close()
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         wrong = [f"{count} active {kind}s" for kind, count in self._active.items() if count < 0]
         return self._agent.check() + wrong
 

@@ -61,13 +61,15 @@ class HostPages:
 
     @property
     def page_nbytes(self) -> int:
+        """Return the bytes of a page."""
         return self.namespace.layout.page_nbytes
 
     def present(self, hashes: Sequence[bytes], timeout_s: float) -> list[bool]:
+        """Return which pages are stored."""
         return list(self.agent.present(hashes, timeout_s))
 
     def save(self, hashes: Sequence[bytes], numbers: torch.Tensor, timeout_s: float) -> list[bool]:
-        """Which pages are stored now.
+        """Save pages and return which are stored now; `numbers` is int64 `[pages]`, their indices.
 
         `numbers`: int64 `[pages]`, where they are in the pool.
         """
@@ -77,7 +79,7 @@ class HostPages:
         return self.present(hashes, self.agent.config.lookup_timeout_s)
 
     def load(self, hashes: Sequence[bytes], numbers: torch.Tensor, timeout_s: float) -> list[bool]:
-        """Which pages are in the pool now: a leading run.
+        """Load pages and return which are in the pool now, a leading run; other slots are undefined.
 
         The others' slots hold nothing of meaning.
         """
@@ -85,7 +87,7 @@ class HostPages:
         return _leading(result.pages, len(hashes))
 
     def put(self, hashes: Sequence[bytes], pages: Sequence[Any], timeout_s: float) -> list[bool]:
-        """Like `save`, from buffers of `page_nbytes` bytes that are no part of the pool."""
+        """Save pages from buffers outside the pool."""
         try:
             outcomes = (
                 self._client.put(self.namespace, hashes, pages, timeout_s=timeout_s)
@@ -98,7 +100,7 @@ class HostPages:
         return [outcome.kept for outcome in outcomes]
 
     def get(self, hashes: Sequence[bytes], pages: Sequence[Any], timeout_s: float) -> list[bool]:
-        """Like `load`, into buffers; those of misses hold nothing of meaning."""
+        """Load pages into buffers; those of misses are undefined."""
         try:
             return (
                 self._client.get(self.namespace, hashes, pages, prefix=True, timeout_s=timeout_s)
@@ -110,7 +112,7 @@ class HostPages:
             return [False] * len(hashes)
 
     def close(self, timeout_s: float) -> None:
-        """At latest when the call under way has reached its deadline."""
+        """End at the deadline of the running call at the latest."""
         self.agent.close(timeout_s)
 
 

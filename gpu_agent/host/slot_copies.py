@@ -47,6 +47,7 @@ class SlotCopies(TorchTransfer):
         landed: Landed | None = None,
         summed: Summed | None = None,
     ) -> None:
+        """Copy slots into pages; see `Transfer.gather`."""
         check_pages(pool, units, pages)
         rows = slots_of(pool, units)
         for run in _runs(pool, units.page_count):
@@ -71,6 +72,7 @@ class SlotCopies(TorchTransfer):
         ready: Ready | None = None,
         summed: Summed | None = None,
     ) -> None:
+        """Copy pages into slots; see `Transfer.scatter`."""
         if (
             placed or skip_tokens
         ):  # by layers, or parts of a page: not what whole host pages are for
@@ -87,7 +89,7 @@ class SlotCopies(TorchTransfer):
 
 
 def slots_of(pool: KVPool, units: UnitTable) -> dict[str, list[list[int]]]:
-    """By space and page: the slots' numbers."""
+    """Return the slot indices by space and page."""
     return {space: units.flat(space).view(units.page_count, -1).tolist() for space in pool.spaces}
 
 
@@ -100,7 +102,7 @@ def _runs(pool: KVPool, count: int) -> Iterator[range]:
 def _pairs(
     plane: PoolPlane, slots: list[int], page: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(a slot of the pool, its bytes in the page) for each unit of one plane."""
+    """Yield (slot of the pool, its bytes in the page) for each unit of a plane."""
     offset, nbytes = plane.piece.offset, plane.piece.plane.unit_nbytes
     for slot in slots:
         yield plane.bits[slot], page[offset : offset + nbytes]
@@ -150,6 +152,7 @@ class SlotSegments(SlotCopies):
         self._planes = [_Runs.of(plane, unit) for plane, unit in planes] if worth else []
 
     def pieces(self, pool: KVPool, units: UnitTable) -> list[Pieces] | None:
+        """Return the segments of each page in the pool; None if pages must be copied."""
         if pool is not self._pool or not self._planes:
             return None
         slots = slots_of(pool, units)

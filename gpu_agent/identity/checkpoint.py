@@ -65,13 +65,12 @@ _Signature = tuple[tuple[str, int, int, int, int, int], ...]
 
 
 def named(identity: Identity, model: str, revision: str = "", cache: str | None = "") -> Identity:
-    """`identity` with the model's name and revision filled in where the user gave none.
+    """Fill in model name and revision where the user gave none. Raises ConfigError.
 
-    `model`: what the engine loads, a hub's name, a directory or a file; `revision`: of the hub, if
-    the engine was told one; `cache`: where the engine keeps what it fetches from the Hugging Face
-    hub (empty: this user's place, None: it fetches from elsewhere). Without a revision of the
-    user's, weights in a directory or a file are read as a whole. Raises ConfigError if nothing says
-    which weights these are.
+    `model` is what the engine loads: a hub's name, a directory or a file. `revision` is the hub's,
+    if the engine was given one. `cache` is where the engine keeps files of the Hugging Face hub
+    (empty: this user's place, None: it fetches from elsewhere). Without a revision, weights in a
+    directory or file are read as a whole.
     """
     path = Path(model)
     if not path.exists():
@@ -89,10 +88,10 @@ def named(identity: Identity, model: str, revision: str = "", cache: str | None 
 
 
 def also_loaded(vouched: bool, model: str, revision: str = "", cache: str | None = "") -> str:
-    """`"name@revision"` of weights that an engine has beside its model's: a draft model, a LoRA.
+    """Return `"name@revision"` of further weights: a draft model or a LoRA.
 
-    What can not be named is taken by its name if the user vouches for the engine's weights with a
-    revision; else raises ConfigError.
+    If that cannot be found, the name is used if the user vouches for the weights with a revision;
+    otherwise it raises ConfigError.
     """
     try:
         other = named(Identity(), model, revision, cache)
@@ -121,19 +120,20 @@ def _commit(model: str, revision: str, cache: str | None) -> str:
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """32 hex digits over a model's configuration, as `to_dict()` or config.json has it."""
+    """Return 32 hex digits over a model's configuration."""
     return text_digest({name: value for name, value in config.items() if name not in _NOT_IDENTITY})
 
 
 def text_digest(value: Any) -> str:
-    """32 hex digits over anything that JSON can hold, or text."""
+    """Return 32 hex digits over a JSON value or text."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def weight_files(path: Path) -> dict[str, Path]:
-    """Files that count, by their name below `path`, in order: of a directory all but noise, of a
-    file itself and the other parts of a checkpoint that is split (model-00001-of-00003.gguf).
-    Raises ConfigError for a directory without weights.
+    """Return the files that count, by their name below `path`, in order.
+
+    Of a directory these are all but noise; of a file it is itself and the other parts of a split
+    checkpoint (model-00001-of-00003.gguf). Raises ConfigError for a directory without weights.
     """
     if not path.is_dir():
         split = _SPLIT.match(path.name)
@@ -151,7 +151,7 @@ def _same_split(first: re.Match[str], name: str) -> bool:
 
 
 def _walk(directory: Path, seen: set[Path]) -> Iterator[Path]:
-    """Through links too: an engine follows them.
+    """Yield files recursively, following links as an engine does, each real directory once.
 
     `seen`: real directories, each read once.
     """
@@ -167,10 +167,10 @@ def _walk(directory: Path, seen: set[Path]) -> Iterator[Path]:
 
 
 def weights_digest(files: dict[str, Path]) -> str:
-    """`"weights=..."`: xxh3_128 over names and bytes.
+    """Return `"weights=..."`: xxh3_128 over names and bytes, once per process and content.
 
-    A second per 5 GB; once per process and content. Raises ConfigError for a file that can not be
-    read, or that changes meanwhile.
+    It takes a second per 5 GB. Raises ConfigError for a file that is unreadable or changes
+    meanwhile.
     """
     try:
         signature = _signature(files)
@@ -194,7 +194,7 @@ def weights_digest(files: dict[str, Path]) -> str:
 
 
 def _signature(files: dict[str, Path]) -> _Signature:
-    """What changes with any change of content.
+    """Return what changes with any content: users set modification times, but not change times.
 
     Modification times are set by users, change times are not.
     """
@@ -217,11 +217,10 @@ def _digest(files: tuple[tuple[str, Path], ...], signature: _Signature) -> str:
 
 
 def commit_of(cache: Path, name: str, revision: str) -> str | None:
-    """The commit that `revision` (empty: main) of a repository stands for here; None if its
-    snapshot is not here. A commit stands for itself.
+    """Return the commit of a repository's `revision` (empty: main); None without its snapshot.
 
-    Raises ConfigError if it stands for another one since this process began: the engine has loaded
-    one of them, and nothing says which.
+    Raises ConfigError if it names another commit than when this process began: the engine has
+    loaded one of them, and nothing says which.
     """
     if _COMMIT.fullmatch(revision):
         return revision
@@ -242,17 +241,16 @@ def commit_of(cache: Path, name: str, revision: str) -> str | None:
 
 
 def process_start() -> float:
-    """When this process began, on the clock of files."""
+    """Return when this process began, on the clock of files."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def snapshot_of(path: Path, files: Iterable[Path]) -> tuple[str, str] | None:
-    """(name, commit) of a snapshot, or of a file in one; None if it is none, or if one of `files`,
-    those of it that count, is not what the hub put there.
+    """Return (name, commit) of an unchanged hub snapshot, or of a file in one; otherwise None.
 
-    Small files are read and compared with their names. Large ones are believed to be what they are
-    called, if they are links to a blob: reading them is what this saves.
+    Small files are read and compared with their names. Large ones are trusted if they are links to
+    a blob: reading them is what this avoids.
     """
     place = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
     match = _SNAPSHOT.search(str(place))
@@ -275,28 +273,27 @@ def _untouched(file: Path) -> bool:
 
 
 def length_dependent(config: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of rotary embeddings in a model's configuration whose angles depend on a
-    prompt's length.
+    """Return the kinds of rotary embeddings whose angles depend on a prompt's length.
 
-        dynamic         transformers: on the longest prompt since a short one; vLLM: on nothing; SGLang: on nothing;
-                        LightLLM: on a token's own position
-        longrope, su    transformers and SGLang: on the longest prompt of a batch; vLLM: on max_model_len; LightLLM: on
-                        a token's own position
-        all others      (linear, yarn, llama3, proportional, mrope) on nothing
+        dynamic        transformers: on the longest prompt since a short one; vLLM, SGLang: on
+                       nothing; LightLLM: on a token's own position
+        longrope, su   transformers, SGLang: on the longest prompt of a batch; vLLM: on
+                       max_model_len; LightLLM: on a token's own position
+        others         (linear, yarn, llama3, proportional, mrope) on nothing
 
-    A page is found by its tokens and those before it. Where its K depends on what comes after, or
-    on what else was in the batch, no key tells such pages apart.
+    A page is found by its tokens and those before it. If its K depends on later tokens or on the
+    rest of the batch, no key tells such pages apart.
     """
     return sorted({kind for kind in _kinds(config) if is_length_dependent(kind)})
 
 
 def is_length_dependent(kind: str) -> bool:
-    """transformers' rule; "su" is longrope's first name."""
+    """Return transformers' rule; "su" is longrope's first name."""
     return "dynamic" in kind or kind in ("longrope", "su")
 
 
 def _kinds(config: Mapping[str, Any], within: bool = False) -> Iterator[str]:
-    """`within`: of an entry that is about rotary embeddings.
+    """Yield kinds of rotary embeddings; `within` says that an entry is about them.
 
     Nested: one for each kind of layer.
     """

@@ -51,14 +51,11 @@ def namespace_of(
     identity: Identity,
     memory: torch.Tensor,
 ) -> Namespace:
-    """The namespace of LightLLM's CPU pages.
+    """Return the namespace of LightLLM's CPU pages. Raises ConfigError.
 
-    `variables`: those of VARIABLES that are set. Raises ConfigError for a server whose pages can
-    not be shared, and for a file that decides what they hold and can not be read.
-
-    Not the tensor-parallel size: a page holds the heads of all ranks, in the model's order. A
-    hybrid model's page holds their states rank by rank, and a node of several only what its own
-    ranks have.
+    `variables` are those of VARIABLES that are set. The tensor-parallel size is no part of it: a
+    page holds the heads of all ranks in the model's order. A hybrid model's page holds their states
+    rank by rank, and one of several nodes only what its own ranks have.
     """
     model_dir = arguments.get("model_dir")
     if not model_dir:
@@ -113,7 +110,7 @@ def _facts(arguments: Mapping[str, Any], model_dir: Path, vouched: bool) -> dict
 
 
 def _model_config(model_dir: Path) -> dict[str, Any]:
-    """The model's config.json; empty if there is none (the user names model and revision then)."""
+    """Return the model's config.json; empty if there is none. Raises ConfigError."""
     path = model_dir / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
@@ -123,7 +120,7 @@ def _model_config(model_dir: Path) -> dict[str, Any]:
 
 
 def _content(path: str | None) -> str | None:
-    """Digest of a file that changes what bytes mean, or None if there is none."""
+    """Return the digest of a file that changes what bytes mean; None without one."""
     if not path:
         return None
     try:

@@ -67,10 +67,10 @@ def weights(
     from_hub: bool = True,
     native: Callable[[], bool] = lambda: True,
 ) -> tuple[Identity, dict[str, Any]]:
-    """Which weights, and what else of the server's arguments (`args`) and its model's configuration
-    decides what KV they make. `from_hub`: names are the Hugging Face hub's. `native`: whether
-    SGLang has code of its own for the model; where it has none, it runs transformers'. Raises
-    ConfigError.
+    """Return the weights and all other facts of a server that decide its KV. Raises ConfigError.
+
+    `args` are the server's arguments. `from_hub` says that names are the Hugging Face hub's.
+    `native` says whether SGLang has its own code for the model; otherwise it runs transformers'.
     """
 
     def depends(kind: str) -> bool:
@@ -122,9 +122,9 @@ def weights(
 
 
 def _loras(args: Any) -> Iterator[tuple[str, str]]:
-    """(name, path) of those that the server starts with, whose ids are made of both.
+    """Yield (name, path) of the LoRAs of a server's start, whose ids are made of both.
 
-    One that is loaded later has an id at random: nothing of it is ever found by others.
+    A LoRA that is loaded later has a random id, so others never find anything of it.
     """
     given = getattr(args, "lora_paths", None) or []
     for lora in given.items() if isinstance(given, Mapping) else given:
@@ -147,9 +147,9 @@ def pool_namespace(
     host: Any,
     layout: PageLayout,
 ) -> Namespace:
-    """Of a host pool's pages.
+    """Return the namespace of a host pool's pages.
 
-    `facts`: of `weights`; `engine`: SGLang's HiCacheStorageConfig.
+    `facts` are those of `weights`; `engine` is SGLang's HiCacheStorageConfig.
     """
     packed = getattr(host, "layer_num", 0) > getattr(host, "target_layer_num", 1 << 30)
     text = facts_text(
@@ -187,10 +187,10 @@ def linker_namespace(
     layout: PageLayout,
     shard: tuple[int, int],
 ) -> Namespace:
-    """Of the linker's pages.
+    """Return the namespace of the linker's pages.
 
-    `params`: SGLang's for a cache; `shard`: rank and size of those whose pages differ. Draft layers
-    are not in its pool.
+    `params` are SGLang's for a cache; `shard` is the rank and size of those whose pages differ.
+    Draft layers are not in its pool.
     """
     text = facts_text(
         "sglang-linker",

@@ -28,10 +28,10 @@ def model_namespace(
     key_id: str = "",
     tenant: str = DEFAULT_TENANT,
 ) -> Namespace:
-    """Namespace and layout of a model's KV; its configuration's digest is the salt.
+    """Return the namespace of a model's KV, salted with its configuration's digest.
 
-    Without a revision the weights are digested. `key_id`: of the key that its pages are sealed
-    with. Raises InvalidRequest for a model whose KV does not follow from its tokens alone.
+    Without a revision the weights are digested. `key_id` names the key of its HMACs. Raises
+    InvalidRequest for a model whose KV does not follow from its tokens alone.
     """
     check_model(model)
     text: Any = model.config.get_text_config(decoder=True)
@@ -50,9 +50,7 @@ def model_namespace(
 
 
 def check_model(model: Any) -> None:
-    """Raises InvalidRequest for a model of which two prompts with the same tokens may have
-    different KV.
-    """
+    """Raise InvalidRequest for a model whose KV does not follow from its tokens alone."""
     config = model.config
     if config.is_encoder_decoder:
         raise InvalidRequest(
@@ -91,7 +89,7 @@ def check_model(model: Any) -> None:
 
 
 def check_adapters(model: Any) -> None:
-    """Raises InvalidRequest if a LoRA or the like was added to a model.
+    """Raise InvalidRequest if a LoRA or the like was added; they come and go at run time.
 
     They come and go while it runs.
     """
@@ -105,14 +103,14 @@ def check_adapters(model: Any) -> None:
 
 
 def _rope_kinds(model: Any) -> set[str]:
-    """As the layers have it, which read the configuration when they were made."""
+    """Return the rotary embeddings of the layers, which read the configuration at their making."""
     found = [getattr(module, "rope_type", None) for module in model.modules()]
     kinds = {kind for kind in found if isinstance(kind, str)}
     return kinds.union(*(kind.values() for kind in found if isinstance(kind, dict)))
 
 
 def weights_digest(model: Any) -> str:
-    """xxh3_128 over names, shapes, dtypes and bytes of all parameters and buffers, in order."""
+    """Return xxh3_128 over names, shapes, dtypes and bytes of all parameters and buffers."""
     running = running_digest()
     state: dict[str, torch.Tensor] = model.state_dict()
     for name, tensor in state.items():

@@ -52,7 +52,7 @@ _PROCESSING = (
 
 
 def not_shareable(vllm_config: Any) -> str:
-    """What this engine has that keeps its blocks from being shared with others; empty if nothing."""
+    """Return why this engine's blocks cannot be shared; empty if they can."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if not getattr(model, "is_prefix_caching_supported", True):
         return "KV that does not depend on the tokens before it alone"
@@ -83,7 +83,7 @@ def not_shareable(vllm_config: Any) -> str:
 
 
 def _moving_angles(model: Any) -> list[str]:
-    """vLLM's own code chooses angles once, when it starts; that of transformers while it runs."""
+    """Return kinds of rotary embeddings that vary at run time; vLLM's own code has none."""
     by_transformers = getattr(model, "using_transformers_backend", None)
     return (
         length_dependent(model.hf_config.to_dict()) if by_transformers and by_transformers() else []
@@ -91,7 +91,7 @@ def _moving_angles(model: Any) -> list[str]:
 
 
 def weights_of(vllm_config: Any, identity: Identity, from_hub: bool = True) -> Identity:
-    """`identity` with the weights named.
+    """Return `identity` with the weights named. Raises ConfigError.
 
     `from_hub`: names are the Hugging Face hub's. Raises ConfigError.
     """
@@ -112,9 +112,10 @@ def _cache(vllm_config: Any, from_hub: bool) -> str | None:
 
 
 def model_facts(vllm_config: Any, vouched: bool, from_hub: bool = True) -> dict[str, Any]:
-    """What decides an engine's KV beside the weights' name and the cache's shape; of both routes.
+    """Return what decides an engine's KV beside the weights' name and the cache's shape.
 
-    `vouched`: the user named a revision. Raises ConfigError for a draft model that nothing names.
+    `vouched` says that the user named a revision. Raises ConfigError for a draft model without a
+    name.
     """
     model, loading = vllm_config.model_config, vllm_config.load_config
     config = model.hf_config.to_dict()
@@ -144,7 +145,7 @@ def model_facts(vllm_config: Any, vouched: bool, from_hub: bool = True) -> dict[
 
 
 def _draft(vllm_config: Any, vouched: bool, from_hub: bool) -> str:
-    """Draft layers may stand in the model's own blocks.
+    """Return the name of a draft model, whose layers may stand in the model's own blocks.
 
     A method without weights has its own name for a model.
     """
@@ -169,10 +170,10 @@ def namespaces(
     seed: str,
     from_hub: bool = True,
 ) -> list[Namespace | None]:
-    """Of this rank, one per group of caches.
+    """Return this rank's namespaces, one per cache group. Raises ConfigError.
 
-    `ranks`: tp, pp and cp (prefill context parallel); `copies`: consecutive tensor-parallel ranks
-    with the same KV; `seed`: of the first block's hash. Raises ConfigError.
+    `ranks` has tp, pp and cp (prefill context parallel). `copies` is the number of consecutive
+    tensor-parallel ranks with the same KV. `seed` is that of the first block's hash.
     """
     parallel = vllm_config.parallel_config
     shard = {
@@ -230,7 +231,7 @@ def _group_facts(vllm_config: Any, group: Any) -> dict[str, Any]:
 
 
 def check_tier(vllm_config: Any, lora: str) -> None:
-    """Raises ConfigError for an engine whose requests would be told apart by less than their KV.
+    """Raise ConfigError for an engine whose requests' keys do not tell their KV apart.
 
     `lora`: the option.
     """
@@ -250,9 +251,9 @@ def check_tier(vllm_config: Any, lora: str) -> None:
 def tier_facts(
     vllm_config: Any, release: str, device: str, facts: Mapping[str, Any]
 ) -> dict[str, str]:
-    """What the rows' shape does not show: how the engine computes (`facts`: of `model_facts`), and
-    which backend reads the bytes. A backend that vLLM chooses by itself follows from its release
-    and the device.
+    """Return what the rows' shape does not show: how the engine computes, and its backend.
+
+    A backend that vLLM chooses by itself follows from its release and the device.
     """
     backend = vllm_config.attention_config.backend
     found = {
@@ -267,12 +268,11 @@ def tier_facts(
 def tier_namespace(
     config: Any, identity: Identity, facts: Mapping[str, str], row_nbytes: int
 ) -> Namespace:
-    """Of an engine's rows (`config`: vLLM's OffloadingConfig); the weights are named already.
+    """Return the namespace of an engine's rows.
 
-    A row holds all ranks, so that the sizes of the parallel groups are part of it and ranks are
-    not; rows in canonical layout are the same for every size.
-
-    The hash's seed is no part of it: the first key of a chain, and so every key, is made from it.
+    `config` is vLLM's OffloadingConfig. A row holds all ranks, so the sizes of the parallel groups
+    are part of it and ranks are not; rows in canonical layout are the same for every size. The
+    hash's seed is no part of it, because every key is made from it.
     """
     parallel = config.parallel
     portable = config.canonical_layout and parallel.is_parallelism_agnostic
@@ -296,7 +296,7 @@ def tier_namespace(
 
 
 def _row_layout(config: Any, row_nbytes: int) -> PageLayout:
-    """A page that nobody looks into.
+    """Return an opaque layout; of groups with different lengths the shortest counts.
 
     Groups may have blocks of different lengths: of the shortest.
     """

@@ -44,7 +44,7 @@ class ArenaLock:
         ).atexit = False  # the system does it, then
 
     def use(self, memory: memoryview) -> bool:
-        """Whether `memory` is page-locked; if not, that is begun."""
+        """Return whether `memory` is page-locked; if not, begin to lock it."""
         with self._lock:
             self._wanted = memory
             if self._thread is None and memory is not self._locked and memory is not self._failed:
@@ -61,7 +61,7 @@ class ArenaLock:
             return memory is self._locked
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether nothing is being locked or unlocked, perhaps after a while."""
+        """Wait until nothing is being locked or unlocked; return False after the time."""
         with self._lock:
             return self._lock.wait_for(lambda: self._thread is None, timeout_s)
 
@@ -111,7 +111,7 @@ class ArenaLock:
 
 
 def _unlock_all(device: Device, kept: dict[int, memoryview]) -> None:
-    """Of a lock that nobody has any more: no copy is under way.
+    """Unlock the memory of a lock that was dropped; what cannot be unlocked stays mapped.
 
     What can not be unlocked stays mapped.
     """
@@ -125,4 +125,5 @@ def _unlock_all(device: Device, kept: dict[int, memoryview]) -> None:
 
 
 def address_of(memory: memoryview) -> int:
+    """Return the address of a memoryview."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -21,8 +21,10 @@ _made: dict[torch.device, Transfer] = {}
 
 
 def transfer_for(device: torch.device) -> Transfer:
-    """The fastest transfer for pools on `device`; all agents of a process share one per GPU, which
-    holds 64 MiB of its memory. Without CuPy, or without room, plain torch.
+    """Return the fastest transfer for pools on `device`.
+
+    All agents of a process share one per GPU, which holds 64 MiB of its memory. Without CuPy, or
+    without memory, it is plain torch.
     """
     if device.type != "cuda":
         return TorchTransfer()

@@ -72,37 +72,46 @@ class CudaDevice:
             stream.synchronize()
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which this is the current device."""
         return _active(self.device.index)
 
     def stream(self) -> Any:
+        """Make a stream."""
         return cupy.cuda.Stream(non_blocking=True)
 
     def event(self) -> Any:
+        """Make an event."""
         return cupy.cuda.Event(
             block=True, disable_timing=True
         )  # waiting threads sleep: the engine needs the cores
 
     def memory(self, nbytes: int) -> Any:
+        """Allocate device memory."""
         return cupy.cuda.Memory(
             nbytes
         )  # not from torch's cache, whose blocks other streams may still use
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Allocate page-locked host memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, table: torch.Tensor) -> torch.Tensor:
+        """Copy a table to the device."""
         copy = table.to(self.device)
         torch.cuda.current_stream(self.device).synchronize()
         return copy
 
     def fence(self) -> Fence:
+        """Return a fence behind everything on the current stream."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def wait(self, fence: Fence) -> None:
-        """By an event of ours: another process's event would be waited for in a loop, by a core
-        that the engine's own thread may share.
+        """Wait for a fence by an event of ours.
+
+        Another process's event would be waited for in a busy loop, on a core that the engine's own
+        thread may need.
         """
         if fence is None or fence.query():  # type: ignore[no-untyped-call]
             return
@@ -116,24 +125,29 @@ class CudaDevice:
         self._waits.put((stream, event))
 
     def mark(self, stream: Any) -> Fence:
+        """Return a fence behind everything on a stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.ExternalStream(stream.ptr, device=self.device))  # type: ignore[no-untyped-call]
         return event
 
     def page_locked(self, addresses: Sequence[int], nbytes: int) -> bool:
+        """Return whether all of this memory is page-locked."""
         return self.host.locked(addresses, nbytes)
 
     def register(self, address: int, nbytes: int) -> None:
+        """Page-lock memory."""
         self.host.register(address, nbytes)
 
     def unregister(self, address: int) -> None:
+        """Unlock memory."""
         self.host.unregister(address)
 
     def copy(
         self, targets: Addresses, sources: Addresses, nbytes: int, stream: Any, locked: bool
     ) -> None:
-        """One call for up to 256 copies where the host's memory is page-locked, else one call each,
-        which returns only when the driver has staged the bytes.
+        """Copy equally long pieces: page-locked ones by one call for up to 256, others by one each.
+
+        A copy of memory that is not locked returns when the driver has staged the bytes.
         """
         if (
             locked
@@ -146,7 +160,7 @@ class CudaDevice:
             runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream.ptr)
 
     def launch(self, kernel: str, launch: Launch | LeavesLaunch, stream: Any) -> None:
-        """The driver's own call: CuPy's takes several times as long to look at eleven arguments."""
+        """Launch a kernel by the driver's own call, several times faster than CuPy's."""
         blocks = max(1, min(self._blocks, launch.blocks))
         first, step = ctypes.addressof(launch), ctypes.sizeof(ctypes.c_int64)
         arguments = array(
@@ -183,27 +197,25 @@ class CudaTransfer(StagedTransfer):
         super().__init__(self.device, buffer_nbytes)
 
     def register_host(self, address: int, nbytes: int) -> None:
-        """Makes mapped memory, such as a node's arena, usable at full speed: see
-        `HostMemory.register`.
-        """
+        """Page-lock mapped memory, such as a node's arena; see `HostMemory.register`."""
         with self.device.active():
             self.device.host.register(address, nbytes)
 
     def unregister_host(self, address: int) -> None:
-        """Before the memory is unmapped: see `HostMemory.unregister`."""
+        """Unlock memory before it is unmapped; see `HostMemory.unregister`."""
         with self.device.active():
             self.device.host.unregister(address)
 
 
 @contextlib.contextmanager
 def _active(index: int) -> Any:
-    """CuPy and torch each keep a current device for the thread."""
+    """Make a device current for CuPy and torch, which each keep their own."""
     with cupy.cuda.Device(index), torch.cuda.device(index):
         yield
 
 
 def _module(file: str) -> Any:
-    """A file's compiled kernels.
+    """Compile a file's kernels; an unwritable cache folder costs seconds, not the start.
 
     A cache folder that can not be written costs seconds, not the start.
     """

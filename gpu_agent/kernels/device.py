@@ -21,8 +21,9 @@ def _int64s(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
 
 
 class Launch(ctypes.Structure):
-    """Arguments of "gather" and "scatter" in transfer.cu, in their order; the first five are
-    addresses.
+    """Describe the arguments of "gather" and "scatter" in transfer.cu, in their order.
+
+    The first five are addresses.
     """
 
     _fields_ = (
@@ -32,7 +33,7 @@ class Launch(ctypes.Structure):
 
     @property
     def blocks(self) -> int:
-        """Thread blocks that have something to do."""
+        """Return how many thread blocks have work."""
         return int(-(-self.tile_count * self.page_count // WARPS))
 
 
@@ -46,6 +47,7 @@ class LeavesLaunch(ctypes.Structure):
 
     @property
     def blocks(self) -> int:
+        """Return how many thread blocks have work."""
         return int(self.page_count * self.part_count)
 
 
@@ -58,62 +60,64 @@ KERNELS: dict[str, type[Launch] | type[LeavesLaunch]] = {
 
 
 class Device(Protocol):
-    """Streams and events are CuPy's, or have their methods: a stream `wait_event(event)` and
-    `synchronize()`; an event `record(stream)`, `synchronize()` and `done`. Memory has an address
-    `ptr` and lasts as long as its object. Errors of CUDA are RuntimeErrors.
+    """Describe what the pipeline needs of a GPU; streams and events are CuPy's or similar.
+
+    A stream has `wait_event(event)` and `synchronize()`; an event has `record(stream)`,
+    `synchronize()` and `done`. Memory has an address `ptr` and lasts as long as its object. CUDA
+    errors are RuntimeErrors.
     """
 
     device: torch.device
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it, the calling thread's calls mean this GPU."""
+        """Return a context in which the calling thread uses this GPU."""
 
-    def stream(self) -> Any: ...
+    def stream(self) -> Any:
+        """Make a stream."""
 
-    def event(self) -> Any: ...
+    def event(self) -> Any:
+        """Make an event."""
 
     def memory(self, nbytes: int) -> Any:
-        """GPU memory at a multiple of 256."""
+        """Allocate GPU memory at a multiple of 256."""
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """A uint8 CPU tensor that copies may read, and kernels write, while the caller goes on."""
+        """Allocate a uint8 CPU tensor that copies and kernels may use asynchronously."""
 
     def page_locked(self, addresses: Sequence[int], nbytes: int) -> bool:
-        """Whether `nbytes` from each address on are host memory that the copy engine reaches by
-        itself.
-        """
+        """Return whether the copy engine reaches all of this host memory by itself."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Makes mapped host memory page-locked.
+        """Page-lock mapped host memory, which may take seconds. Raises ConfigError.
 
         Raises ConfigError. May take seconds.
         """
 
     def unregister(self, address: int) -> None:
-        """The reverse.
+        """Unlock memory that is still mapped and that no copy uses. Raises ConfigError.
 
         No copy may be under way there, and it must still be mapped. Raises ConfigError.
         """
 
     def upload(self, table: torch.Tensor) -> torch.Tensor:
-        """A copy in GPU memory, complete on return."""
+        """Return a complete copy in GPU memory."""
 
     def fence(self) -> Fence:
-        """A mark behind what the calling thread's engine has enqueued."""
+        """Return a fence behind everything that the calling thread's engine has enqueued."""
 
     def wait(self, fence: Fence) -> None:
-        """Blocks the caller until `fence` has happened, without a spinning core."""
+        """Wait until the fence has happened, without a spinning core."""
 
     def mark(self, stream: Any) -> Fence:
-        """An event behind what `stream` has been given, for the engine's streams to wait for."""
+        """Return an event behind a stream's work, for the engine's streams to wait for."""
 
     def copy(
         self, targets: Addresses, sources: Addresses, nbytes: int, stream: Any, locked: bool
     ) -> None:
-        """Enqueues copies of `nbytes` each, between GPU and host memory in either direction.
+        """Enqueue copies of `nbytes` each between GPU and host memory.
 
-        `locked`: what `page_locked` says of the host's side.
+        `locked` is what `page_locked` returned for the host's side.
         """
 
     def launch(self, kernel: str, launch: Launch | LeavesLaunch, stream: Any) -> None:
-        """Enqueues one of `KERNELS`; `launch` is read before it returns."""
+        """Enqueue one of `KERNELS`; `launch` is read before it returns."""

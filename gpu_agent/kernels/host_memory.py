@@ -38,10 +38,11 @@ class HostMemory:
         self._ends: list[int] = []
 
     def register(self, address: int, nbytes: int) -> None:
-        """Locks the pages of `address .. address + nbytes`, for all GPUs of this process.
+        """Page-lock the range for all GPUs of this process.
 
-        Takes about as long as writing them once. Raises ConfigError for memory that is registered
-        here already, or if CUDA refuses: not mapped, or over the limit of locked memory.
+        It takes about as long as writing the range once. Raises ConfigError if the range is
+        registered already, or if CUDA refuses, as for unmapped memory or beyond the limit of locked
+        memory.
         """
         with self._lock:
             index = bisect.bisect_left(self._starts, address + nbytes)
@@ -63,10 +64,9 @@ class HostMemory:
             self._ends.insert(index, address + nbytes)
 
     def unregister(self, address: int) -> None:
-        """The range registered at `address`.
+        """Unlock the range registered at `address`.
 
-        No copy may be under way in it, and it must still be mapped. Raises ConfigError for any
-        other address.
+        No copy may use it, and it must still be mapped. Raises ConfigError for other addresses.
         """
         with self._lock:
             if address not in self._starts:
@@ -79,10 +79,10 @@ class HostMemory:
             raise ConfigError(f"can not unlock the memory at {address:#x}: {error}") from error
 
     def locked(self, addresses: Sequence[int], nbytes: int) -> bool:
-        """Whether copies of `nbytes` at each address may go without the driver's staging.
+        """Return whether copies at each address may bypass the driver's staging.
 
-        One question for all that lie in one registered range, as an arena's pages do; else both
-        ends of each decide.
+        One check does for addresses in one registered range, as an arena's pages; otherwise both
+        ends of each are checked.
         """
         if self._registered(min(addresses), max(addresses) + nbytes):
             return True
@@ -120,7 +120,7 @@ class _Attributes(ctypes.Structure):
 
 
 def _driver_function() -> Any:
-    """The driver's function, or None where there is no driver or an older one."""
+    """Return the driver's function; None without a driver or with an older one."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         look_up = driver.cuGetProcAddress_v2
@@ -141,13 +141,13 @@ def _driver_function() -> Any:
 
 
 class BatchCopy:
-    """Many copies in one call of the driver: `cuMemcpyBatchAsync` (CUDA 12.8), which CuPy does not
-    wrap.
+    """Enqueue many copies by one call of the driver, `cuMemcpyBatchAsync` (CUDA 12.8).
 
-    One call per page loses about 2 us each on the GPU; one call with thousands of entries costs the
-    CPU more than the copies take (16,384 entries: 43 ms on the H200's host), hence BATCH_MAX.
+    CuPy does not wrap it. One call per page loses about 2 µs each on the GPU. One call with
+    thousands of entries costs the CPU more than the copies take (16,384 entries: 43 ms on an H200's
+    host), hence BATCH_MAX.
 
-    Thread-safe. Host memory must be page-locked, and a context be current in the calling thread.
+    Thread-safe. Host memory must be page-locked, and a context current in the calling thread.
     """
 
     def __init__(self) -> None:
@@ -157,18 +157,17 @@ class BatchCopy:
 
     @property
     def available(self) -> bool:
-        """Whether `copy` may be called.
+        """Return whether `copy` may be called; some GPUs refuse it at the first call.
 
         Can turn False at the first call: some GPUs refuse.
         """
         return self._function is not None
 
     def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: int) -> bool:
-        """Enqueues copies of `nbytes` each on a stream's handle.
+        """Enqueue copies of `nbytes` each on a stream's handle; return False if the driver refused.
 
-        False if the driver refused: some are perhaps enqueued, and all may be enqueued again. On an
-        H200 it refuses (error 1) the first batch in each direction between page-locked memory and
-        memory that another process shares through CUDA IPC.
+        Some are perhaps enqueued then, and all may be enqueued again. An H200 refuses (error 1) the
+        first batch in each direction between page-locked memory and memory shared through CUDA IPC.
         """
         sizes = array("Q", (nbytes,)) * min(len(targets), BATCH_MAX)
         for start in range(0, len(targets), BATCH_MAX):

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """Let signals with a handler in Python interrupt system calls after a call of NVRTC, as before
-    it.
+    """Restore, after a call of NVRTC, that signals with a Python handler interrupt system calls.
 
     Compiling, NVRTC puts the process's handlers aside and back again, but marked so that system
     calls go on after a signal (SA_RESTART). A main thread that waits in one, as an engine's does

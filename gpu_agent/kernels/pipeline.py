@@ -72,7 +72,7 @@ class _Ticket:
         self._room_nbytes, self._address = nbytes, self._host.data_ptr()
 
     def stage(self, slots: Sequence[torch.Tensor]) -> None:
-        """Copies a new job's indices to where `upload` takes them from."""
+        """Copy a job's indices to where `upload` takes them from."""
         self._nbytes = sum(table.nbytes for table in slots)
         if self._nbytes > self._room_nbytes:
             self._reserve(1 << (self._nbytes - 1).bit_length())
@@ -91,11 +91,11 @@ class _Ticket:
         self.uploaded.record(stream)
 
     def filled(self, number: int) -> Any:
-        """The event behind the fill of a chunk, one of the job's last `LANES`."""
+        """Return the event behind the fill of one of the job's last `LANES` chunks."""
         return self._filled[number % LANES]
 
     def drained(self, number: int) -> Any:
-        """The event behind the drain of a chunk, one of the newest `CHUNKS_AHEAD`."""
+        """Return the event behind the drain of one of the newest `CHUNKS_AHEAD` chunks."""
         return self._drained[number % CHUNKS_AHEAD]
 
 
@@ -118,7 +118,7 @@ class Pipeline:
             self._tickets.put(_Ticket(device))
 
     def run(self, job: Job) -> None:
-        """Returns when all chunks are drained."""
+        """Run a job; all chunks are drained when it returns."""
         ticket = self._tickets.get()
         newest: dict[int, int] = {}  # lane -> the newest of the job's chunks in it
         try:
@@ -144,7 +144,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
-        """Within it no job runs; new ones wait."""
+        """Let no job run within the block; new ones wait."""
         tickets: list[_Ticket] = []
         try:
             while len(tickets) < JOBS_MAX:
@@ -155,7 +155,7 @@ class Pipeline:
                 self._tickets.put(ticket)
 
     def _enqueue(self, job: Job, ticket: _Ticket, number: int, newest: dict[int, int]) -> int:
-        """The lane that took the chunk: the next one, whoever had the one before."""
+        """Enqueue a chunk on the next lane, and return the lane."""
         chunk, slots = job.chunks[number], ticket.slots.ptr
         with self._lock:
             lane, self._next = self._next, (self._next + 1) % LANES
@@ -172,9 +172,9 @@ class Pipeline:
         return lane
 
     def _finish(self, job: Job, ticket: _Ticket, newest: dict[int, int], done: int) -> None:
-        """Waits for the chunks from `done` on.
+        """Wait for the chunks from `done` on.
 
-        Each lane's newest stands for its earlier ones; the last chunks may all be in one lane, if
+        Each lane's newest stands for its earlier ones. The last chunks may all be in one lane if
         another job's came between.
         """
         last, count = max(done, len(job.chunks) - LANES), len(job.chunks)
@@ -195,7 +195,7 @@ class Pipeline:
             ticket.drained(number).synchronize()
 
     def _drained(self, job: Job, ticket: _Ticket, number: int) -> int:
-        """Waits for the drain of a chunk; the number of drained chunks."""
+        """Wait for the drain of a chunk; return the number of drained chunks."""
         ticket.drained(number).synchronize()
         if job.drained:
             job.drained(job.chunks[number])

@@ -45,8 +45,9 @@ ROW_ALIGN_NBYTES = 256
 
 
 class Divisor(NamedTuple):
-    """`n // value` as `(high32(n * magic) + n) >> shift`, exact for 0 <= n < 2^31 (Granlund,
-    Montgomery 1994).
+    """Divide by multiplication: `n // value` is `(high32(n * magic) + n) >> shift`.
+
+    It is exact for 0 <= n < 2^31 (Granlund, Montgomery 1994).
     """
 
     value: int
@@ -55,7 +56,7 @@ class Divisor(NamedTuple):
 
 
 def divisor(value: int) -> Divisor:
-    """`value`: 1 ..
+    """Return the divisor of a value in 1..2^31.
 
     2^31.
     """
@@ -74,11 +75,12 @@ class Unit(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """Return the number of rows."""
         return math.prod(size for size, _ in self.outer)
 
 
 def merged(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Unit:
-    """The longest rows, and the fewest dimensions around them, of a view with strides in elements."""
+    """Merge a view's dimensions into the longest rows; strides are in elements."""
     row_nbytes, outer = itemsize, list[tuple[int, int]]()
     for size, stride in reversed(
         [(n, s * itemsize) for n, s in zip(shape, strides, strict=True) if n > 1]
@@ -93,6 +95,7 @@ def merged(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> U
 
 
 def unit_of(plane: PoolPlane) -> Unit:
+    """Return the unit of a plane."""
     bits = plane.bits
     return merged(tuple(bits.shape[1:]), bits.stride()[1:], bits.element_size())
 
@@ -108,12 +111,12 @@ class Span:
 
     @functools.cached_property
     def row_nbytes(self) -> int:
-        """Bytes from page to page in a staging buffer."""
+        """Return the bytes from page to page in a staging buffer."""
         return -(-(self.lead + self.nbytes) // ROW_ALIGN_NBYTES) * ROW_ALIGN_NBYTES
 
     @functools.cached_property
     def lead(self) -> int:
-        """Unused bytes in front of the span's first byte in a staging row."""
+        """Return the unused bytes before the span's first byte in a staging row."""
         return self.offset % ROW_ALIGN_NBYTES
 
 
@@ -138,9 +141,9 @@ class Run(NamedTuple):
 
 
 def run_of(pool: KVPool) -> Run | None:
-    """None if a page is put together from several places.
+    """Return a page's single run of bytes; None if a page is gathered from several places.
 
-    `BLHNC` is made for this (docs/layouts.md).
+    The layout `BLHNC` makes pages such runs (docs/layouts.md).
     """
     found = set()
     for plane in pool.planes:
@@ -180,9 +183,9 @@ class Plan:
         self.layers = tuple(self._layers())
 
     def gather_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
-        """Whole pages, as many as a buffer takes; a page that is larger than one, piece by piece.
+        """Yield chunks of whole pages, or pieces of pages larger than a buffer.
 
-        Nothing travels before the first chunk is gathered: that is a quarter of a buffer.
+        Nothing travels before the first chunk is gathered, so that is a quarter of a buffer.
         """
         page, row = 0, self.whole.row_nbytes
         if page_count * row > buffer_nbytes:
@@ -198,7 +201,7 @@ class Plan:
         yield from self._chunks(self.whole, page, page_count, buffer_nbytes)
 
     def scatter_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
-        """The same, but the last chunk is a quarter: nothing travels while that is scattered."""
+        """Yield chunks whose last one is a quarter: nothing travels while it is scattered."""
         row, small = self.whole.row_nbytes, buffer_nbytes // 4
         if page_count * row <= buffer_nbytes:
             yield from self._chunks(self.whole, 0, page_count, buffer_nbytes)
@@ -211,11 +214,11 @@ class Plan:
             yield Chunk(page_count - small // row, small // row, self.whole)
 
     def page_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
-        """No page is cut, if a buffer takes one."""
+        """Yield chunks that cut no page that fits into a buffer."""
         yield from self._chunks(self.whole, 0, page_count, buffer_nbytes)
 
     def layer_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
-        """Layers in ascending order, each of all pages; small ones together with the next."""
+        """Yield layers in ascending order, each of all pages; small ones together with the next."""
         for layers, spans in self.layers:
             last = None
             for span in spans:
@@ -227,7 +230,7 @@ class Plan:
                 yield last._replace(layers=layers)
 
     def cut(self, span: Span, nbytes_max: int) -> Iterator[Span]:
-        """The span in pieces whose staging row has at most `nbytes_max` bytes (4 KiB or more)."""
+        """Yield the span in pieces whose staging row has at most `nbytes_max` bytes (4 KiB or more)."""
         first, end = span.tile_first, span.tile_first + span.tile_count
         while first < end:
             start = self._offsets[first]
@@ -239,9 +242,7 @@ class Plan:
     def _chunks(
         self, span: Span, page_first: int, page_end: int, buffer_nbytes: int
     ) -> Iterator[Chunk]:
-        """About equal, and no more of them than must be: enqueueing one costs the CPU what the link
-        needs for 3 MiB.
-        """
+        """Yield the fewest, about equal chunks: enqueueing one costs as much as 3 MiB on the link."""
         count, pages_max = page_end - page_first, max(1, buffer_nbytes // span.row_nbytes)
         chunks = max(1, -(-count // pages_max))
         pages = max(1, -(-count // chunks))
@@ -251,13 +252,13 @@ class Plan:
                 yield Chunk(page, min(pages, page_end - page), piece)
 
     def _split(self, page: int, tile: int, buffer_nbytes: int) -> Iterator[Chunk]:
-        """One page, with a cut in front of a tile (not the first; behind the last there is no cut)."""
+        """Yield one page, cut before a tile other than the first."""
         for first, end in ((0, tile), (tile, len(self.tiles))):
             if first < end:
                 yield from self._chunks(self._span(first, end), page, page + 1, buffer_nbytes)
 
     def _layers(self) -> Iterator[tuple[tuple[int, ...], list[Span]]]:
-        """Consecutive layers, and the spans that hold them: one for each run of their slices."""
+        """Yield consecutive layers and the spans that hold them, one per run of their slices."""
         group: list[int] = []
         for layer in self.layout.layers:
             group.append(layer)
@@ -282,7 +283,7 @@ class Plan:
 
 
 def _plane_row(plane: PoolPlane, slots_before: int, page_align: int) -> list[int]:
-    """Fields of `struct Plane` in transfer.cu."""
+    """Return the fields of `struct Plane` in transfer.cu."""
     bits, piece, unit = plane.bits, plane.piece, unit_of(plane)
     slot_stride = bits.stride(0) * bits.element_size()
     word = math.gcd(
@@ -321,9 +322,11 @@ def _plane_row(plane: PoolPlane, slots_before: int, page_align: int) -> list[int
 def _cut(
     slices: tuple[tuple[int, int, int, int], ...],
 ) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Tiles of all slices (offset in the page, bytes, word, words of a row); the page byte where
-    each starts, and the end; the first tile of each slice, and the end. Takes milliseconds, and
-    pools that come and go, as in Hugging Face transformers, are all cut alike.
+    """Return the tiles of all slices, where each starts, and each slice's first tile.
+
+    A tile has its offset in the page, bytes, word size and words of a row. Cutting takes
+    milliseconds, and pools that come and go, as in Hugging Face transformers, are cut alike, so
+    results are cached.
     """
     tiles, starts, slice_tiles = list[torch.Tensor](), list[torch.Tensor](), [0]
     for number, (offset, nbytes, word, row_words) in enumerate(slices):
@@ -339,9 +342,7 @@ def _cut(
 
 
 def _tiles(plane: int, nbytes: int, word: int, row_words: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tiles of a slice of `nbytes` (plane, row, column, words), and the byte of the slice where
-    each starts.
-    """
+    """Return the tiles (plane, row, column, words) of a slice, and the byte where each starts."""
     words = nbytes // word
     count = -(-words // (WARP_THREADS * LOADS[word]))
     tile_words = (

@@ -27,12 +27,12 @@ SWITCH_SHARE = 0.2  # of steps, behind which another stream may come first
 
 
 def quotient(n: int, by: Divisor) -> int:
-    """What the kernel computes, in 32 bits."""
+    """Divide as the kernel does, in 32 bits."""
     return ((((n * by.magic) >> 32) + n) & 0xFFFFFFFF) >> by.shift
 
 
 def run_kernel(kernel: str, launch: Launch | LeavesLaunch) -> None:
-    """The kernels over the addresses of `launch`, which are CPU memory: a thread after the other."""
+    """Run a kernel over CPU memory at the addresses of `launch`, one thread after the other."""
     if isinstance(launch, LeavesLaunch):
         return _make_leaves(launch)
     for number in range(launch.page_count):
@@ -49,7 +49,7 @@ def run_kernel(kernel: str, launch: Launch | LeavesLaunch) -> None:
 
 
 def _make_leaves(launch: LeavesLaunch) -> None:
-    """`leaves.cu`; the arithmetic is the library's."""
+    """Make leaves as `leaves.cu` does, with the library's arithmetic."""
     for number in range(launch.page_count):
         page_index = launch.page_first + number
         page = launch.base + number * launch.stride
@@ -113,6 +113,7 @@ class Event:
     happened: int = 0
 
     def record(self, stream: "Stream") -> None:
+        """Record the event on a stream."""
         self.recorded += 1
         version = self.recorded
 
@@ -123,10 +124,12 @@ class Event:
         stream.steps.append(step)
 
     def synchronize(self) -> None:
+        """Run the device until the event has happened."""
         self.device.run_until(lambda: self.happened >= self.recorded)
 
     @property
     def done(self) -> bool:
+        """Return whether the event has happened, after a few random steps."""
         self.device.run_some()
         return self.happened >= self.recorded
 
@@ -139,12 +142,14 @@ class Stream:
     steps: deque[Step] = field(default_factory=deque)
 
     def wait_event(self, event: Event) -> None:
+        """Make the stream wait for an event."""
         version = (
             event.recorded
         )  # an event that was never recorded is no reason to wait, as in CUDA
         self.steps.append(lambda: event.happened >= version)
 
     def synchronize(self) -> None:
+        """Run the device until the stream is empty."""
         self.device.run_until(lambda: not self.steps)
 
 
@@ -175,48 +180,61 @@ class SimulatedDevice:
         self.engine = self.stream()
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that does nothing."""
         return contextlib.nullcontext()
 
     def stream(self) -> Stream:
+        """Make a stream."""
         self._streams.append(Stream(self))
         return self._streams[-1]
 
     def event(self) -> Event:
+        """Make an event."""
         return Event(self)
 
     def memory(self, nbytes: int) -> Memory:
+        """Allocate memory."""
         return Memory(nbytes)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Allocate a tensor."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def upload(self, table: torch.Tensor) -> torch.Tensor:
+        """Copy a table."""
         return table.clone()
 
     def fence(self) -> Any:
+        """Return an event behind the engine's stream."""
         return self.mark(self.engine)
 
     def wait(self, fence: Fence) -> None:
+        """Wait for an event."""
         if fence is not None:
             fence.synchronize()
 
     def mark(self, stream: Stream) -> Any:
+        """Return an event behind a stream."""
         event = self.event()
         event.record(stream)
         return event
 
     def page_locked(self, addresses: Sequence[int], nbytes: int) -> bool:
+        """Return True."""
         return True
 
     def register(self, address: int, nbytes: int) -> None:
+        """Note a registration."""
         self.registered.append((address, nbytes))
 
     def unregister(self, address: int) -> None:
+        """Drop a registration."""
         self.registered = [entry for entry in self.registered if entry[0] != address]
 
     def copy(
         self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream, locked: bool
     ) -> None:
+        """Enqueue copies."""
         self.copies += 1
 
         def step() -> bool:
@@ -227,6 +245,7 @@ class SimulatedDevice:
         stream.steps.append(step)
 
     def launch(self, kernel: str, launch: Launch | LeavesLaunch, stream: Stream) -> None:
+        """Enqueue a kernel."""
         self.launches += 1
 
         def step() -> bool:
@@ -236,21 +255,19 @@ class SimulatedDevice:
         stream.steps.append(step)
 
     def run_until(self, reached: Callable[[], bool]) -> None:
-        """Steps of random streams until `reached`."""
+        """Run steps of random streams until `reached`."""
         with self._lock:
             while not reached():
                 assert self._step(), "the streams wait for each other"
 
     def run_some(self) -> None:
-        """As much as may have happened since somebody looked: nothing, or a few steps."""
+        """Run no or a few steps, as may have happened meanwhile."""
         with self._lock:
             for _ in range(self._draw.randrange(4)):
                 self._step()
 
     def _step(self) -> bool:
-        """The next step of some stream that can go on; often the same as before, so that one is far
-        ahead.
-        """
+        """Run the next step of a stream; often the same one, so that one is far ahead."""
         if self._draw.random() < SWITCH_SHARE:
             self._draw.shuffle(self._streams)
         for stream in self._streams:

@@ -131,9 +131,7 @@ class _Sums:
         fill(self._out, 0, self._nbytes)  # it may hold those of the job before
 
     def make(self, chunk: Chunk, table: int, base: int, stride: int, stream: Any) -> None:
-        """Of the chunk's pages: each where the table in GPU memory says, or, without one, `stride`
-        from the last.
-        """
+        """Make the leaves of a chunk's pages, at a table's addresses or `stride` apart."""
         part_nbytes, pages = (
             leaf_nbytes(self._page_nbytes),
             (chunk.page_first, chunk.page_count, self._page_nbytes),
@@ -142,7 +140,7 @@ class _Sums:
         self._device.launch("leaves", launch, stream)
 
     def of_pages(self) -> list[bytes]:
-        """When all chunks are done, once."""
+        """Return the leaves of all pages, once, when all chunks are done."""
         made, nbytes = ctypes.string_at(self._out, self._nbytes), self._parts * LEAF_SUM_NBYTES
         self._kept.append(self._memory)
         return [made[start : start + nbytes] for start in range(0, len(made), nbytes)]
@@ -210,9 +208,10 @@ class _Move:
 
 
 class _RunMove:
-    """Chunks of pages that are one run each in the engine's memory: the copy engine alone moves
-    them, and a kernel looks at them where they are. The first half of a gather is all of it, so
-    that the slots have been read when that has happened.
+    """Move pages that are single runs in the engine's memory, by the copy engine alone.
+
+    A kernel reads them in place. The first half of a gather is all of it: when that has happened,
+    the slots have been read.
     """
 
     def __init__(
@@ -233,7 +232,7 @@ class _RunMove:
 
     @property
     def addresses(self) -> list[torch.Tensor]:
-        """What the kernel is to find in GPU memory: each page's slot."""
+        """Return the tables to upload: each page's slot address."""
         return [torch.frombuffer(self._slots, dtype=torch.int64)] if self._sums else []
 
     def to_pages(self, chunk: Chunk, _: int, slots: int, stream: Any) -> None:
@@ -260,7 +259,7 @@ class _RunMove:
             self._sums.make(chunk, slots, 0, 0, stream)
 
     def nothing(self, chunk: Chunk, _: int, __: int, stream: Any) -> None:
-        """The other half."""
+        """Do nothing: there is no second half."""
 
 
 class StagedTransfer:
@@ -297,16 +296,17 @@ class StagedTransfer:
         self._arena = ArenaLock(device, self._idle)
 
     def fence(self, pool: KVPool) -> Fence:
+        """Return a fence behind the engine's work."""
         self._check_device(pool)
         with self._device.active():
             return self._device.fence()
 
     def makes_leaves(self, pool: KVPool) -> bool:
-        """Where no page is cut into chunks, and words can be read."""
+        """Return whether leaves can be made: no page is cut, and words can be read."""
         return self._tables_of(pool).makes_leaves
 
     def pieces(self, pool: KVPool, units: UnitTable) -> None:
-        """A GPU's slots are no host memory."""
+        """Return None: a GPU's slots are not host memory."""
 
     def gather(
         self,
@@ -318,6 +318,7 @@ class StagedTransfer:
         landed: Landed | None = None,
         summed: Summed | None = None,
     ) -> None:
+        """Copy slots into pages; see `Transfer.gather`."""
         check_pages(pool, units, pages)
         with self._device.active():
             tables = self._prepare(pool, fence)
@@ -369,6 +370,7 @@ class StagedTransfer:
         ready: Ready | None = None,
         summed: Summed | None = None,
     ) -> None:
+        """Copy pages into slots; see `Transfer.scatter`."""
         check_pages(pool, units, pages)
         pool.check_skip(skip_tokens, units.page_count)
         with self._device.active():
@@ -410,9 +412,11 @@ class StagedTransfer:
                     placed(layer, None)
 
     def host_memory(self, memory: memoryview) -> bool:
+        """Begin to page-lock memory; return whether it is locked."""
         return self._arena.use(memory)
 
     def await_host_memory(self, timeout_s: float) -> bool:
+        """Wait until memory is locked."""
         return self._arena.wait(timeout_s)
 
     @contextlib.contextmanager
@@ -428,14 +432,14 @@ class StagedTransfer:
                 placed(layer, event)
 
     def _uncut(self, plan: Plan, cut: Cut) -> Cut:
-        """`cut`, or what leaves each page whole where that would not."""
+        """Return a cut that leaves pages whole."""
         return cut if plan.whole.row_nbytes <= self._buffer_nbytes // 4 else plan.page_chunks
 
     def _prepare(self, pool: KVPool, fence: Fence) -> _Tables:
-        """Tables of the pool.
+        """Return the pool's tables after waiting for the fence.
 
-        Waits for `fence` here, not on our streams: a job whose engine is still busy would hold up
-        those behind it.
+        It waits here, not on our streams, where a job of a busy engine would hold up those behind
+        it.
         """
         tables = self._tables_of(pool)
         self._device.wait(fence)
@@ -466,7 +470,7 @@ def _addresses(pages: Sequence[torch.Tensor]) -> Addresses:
 
 
 def _slots(pool: KVPool, units: UnitTable) -> list[torch.Tensor]:
-    """Indices in the order of the plane table's `slots_before`."""
+    """Return the indices in the order of the plane table's `slots_before`."""
     return [units.flat(space) for space in pool.spaces]
 
 
@@ -481,12 +485,12 @@ def _await(ready: Ready, chunk: Chunk) -> None:
 
 
 def _at(places: Addresses, chunk: Chunk) -> Addresses:
-    """Where the chunk's bytes are in each of its pages, which begin at `places`."""
+    """Return where a chunk's bytes are in each of its pages, which begin at `places`."""
     some, offset = places[chunk.page_first : chunk.page_first + chunk.page_count], chunk.span.offset
     return array("Q", [place + offset for place in some]) if offset else some
 
 
 def _rows(chunk: Chunk, buffer: int) -> Addresses:
-    """Where the chunk's bytes are in a buffer, page by page."""
+    """Return where a chunk's bytes are in a buffer, page by page."""
     first, step = buffer + chunk.span.lead, chunk.span.row_nbytes
     return array("Q", range(first, first + chunk.page_count * step, step))

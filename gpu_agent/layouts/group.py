@@ -32,7 +32,7 @@ class GroupView:
     space: str = "token"
 
     def layer_group(self) -> LayerGroup:
-        """Shapes and dtypes of the first layer; that the others agree is checked by `KVPool`."""
+        """Return the first layer's shapes and dtypes; `KVPool` checks that the others agree."""
         for plane, tensors in self.planes.items():
             if len(tensors) != len(self.layers) or not self.layers:
                 raise InvalidRequest(
@@ -55,7 +55,7 @@ class GroupView:
 
 
 def pool_of(page_tokens: int, *groups: GroupView) -> KVPool:
-    """The pool of all groups; they stand in a page in the order given.
+    """Return the pool of all groups, in the order of a page. Raises InvalidRequest.
 
     Raises InvalidRequest naming group, layer and plane of what does not fit.
     """
@@ -71,9 +71,7 @@ def pool_of(page_tokens: int, *groups: GroupView) -> KVPool:
 
 
 def check_shape(name: str, tensor: torch.Tensor, *sizes: int | str) -> None:
-    """Raises InvalidRequest unless `tensor` has these dimensions: an int must be met, a word is any
-    size.
-    """
+    """Raise InvalidRequest unless a tensor has these dimensions; a word stands for any size."""
     fits = tensor.dim() == len(sizes) and all(
         want == have
         for want, have in zip(sizes, tensor.shape, strict=True)

@@ -21,9 +21,10 @@ _KNOWN = {"kv_buffer", "scale_buffer", "scales", "kv_move_buffer", "req_to_token
 
 
 def heads_pool(kv_buffer: torch.Tensor, page_tokens: int, first_layer: int = 0) -> KVPool:
-    """`MemoryManager` and the two with static fp8 scales: `kv_buffer` `[L, S+1, 2H, D]`, of a token
-    first the K heads, then the V heads. Static scales lie outside the cache: they go into the
-    namespace's salt.
+    """View `MemoryManager`, also with static fp8 scales: `kv_buffer` `[L, S+1, 2H, D]`.
+
+    A token has first the K heads, then the V heads. Static scales lie outside the cache: they go
+    into the namespace's salt.
     """
     _check_pairs(kv_buffer)
     return _pool({"kv": kv_buffer}, page_tokens, first_layer)
@@ -32,16 +33,18 @@ def heads_pool(kv_buffer: torch.Tensor, page_tokens: int, first_layer: int = 0) 
 def scaled_pool(
     kv_buffer: torch.Tensor, scale_buffer: torch.Tensor, page_tokens: int, first_layer: int = 0
 ) -> KVPool:
-    """`PPLINT8KVMemoryManager` (`kv_buffer` `[L, S+1, 2H, D]`) and `PPLINT4KVMemoryManager` (`[..,
-    D/2]`, two values a byte), both int8, with `scale_buffer` `[L, S+1, 2H, D/group]` of the model's
-    dtype; the historic `INT8KVMemoryManager` has one scale for a head, `[.., 1]`.
+    """View `PPLINT8KVMemoryManager` or `PPLINT4KVMemoryManager`, with scales.
+
+    `kv_buffer` is int8 `[L, S+1, 2H, D]`, or `[.., D/2]` with two values per byte. `scale_buffer`
+    is `[L, S+1, 2H, D/group]` of the model's dtype. The historic `INT8KVMemoryManager` has one
+    scale for a head, `[.., 1]`.
     """
     _check_pairs(kv_buffer)
     return _pool({"kv": kv_buffer, "scale": scale_buffer}, page_tokens, first_layer)
 
 
 def latent_pool(kv_buffer: torch.Tensor, page_tokens: int, first_layer: int = 0) -> KVPool:
-    """`Deepseek2MemoryManager` and its descendants: `kv_buffer` `[L, S+1, 1, row]`.
+    """View `Deepseek2MemoryManager` and its descendants: `kv_buffer` `[L, S+1, 1, row]`.
 
     Rows of 576 x 16-bit; 578 bytes (fp8, scale in the last two); with the indexer inline 648 x
     16-bit or 800 bytes.
@@ -57,13 +60,12 @@ def hybrid_pool(
     page_tokens: int,
     full_attention_interval: int,
 ) -> KVPool:
-    """`Qwen3NextMemManager`: every `full_attention_interval`th layer attends to all tokens,
-    `kv_buffer` `[L, S+1, 2H, D]`; the others have a state, kept at the end of each page of
-    `page_tokens` tokens: `conv_state` `[layers, checkpoints, dim, window]`, `ssm_state` `[layers,
-    checkpoints, heads, k dim, v dim]`.
+    """View `Qwen3NextMemManager`: full attention in every `full_attention_interval`th layer.
 
-    Index spaces: "token", and "state", one checkpoint for a page. Layers of a draft model follow
-    the model's.
+    Those have `kv_buffer` `[L, S+1, 2H, D]`. The other layers have a state at the end of each page
+    of `page_tokens` tokens: `conv_state` `[layers, checkpoints, dim, window]` and `ssm_state`
+    `[layers, checkpoints, heads, k dim, v dim]`. Index spaces are "token" and "state", one
+    checkpoint per page. Layers of a draft model follow the model's.
     """
     _check_pairs(kv_buffer)
     check_shape("conv_state", conv_state, "layers", "checkpoints", "dim", "window")
@@ -93,11 +95,10 @@ def hybrid_pool(
 
 
 def manager_pool(manager: Any, page_tokens: int, first_layer: int = 0) -> KVPool:
-    """The pool of a LightLLM memory manager, chosen by what the object has, whatever its class is
-    called.
+    """View a LightLLM memory manager, chosen by its attributes.
 
-    Raises InvalidRequest for one that holds KV in a buffer that no layout here covers: a page
-    without it would be half the truth.
+    Raises InvalidRequest for one with KV in a buffer that no layout here covers: a page without it
+    would be incomplete.
     """
     name, kv_buffer = type(manager).__name__, getattr(manager, "kv_buffer", None)
     if not isinstance(kv_buffer, torch.Tensor):
@@ -129,8 +130,9 @@ def manager_pool(manager: Any, page_tokens: int, first_layer: int = 0) -> KVPool
 
 
 def static_scales(manager: Any) -> str:
-    """Digest of scales that lie outside the cache (`fp8kv_sph`, `fp8kv_spt`), for the namespace's
-    salt: equal bytes mean other values under other scales. Empty if the manager has none.
+    """Return the digest of scales outside the cache, for the salt; empty without any.
+
+    Under other scales, equal bytes mean other values (`fp8kv_sph`, `fp8kv_spt`).
     """
     scales = getattr(manager, "scales", None)
     if scales is None:
@@ -141,7 +143,7 @@ def static_scales(manager: Any) -> str:
 
 
 def _by_layer(buffer: torch.Tensor, layers: int) -> torch.Tensor:
-    """`[layers, checkpoints, ...]` of a buffer that may have its checkpoints in front."""
+    """Return `[layers, checkpoints, ...]` of a buffer that may have its checkpoints first."""
     if (buffer.shape[0] == layers) == (buffer.shape[1] == layers):
         raise InvalidRequest(
             f"a state of {layers} layers has shape {list(buffer.shape)}; which axis are the layers?"
@@ -156,7 +158,7 @@ def _check_pairs(kv_buffer: torch.Tensor) -> None:
 
 
 def _pool(buffers: Mapping[str, torch.Tensor], page_tokens: int, first_layer: int) -> KVPool:
-    """`buffers`: by plane name.
+    """View buffers by plane name. Raises InvalidRequest if layers, slots or heads differ.
 
     Raises InvalidRequest if they differ in layers, slots or heads.
     """

@@ -45,7 +45,7 @@ class ObjectKey(NamedTuple):
 
 
 def parse_key(text: str) -> ObjectKey:
-    """Raises ValueError for a text of another form."""
+    """Parse a key. Raises ValueError for another form."""
     model, kv_rank, group, chunk_hash, *salt = text.split("@")
     if len(salt) > 1:
         raise ValueError(f"{len(salt) + 4} fields in key {text!r}")
@@ -89,7 +89,7 @@ class Naming:
             raise ConfigError(f"the options for a namespace are too long: {error}") from error
 
     def of_text(self, text: str, layout: PageLayout | None) -> ObjectName:
-        """Of a key in text form; one of another form is taken as a whole."""
+        """Name an object by its key in text form; other forms are hashed as a whole."""
         try:
             key = parse_key(text)
         except ValueError:
@@ -99,7 +99,7 @@ class Naming:
         return self.of(key, layout)
 
     def of(self, key: "ObjectKey", layout: PageLayout | None) -> ObjectName:
-        """`key`: anything with the attributes of `ObjectKey`."""
+        """Name an object by a key with the attributes of `ObjectKey`."""
         try:
             return self._of(key, layout)
         except InvalidRequest:  # such as an empty model name
@@ -119,9 +119,7 @@ class Naming:
         return ObjectName(scope, _digest(f"{key.kv_rank:08x}", key.chunk_hash), layout)
 
     def key_of(self, namespace: Namespace, prefix_hash: bytes) -> ObjectKey | None:
-        """The key of an object that was named here; None for others, and for those with a hashed
-        key.
-        """
+        """Return the key of an object that was named here; None for others and hashed keys."""
         facts = dict(fact.partition("=")[::2] for fact in namespace.salt.split(" "))
         try:
             key = ObjectKey(
@@ -160,9 +158,9 @@ class Naming:
 def object_layout(
     shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], nbytes: int
 ) -> PageLayout:
-    """The layout of an object of `nbytes` bytes: a plane for each of its layer groups.
+    """Return the layout of an object: a plane per layer group.
 
-    Where the shapes do not say what the bytes are (compressed objects), a run of bytes.
+    Where the shapes do not explain the bytes, as of compressed objects, it is one run of bytes.
     """
     layout = shapes_layout(tuple(map(tuple, shapes)), tuple(dtypes))
     return layout if layout is not None and layout.page_nbytes == nbytes else bytes_layout(nbytes)
@@ -172,7 +170,7 @@ def object_layout(
 def shapes_layout(
     shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]
 ) -> PageLayout | None:
-    """None if nothing is said."""
+    """Return the layout of shapes; None without any."""
     planes = tuple(
         _plane(f"part{number}", shape, dtype)
         for number, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
@@ -191,7 +189,7 @@ def _plane(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Plane:
 
 
 def _shard(kv_rank: int) -> tuple[int, int] | None:
-    """(rank, world size); None for a number that says no such thing."""
+    """Return (rank, world size); None for a number that encodes neither."""
     size, rank, local_size, local_rank = (kv_rank >> shift & 0xFF for shift in (24, 16, 8, 0))
     plausible = rank < size and local_rank < local_size <= size and 0 <= kv_rank < 1 << 32
     return (rank, size) if plausible else None

@@ -43,15 +43,13 @@ def mha_pool(
     page_tokens: int,
     first_layer: int = 0,
 ) -> KVPool:
-    """`MHATokenToKVPool`: `k_buffer` and `v_buffer` `L x [slots, heads, dim]`; fp8 is shown as
-    uint8.
-    """
+    """View `MHATokenToKVPool`: `k_buffer` and `v_buffer` `L x [slots, heads, dim]`, fp8 as uint8."""
     layers = range(first_layer, first_layer + len(k_buffer))
     return pool_of(page_tokens, _attention("attention", Heads(k_buffer, v_buffer, layers), "token"))
 
 
 def window_pool(full: Heads, window: Heads, page_tokens: int) -> KVPool:
-    """`SWAKVPool`: two pools whose slots are numbered apart, spaces "token" and "window".
+    """View `SWAKVPool`: two pools with their own slot numbers, spaces "token" and "window".
 
     The caller translates; a page needs slots for all its tokens in both.
     """
@@ -61,8 +59,9 @@ def window_pool(full: Heads, window: Heads, page_tokens: int) -> KVPool:
 
 
 def mla_pool(kv_buffer: Sequence[torch.Tensor], page_tokens: int, first_layer: int = 0) -> KVPool:
-    """`MLATokenToKVPool`: `L x [slots, 1, row]`, rows of 576 elements or 656 packed bytes; the same
-    on every tensor-parallel rank.
+    """View `MLATokenToKVPool`: `L x [slots, 1, row]`, rows of 576 elements or 656 bytes.
+
+    It is the same on every tensor-parallel rank.
     """
     return pool_of(page_tokens, _latent(kv_buffer, first_layer))
 
@@ -74,10 +73,11 @@ def dsa_pool(
     first_layer: int = 0,
     indexer_tokens: int = INDEXER_TOKENS,
 ) -> KVPool:
-    """`DSATokenToKVPool`: latents as above, and per layer `index_buffer` `[pages, 8448]`, bytes:
-    first all keys of an engine page, then all scales, so a page is the unit and "page" its space
-    (slot // `indexer_tokens`). A layer that uses another's top-k has a tensor of 0 pages and owns
-    nothing.
+    """View `DSATokenToKVPool`: latents, and per layer `index_buffer` `[pages, 8448]` in bytes.
+
+    An index page has first all keys of an engine page, then all scales, so a page is the unit, and
+    "page" its space (slot // `indexer_tokens`). A layer that uses another's top-k has a tensor of 0
+    pages and owns nothing.
     """
     owners = [layer for layer, pages in enumerate(index_buffer) if pages.shape[0]]
     for layer in owners:
@@ -106,12 +106,11 @@ def _latent(kv_buffer: Sequence[torch.Tensor], first_layer: int) -> GroupView:
 
 
 def host_pool(pool: Any) -> tuple[KVPool, bool]:
-    """(pages of a `HostKVCache` by their number, whether a page's bytes are the engine's flat
-    page).
+    """View a `HostKVCache`; return (pool of pages by number, whether pages are flat).
 
-    Unit: `pool.page_size` slots, number = first slot // page_size. The `KVPool` is over the pool's
-    own memory: it must outlive it. Raises InvalidRequest if the pool describes its pages in neither
-    way.
+    A unit is `pool.page_size` slots, its number first slot // page_size. The result views the
+    pool's own memory, which must outlive it. Raises InvalidRequest if the pool describes its pages
+    in neither way.
     """
     page_tokens = int(pool.page_size or 1)
     pages = int(pool.size) // page_tokens
@@ -123,9 +122,7 @@ def host_pool(pool: Any) -> tuple[KVPool, bool]:
 
 
 def page_numbers(indices: torch.Tensor, page_tokens: int, count: int) -> torch.Tensor:
-    """`indices`: int64 slots `[count * page_tokens]`.
-
-    Numbers of the pages that they are.
+    """Return page numbers of int64 slots `[count * page_tokens]`.
 
     Raises InvalidRequest unless they are whole pages: neighbours, the first at a page's start.
     """
@@ -140,7 +137,7 @@ def page_numbers(indices: torch.Tensor, page_tokens: int, count: int) -> torch.T
 
 
 def _pool(page_tokens: int, planes: dict[str, torch.Tensor]) -> KVPool:
-    """All layers of a page are in its planes, so there is one "layer"."""
+    """View planes that hold all layers of a page, as one "layer"."""
     views = {name: [tensor] for name, tensor in planes.items()}
     return pool_of(
         page_tokens, GroupView("host", (0,), views, unit_tokens=page_tokens, space=SPACE)
@@ -148,7 +145,7 @@ def _pool(page_tokens: int, planes: dict[str, torch.Tensor]) -> KVPool:
 
 
 def _page_view(pool: Any, page_tokens: int, pages: int) -> torch.Tensor | None:
-    """`[pages, *shape of a page]` over the pool's memory, any strides."""
+    """View the pool's memory as `[pages, *shape of a page]` with any strides; None if impossible."""
     try:
         first, second, last = (
             pool.get_data_page(page * page_tokens, flat=False)
@@ -178,7 +175,7 @@ def _page_view(pool: Any, page_tokens: int, pages: int) -> torch.Tensor | None:
 
 
 def _segments(pool: Any, page_tokens: int, pages: int) -> list[torch.Tensor]:
-    """Per segment uint8 `[pages, nbytes]`."""
+    """View each segment as uint8 `[pages, nbytes]`."""
     try:
         first, second, last = (
             _meta(pool, page, page_tokens) for page in (0, min(1, pages - 1), pages - 1)
@@ -198,7 +195,7 @@ def _segments(pool: Any, page_tokens: int, pages: int) -> list[torch.Tensor]:
 
 
 def _meta(pool: Any, page: int, page_tokens: int) -> list[tuple[int, int]]:
-    """(address, length) of each segment of a page."""
+    """Return (address, length) of each segment of a page."""
     slots = torch.arange(page * page_tokens, (page + 1) * page_tokens)
     meta = pool.get_page_buffer_meta(slots)
     if not meta or not meta[0]:

@@ -33,22 +33,20 @@ class Blocks(NamedTuple):
 
 
 def block_pool(groups: Mapping[str, Blocks], page_tokens: int) -> KVPool:
-    """A pool of all `groups`, indexed by block id.
+    """View all groups as a pool indexed by block id. Raises InvalidRequest.
 
-    In a page they stand in the order of their names: vLLM's own order of groups has no meaning.
-    Raises InvalidRequest.
+    In a page they stand in the order of their names: vLLM's own order has no meaning.
     """
     return pool_of(page_tokens, *(_group(name, groups[name]) for name in sorted(groups)))
 
 
 def table_pool(views: Mapping[str, torch.Tensor], num_blocks: int, block_tokens: int) -> KVPool:
-    """The pool of one cache group: `views` by the engine's layer names, all indexed by one block
-    table.
+    """View one cache group, all of whose layers are indexed by one block table.
 
-    Layers of one shape and dtype make a group of the layout, named for what they are (a latent
-    beside its indexer is two). How many rows of a view a block has is told by `num_blocks`: a row
-    may be a smaller kernel block, or hold fewer states than tokens. Layers that share another's
-    memory are in the pages once. Raises InvalidRequest.
+    `views` are by the engine's layer names. Layers of one shape and dtype make a layout group,
+    named for what they are; a latent beside its indexer is two. `num_blocks` tells how many rows of
+    a view a block has: a row may be a smaller kernel block, or hold fewer states than tokens.
+    Layers that share memory are in the pages once. Raises InvalidRequest.
     """
     kinds: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
@@ -84,8 +82,9 @@ def table_pool(views: Mapping[str, torch.Tensor], num_blocks: int, block_tokens:
 
 
 def _numbered(names: Mapping[str, torch.Tensor]) -> dict[int, str]:
-    """Layers by the first number in their names ("model.layers.3.self_attn.attn"); if that is not
-    unique, by their place in the order of the names.
+    """Number layers by the first number in their names, or else by the order of the names.
+
+    An example is "model.layers.3.self_attn.attn".
     """
     found = [re.search(r"\d+", name) for name in names]
     numbers = [int(match.group()) for match in found if match]
@@ -104,7 +103,7 @@ def _group(name: str, blocks: Blocks) -> GroupView:
 
 
 def _whole_blocks(where: str, view: torch.Tensor, block_tokens: int) -> torch.Tensor:
-    """`[blocks, kernel blocks, heads, tokens, cell]`, of the same memory."""
+    """View the same memory as `[blocks, kernel blocks, heads, tokens, cell]`."""
     check_shape(where, view, "blocks", "heads", "tokens", "cell")
     rows, heads, tokens, cell = view.shape
     if not tokens or block_tokens % tokens or rows % (block_tokens // tokens):

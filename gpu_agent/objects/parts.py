@@ -66,6 +66,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the part."""
         return len(self.hashes) * self.namespace.layout.page_nbytes
 
 
@@ -84,7 +85,7 @@ def cut(
     space: Callable[[Namespace, PageLayout], Namespace],
     deadline: Deadline,
 ) -> list[Part]:
-    """`space(scope, layout)`: the namespace of such objects.
+    """Split objects into parts of one namespace; `space(scope, layout)` returns it.
 
     Raises InvalidRequest for a name without a layout or a view of another length.
     """
@@ -128,7 +129,7 @@ class Batch(Generic[Value]):
             self.done.set_result(ObjectResults(self._values))
 
     def end(self, ended: Ended[Value]) -> bool:
-        """Takes one part's values in; whether it was the last."""
+        """Take one part's values; return whether it was the last."""
         with self._lock:
             for position, value in zip(ended.part.positions, ended.values, strict=True):
                 self._values[position] = value
@@ -141,7 +142,7 @@ class Batch(Generic[Value]):
 
 
 def runs(positions: Sequence[int], step: int) -> Iterator[list[int]]:
-    """`positions` in lists of at most `step`."""
+    """Yield positions in lists of at most `step`."""
     for start in range(0, len(positions), step):
         yield list(positions[start : start + step])
 
@@ -159,9 +160,11 @@ class Completions(Generic[Item]):
         self._closed = False
 
     def fileno(self) -> int:
+        """Return the descriptor that signals completions."""
         return self._fd
 
     def add(self, item: Item) -> None:
+        """Add a completion and signal it."""
         with self._lock:
             if self._closed:  # nobody polls any more, and the descriptor may be another file by now
                 return
@@ -181,6 +184,7 @@ class Completions(Generic[Item]):
         return items
 
     def close(self) -> None:
+        """Close the descriptor."""
         with self._lock:
             if not self._closed:
                 self._closed = True

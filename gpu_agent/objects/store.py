@@ -58,6 +58,7 @@ class ObjectMover:
         self._client = client
 
     def put(self, part: Part, values: list[PutOutcome | None]) -> None:
+        """Put a part's objects."""
         views: dict[bytes, memoryview] = dict(
             zip(part.hashes, part.views, strict=True)
         )  # each once
@@ -69,6 +70,7 @@ class ObjectMover:
         values[:] = [by_hash[prefix_hash] for prefix_hash in part.hashes]
 
     def get(self, part: Part, values: list[bool | None]) -> None:
+        """Get a part's objects."""
         timeout_s = part.deadline.remaining()
         values[:] = self._client.get(part.namespace, part.hashes, part.views, timeout_s=timeout_s)
 
@@ -99,19 +101,19 @@ class KnownLayouts:
         self._refreshed_at = float("-inf")
 
     def namespace(self, scope: Namespace, layout: PageLayout) -> Namespace:
-        """The namespace of a scope's objects of this layout; remembered."""
+        """Return and remember the namespace of a scope's objects with this layout."""
         found = self._by_scope.get(scope.digest, {}).get(layout.fingerprint)
         return found or self._learn(replace(scope, layout=layout), scope.digest)
 
     def of(self, scope: Namespace) -> list[Namespace]:
-        """One namespace for each layout known in this scope."""
+        """Return a namespace for each layout known in this scope."""
         with self._lock:
             return list(self._by_scope.get(scope.digest, {}).values())
 
     def refresh(self, deadline: Deadline, pause_s: float = REFRESH_S) -> bool:
-        """Learns what the node knows, if that was not done just now.
+        """Learn the node's namespaces, unless just done; return whether it was asked.
 
-        Whether it was asked. Raises KVStoreErrors.
+        Raises KVStoreErrors.
         """
         with self._lock:
             now = self._clock()
@@ -190,11 +192,10 @@ class ObjectStore:
     def put(
         self, names: Sequence[ObjectName], views: Sequence[Any]
     ) -> concurrent.futures.Future[ObjectResults[PutOutcome | None]]:
-        """Stores objects that are not stored yet; `views`: buffers of exactly `layout.page_nbytes`
-        bytes.
+        """Store objects that are not stored yet; `views` are exactly `layout.page_nbytes` long.
 
-        None for an object that the node was not asked for in time. Raises InvalidRequest for a name
-        without a layout or a view of another length.
+        The result is None for an object that the node was not asked for in time. Raises
+        InvalidRequest for a name without a layout or a view of another length.
         """
         flat = [byte_view(view) for view in views]
         parts = cut(names, flat, self._known.namespace, Deadline(self._config.save_timeout_s))
@@ -203,35 +204,32 @@ class ObjectStore:
     def get(
         self, names: Sequence[ObjectName], views: Sequence[Any]
     ) -> concurrent.futures.Future[ObjectResults[bool | None]]:
-        """Reads objects into writable `views`; True for each that is there, intact and in its view.
+        """Read objects into writable `views`; True for each that is there and intact.
 
-        None for an object that could not be read in time. The views of others hold nothing of
-        meaning.
+        None means that it could not be read in time. Other views are undefined.
         """
         flat = [byte_view(view, writable=True) for view in views]
         parts = cut(names, flat, self._known.namespace, Deadline(self._config.load_timeout_s))
         return self._submit(self._loads, parts, len(names), self._mover.get, self._count_gets)
 
     def connect(self) -> None:
-        """Connects in the background and learns what the node has, so that the first request need
-        not. A node that is not there is logged.
-        """
+        """Connect and learn what the node has, in the background; an absent node is logged."""
         self._query([], [], self._known.refresh)
 
     def exists(self, names: Sequence[ObjectName]) -> concurrent.futures.Future[ObjectResults[bool]]:
-        """Which objects are stored; does not count as a use."""
+        """Return which objects are stored; it does not count as a use."""
         values: list[bool] = [False] * len(names)
         return self._query(names, values, partial(self._exists, list(names), values))
 
     def remove(self, names: Sequence[ObjectName]) -> concurrent.futures.Future[ObjectResults[int]]:
-        """Forgets objects; the bytes that each had, 0 for one that was not there."""
+        """Remove objects; return the bytes of each, 0 for one that was not there."""
         values: list[int] = [0] * len(names)
         return self._query(names, values, partial(self._remove, list(names), values))
 
     def close(self) -> None:
-        """Ends everything: what is queued at once, what is under way with its current call, so at
-        latest by its deadline. Every future has its result then, and nothing touches a view any
-        more.
+        """End queued calls at once and running ones by their deadline.
+
+        Every future has its result then, and nothing touches a view any more.
         """
         for lane in (self._queries, self._loads, self._stores):
             lane.stopping.set()
@@ -239,7 +237,7 @@ class ObjectStore:
             lane.close(0.0)
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         return self._queries.check() + self._loads.check() + self._stores.check()
 
     # ---- parts -----------------------------------------------------------------------------
@@ -276,7 +274,7 @@ class ObjectStore:
         return batch.done
 
     def _guarded(self, work: Callable[[], object], deadline: Deadline) -> str:
-        """Runs what talks to the node; why it failed, empty if it did not."""
+        """Run a call of the node; return why it failed, or an empty text."""
         try:
             # one that waited too long in the queue says nothing about the node
             deadline.remaining()
@@ -335,9 +333,7 @@ class ObjectStore:
         open_still: Callable[[int], bool],
         deadline: Deadline,
     ) -> None:
-        """Asks in all namespaces that may hold the objects; in those that others made, too, if it
-        is still open.
-        """
+        """Ask in all namespaces that may hold the objects, others' too while still open."""
         asked = self._spaces(names, range(len(names)))
         for namespace, positions in asked.values():
             ask(namespace, positions)
@@ -361,9 +357,9 @@ class ObjectStore:
         return found
 
     def _touch(self, parts: list[Part]) -> None:
-        """Parts aged a chain piece by piece; puts its order right, tail oldest.
+        """Touch a chain whose parts were used piece by piece, so that its tail is oldest.
 
-        The objects have moved already, so a failure costs nothing but the order.
+        The objects have moved already, so a failure costs only the order.
         """
         chains: dict[bytes, list[Part]] = {}
         for part in parts:

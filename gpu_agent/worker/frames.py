@@ -66,6 +66,8 @@ _TRACES = range(
 
 
 class Kind(enum.IntEnum):
+    """Enumerate the kinds of frames."""
+
     SETUP = 1
     ADD = 2
     SAVE = 3
@@ -101,6 +103,8 @@ class Order:
 
 @dataclass(frozen=True)
 class Saved:
+    """Report an order's saved pages."""
+
     order: int
     stored: int
     existing: int
@@ -110,6 +114,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Loaded:
+    """Report an order's loaded pages."""
+
     order: int
     pages: int
     loaded: int
@@ -140,7 +146,7 @@ class Answer:
 
 
 def frame(kind: Kind, body: bytes = b"") -> bytes:
-    """Raises InvalidRequest for a body that the other side would refuse."""
+    """Build a frame. Raises InvalidRequest for a body that is too large."""
     if len(body) > BODY_NBYTES_MAX:
         raise InvalidRequest(
             f"an order of {len(body)} bytes; at most {BODY_NBYTES_MAX} go to the agents' process"
@@ -149,7 +155,7 @@ def frame(kind: Kind, body: bytes = b"") -> bytes:
 
 
 def header(data: bytes | bytearray) -> tuple[int, Kind]:
-    """(body nbytes, kind) of the frame that `data` begins with.
+    """Parse a header to (body bytes, kind). Raises ProtocolError.
 
     Raises ProtocolError.
     """
@@ -163,11 +169,12 @@ def header(data: bytes | bytearray) -> tuple[int, Kind]:
 
 
 def facts_frame(kind: Kind, facts: Mapping[str, Any]) -> bytes:
+    """Build a frame of JSON facts."""
     return frame(kind, json.dumps(facts).encode())
 
 
 def parse_facts(body: bytes) -> dict[str, Any]:
-    """Raises ProtocolError."""
+    """Parse JSON facts. Raises ProtocolError."""
     try:
         facts = json.loads(body)
     except ValueError as error:
@@ -178,6 +185,7 @@ def parse_facts(body: bytes) -> dict[str, Any]:
 
 
 def order_frame(kind: Kind, order: Order) -> bytes:
+    """Build the frame of an order."""
     head = _ORDER.pack(order.number, order.agent, order.event, order.until, len(order.keys))
     parts = [head, _lengths(order.keys), *order.keys, bytes((len(order.slot_indices),))]
     for name, indices in order.slot_indices.items():
@@ -191,7 +199,7 @@ def order_frame(kind: Kind, order: Order) -> bytes:
 
 
 def parse_order(body: bytes) -> Order:
-    """Raises ProtocolError.
+    """Parse an order. Raises ProtocolError. The agent checks the indices.
 
     Whether the indices suit a pool is for its agent to say.
     """
@@ -209,6 +217,7 @@ def parse_order(body: bytes) -> Order:
 
 
 def question_frame(kind: Kind, question: Question) -> bytes:
+    """Build the frame of a lookup."""
     parts = [_QUESTION.pack(question.number, question.until, len(question.groups))]
     for namespaces, keys in question.groups:
         parts += (
@@ -222,6 +231,7 @@ def question_frame(kind: Kind, question: Question) -> bytes:
 
 
 def parse_question(body: bytes) -> Question:
+    """Parse a lookup. Raises ProtocolError."""
     reader = _Reader(body)
     number, until, count = reader.unpack(_QUESTION)
     groups = []
@@ -235,6 +245,7 @@ def parse_question(body: bytes) -> Question:
 
 
 def answer_frame(answer: Answer) -> bytes:
+    """Build the frame of a lookup's answer."""
     parts = [_ANSWER.pack(answer.question, answer.status, len(answer.groups))]
     for there in answer.groups:
         parts += (_COUNT.pack(len(there)), there)
@@ -242,6 +253,7 @@ def answer_frame(answer: Answer) -> bytes:
 
 
 def parse_answer(body: bytes) -> Answer:
+    """Parse a lookup's answer. Raises ProtocolError."""
     reader = _Reader(body)
     question, status, count = reader.unpack(_ANSWER)
     groups = [reader.take(reader.unpack(_COUNT)[0]) for _ in range(count)]
@@ -249,47 +261,57 @@ def parse_answer(body: bytes) -> Answer:
 
 
 def number_frame(kind: Kind, number: int) -> bytes:
+    """Build a frame with a number."""
     return frame(kind, _NUMBER.pack(number))
 
 
 def parse_number(body: bytes) -> int:
+    """Parse a number. Raises ProtocolError."""
     return int(_whole(_NUMBER, body)[0])
 
 
 def close_frame(seconds: float) -> bytes:
+    """Build the frame of a close."""
     return frame(Kind.CLOSE, _SECONDS.pack(seconds))
 
 
 def parse_close(body: bytes) -> float:
+    """Parse a close. Raises ProtocolError."""
     return float(_whole(_SECONDS, body)[0])
 
 
 def ready_frame(at: float) -> bytes:
+    """Build the frame that says that the worker is ready."""
     return frame(Kind.READY, _SECONDS.pack(at))
 
 
 def parse_ready(body: bytes) -> float:
+    """Parse when the worker got ready. Raises ProtocolError."""
     return float(_whole(_SECONDS, body)[0])
 
 
 def saved_frame(saved: Saved) -> bytes:
+    """Build the frame of a save's result."""
     head = _SAVED.pack(saved.order, saved.stored, saved.existing, saved.dropped)
     return frame(Kind.SAVED, head + _text(saved.reason))
 
 
 def parse_saved(body: bytes) -> Saved:
+    """Parse a save's result. Raises ProtocolError."""
     reader = _Reader(body)
     order, stored, existing, dropped = reader.unpack(_SAVED)
     return Saved(order, stored, existing, dropped, reader.text())
 
 
 def loaded_frame(loaded: Loaded) -> bytes:
+    """Build the frame of a load's result."""
     return frame(
         Kind.LOADED, _LOADED.pack(loaded.order, loaded.pages, loaded.loaded) + _text(loaded.error)
     )
 
 
 def parse_loaded(body: bytes) -> Loaded:
+    """Parse a load's result. Raises ProtocolError."""
     reader = _Reader(body)
     order, pages, loaded = reader.unpack(_LOADED)
     return Loaded(order, pages, loaded, reader.text())
@@ -356,7 +378,7 @@ class _Reader:
         return self.take(nbytes)
 
     def text(self) -> str | None:
-        """What is left; None for nothing."""
+        """Return the rest as text; None if it is empty."""
         return self.take(len(self._body) - self._at).decode(errors="replace") or None
 
     def end(self) -> None:
@@ -389,6 +411,7 @@ class EngineEnd:
 
     @property
     def unsent(self) -> bool:
+        """Return whether bytes wait to be sent."""
         return bool(self._unsent)
 
     def send(self, data: bytes) -> None:
@@ -436,6 +459,7 @@ class EngineEnd:
         poll.poll(1000 * timeout_s)
 
     def close(self) -> None:
+        """Close the socket."""
         self._sock.close()
 
 

@@ -132,6 +132,7 @@ def described_pools(pools: Iterable[KVPool]) -> tuple[list[Any], list[Any], list
 
 
 def described_storage(storage: torch.UntypedStorage, inherited: list[int]) -> dict[str, Any]:
+    """Describe a storage for another process."""
     try:
         if storage.device.type == "cuda":
             values = storage._share_cuda_()  # type: ignore[no-untyped-call]

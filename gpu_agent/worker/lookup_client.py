@@ -52,21 +52,23 @@ class ProcessLookups:
         self._child.start()
 
     def await_ready(self, timeout_s: float) -> bool:
-        """Waits, at the engine's start: before it is ready all that is asked is not stored."""
+        """Wait at the engine's start; before the process is ready, every lookup is a miss."""
         return self._child.await_ready(timeout_s)
 
     # ---- LookupBackend ---------------------------------------------------------------------
 
     def look_up(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[Answer]":
+        """Send a lookup."""
         return self._ask(Kind.ASK, question, timeout_s)
 
     def touch(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[None]":
+        """Send a touch."""
         return self._ask(Kind.TOUCH, question, timeout_s)
 
     def open(
         self, namespaces: Sequence[Namespace], timeout_s: float
     ) -> "concurrent.futures.Future[None]":
-        """The process opens what it is named, when it is ready."""
+        """Name namespaces, which the process registers when it is ready."""
         done: concurrent.futures.Future[None] = Future()
         try:
             for namespace in namespaces:
@@ -78,12 +80,15 @@ class ProcessLookups:
         return done
 
     def poll(self) -> None:
+        """Take the answers that have arrived."""
         self._child.poll(0.0 if self._awaited else self._child.timeouts.idle_s)
 
     def pause(self, timeout_s: float) -> None:
+        """Wait for an answer, at most that long."""
         self._child.pause(timeout_s)
 
     def close(self) -> None:
+        """End the process."""
         self._child.close(lambda: False)
 
     def _ask(
@@ -141,6 +146,7 @@ class ProcessLookups:
     # ---- Delegate --------------------------------------------------------------------------
 
     def setup(self) -> tuple[dict[str, Any], Sequence[int]]:
+        """Return the process's setup."""
         self._namespaces = self._namespaces[-NAMED:]
         self._numbers = {
             namespace.digest: number for number, namespace in enumerate(self._namespaces)
@@ -149,6 +155,7 @@ class ProcessLookups:
         return {"task": self.name, "client": asdict(self._client), "namespaces": known}, ()
 
     def on_message(self, kind: Kind, body: bytes) -> None:
+        """Take an answer. Raises ProtocolError for anything else."""
         if kind is not Kind.ANSWER:
             raise ProtocolError(f"the process that asks the store sent {kind.name}")
         answer = frames.parse_answer(body)
@@ -170,10 +177,12 @@ class ProcessLookups:
             done.set_result(tuple(answer.groups) if counts else None)
 
     def overdue(self, now: float) -> bool:
+        """Return whether the oldest lookup should have been answered."""
         oldest = next(iter(self._asked.values()), None)
         return oldest is not None and oldest[2] < now
 
     def on_exit(self) -> int:
+        """Fail all lookups; return how many there were."""
         asked, self._asked, self._awaited = self._asked, {}, 0
         for done, _, _ in asked.values():
             done.set_exception(Unavailable("the process that asks the store died"))

@@ -42,6 +42,7 @@ IPC_REMEDY = (
 
 
 def findings() -> Iterator[Finding]:
+    """Yield findings about this host's GPU."""
     yield ok("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
     if not torch.cuda.is_available():
         remedy = (
@@ -59,7 +60,7 @@ def findings() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    """Made as an agent makes them, for the first GPU."""
+    """Yield findings about the kernels, made as an agent makes them, for the first GPU."""
     if CudaDevice is None:
         extra = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
         yield warn(
@@ -83,7 +84,7 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _locking(device: Any) -> Finding:
-    """Of memory as a node's arena is: a memfd, mapped here."""
+    """Check that memory like a node's arena, a mapped memfd, can be page-locked."""
     fd = os.memfd_create("kvstore-doctor", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, LOCKED_NBYTES)
@@ -147,7 +148,7 @@ def _judged(status: int, said: str, complained: str) -> Finding:
 
 
 def _open(described: str) -> None:
-    """In that other process.
+    """Map the described memory in another process. Raises ConfigError.
 
     Raises ConfigError for what can not be mapped, or holds something else.
     """

@@ -85,11 +85,13 @@ class InflightOrders:
         self._next = 0
 
     def save(self, pages: int, overdue_at: float, job: SaveJob) -> int:
+        """Number a save."""
         number = self._number()
         self._saves[number] = _Save(job, pages, overdue_at)
         return number
 
     def load(self, pages: int, overdue_at: float) -> tuple[int, LoadJob]:
+        """Number a load."""
         number, load = self._number(), _Load(new_load(), pages, overdue_at)
         self._loads[number] = load
         return number, load.job
@@ -105,6 +107,7 @@ class InflightOrders:
         future.set_result(None)
 
     def saved(self, said: Saved) -> None:
+        """Complete a save. Raises ProtocolError if the counts do not add up."""
         save = _known(self._saves, said.order)
         if said.stored + said.existing + said.dropped != save.pages:
             raise ProtocolError(f"a save of {save.pages} pages ended with {said}")
@@ -112,6 +115,7 @@ class InflightOrders:
         save.end(SaveResult(said.stored, said.existing, said.dropped, said.reason))
 
     def loaded(self, said: Loaded) -> None:
+        """Complete a load. Raises ProtocolError for impossible counts."""
         load = _known(self._loads, said.order)
         if not said.loaded <= said.pages <= load.pages:
             raise ProtocolError(f"a load of {load.pages} pages ended with {said}")
@@ -138,6 +142,7 @@ class InflightOrders:
 
     @property
     def loading(self) -> bool:
+        """Return whether loads are under way."""
         return bool(self._loads)
 
     def __len__(self) -> int:
@@ -149,10 +154,12 @@ class InflightOrders:
 
 
 def new_save() -> SaveJob:
+    """Make a save that has not ended."""
     return SaveJob(Future(), Future())
 
 
 def new_load() -> LoadJob:
+    """Make a load that has not ended."""
     return LoadJob(Future())
 
 
@@ -181,11 +188,13 @@ class StagedSave:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the order."""
         return (
             sum(map(len, self.keys)) + sum(map(len, self.slot_indices.values())) + len(self.trace)
         )
 
     def drop(self, reason: str) -> None:
+        """End the save without saving."""
         self.job.gathered.set_result(None)
         self.job.done.set_result(SaveResult(0, 0, len(self.keys), reason))
 
@@ -197,7 +206,7 @@ class StagedSaves:
     """
 
     def __init__(self, wait_s: float) -> None:
-        """`wait_s`: a process that is not ready by then is ended."""
+        """Hold saves until the process is ready, for at most `wait_s`."""
         self._wait_s = wait_s
         self._saves: deque[StagedSave] = deque()
         self._nbytes = 0
@@ -213,6 +222,7 @@ class StagedSaves:
         slot_indices: dict[str, bytes],
         trace: bytes,
     ) -> SaveJob:
+        """Hold a save."""
         save = StagedSave(
             new_save(), agent, event, keys, slot_indices, trace, time.monotonic() + self._wait_s
         )
@@ -224,6 +234,7 @@ class StagedSaves:
         return save.job
 
     def take(self) -> StagedSave:
+        """Take the oldest save."""
         save = self._saves.popleft()
         self._nbytes -= save.nbytes
         return save
@@ -276,6 +287,7 @@ class ProcessBackend:
     # ---- AgentBackend ----------------------------------------------------------------------
 
     def agents(self, epoch: int | None) -> list["RemoteAgent | None"]:
+        """Make an agent per group in this epoch."""
         made: list[RemoteAgent | None] = []
         for number, group in enumerate(self._groups):
             if group is None:
@@ -291,13 +303,16 @@ class ProcessBackend:
 
     @property
     def loads(self) -> bool:
+        """Return whether the process is ready for loads."""
         return self._child.listens and self._child.ready
 
     @property
     def startup_seconds(self) -> deque[float]:
+        """Return how long the last starts took."""
         return self._child.startup_seconds
 
     def poll(self) -> None:
+        """Take the process's messages and send held saves."""
         timeouts = self._child.timeouts
         saving_s = timeouts.saving_s if len(self._orders) else timeouts.idle_s
         self._child.poll(0.0 if self._orders.loading else saving_s)
@@ -332,10 +347,12 @@ class ProcessBackend:
             )
 
     def release(self) -> None:
+        """Drop held saves when the engine lacks blocks and the process is not ready."""
         if len(self._staged) and not self.loads:
             self._staged.drop("the engine lacks blocks, and the agents' process is not ready")
 
     def wait(self, futures: Iterable["concurrent.futures.Future[Any]"]) -> None:
+        """Wait for futures."""
         waited = list(futures)
         if self.loads:
             self._send_staged(len(self._staged))
@@ -346,6 +363,7 @@ class ProcessBackend:
             self._child.poll()
 
     def retire(self, agents: Sequence[BlockAgent | None]) -> None:
+        """Close agents of an earlier epoch."""
         for agent in agents:
             if isinstance(agent, RemoteAgent) and agent.number in self._agents:
                 del self._agents[agent.number]
@@ -355,12 +373,14 @@ class ProcessBackend:
         )
 
     def close(self) -> None:
+        """Send held saves if possible, and end the process."""
         if self.loads:
             self._send_staged(len(self._staged))
         self._staged.drop("the engine ends")
         self._child.close(lambda: len(self._orders) > 0)
 
     def check(self) -> list[str]:
+        """Return violated invariants; empty if all is well."""
         if self._child.pid is None and len(self._orders):
             return [f"{len(self._orders)} orders are under way in a process that is not there"]
         return []
@@ -447,6 +467,7 @@ class ProcessBackend:
     # ---- Delegate --------------------------------------------------------------------------
 
     def setup(self) -> tuple[dict[str, Any], Sequence[int]]:
+        """Return the process's setup and inherited descriptors."""
         storages, pools, inherited = described_pools(group.pool for group in self._groups if group)
         return {
             "task": self.name,
@@ -459,6 +480,7 @@ class ProcessBackend:
         }, inherited
 
     def on_message(self, kind: Kind, body: bytes) -> None:
+        """Take a message. Raises ProtocolError."""
         if kind is Kind.GATHERED:
             self._orders.gathered(frames.parse_number(body))
         elif kind is Kind.SAVED:
@@ -469,9 +491,11 @@ class ProcessBackend:
             raise ProtocolError(f"the agents' process sent {kind.name}")
 
     def overdue(self, now: float) -> bool:
+        """Return whether an order should have ended."""
         return self._orders.overdue(now)
 
     def on_exit(self) -> int:
+        """Fail all orders; return how many there were."""
         return self._orders.fail_all("the agents' process died")
 
     def _facts_of(self, agent: "RemoteAgent") -> dict[str, Any]:
@@ -502,9 +526,11 @@ class RemoteAgent:
         self._backend = backend
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[int]) -> SaveJob:
+        """Begin to save blocks under their keys."""
         check_blocks(self.group_pool, keys, blocks)
         return self._backend.save(self, keys, {self.group_pool.space: array("q", blocks).tobytes()})
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[int]) -> LoadJob:
+        """Begin to load blocks."""
         check_blocks(self.group_pool, keys, blocks)
         return self._backend.load(self, keys, {self.group_pool.space: array("q", blocks).tobytes()})

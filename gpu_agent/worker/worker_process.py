@@ -136,6 +136,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
+        """Return the process id; None without a process."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:

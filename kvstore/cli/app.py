@@ -9,6 +9,7 @@ EXTRA_MODULES = ("typer", "rich", "click", "shellingham")
 
 
 def main() -> None:
+    """Run the command line; name the extra to install if a package is missing."""
     try:
         from kvstore.cli.commands import app
         from kvstore.cli.output import guard_stdout

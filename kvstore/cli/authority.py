@@ -54,7 +54,7 @@ class Authority:
     def found(
         cls, folder: Path, name: str, days: float, force: bool = False, file: str = CA
     ) -> "Authority":
-        """A new one."""
+        """Found a new authority and write its certificate and key."""
         key = ec.generate_private_key(ec.SECP256R1())
         usage = _usage(key_cert_sign=True, crl_sign=True)
         made = (
@@ -71,6 +71,7 @@ class Authority:
 
     @classmethod
     def open(cls, folder: Path) -> "Authority":
+        """Open an authority by its files. Raises ConfigError."""
         try:
             certificate = x509.load_pem_x509_certificate((folder / f"{CA}.pem").read_bytes())
             key = serialization.load_pem_private_key((folder / f"{CA}.key").read_bytes(), None)
@@ -94,15 +95,17 @@ class Authority:
         force: bool = False,
         since_days: float = 0.0,
     ) -> tuple[Path, Path]:
-        """(certificate, key) of a node that is reached by these names and addresses; the first is
-        its name. To other members it is a client. `since_days`: for how long it has been valid.
+        """Issue a node's certificate for these names and addresses; return (certificate, key) paths.
+
+        The first host is its name. To other members the node is a client. `since_days` is how long
+        the certificate has been valid already.
         """
         alternatives = x509.SubjectAlternativeName([_host(host) for host in hosts])
         made = self._issue(hosts[0], days, since_days, [_SERVER, _CLIENT], alternatives)
         return _write(self._folder, file, *made, force)
 
     def client(self, file: str, name: str, days: float, force: bool = False) -> tuple[Path, Path]:
-        """(certificate, key) of a client of this name."""
+        """Issue a client's certificate; return (certificate, key) paths."""
         return _write(self._folder, file, *self._issue(name, days, 0.0, [_CLIENT]), force)
 
     def _issue(
@@ -134,7 +137,7 @@ class Authority:
 
 
 def hosts_of(path: Path) -> list[str]:
-    """The names and addresses by which a node with this certificate is reached.
+    """Return the names and addresses in a node's certificate. Raises ConfigError.
 
     Raises ConfigError.
     """
@@ -196,7 +199,7 @@ def _host(host: str) -> x509.GeneralName:
 def _write(
     folder: Path, file: str, certificate: x509.Certificate, key: Any, force: bool
 ) -> tuple[Path, Path]:
-    """The key first, and its file is never there for others to read."""
+    """Write key and certificate; nobody else can read the key's file at any time."""
     if not _FILE.fullmatch(file):
         raise ConfigError(f"{file!r} is no name of a file; use letters, digits, '.', '_' and '-'")
     paths = folder / f"{file}.pem", folder / f"{file}.key"

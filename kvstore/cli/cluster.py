@@ -57,8 +57,7 @@ MEMBER_ROWS, NAMESPACE_ROWS_MIN = 8, 2
 
 
 def cluster(run: Invocation) -> int:
-    """Show the members of the cluster: state, share of the keys, hit rate, RAM, disk, what waits
-    for others.
+    r"""Show the members of the cluster: state, share of the keys, hit rate, RAM, disk, queues.
 
     Columns that do not fit the terminal are left out; in a pipe all are there. Exit 3 if a member
     does not answer.
@@ -205,8 +204,7 @@ def rebalance(run: Invocation, dry_run: DryOption = False) -> int:
 
 
 def status(run: Invocation) -> None:
-    """Show the node, its tiers and its namespaces; of a cluster its members, and namespaces over
-    all of them.
+    r"""Show the node, its tiers and its namespaces, or a cluster's members and namespaces.
 
     A cluster is one screen; `kvstore cluster` has all members, and exit 3 if one does not answer.
 
@@ -227,9 +225,7 @@ def status(run: Invocation) -> None:
 
 
 def show_cluster_status(run: Invocation, client: Client) -> None:
-    """What `kvstore status` shows of a cluster, on one screen: members, and namespaces over all of
-    them.
-    """
+    """Show a cluster on one screen: its members, and the namespaces over all of them."""
     statuses = client.statuses()
     view = view_of(client)
     known = summed(chain.from_iterable(status.namespaces for status in answers(statuses)))
@@ -265,6 +261,7 @@ def _show(view: View, statuses: Statuses, count: int) -> None:
 
 
 def view_of(client: Client) -> View:
+    """Return the cluster's view. Raises Failure for a node without a cluster."""
     view = client.view()
     if view is None:
         raise Failure(

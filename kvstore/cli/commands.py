@@ -74,6 +74,7 @@ def options(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
+    """Take the options that all commands share."""
     ctx.obj = Invocation(address, timeout_s, as_json)
 
 

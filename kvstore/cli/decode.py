@@ -51,18 +51,19 @@ class PlaneStatistics:
     statistics: Statistics
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the values as a flat dict for JSON."""
         values = asdict(self)
         statistics = values.pop("statistics")
         return {**values, **statistics}
 
 
 def layer_slices(layout: PageLayout, layer: int | None) -> list[PlaneSlice]:
-    """Planes in page order; of one layer only if it is given."""
+    """Return the planes in page order; only those of one layer if it is given."""
     return [piece for piece in layout.slices if layer is None or piece.layer == layer]
 
 
 def decode(pieces: Sequence[PlaneSlice], data: memoryview) -> Iterator[PlaneStatistics]:
-    """Statistics of each piece.
+    """Yield the statistics of each slice; `data` holds exactly their bytes, in order.
 
     `data` holds their bytes one after the other, and nothing else.
     """
@@ -86,7 +87,7 @@ def decode(pieces: Sequence[PlaneSlice], data: memoryview) -> Iterator[PlaneStat
 
 
 def plane_statistics(dtype: str, data: memoryview) -> Statistics:
-    """`data`: little-endian elements of `dtype`, one of `kvstore.layout.DTYPE_NBYTES`."""
+    """Return the statistics of little-endian elements of `dtype`, one of DTYPE_NBYTES."""
     if dtype in _CODE_VALUES:
         value = _CODE_VALUES[dtype]
         codes = Counter(_elements("B" if DTYPE_NBYTES[dtype] == 1 else "H", data))
@@ -104,7 +105,7 @@ def _elements(typecode: str, data: memoryview) -> "array[Any]":
 
 
 def _statistics(weighted: Iterable[tuple[float, int]]) -> Statistics:
-    """Of (value, how often) pairs.
+    """Return the statistics of (value, count) pairs; sums are exact, so their order is irrelevant.
 
     Sums are exact (fsum), so their order does not matter.
     """
@@ -152,12 +153,12 @@ def _float16(code: int) -> float:
 
 
 def _bfloat16(code: int) -> float:
-    """The upper half of a float32."""
+    """Convert a bfloat16, the upper half of a float32."""
     return float(unpack("<f", pack("<I", code << 16))[0])
 
 
 def _float8_e5m2(code: int) -> float:
-    """The upper half of a float16."""
+    """Convert a float8_e5m2, the upper half of a float16."""
     return _float16(code << 8)
 
 

@@ -173,6 +173,6 @@ def forget(
 
 
 def _about(client: Client, tenant: str) -> tuple[int, int]:
-    """Namespaces and pages of a tenant, each page once for each node that has it."""
+    """Return the namespaces and pages of a tenant; a page counts once for each node that has it."""
     infos = [info for namespace, info in client.namespaces() if namespace.tenant == tenant]
     return len(infos), sum(map(page_count, infos))

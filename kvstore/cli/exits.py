@@ -26,6 +26,8 @@ from kvstore.errors import (
 
 
 class ExitCode(enum.IntEnum):
+    """Enumerate the exit codes of the command line."""
+
     OK = 0
     MISS = 1
     USAGE = 2
@@ -48,6 +50,7 @@ _CODES: dict[type[KVStoreError], ExitCode] = {
 
 
 def code_of(error: KVStoreError) -> ExitCode:
+    """Return the exit code of an error."""
     return _CODES.get(type(error), ExitCode.USAGE)
 
 
@@ -68,6 +71,7 @@ class Root(TyperGroup):
     """The one place where exceptions become exit codes."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
+        """Run a command and exit with its code; errors are one line on stderr."""
         given = list(sys.argv[1:] if args is None else args)
         self._as_json = "--json" in given
         options["standalone_mode"] = False
@@ -103,7 +107,7 @@ class Root(TyperGroup):
             )
 
     def _fail(self, message: str, code: ExitCode, kind: str = "") -> int:
-        """`kind`: the error's class, or how the command ended if it was not an error of the client."""
+        """Print an error and return the code. `kind` is the error's class, or how the command ended."""
         message = " ".join(message.split())
         if self._as_json:
             message = json.dumps({"error": message, "kind": kind or code.name.title()})
@@ -114,13 +118,13 @@ class Root(TyperGroup):
 
 
 def _usage_message(error: Any) -> str:
-    """What is wrong with the command line, and which --help tells how it should be."""
+    """Return what is wrong with the command line, and which --help explains it."""
     message = error.format_message()
     ctx = getattr(error, "ctx", None)
     return f"{message.rstrip('.')}; see {ctx.command_path} --help" if ctx is not None else message
 
 
 def leave_broken_pipe() -> int:
-    """Nobody reads stdout any more: be silent, also when the interpreter flushes it at its end."""
+    """Discard all further output after stdout was closed, also at the interpreter's end."""
     silence(sys.stdout)
     return ExitCode.BROKEN_PIPE

@@ -43,8 +43,9 @@ class Invocation:
     def config(
         self, wire: str | None = None, address: str | None = None, **values: Any
     ) -> ClientConfig:
-        """`wire`: the user's; else that of the environment, else the one that is enough for one
-        request. Raises ConfigError for an address, wire or deadline that can not be used.
+        """Return the client's configuration for a command. Raises ConfigError.
+
+        `wire` is the user's choice; otherwise the environment's, or the cheapest for one request.
         """
         values |= {"wire": wire, "address": address or self.address}
         named = load(ClientConfig, "KVSTORE", {**values, "wire": "auto"}).address
@@ -56,18 +57,14 @@ class Invocation:
 
     @property
     def patient_s(self) -> float:
-        """Of what may take long: a RAM tier to be written, an I/O process to be waited for, a
-        member that hangs.
-        """
+        """Return the deadline in seconds of commands that may take long, such as a flush."""
         return self.timeout_s or PATIENT_S
 
     @contextmanager
     def client(
         self, wire: str | None = None, address: str | None = None, **values: Any
     ) -> Iterator[Client]:
-        """A client for the body, whose connection errors are told with the node's address and a
-        remedy.
-        """
+        """Yield a client whose connection errors name the node's address and a remedy."""
         config = self.config(wire, address, **values)
         try:
             with Client(config) as client:
@@ -77,7 +74,7 @@ class Invocation:
 
 
 def _told(error: KVStoreError, client: Client) -> str:
-    """Whose error it is, and what to do."""
+    """Name the node that an error comes from, and what to do."""
     address, cluster = client.config.address, ""
     with contextlib.suppress(KVStoreError):
         view = client.view(timeout_s=0.0)  # what is known already
@@ -120,7 +117,7 @@ def _remarks() -> Iterator[None]:
 
 
 def command(function: Callable[..., int | None]) -> Callable[..., None]:
-    """Makes a typer command of `function(run: Invocation, ...) -> exit code` (None: 0).
+    """Turn `function(run: Invocation, ...) -> exit code` (None: 0) into a typer command.
 
     The options that all commands share stand after the command's own in its signature, so that they
     are accepted, completed and explained both before and after the command's name.

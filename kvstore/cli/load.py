@@ -195,9 +195,10 @@ def _show_replay(report: ReplayReport) -> None:
 
 
 def _verdict(mismatches: int, corrupt: int, away: list[str]) -> int:
-    """`corrupt`: pages whose checksum did not match; the client made misses of them.
+    """Report failures of a load and return the exit code.
 
-    `away`: members that could not be asked to remove what was put.
+    `corrupt` counts pages with a wrong checksum, which the client treated as misses; `away` lists
+    the members where the test pages could not be removed.
     """
     if away:
         note(
@@ -294,7 +295,7 @@ def _listen(
     most: int,
     on_progress: Callable[[float], None],
 ) -> None:
-    """Until it is over, full, or interrupted."""
+    """Collect a recording until it is over, full or interrupted."""
     name = client.record(seconds).recording
     begin = asked = time.monotonic()
     reply = pb.RecordReply()

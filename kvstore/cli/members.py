@@ -63,8 +63,10 @@ _SUMMED = (
 def at_each(
     run: Invocation, do: Callable[[Client, str], Result]
 ) -> tuple[dict[str, Result], Away | None]:
-    """What `do` returns of each member, given its id, and who raised; of a node that is alone by
-    "", and None. Raises what one of them raised if all did.
+    """Run a function at each member, and return its results and the members that failed.
+
+    A node without a cluster has the id "" and None instead of failures. Raises a member's error if
+    all members failed.
     """
     with run.client() as client:
         view = client.view()
@@ -84,23 +86,24 @@ def at_each(
 
 
 def without(away: Away | None, remark: str = "") -> int:
-    """Says who did not do it, and gives the exit code."""
+    """Report the members that failed and return the exit code."""
     for member, error in (away or {}).items():
         note(f"without {member}: {error}{remark}")
     return max((code_of(error) for error in (away or {}).values()), default=ExitCode.OK)
 
 
 def away_json(away: Away | None) -> dict[str, Any]:
-    """Of a cluster; nothing of a node that is alone (None)."""
+    """Return the JSON field for members that failed; nothing for a node without a cluster (None)."""
     return {} if away is None else {"away": sorted(away)}
 
 
 def answers(statuses: Statuses) -> list[pb.NodeStatusReply]:
+    """Return the statuses of the members that answered."""
     return [status for status in statuses.values() if isinstance(status, pb.NodeStatusReply)]
 
 
 def by_id(view: View, statuses: Statuses) -> dict[str, pb.NodeStatusReply]:
-    """Of the members that answer."""
+    """Return the statuses of the members that answered, by member id."""
     told = {member.id: statuses.get(member.address) for member in view.members}
     return {
         member: status for member, status in told.items() if isinstance(status, pb.NodeStatusReply)
@@ -108,7 +111,7 @@ def by_id(view: View, statuses: Statuses) -> dict[str, pb.NodeStatusReply]:
 
 
 def state_of(member: Member, status: pb.NodeStatusReply | KVStoreError | None) -> str:
-    """As the view has it, if the member itself has nothing else to say."""
+    """Return a member's state: its own if it is degraded or stopping, otherwise the view's."""
     if not isinstance(status, pb.NodeStatusReply):
         return NO_ANSWER
     if status.state == "DEGRADED":
@@ -117,12 +120,14 @@ def state_of(member: Member, status: pb.NodeStatusReply | KVStoreError | None) -
 
 
 def troubled_first(members: Sequence[Member], statuses: Statuses) -> list[Member]:
+    """Sort members with a problem before serving ones."""
     return sorted(
         members, key=lambda member: state_of(member, statuses.get(member.address)) == "serving"
     )
 
 
 def rows(view: View, members: Sequence[Member], statuses: Statuses) -> list[tuple[Any, ...]]:
+    """Return a table row per member."""
     weight = sum(member.weight for member in view.members if member.state is not State.DRAINING)
     found: list[tuple[Any, ...]] = []
     for member in members:
@@ -154,6 +159,7 @@ def rows(view: View, members: Sequence[Member], statuses: Statuses) -> list[tupl
 
 
 def headline(view: View, statuses: Statuses) -> str:
+    """Return the line with the cluster's name, view and member counts."""
     there = answers(statuses)
     told = {status.peers.registry for status in there if status.HasField("peers")}
     sources = sorted({registry if registry in REGISTRIES else "the last one" for registry in told})
@@ -165,7 +171,7 @@ def headline(view: View, statuses: Statuses) -> str:
 
 
 def sums(view: View, statuses: Statuses) -> list[str]:
-    """Over the members that answer; of what they tell only to some, over those that told it."""
+    """Return totals over the members that answered; restricted figures over those that told them."""
     there, totals = answers(statuses), pb.Counters()
     for status in there:
         _add(totals, status.totals, ("prefix_hits", "pages_asked"))
@@ -184,6 +190,7 @@ def sums(view: View, statuses: Statuses) -> list[str]:
 
 
 def stored_line(there: Sequence[pb.NodeStatusReply]) -> str:
+    """Return the line with the RAM and disk use of all members."""
     ram, disk = pb.RamStatus(), pb.DiskStatus()
     for status in there:
         _add(ram, status.ram, _STORED)
@@ -203,6 +210,7 @@ def _tier_line(name: str, tier: Any) -> str:
 
 
 def summed_peers(there: Sequence[pb.NodeStatusReply]) -> pb.PeersStatus:
+    """Add up what the members report about their peers."""
     peers = pb.PeersStatus()
     for status in there:
         _add(peers, status.peers, _SUMMED)
@@ -215,6 +223,7 @@ def _add(total: Any, more: Any, names: Sequence[str]) -> None:
 
 
 def copies_line(peers: pb.PeersStatus) -> str:
+    """Return the line about copies of other members' pages."""
     return (
         f"copies of others' pages {peers.copy_count:,}, {human_nbytes(peers.copy_nbytes)}  "
         f"fetched {peers.pages_fetched:,}  could not be had {peers.pages_fetch_failed:,}"
@@ -222,7 +231,7 @@ def copies_line(peers: pb.PeersStatus) -> str:
 
 
 def handing_line(peers: pb.PeersStatus) -> str:
-    """What waits to be handed to other members, and what was not."""
+    """Return the line about pages that wait for other members, or were dropped."""
     return (
         f"to other members {peers.queue_pages:,} pages wait, {human_nbytes(peers.queue_nbytes)} of "
         f"{human_nbytes(peers.queue_nbytes_max)}  handed {peers.pages_handed:,}  dropped "
@@ -231,7 +240,7 @@ def handing_line(peers: pb.PeersStatus) -> str:
 
 
 def sweep_progress(peers: pb.PeersStatus) -> str:
-    """Of a sweep that runs; empty: none does."""
+    """Return the progress of a running rebalance; empty without one."""
     if not peers.sweeping:
         return ""
     return (
@@ -242,7 +251,7 @@ def sweep_progress(peers: pb.PeersStatus) -> str:
 
 
 def sweep_left(peers: pb.PeersStatus) -> str:
-    """Of the last sweep; empty: nothing."""
+    """Return what the last rebalance left undone; empty if nothing."""
     reasons = (
         (peers.sweep_pages_full, "found no room"),
         (peers.sweep_pages_failed, "could not be had"),
@@ -251,7 +260,7 @@ def sweep_left(peers: pb.PeersStatus) -> str:
 
 
 def sweep_line(peers: pb.PeersStatus) -> str:
-    """Of one member."""
+    """Return the line about a member's rebalance."""
     count = f"{peers.sweep_pages_fetched:,} of {peers.sweep_pages_missing:,} pages fetched"
     if peers.sweeping:
         said = f"sweep runs  {count}"
@@ -276,7 +285,7 @@ def _sweeps(view: View, statuses: Statuses) -> str:
 
 
 def troubles(view: View, statuses: Statuses) -> list[str]:
-    """Who does not answer, whose disk or registry is not well, who has another view or is apart."""
+    """Return the problems of a cluster: silent members, unhealthy disks or registries, other views."""
     said: dict[str, None] = {}
     for member in view.members:
         status = statuses.get(member.address)
@@ -298,6 +307,7 @@ def troubles(view: View, statuses: Statuses) -> list[str]:
 
 
 def members_json(view: View, statuses: Statuses) -> dict[str, Any]:
+    """Return the cluster's status as JSON values."""
     members = []
     for member in view.members:
         status = statuses.get(member.address)
@@ -312,6 +322,7 @@ def members_json(view: View, statuses: Statuses) -> dict[str, Any]:
 
 
 def member_json(member: Member, status: pb.NodeStatusReply | KVStoreError | None) -> dict[str, Any]:
+    """Return a member's status as JSON values."""
     there = isinstance(status, pb.NodeStatusReply)
     return {
         "id": member.id,

@@ -29,7 +29,7 @@ MISS_REASONS = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
 
 
 def show_status(run: Invocation, client: Client) -> None:
-    """What `kvstore status` shows of one node."""
+    """Show one node's status."""
     reply = client.node_status()
     known = [(namespace_value(info.namespace), info) for info in reply.namespaces]
     found = hints(known)
@@ -57,7 +57,7 @@ def show_status(run: Invocation, client: Client) -> None:
 
 
 def namespace_json(namespace: Namespace, info: pb.NamespaceInfo) -> dict[str, Any]:
-    """All that is known about a namespace, in one flat object with its layout and counters inside."""
+    """Return all that is known about a namespace as one flat object."""
     identity = plain(info.namespace)
     return {
         "digest": namespace.digest.hex(),
@@ -108,7 +108,7 @@ REFUSED = ("puts", "pins", "holds", "connections", "requests", "bytes")
 
 
 def show_tenants(uses: Sequence[pb.TenantUse]) -> None:
-    """What each has beside its quota, and what it was refused."""
+    """Show each tenant's use, quota and refusals."""
 
     def beside(nbytes: int, quota_nbytes: int) -> str:
         return (
@@ -164,7 +164,7 @@ def _gateway_line(reply: pb.NodeStatusReply) -> str:
 
 
 def _tier_lines(reply: pb.NodeStatusReply) -> list[str]:
-    """Shared memory, members, RAM and disk."""
+    """Return the lines on shared memory, gateways, members, RAM and disk."""
     ram = reply.ram
     return [
         *(_shm_lines(reply.shm) if reply.HasField("shm") else []),
@@ -229,9 +229,9 @@ def _disk_lines(disk: pb.DiskStatus) -> list[str]:
 def show_namespaces(
     known: list[tuple[Namespace, pb.NamespaceInfo]], count: int | None = None, copies: bool = False
 ) -> None:
-    """Those with most pages first; at most so many.
+    """Show the namespaces with most pages first, at most `count`.
 
-    `copies`: what is counted.
+    `copies` says that pages are counted once per member.
     """
     columns = (
         "NAMESPACE",
@@ -263,5 +263,5 @@ def show_namespaces(
 
 
 def page_columns(copies: bool) -> tuple[str, str]:
-    """`copies`: over the members of a cluster, where a page counts at each that has it."""
+    """Return the page columns; with `copies`, a page counts at each member that has it."""
     return (">COPIES IN RAM", ">ON DISK") if copies else (">IN RAM", ">ON DISK")

@@ -69,29 +69,28 @@ def guard_stdout() -> None:
 
 
 def silence(stream: IO[str]) -> None:
-    """What it did not take and what is still to come goes nowhere: the interpreter would fail again
-    at its end.
-    """
+    """Send the rest of a stream to /dev/null: the interpreter would fail again at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """rich would end the process with status 1, which means a miss here."""
+        """Raise BrokenPipeError; rich would exit with status 1, which means a miss here."""
         raise BrokenPipeError
 
 
 def console() -> Console:
+    """Return a console of the terminal's width, or a wide one in a pipe."""
     return _Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 def emit(value: Any) -> None:
-    """One JSON value on one line."""
+    """Print one JSON value on one line."""
     print(json.dumps(value, allow_nan=False))
 
 
 def note(text: str) -> None:
-    """A remark for people, out of the way of the output.
+    """Print a remark on stderr; ignore a closed stderr.
 
     Where stderr can not be written, there is none.
     """
@@ -102,7 +101,7 @@ def note(text: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], dense: bool = False) -> Table:
-    """Columns whose header starts with '>' are right-aligned.
+    """Build a table; columns whose header starts with '>' are right-aligned.
 
     Cells are shown as they are.
     """
@@ -118,19 +117,18 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], dense: bool = F
 
 
 def show(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print a table."""
     console().print(table(columns, rows))
 
 
 def show_fitting(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """As `fitting` makes it; in a pipe everything fits."""
+    """Print a table without the columns that do not fit; a pipe gets all columns."""
     out = console()
     out.print(fitting(columns, rows, out.width))
 
 
 def fitting(columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int) -> Table:
-    """A table of which columns are left out that do not fit: those that say nothing first, then
-    from the right.
-    """
+    """Build a table that fits the width: empty columns are dropped first, then from the right."""
     texts = [
         [column.removeprefix(">") for column in columns],
         *([_text(value) for value in row] for row in rows),
@@ -158,9 +156,7 @@ def _text(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Without what moves a terminal's cursor or begins a row: others have chosen the names of their
-    namespaces.
-    """
+    """Escape control characters: other users choose the names of namespaces."""
     return (
         text
         if text.isprintable()
@@ -169,7 +165,7 @@ def printable(text: str) -> str:
 
 
 def human_nbytes(nbytes: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Format bytes: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -178,7 +174,7 @@ def human_nbytes(nbytes: float) -> str:
 
 
 def human_count(count: float) -> str:
-    """16505817 -> '16.5 M'."""
+    """Format a count: 16505817 -> '16.5 M'."""
     for unit, least in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
         if count >= least:
             return f"{count / (1e3 if unit == 'k' else least):,.1f} {unit}"
@@ -186,7 +182,7 @@ def human_count(count: float) -> str:
 
 
 def human_ms(ms: float) -> str:
-    """95000 -> '1.6 min'."""
+    """Format milliseconds: 95000 -> '1.6 min'."""
     for unit, length in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
         if ms >= length:
             return f"{ms / length:.1f} {unit}"
@@ -194,7 +190,7 @@ def human_ms(ms: float) -> str:
 
 
 def human_share(part_nbytes: int, whole_nbytes: int) -> str:
-    """(10, 40 << 30) -> "0 % of 40.0 GiB"; "-" of nothing."""
+    """Format a part of a whole: (10, 40 << 30) -> "0 % of 40.0 GiB"; "-" of nothing."""
     return (
         f"{100 * part_nbytes / whole_nbytes:.0f} % of {human_nbytes(whole_nbytes)}"
         if whole_nbytes
@@ -203,11 +199,12 @@ def human_share(part_nbytes: int, whole_nbytes: int) -> str:
 
 
 def percent(part: float, whole: float) -> str:
+    """Format a percentage; "-" of nothing."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def option_nbytes(text: str, option: str) -> int:
-    """Raises InvalidRequest, which names the option."""
+    """Parse a size option. Raises InvalidRequest, which names the option."""
     try:
         return parse_nbytes(text)
     except ValueError as error:
@@ -217,7 +214,7 @@ def option_nbytes(text: str, option: str) -> int:
 
 
 def option_sizes(texts: Sequence[str] | None, option: str) -> tuple[int, ...]:
-    """Of an option that may be there several times, or have several with commas: rising, each once."""
+    """Parse a repeatable size option with commas; return each size once, ascending."""
     return tuple(
         sorted({option_nbytes(part, option) for text in texts or () for part in text.split(",")})
     )
@@ -232,7 +229,7 @@ def told_all(status: pb.NodeStatusReply) -> bool:
 
 
 def pages_told(status: pb.NodeStatusReply) -> int:
-    """Pages in RAM: all, or his own."""
+    """Return the visible pages in RAM: all, or the tenant's own."""
     return (
         status.ram.page_count
         if told_all(status)
@@ -241,7 +238,7 @@ def pages_told(status: pb.NodeStatusReply) -> int:
 
 
 def status_json(status: pb.NodeStatusReply) -> dict[str, Any]:
-    """What was not told is null."""
+    """Convert a node's status to JSON values; what the caller may not see is null."""
     values = plain(status)
     if told_all(status):
         return values
@@ -251,7 +248,7 @@ def status_json(status: pb.NodeStatusReply) -> dict[str, Any]:
 
 @contextmanager
 def progress(what: str, total: float) -> Iterator[Report]:
-    """A progress bar on stderr if that is a terminal.
+    """Show a progress bar on stderr if that is a terminal; the body reports how much is done.
 
     The body reports how much is done so far.
 

@@ -119,6 +119,7 @@ def _namespace_row(space: Namespace, info: pb.NamespaceInfo) -> tuple[Any, ...]:
 
 
 def show_pages(pages: list[pb.PageStat]) -> None:
+    """Print a table of pages."""
     rows = [
         (
             page.prefix_hash.hex(),
@@ -136,7 +137,7 @@ def show_pages(pages: list[pb.PageStat]) -> None:
 
 
 def _state(page: pb.PageStat) -> str:
-    """Where the page is: 'ram', 'disk', 'ram+disk'; or 'writing', 'absent'."""
+    """Return where the page is: 'ram', 'disk', 'ram+disk', 'writing' or 'absent'."""
     tiers = "+".join(
         name for name, there in (("ram", page.in_ram), ("disk", page.on_disk)) if there
     )
@@ -310,7 +311,7 @@ def verify(
 
 
 def _about(client: Client, info: pb.NamespaceInfo) -> int:
-    """How many pages a namespace has, where each lies at as many members as there are replicas."""
+    """Estimate a namespace's pages; in a cluster each page lies at as many members as replicas."""
     view = client.view()
     return page_count(info) // min(view.replicas, len(view.members)) if view else page_count(info)
 
@@ -318,7 +319,7 @@ def _about(client: Client, info: pb.NamespaceInfo) -> int:
 def _named_namespace(
     client: Client, keys: list[str] | None, namespace: str | None, model: str | None, every: bool
 ) -> tuple[Namespace, pb.NamespaceInfo]:
-    """For commands that take --all, which must not guess the namespace."""
+    """Find the namespace for a command with --all, which must not guess one."""
     if every and keys:
         raise InvalidRequest("give keys or --all, not both")
     if every and namespace is None and model is None:
@@ -327,6 +328,7 @@ def _named_namespace(
 
 
 def confirm(question: str) -> None:
+    """Ask for confirmation. Raises InvalidRequest without a terminal, Failure for a no."""
     if not sys.stdin.isatty():
         raise InvalidRequest(f"{question} Nobody is there to ask; add --yes")
     if not typer.confirm(question, err=True):

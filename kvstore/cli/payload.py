@@ -110,7 +110,7 @@ def get(
 
 
 def _need_all(client: Client, space: Namespace, hashes: list[bytes]) -> None:
-    """Before any output is made."""
+    """Raise Failure unless all pages are there, before any output is made."""
     # By stat, not lookup: what an operator looks at must not count as the engines' hits and misses.
     present = [page.present for page in client.stat(space, hashes)]
     if not all(present):
@@ -127,7 +127,7 @@ def _need_all(client: Client, space: Namespace, hashes: list[bytes]) -> None:
 def _destination(
     output: Path | None, to_stdout: bool, shown: bool
 ) -> Iterator[Callable[[bytearray], object]]:
-    """Takes the bytes of a page."""
+    """Yield a function that writes a page's bytes to the destination."""
     if to_stdout:
         yield (lambda data: None) if shown else sys.stdout.buffer.write
         return

@@ -245,11 +245,12 @@ def _rate_cell(share: float, error: float) -> str:
 
 
 def _speed(rate: Rate) -> str:
-    """Mean / peak."""
+    """Format a rate as mean / peak."""
     return "-" if rate.mean is None else f"{rate.mean:.2f} / {rate.peak:.2f}"
 
 
 def recommendation(plan: Plan) -> list[str]:
+    """Return the recommendation as sentences."""
     if not plan.endless:
         return ["No page is asked for a second time: no store would save anything on this trace."]
     return [
@@ -262,6 +263,7 @@ def recommendation(plan: Plan) -> list[str]:
 
 
 def percent(share: float) -> str:
+    """Format a share as a percentage."""
     return f"{100 * share:.1f} %"
 
 
@@ -296,7 +298,7 @@ def _of_size(plan: Plan) -> Iterator[str]:
 
 
 def _of_ram(plan: Plan) -> str:
-    """Whether more would be of use: than was asked about, or than where it begins to be of little."""
+    """Say whether more RAM would help."""
     rams = sorted((row for row in plan.rows if not row.disk_nbytes), key=lambda row: row.ram_nbytes)
     row, gain = rams[-1], 0.0
     for row in rams[-1:] if plan.ram_asked else rams:
@@ -325,7 +327,7 @@ def _of_ram(plan: Plan) -> str:
 
 
 def _of_disk(plan: Plan) -> Iterator[str]:
-    """Of each that was asked about, beside the largest RAM."""
+    """Say what each disk size would add to the largest RAM."""
     ram, most = max(row.ram_nbytes for row in plan.rows), plan.disk_gb_per_s
     rows = {row.disk_nbytes: row for row in plan.rows if row.ram_nbytes == ram}
     for row in rows.values():
@@ -351,7 +353,7 @@ def _of_disk(plan: Plan) -> Iterator[str]:
 
 
 def _of_policy(rows: Sequence[Row]) -> str:
-    """Where the most is lost."""
+    """Say where the eviction policy loses most."""
     far = [row for row in rows if row.hit_rate < NEAR_BOUND * row.bound]
     if not far:
         return (
@@ -394,7 +396,7 @@ def _of_copies(plan: Plan) -> Iterator[str]:
 
 
 def check_pictures(paths: Sequence[Path]) -> None:
-    """Before what takes long.
+    """Raise InvalidRequest for unusable picture paths, before the long work.
 
     Raises InvalidRequest.
     """
@@ -408,7 +410,7 @@ def check_pictures(paths: Sequence[Path]) -> None:
 
 
 def draw(plan: Plan, words: Sequence[str], path: Path) -> None:
-    """Raises Failure if it can not be written."""
+    """Draw the plan as PNG or HTML. Raises Failure if the file cannot be written."""
     data = _png(plan) if path.suffix.lower() == ".png" else _html(plan, words).encode()
     try:
         path.write_bytes(data)

@@ -31,14 +31,13 @@ _DURATION_S = {"ms": 0.001, "s": 1, "": 1, "m": 60, "min": 60, "h": 3600, "d": 8
 
 
 def complete_namespace(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Complete namespace digests for the shell."""
     digests = [(namespace.digest.hex(), namespace.model) for namespace in _namespaces(ctx)]
     return [entry for entry in digests if entry[0].startswith(incomplete.lower())]
 
 
 def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Those that are one plain word: others have chosen them, and the shell takes a line as it
-    stands there.
-    """
+    """Complete model names that need no quoting: other users choose them."""
     models = {namespace.model for namespace in _namespaces(ctx)}
     return sorted(
         model for model in models if model.startswith(incomplete) and shlex.quote(model) == model
@@ -98,7 +97,7 @@ TokensFileOption = Annotated[
 def find_namespace(
     client: Client, digest: str | None, model: str | None
 ) -> tuple[Namespace, pb.NamespaceInfo]:
-    """The one namespace that fits; with neither digest nor model, the only one that has pages."""
+    """Find the one matching namespace; without digest and model, the only one with pages."""
     known = client.namespaces()
     matches = known
     if digest is not None:
@@ -135,7 +134,7 @@ def find_keys(
     tokens: str | None,
     tokens_file: Path | None,
 ) -> list[bytes]:
-    """Prefix hashes, head first.
+    """Return the prefix hashes that the options name, in order. Raises Failure for unknown ones.
 
     Raises Failure for the start of a hash that no page has.
     """
@@ -168,7 +167,7 @@ def _find_key(client: Client, namespace: Namespace, text: str) -> bytes:
 
 
 def list_pages(client: Client, namespace: Namespace, hex_prefix: str) -> Iterator[pb.PageStat]:
-    """Pages whose hash starts with these hex digits, an odd number of them too."""
+    """List the pages whose hash starts with these hex digits, even or odd in number."""
     start = bytes.fromhex(hex_prefix[: len(hex_prefix) // 2 * 2])
     pages = client.list_pages(namespace, start)
     return (page for page in pages if page.prefix_hash.hex().startswith(hex_prefix))
@@ -182,7 +181,7 @@ def pieces(keys: Iterable[bytes], count_max: int = COUNT_MAX) -> Iterator[list[b
 
 
 def all_keys(client: Client, namespace: Namespace) -> Iterator[bytes]:
-    """Keys of all pages of a namespace.
+    """Yield the keys of all pages of a namespace; they may be removed meanwhile.
 
     Pages may be removed as they come: the listing goes on behind the last key it gave.
     """
@@ -190,7 +189,7 @@ def all_keys(client: Client, namespace: Namespace) -> Iterator[bytes]:
 
 
 def remove_all(client: Client, namespace: Namespace) -> Away:
-    """Removes every page of a namespace; which members of a cluster could not be asked to."""
+    """Remove every page of a namespace; return the members that could not be reached."""
     away: Away = {}
     for piece in pieces(all_keys(client, namespace)):
         client.remove(namespace, piece, away=away)
@@ -198,13 +197,14 @@ def remove_all(client: Client, namespace: Namespace) -> Away:
 
 
 def whole_key(text: str) -> bytes | None:
-    """The key if these hex digits can be a whole one."""
+    """Parse a whole key; None if these hex digits are too few or too many."""
     digits = len(text)
     possible = digits % 2 == 0 and PREFIX_HASH_NBYTES_MIN <= digits // 2 <= PREFIX_HASH_NBYTES_MAX
     return bytes.fromhex(text) if possible else None
 
 
 def check_hex(text: str, what: str) -> None:
+    """Raise InvalidRequest unless the text is hexadecimal and not too long."""
     if not re.fullmatch(r"[0-9a-fA-F]+", text):
         raise InvalidRequest(f"{what} {text!r} is not hexadecimal")
     if len(text) > 2 * PREFIX_HASH_NBYTES_MAX:
@@ -214,7 +214,7 @@ def check_hex(text: str, what: str) -> None:
 
 
 def read_tokens(tokens: str | None, tokens_file: Path | None) -> list[int] | None:
-    """Token ids from the command line or a file; None if neither was given."""
+    """Return token ids from the command line or a file; None if neither was given."""
     if tokens is not None and tokens_file is not None:
         raise InvalidRequest("give --tokens or --tokens-file, not both")
     if tokens is not None:
@@ -226,7 +226,7 @@ def read_tokens(tokens: str | None, tokens_file: Path | None) -> list[int] | Non
 
 
 def parse_tokens(text: str, source: str) -> list[int]:
-    """'1, 2 3' or '[1, 2, 3]'.
+    """Parse '1, 2 3' or '[1, 2, 3]'. Raises InvalidRequest naming the source and the bad word.
 
     Raises InvalidRequest naming the source and the bad word.
     """
@@ -248,7 +248,7 @@ def parse_tokens(text: str, source: str) -> list[int]:
 
 
 def hash_tokens(ids: list[int], page_tokens: int) -> list[bytes]:
-    """Raises InvalidRequest if the tokens do not fill a single page."""
+    """Return the prefix hashes of tokens. Raises InvalidRequest if they fill no page."""
     hashes = prefix_hashes(ids, page_tokens)
     if not hashes:
         raise InvalidRequest(
@@ -258,7 +258,7 @@ def hash_tokens(ids: list[int], page_tokens: int) -> list[bytes]:
 
 
 def read_input(path: Path, nbytes_max: int) -> bytes:
-    """A file, or stdin for `-`.
+    """Read a file, or stdin for `-`. Raises InvalidRequest if it is unreadable or too long.
 
     Raises InvalidRequest if it can not be read or is too long.
     """
@@ -276,7 +276,7 @@ def read_input(path: Path, nbytes_max: int) -> bytes:
 
 
 def parse_duration(text: str) -> float:
-    """'90', '90s', '30m', '1h', '7d', '500ms' -> seconds."""
+    """Parse '90', '90s', '30m', '1h', '7d' or '500ms' to seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|)", text.strip())
     if match is None or float(match[1]) <= 0:
         raise InvalidRequest(f"{text!r} is not a duration; write for example 90s, 30m, 1h or 7d")

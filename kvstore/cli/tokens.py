@@ -86,7 +86,7 @@ def add(
     )
 
     def tell() -> None:
-        """All of it is out before the file is written: nobody would know the token of who is there."""
+        """Print the token before the file is written, or nobody would know it."""
         if run.as_json:
             emit({"name": name, **fields} | ({"token": token} if token else {}))
         elif token:

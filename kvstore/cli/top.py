@@ -149,7 +149,7 @@ def _watch(samples: Iterator[Sample], as_json: bool) -> None:
 
 
 def _samples(client: Client, interval_s: float, count: int) -> Iterator[Sample]:
-    """`count` samples (0: without end), each over one interval."""
+    """Yield `count` samples (0: without end), each over one interval."""
     before, before_s = client.node_status(), time.monotonic()
     taken = 0
     while not count or taken < count:
@@ -162,7 +162,7 @@ def _samples(client: Client, interval_s: float, count: int) -> Iterator[Sample]:
 
 
 def sample(before: pb.NodeStatusReply, now: pb.NodeStatusReply, seconds: float) -> dict[str, Any]:
-    """Rates between two states of a node.
+    """Return the rates between two states of a node; a restart reset its counters.
 
     After a restart its counters began at zero again.
     """
@@ -194,6 +194,7 @@ def sample(before: pb.NodeStatusReply, now: pb.NodeStatusReply, seconds: float) 
 
 
 def rates(before: pb.Counters, now: pb.Counters, seconds: float) -> dict[str, float]:
+    """Return the rates of the counters per second."""
     # A namespace that was forgotten and opened again counts from zero: no negative rates.
     return {
         name: round(max(0, getattr(now, counter) - getattr(before, counter)) / seconds, 1)
@@ -250,7 +251,7 @@ def _row(digest: str, model: str, pages: int, rates: dict[str, float]) -> tuple[
 
 
 def cluster_samples(client: Client, interval_s: float, count: int) -> Iterator[Sample]:
-    """`count` samples (0: without end), each over one interval.
+    """Yield `count` samples (0: without end) of a cluster whose members may come and go.
 
     Members come, go and fail to answer meanwhile.
     """
@@ -276,7 +277,7 @@ def _look(client: Client, limit_s: float) -> tuple[View, Statuses]:
 def cluster_sample(
     view: View, statuses: Statuses, before: dict[str, pb.NodeStatusReply]
 ) -> dict[str, Any]:
-    """Each member's rates since it answered last; who was not heard of before has none yet."""
+    """Return each member's rates since its last answer; new members have none yet."""
     members = []
     for member in view.members:
         status = statuses.get(member.address)
@@ -291,7 +292,7 @@ def cluster_sample(
 
 
 def _of_member(before: pb.NodeStatusReply, now: pb.NodeStatusReply) -> dict[str, Any]:
-    """Its own clock tells the time between: an answer that came late was not made late."""
+    """Return a member's rates, timed by its own clock: a late answer was not made late."""
     restarted = before.instance_id != now.instance_id
     began_ms, base = (0, pb.Counters()) if restarted else (before.uptime_ms, before.totals)
     values: dict[str, Any] = {

@@ -98,6 +98,7 @@ def _call(link: NodeConnection, op: str, request: Any, answered: int, deadline: 
 def put_request(
     namespace: Namespace, prefix_hashes: Sequence[bytes], keep: Keep, deadline: Deadline
 ) -> pb.PutRequest:
+    """Build the request of a put."""
     return pb.PutRequest(
         namespace=namespace.digest,
         prefix_hashes=prefix_hashes,
@@ -110,21 +111,25 @@ def put_request(
 
 
 def wait_ms(deadline: Deadline) -> int:
-    """Return how long a node may wait for its disk: it answers before the deadline, so that a disk
-    that hangs is not taken for a node that does."""
+    """Return how many milliseconds a node may wait for its disk.
+
+    It must answer before the deadline, so that a hanging disk is not taken for a hanging node.
+    """
     left_s = deadline.remaining()
     return max(1, int(1000 * (left_s - max(WAIT_MARGIN_S, left_s / 10))))
 
 
 def near_wait_ms(deadline: Deadline) -> int:
-    """Return how long a near node may ask others: it answers before the deadline, so that others
-    that hang are not taken for a near node that does. At least a millisecond, for a near node that
-    has nearly everything.
+    """Return how many milliseconds a near node may wait for other nodes, at least 1.
+
+    It must answer before the deadline, so that hanging owners are not taken for a hanging near
+    node.
     """
     return max(1, int(1000 * deadline.remaining() * NEAR_SHARE))
 
 
 def put_outcomes(verdicts: Sequence[int]) -> list[PutOutcome]:
+    """Convert the statuses of a put's reply to outcomes. Raises ProtocolError for unknown ones."""
     try:
         return [_OUTCOMES[verdict] for verdict in verdicts]
     except KeyError as error:
@@ -155,6 +160,7 @@ def leading(present: Sequence[bool]) -> int:
 
 
 def key_seeds(namespace: Namespace, prefix_hashes: Sequence[bytes]) -> list[int]:
+    """Return the checksum seed of each key."""
     return [key_seed(namespace.digest, prefix_hash) for prefix_hash in prefix_hashes]
 
 
@@ -166,8 +172,7 @@ def batches(count: int, nbytes: int, limits: pb.Limits, pieces: int = 1) -> Iter
 
 
 def batch_pages_max(nbytes: int, limits: pb.Limits, pieces: int = 1) -> int:
-    """Return how many pages one batch may have, of each of which `nbytes` bytes in so many pieces
-    are moved."""
+    """Return how many pages of `nbytes` bytes in so many segments one batch may hold."""
     return max(
         1,
         min(
@@ -179,6 +184,7 @@ def batch_pages_max(nbytes: int, limits: pb.Limits, pieces: int = 1) -> int:
 
 
 def check_lengths(prefix_hashes: Sequence[bytes], pages: Sequence[Pieces]) -> None:
+    """Raise InvalidRequest unless there is one buffer per prefix hash."""
     if len(prefix_hashes) != len(pages):
         raise InvalidRequest(f"{len(prefix_hashes)} prefix hashes for {len(pages)} buffers")
 
@@ -233,6 +239,7 @@ class GetOptions:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of all ranges together."""
         return sum(part.nbytes for part in self.ranges)
 
 
@@ -335,8 +342,7 @@ def _get_sealed_ranges(
     options: GetOptions,
     deadline: Deadline,
 ) -> GetResult:
-    """Read all of the parts in which the ranges lie into memory of our own, with the seal, and copy
-    the ranges from there if that fits."""
+    """Read whole parts and their HMACs into temporary memory, and copy the verified ranges out."""
     assert options.key is not None
     page_nbytes = namespace.layout.page_nbytes
     check_ranges(ranges, page_nbytes)

@@ -54,6 +54,7 @@ class FanOut:
         self._threads = ParallelTransfer(THREADS_MAX, "kvstore-members")
 
     def close(self) -> None:
+        """Close the connections and end the threads."""
         self.nodes.close()
         self._threads.close()
 

@@ -33,8 +33,10 @@ END_S = 0.5  # that `close` waits for the thread, which is a daemon
 
 
 class _Forks:
-    """While this process forks nobody may be inside gRPC: it could be used neither in the child nor
-    here any more. Who follows by frames goes on.
+    """Keep threads out of gRPC while this process forks.
+
+    A fork while a thread is inside gRPC would leave gRPC unusable in the child and here. Followers
+    that use frames continue.
     """
 
     def __init__(self) -> None:
@@ -60,8 +62,10 @@ class _Forks:
 
 
 class Follower:
-    """`ask(turn, seconds)` opens the stream of another member at each turn; `heard` is told each
-    view. Both are methods of who has this: the thread ends with them, too.
+    """Follow a cluster's views on a thread.
+
+    `ask(turn, seconds)` opens the stream of another member at each turn; `heard` receives each
+    view. Both are weakly bound methods: the thread ends when their owner does.
     """
 
     def __init__(
@@ -82,10 +86,14 @@ class Follower:
 
     @property
     def running(self) -> bool:
+        """Return whether the thread runs in this process."""
         return self._thread is not None and not self._ended.is_set() and self._pid == os.getpid()
 
     def pause(self) -> None:
-        """It begins no stream of gRPC; if there is one it ends, and `outside` is set when it has."""
+        """Keep the thread from opening gRPC streams and cancel its stream, if any.
+
+        `outside` is set when the thread has left gRPC.
+        """
         with self._lock:
             self._may_run.clear()
             views = self._views
@@ -94,10 +102,11 @@ class Follower:
                 run_in_helper_thread(views.cancel)
 
     def go_on(self) -> None:
+        """Let the thread open streams again after `pause`."""
         self._may_run.set()
 
     def begin(self) -> None:
-        """Once; later it does nothing."""
+        """Start the thread; further calls do nothing."""
         if self._thread is not None:
             return
         try:
@@ -108,7 +117,7 @@ class Follower:
             log.warning("the cluster's views are heard of with new connections only: %s", error)
 
     def _start(self) -> None:
-        """In a thread in which no signal handler raises: there is a thread that runs, or none."""
+        """Start the thread where no signal handler can raise, so that it runs entirely or not at all."""
         with self._lock:
             if self._thread is not None or self._closed.is_set():
                 return
@@ -117,6 +126,7 @@ class Follower:
             self._thread = thread
 
     def close(self) -> None:
+        """Cancel the stream and end the thread."""
         if (
             self._pid != os.getpid()
         ):  # after a fork there is no thread, and one of the parent's may have the lock
@@ -160,7 +170,7 @@ class Follower:
             self._closed.wait(random.uniform(0.5, 1.0) * longest if failures else 0.0)
 
     def _followed(self, turn: int) -> bool:
-        """False: there is nobody any more who would be told."""
+        """Follow one stream to its end; return False if the owner of the callbacks is gone."""
         ask = self._ask()
         if ask is None:
             return False
@@ -183,7 +193,7 @@ class Follower:
             self.outside.set()
 
     def _go_in(self) -> None:
-        """When it may run; who pauses it afterwards waits."""
+        """Wait until the thread may run and mark it as inside gRPC; a later `pause` waits for it."""
         while True:
             self._may_run.wait()
             with self._lock:

@@ -223,6 +223,7 @@ class Nodes:
         )
 
     def close(self) -> None:
+        """Stop following views and close all connections."""
         with self._lock:
             self._closed = True
             links = list(self._links.values())
@@ -325,8 +326,10 @@ def _tell_ports(view: View, links: Mapping[str, NodeChannel]) -> None:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a host is this one, without a query of a name server; empty: a Unix
-    socket's."""
+    """Return whether a host name or address is this host's, without asking a name server.
+
+    An empty name is a Unix socket's.
+    """
     if host in ("", "localhost", socket.gethostname()):
         return True
     try:

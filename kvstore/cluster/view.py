@@ -73,8 +73,9 @@ class Placement:
         ] = {}  # one tuple for all slots with the same owners
 
     def owners(self, namespace: bytes, prefix_hashes: Sequence[bytes]) -> list[tuple[str, ...]]:
-        """Return each key's owners by id, the first one first: as many as there are replicas, if
-        there are so many members. `namespace`: its digest.
+        """Return the ids of each key's owners, the first owner first.
+
+        There are as many as replicas, or as members if these are fewer. `namespace` is its digest.
         """
         known, found = self._slots, []
         for prefix_hash in prefix_hashes:
@@ -95,8 +96,7 @@ class Placement:
         return owners
 
     def _spread(self, ranked: list[int]) -> tuple[str, ...]:
-        """Choose the best members, each from a zone that has none yet; then from any zone, if there
-        are too few zones."""
+        """Choose the best-ranked members, each in another zone, then in any if zones are too few."""
         chosen: list[int] = []
         zones: set[str] = set()
         for member in ranked:
@@ -115,6 +115,8 @@ class Placement:
 
 
 class State(enum.Enum):
+    """Enumerate the states of a member."""
+
     JOINING = pb.MEMBER_JOINING
     SERVING = pb.MEMBER_SERVING
     DRAINING = pb.MEMBER_DRAINING
@@ -188,8 +190,10 @@ class View:
                 )
 
     def after(self, known: "View | None") -> "View":
-        """Return this view, which follows `known`, with the placement that was worked out there if
-        that has not changed: it depends on neither number, addresses nor ports."""
+        """Return this view, reusing the placement computed for `known` if that still holds.
+
+        Placement depends on neither the view's number nor addresses and ports.
+        """
         if known is not None and _placed_alike(self, known):
             for name in ("owners", "holders"):
                 if name in known.__dict__:
@@ -197,8 +201,10 @@ class View:
         return self
 
     def with_ports(self, known: "View | None") -> "View":
-        """Return this view with the bulk ports that only `known` has: of a fixed list each node
-        knows its own."""
+        """Return this view with the bulk ports that only `known` has.
+
+        With a fixed member list each node knows only its own port.
+        """
         if known is None or known.number != self.number:
             return self
         ports = {(member.id, member.address): member.bulk_port for member in known.members}
@@ -212,6 +218,7 @@ class View:
 
     @cached_property
     def by_id(self) -> dict[str, Member]:
+        """Return the members by id."""
         return {member.id: member for member in self.members}
 
     @cached_property
@@ -229,8 +236,10 @@ class View:
 
     @cached_property
     def holders(self) -> Placement:
-        """Place keys on the members that had them before others joined or were drained: these are
-        asked for what the owners lack."""
+        """Place keys on the members that held them before others joined or were drained.
+
+        Clients ask these for pages that the owners lack.
+        """
         return self._placed(State.SERVING, State.DRAINING)
 
     @cached_property
@@ -276,8 +285,9 @@ def check_name(what: str, name: str) -> None:
 
 
 def static_view(text: str) -> View:
-    """Parse `static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],...`, or ID=bulk://HOST:PORT...: a cluster
-    whose members never change. Raises ConfigError.
+    """Parse a cluster with fixed members. Raises ConfigError.
+
+    The form is `static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],...`, or ID=bulk://HOST:PORT.
     """
     scheme, _, rest = text.partition(":")
     cluster, slash, members = rest.partition("/")
@@ -304,6 +314,7 @@ def _described(text: str) -> Member:
 
 
 def view_message(view: View) -> pb.View:
+    """Convert a view to its message."""
     members = [
         pb.Member(
             id=member.id,

@@ -34,6 +34,8 @@ Tick = Callable[[float], None]
 
 
 class State(enum.Enum):
+    """Enumerate the results of a check."""
+
     OK = "ok"
     WARN = "warn"  # it works, and not as well as it could, or not for long
     FAIL = "fail"  # somebody has to do something
@@ -54,23 +56,27 @@ class Finding(NamedTuple):
 
 
 def ok(name: str, found: str) -> Finding:
+    """Return a finding without a problem."""
     return Finding(name, State.OK, found)
 
 
 def warn(name: str, found: str, remedy: str) -> Finding:
+    """Return a warning with its remedy."""
     return Finding(name, State.WARN, found, remedy)
 
 
 def fail(name: str, found: str, remedy: str) -> Finding:
+    """Return a failure with its remedy."""
     return Finding(name, State.FAIL, found, remedy)
 
 
 def skipped(name: str, why: str, remedy: str = "") -> Finding:
+    """Return a check that could not run, and why."""
     return Finding(name, State.SKIPPED, why, remedy)
 
 
 def remedy_of(error: KVStoreError, otherwise: str = "") -> str:
-    """What to do about an error whose message does not say it."""
+    """Return a remedy for an error whose message names none."""
     if isinstance(error, Unauthenticated):
         return (
             "set KVSTORE_TOKEN_FILE, or KVSTORE_TLS_CERT and KVSTORE_TLS_KEY, to what the node's "
@@ -88,8 +94,9 @@ def remedy_of(error: KVStoreError, otherwise: str = "") -> str:
 
 
 class Check(NamedTuple):
-    """`find` is told nothing, may take `limit_s`, and is left alone then: it must end by itself
-    some time. What it yielded by then counts.
+    """Describe a check that may take `limit_s` seconds.
+
+    A check that takes longer is abandoned and must end by itself. What it yielded by then counts.
     """
 
     name: str
@@ -99,18 +106,22 @@ class Check(NamedTuple):
 
 
 def one(name: str, find: Callable[[], Finding], limit_s: float) -> Check:
-    """Of a function that finds one thing."""
+    """Wrap a function that returns one finding."""
     return Check(name, lambda: [find()], limit_s)
 
 
 class Group(NamedTuple):
+    """Group checks under a title."""
+
     title: str
     checks: Sequence[Check]
 
 
 def run_all(checks: Sequence[Check], tick: Tick = lambda done: None) -> list[Finding]:
-    """`tick` is told again and again how many have ended; what it raises ends this, and leaves
-    checks alone that are under way.
+    """Run checks in parallel and return their findings in order.
+
+    `tick` receives again and again how many have ended. What it raises ends this call and abandons
+    running checks.
     """
     runs = [_Run(check) for check in checks]
     waiting, under_way = deque(runs), list[_Run]()
@@ -175,7 +186,7 @@ class _Run:
 
 
 def tell(findings: Iterable[Finding]) -> None:
-    """What such a module does: each as soon as it is there."""
+    """Print findings as JSON lines, each as soon as it is there."""
     for finding in findings:
         said = {
             "name": finding.name,

@@ -67,15 +67,16 @@ class Connectivity:
 
     @property
     def limit_s(self) -> float:
-        """For all of it: six steps that connect, and one call."""
+        """Return the time limit for six steps that connect and one call."""
         return 6 * self._step_s + self.config.timeout_s + GRACE_S
 
     @property
     def is_here(self) -> bool:
-        """Whether the node's address is this host's."""
+        """Return whether the node's address is this host's."""
         return self.scheme == "unix" or any(map(is_here, self.found))
 
     def findings(self) -> Iterator[Finding]:
+        """Yield the findings of each step until one fails."""
         steps: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
             ("name", self._resolve),
             ("TCP", self._connect),
@@ -198,21 +199,21 @@ class Connectivity:
         return "gRPC" if self.scheme == "grpc" else "frames"
 
     def _opened(self) -> Negotiated:
-        """By the wire that an address of this kind always has."""
+        """Connect by the transport that an address of this kind always has."""
         wire = {"unix": "shm"}.get(self.scheme, self.scheme)
         return Negotiation(self.address, replace(self.config, wire=wire)).open(
             Deadline(self.config.timeout_s)
         )
 
     def ask_again(self) -> None:
-        """What it says at hello, as it is now; as it was, if it does not answer."""
+        """Say hello again and keep the new reply, or the old one if there is none."""
         with suppress(KVStoreError):
             connection = self._opened()
             connection.close()
             self.hello = connection.hello
 
     def _look(self) -> Iterator[Finding]:
-        """One question for which time was taken before and after."""
+        """Request the status once, timed for a comparison of clocks."""
         began, asked = time.time(), time.monotonic()
         try:
             deadline = Deadline(self.config.timeout_s)
@@ -261,6 +262,7 @@ class Wires:
         self.clients: dict[str, Client] = {}
 
     def findings(self) -> Iterator[Finding]:
+        """Yield a finding per transport."""
         yield self._shm()
         yield self._bulk()
         yield self._grpc()
@@ -268,6 +270,7 @@ class Wires:
             self.close()
 
     def close(self) -> None:
+        """Close all clients."""
         for client in self.clients.values():
             client.close()
 
@@ -340,7 +343,7 @@ class Wires:
         )
 
     def _try(self, wire: str) -> str:
-        """Why it does not work; empty: it does."""
+        """Try a transport; return why it fails, or an empty string."""
         config = replace(
             self.node.config, wire=wire, connections_max=1, page_key="", page_key_file=""
         )

@@ -33,7 +33,7 @@ LOCAL = "put --data-dir on ext4 or xfs on a local disk"
 
 
 def findings(path: Path, mounts: str = "") -> Iterator[Finding]:
-    """`mounts`: the text of /proc/self/mounts."""
+    """Yield findings on a data directory. `mounts` is the text of /proc/self/mounts."""
     where = path
     try:
         while not where.exists() and where != where.parent:
@@ -63,7 +63,7 @@ def findings(path: Path, mounts: str = "") -> Iterator[Finding]:
 
 
 def permission(path: Path, where: Path) -> Finding:
-    """`where`: the path itself, or the folder in which a node would make it."""
+    """Check access to the directory, or to the folder in which a node would make it."""
     if not where.is_dir():
         return fail("data directory", f"{where} is no directory", "name another --data-dir")
     user = f"user {os.geteuid()}"
@@ -82,6 +82,7 @@ def permission(path: Path, where: Path) -> Finding:
 
 
 def file_system(where: Path, mounts: str) -> Finding:
+    """Check the kind of file system."""
     kind, device, point = "unknown", "?", ""
     for line in mounts.splitlines():
         device_, mounted, kind_ = (_unescaped(field) for field in line.split()[:3])
@@ -103,6 +104,7 @@ def file_system(where: Path, mounts: str) -> Finding:
 
 
 def room(where: Path) -> Finding:
+    """Check the free space."""
     about = os.statvfs(where)
     free, whole = _free_nbytes(where), about.f_blocks * about.f_frsize
     said = (
@@ -126,9 +128,7 @@ def _free_nbytes(where: Path) -> int:
 
 
 def speed(fd: int) -> Finding:
-    """Rough: some MiB written and read again, and a few syncs; a node that works on the same disk
-    is in it.
-    """
+    """Measure the disk roughly: some MiB written and read, and a few syncs."""
     page = mmap.mmap(-1, STEP_NBYTES)  # page-aligned, as O_DIRECT needs it
     page[:] = os.urandom(STEP_NBYTES)
     began, written = time.monotonic(), 0
@@ -166,7 +166,7 @@ def _sync(fd: int, number: int) -> float:
 
 
 def _opened(where: Path) -> tuple[int, OSError | None]:
-    """A file without a name, and why it is not open for O_DIRECT; None: it is."""
+    """Open an unnamed file; return also why O_DIRECT is refused, or None."""
     fd, path = tempfile.mkstemp(prefix=".kvstore-doctor-", dir=where)
     try:
         direct = os.open(path, os.O_RDWR | os.O_DIRECT)
@@ -188,7 +188,7 @@ def _direct_io(error: OSError | None) -> Finding:
 
 
 def _unescaped(field: str) -> str:
-    """As /proc writes blanks: \\040."""
+    r"""Decode blanks as /proc writes them: \040."""
     return re.sub(r"\\([0-7]{3})", lambda digits: chr(int(digits[1], 8)), field)
 
 

@@ -38,7 +38,7 @@ _UNSYNCHRONISED = 0x40
 
 
 def unsynchronised() -> bool | None:
-    """Whether nobody sets this host's clock, as its kernel says; None: it does not say."""
+    """Return whether the kernel says that nothing sets its clock; None if it does not say."""
     state = ctypes.create_string_buffer(_TIMEX_NBYTES)  # modes 0: nothing is changed
     try:
         if ctypes.CDLL(None, use_errno=True).adjtimex(state) < 0:
@@ -67,6 +67,7 @@ class Host:
         self._clock = clock
 
     def findings(self) -> Iterator[Finding]:
+        """Yield a finding per property of the host."""
         for look in (
             self.versions,
             self.descriptors,
@@ -79,6 +80,7 @@ class Host:
             yield look()
 
     def versions(self) -> Finding:
+        """Check the versions of kvstore, Python and grpcio."""
         try:
             grpc = importlib.metadata.version("grpcio")
         except importlib.metadata.PackageNotFoundError:
@@ -90,6 +92,7 @@ class Host:
         return ok("versions", f"{said}, grpcio {grpc}, {platform.system()} {platform.release()}")
 
     def descriptors(self) -> Finding:
+        """Check the limit on open files."""
         soft, hard = self._limit("Max open files")
         said = f"{_count(soft)} open files a process, it may ask for {_count(hard)}"
         try:
@@ -109,6 +112,7 @@ class Host:
         return ok("descriptors", said)
 
     def memory(self) -> Finding:
+        """Check the free memory."""
         left = re.search(r"^MemAvailable:\s+(\d+) kB", self._read("proc/meminfo"), re.MULTILINE)
         if left is None:
             return skipped("memory", "this kernel does not tell what is available")
@@ -132,7 +136,7 @@ class Host:
         return ok("memory", said)
 
     def shared_memory(self) -> Finding:
-        """An arena is a memfd, known by a pidfd: neither /dev/shm nor its size matters."""
+        """Check shared memory: an arena is a memfd passed with a pidfd, /dev/shm does not matter."""
         try:
             fd = os.memfd_create("kvstore-doctor", os.MFD_CLOEXEC)
             try:
@@ -159,6 +163,7 @@ class Host:
         )
 
     def locked_memory(self) -> Finding:
+        """Check the limit on locked memory."""
         soft, hard = self._limit("Max locked memory")
         if soft is None:
             return ok("locked memory", "unlimited")
@@ -175,6 +180,7 @@ class Host:
         return ok("locked memory", f"{said}; no node locks any")
 
     def huge_pages(self) -> Finding:
+        """Check huge pages for shared memory."""
         text = self._read(SHMEM_ENABLED)
         chosen = re.search(r"\[(\w+)\]", text)
         if chosen is None:
@@ -196,6 +202,7 @@ class Host:
         )
 
     def clock(self) -> Finding:
+        """Check that something sets the clock."""
         nobody = self._clock()
         if nobody is None:
             return skipped("clock", "the kernel does not say who sets it")
@@ -209,7 +216,7 @@ class Host:
         return ok("clock", "it is set by another clock")
 
     def _limit(self, name: str) -> tuple[int | None, int | None]:
-        """Of this process, (what holds, what it may ask for); None: none."""
+        """Return this process's soft and hard limit; None for unlimited."""
         found = re.search(rf"^{name}\s+(\w+)\s+(\w+)", self._read("proc/self/limits"), re.MULTILINE)
         soft, hard = (
             int(text) if text.isdigit() else None
@@ -225,6 +232,7 @@ class Host:
 
 
 def findings(config: ClientConfig) -> Iterator[Finding]:
+    """Yield findings on the client's settings."""
     yield _address(config)
     yield from _files(config)
     yield _token(config)
@@ -233,7 +241,7 @@ def findings(config: ClientConfig) -> Iterator[Finding]:
 
 
 def ends(name: str, what: str, seconds: float) -> Finding:
-    """Of something whose time is up then, in seconds of Unix time."""
+    """Check when something expires, in seconds of Unix time."""
     left_s = seconds - time.time()
     said = f"{what} until {date(seconds)}"
     if left_s <= 0:

@@ -30,7 +30,7 @@ Views = dict[str, View]
 
 
 def about(node: Connectivity) -> Iterator[Finding]:
-    """Of a node that said hello."""
+    """Yield findings on a node that said hello."""
     assert node.hello is not None
     yield version(node.hello)
     if node.status is None:
@@ -44,7 +44,7 @@ def about(node: Connectivity) -> Iterator[Finding]:
 
 
 def told(status: pb.NodeStatusReply) -> Iterator[Finding]:
-    """Of all that it tells of itself."""
+    """Yield findings on a node's status."""
     yield ram(status.ram)
     yield disk(status)
     yield from certificates(status.tls)
@@ -58,6 +58,7 @@ def told(status: pb.NodeStatusReply) -> Iterator[Finding]:
 
 
 def version(hello: pb.HelloReply) -> Finding:
+    """Check the node's version."""
     said = f"kvstore {hello.version}, protocol {hello.protocol_version}"
     if hello.protocol_version != PROTOCOL_VERSION:
         remedy = "update the older one soon: versions work together that are one step apart"
@@ -72,6 +73,7 @@ def version(hello: pb.HelloReply) -> Finding:
 
 
 def state(status: pb.NodeStatusReply) -> Finding:
+    """Check the node's state."""
     said = f"{status.state}, up {status.uptime_ms / 3_600_000:,.1f} h"
     if status.state == "DRAINING":
         return warn("state", said, "it is being stopped, and takes no new pages")
@@ -79,6 +81,7 @@ def state(status: pb.NodeStatusReply) -> Finding:
 
 
 def clock(told: Clock | None) -> Finding:
+    """Compare the node's clock with this host's."""
     if told is None:
         return skipped("clock", "an older node does not tell what its clock says")
     off_s = max(0.0, abs(told.ahead_s) - told.within_s)
@@ -98,6 +101,7 @@ def clock(told: Clock | None) -> Finding:
 
 
 def ram(status: pb.RamStatus) -> Finding:
+    """Check the RAM tier."""
     said = (
         f"{status.used_nbytes / GIB:.1f} of {status.capacity_nbytes / GIB:.1f} GiB, "
         f"{status.page_count:,} pages"
@@ -106,6 +110,7 @@ def ram(status: pb.RamStatus) -> Finding:
 
 
 def disk(status: pb.NodeStatusReply) -> Finding:
+    """Check the disk tier."""
     told = status.disk
     if not status.HasField("disk"):
         return skipped("disk", "this node has none (--data-dir)")
@@ -142,7 +147,7 @@ def disk(status: pb.NodeStatusReply) -> Finding:
 
 
 def gateways(status: pb.NodeStatusReply) -> Iterator[Finding]:
-    """Of the processes that serve gRPC: whether they stay.
+    """Check whether the gateway processes stay alive; older nodes report none.
 
     An older node tells of none.
     """
@@ -167,6 +172,7 @@ def gateways(status: pb.NodeStatusReply) -> Iterator[Finding]:
 
 
 def certificates(tls: pb.TlsStatus) -> Iterator[Finding]:
+    """Check the node's certificates."""
     for some in tls.certificates:
         yield ends(some.setting, "its own", some.ends_unix_s)
     if tls.problem:
@@ -175,7 +181,7 @@ def certificates(tls: pb.TlsStatus) -> Iterator[Finding]:
 
 
 def reached(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Of the way to a node: one line if all is well, else what is not."""
+    """Summarise the connection: one line if all is well, otherwise what is not."""
     bad = [finding for finding in findings if finding.state in (State.FAIL, State.WARN)]
     tcp = next((finding for finding in findings if finding.name == "TCP"), None)
     if tcp is not None and not bad:
@@ -184,7 +190,7 @@ def reached(findings: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def findings(view: View, nodes: Mapping[str, Connectivity]) -> Iterator[Finding]:
-    """`nodes`: to the members of the view, by id; gone through."""
+    """Yield findings on the members of a view. `nodes` holds their examined connections by id."""
     there = {member: node for member, node in nodes.items() if node.hello is not None}
     yield _answers(view, there)
     if there:
@@ -200,7 +206,7 @@ def findings(view: View, nodes: Mapping[str, Connectivity]) -> Iterator[Finding]
 
 
 def near(view: View, config: ClientConfig, shared: Mapping[str, bool]) -> Finding:
-    """`shared`: by member, whether its shared memory can be mapped from here."""
+    """Check the near node. `shared` says per member whether its memory can be mapped from here."""
     if config.near == "none":
         return ok("near node", "none is wanted (KVSTORE_NEAR=none): each page's owners are asked")
     if config.near != "auto":
@@ -231,7 +237,7 @@ def _answers(view: View, there: Mapping[str, Connectivity]) -> Finding:
 
 
 def _agreement(there: Mapping[str, Connectivity]) -> Finding:
-    """Who is behind is asked once more, a moment later."""
+    """Check that the members agree on the view; those behind are asked once more."""
     views = _told(there)
     if len({seen.number for seen in views.values()}) > 1:
         time.sleep(SETTLE_S)

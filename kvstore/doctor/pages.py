@@ -84,7 +84,7 @@ class Pages:
 
     @property
     def why_not(self) -> Finding | None:
-        """Of who may not put any."""
+        """Return why this client may not put pages; None if it may."""
         if self._role == Role.READ.name.lower():
             return skipped(
                 "round trip",
@@ -96,13 +96,13 @@ class Pages:
     # ---- there and back ------------------------------------------------------------------
 
     def of_client(self) -> Iterator[Finding]:
-        """As an engine's client goes: by the wire it takes, to the near node or the owners."""
+        """Put and get a page as an engine's client does."""
         with Client(self._config) as client:
             found = self._trip("as a client", client, self._key(""))
             yield found._replace(found=f"{found.found}, wire {client.wire_name}")
 
     def of_node(self, wires: Wires, member: str = "") -> Iterator[Finding]:
-        """By each of its wires that works, then to its disk by the best of them.
+        """Put and get a page by each working transport of a node, then through its disk.
 
         `member`: who it is in the view.
         """
@@ -155,7 +155,7 @@ class Pages:
         return ok(name, f"{PAGE_NBYTES >> 10} KiB came back equal: {times}")
 
     def _durable(self, client: Client, key: bytes) -> Finding:
-        """The copy on disk is read by the node itself: it verifies both copies of a page."""
+        """Put a durable page and make the node verify its copies in RAM and on disk."""
         try:
             with self._under_way():
                 began = time.monotonic()
@@ -185,7 +185,7 @@ class Pages:
         return page_content(self.namespace.digest, key, PAGE_NBYTES)
 
     def _key(self, member: str) -> bytes:
-        """That this member owns, if one is found soon."""
+        """Return a random key that this member owns, if one is found soon."""
         tried = [secrets.token_bytes(32) for _ in range(KEYS_TRIED if member else 1)]
         chosen = tried[0]
         if member and self._view is not None:
@@ -198,7 +198,7 @@ class Pages:
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
-        """A put, and what follows.
+        """Count a running put. Raises Unavailable during the clean-up.
 
         Raises Unavailable when all is being removed.
         """
@@ -216,9 +216,7 @@ class Pages:
     # ---- and gone ------------------------------------------------------------------------
 
     def clean(self) -> Iterator[Finding]:
-        """Removes what was put, at all members; the namespace too if this client may, and nobody
-        else uses it.
-        """
+        """Remove the test pages at all members, and the namespace if it is unused and that is allowed."""
         with self._wake:
             self._over = True
             self._wake.wait_for(lambda: not self._busy, UNDER_WAY_S)
@@ -247,7 +245,7 @@ class Pages:
         yield ok("removed", f"{len(keys)} pages{named}")
 
     def _named(self, client: Client, away: Away) -> str:
-        """What became of the namespace."""
+        """Remove the test namespace if possible and say what became of it."""
         if self._role in ("", Role.ADMIN.name.lower()) and self._is_empty(client):
             try:
                 client.remove_namespace(self.namespace)
@@ -301,12 +299,12 @@ def _remedy(error: KVStoreError) -> str:
 
 
 def page_count(info: pb.NamespaceInfo) -> int:
-    """Pages of a namespace, in RAM or on disk: most of those in RAM are on disk, too."""
+    """Return a namespace's pages in RAM or on disk: most of those in RAM are on disk, too."""
     return max(info.page_count, info.disk_page_count)
 
 
 def hints(known: Sequence[tuple[Namespace, pb.NamespaceInfo]]) -> list[str]:
-    """One line for each namespace that was asked for pages and never had the first one."""
+    """Return a line for each namespace that was asked for pages and never hit."""
     found = []
     for namespace, info in known:
         counters = info.counters
@@ -321,7 +319,7 @@ def hints(known: Sequence[tuple[Namespace, pb.NamespaceInfo]]) -> list[str]:
 
 
 def _nearest(namespace: Namespace, known: Sequence[tuple[Namespace, pb.NamespaceInfo]]) -> str:
-    """The namespace of the same model that has pages and differs least, and in what; or nothing."""
+    """Name the most similar namespace of the model that has pages, and how it differs."""
     siblings = [
         (len(differences(namespace, other)), other, info)
         for other, info in known
@@ -346,7 +344,7 @@ def _cause(counters: pb.Counters) -> str:
 
 
 def differences(ours: Namespace, theirs: Namespace) -> list[str]:
-    """['tp_size (2, there 4)', 'layout.kv.k.dtype (bfloat16, there float16)', ...]"""
+    """List differing fields: ['tp_size (2, there 4)', 'layout.kv.k.dtype (...)', ...]."""
     found = _different_fields(
         {f.name: getattr(ours, f.name) for f in fields(ours) if f.name != "layout"},
         {f.name: getattr(theirs, f.name) for f in fields(theirs) if f.name != "layout"},

@@ -61,6 +61,7 @@ class Runner:
         self._pages: Pages | None = None
 
     def groups(self) -> Generator[Group, None, None]:
+        """Yield the groups of checks, each after the previous one has run."""
         try:
             yield from self._here()
             given = list(dict.fromkeys(self._config.addresses))
@@ -151,7 +152,7 @@ class Runner:
         )
 
     def _members(self, view: View) -> dict[str, Connectivity]:
-        """Those that were gone to already are not gone to again."""
+        """Return the connections of the members, reusing those that were examined already."""
         return {
             some.id: self._nodes.get(some.address) or Connectivity(some.address, self._config)
             for some in view.members
@@ -202,7 +203,7 @@ class Runner:
 
 
 def newest(nodes: list[Connectivity]) -> View | None:
-    """The newest view that one of these nodes tells; None: they are in no cluster."""
+    """Return the newest view that these nodes know; None if they are in no cluster."""
     views = []
     for node in nodes:
         if node.hello is not None and node.hello.HasField("view"):
@@ -216,7 +217,7 @@ def _wires_check(wires: Wires, of: str) -> Check:
 
 
 def _takes_pages(node: Connectivity, view: View | None, key: str) -> bool:
-    """Not one that is to go."""
+    """Return whether a node takes new pages."""
     if node.status is not None and node.status.state == "DRAINING":
         return False
     return view is None or view.by_id[key].state is not State.DRAINING

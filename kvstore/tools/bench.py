@@ -95,13 +95,14 @@ class BenchReport:
     away: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
         return asdict(self)
 
 
 def bench(
     client: Client, options: BenchOptions, on_progress: Callable[[float], None] = lambda s: None
 ) -> BenchReport:
-    """Runs the load for `options.seconds`; `on_progress` is given the seconds that passed.
+    """Run the load for `options.seconds`; `on_progress` receives the seconds passed.
 
     Raises the client's errors; Exhausted if the node can not take a single page.
     """
@@ -204,7 +205,7 @@ class Stopwatch:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Times its body, also one that raises."""
+        """Time the block, also if it raises."""
         start = time.perf_counter()
         try:
             yield
@@ -213,16 +214,17 @@ class Stopwatch:
 
     @property
     def busy_s(self) -> float:
+        """Return the seconds spent in calls."""
         return sum(self.seconds)
 
     def gb_per_s(self) -> float:
-        """Payload bytes moved per second spent in calls, in 10^9 bytes; 0 before the first call."""
+        """Return payload GB (10^9 bytes) per second spent in calls; 0 before the first call."""
         busy_s = self.busy_s
         return self.nbytes / busy_s / 1e9 if busy_s else 0.0
 
 
 def latency_ms(seconds: Iterable[float]) -> dict[str, float]:
-    """{"p50": ms, "p90": ms, "p99": ms}: the smallest latency that so many percent do not exceed.
+    """Return {"p50": ms, "p90": ms, "p99": ms}; empty without latencies.
 
     Empty if there is no latency.
     """

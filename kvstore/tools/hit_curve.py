@@ -33,8 +33,10 @@ GROW = 1 << 12
 
 
 class Reuse(NamedTuple):
-    """`pages` consecutive ones of a chain, of which request number `last` was the last to use any:
-    the first has `distance`, each further one a distance greater by one.
+    """Describe consecutive reused pages of a chain.
+
+    The first has `distance`, each further one a distance greater by one; `last` is the request that
+    used any of them last.
     """
 
     distance: int
@@ -56,12 +58,11 @@ class Stack:
 
     @property
     def requests(self) -> int:
+        """Return the number of requests."""
         return len(self._ids)
 
     def use(self, chain: bytes) -> list[Reuse]:
-        """Pages of a request that were used before, in the order of the chain; then it is the
-        newest.
-        """
+        """Return the reused pages of a request in order, and make the request the newest."""
         found: list[Reuse] = []
         at, end = 0, len(chain)
         while at < end:
@@ -89,7 +90,7 @@ class Stack:
     # ---------------------------------
 
     def _newer(self, number: int) -> int:
-        """Pages in the runs of later requests."""
+        """Return the pages in the runs of later requests."""
         sums, place, older = self._sums, number + 1, 0
         while place:
             older += sums[place]
@@ -97,7 +98,7 @@ class Stack:
         return self.pages - older
 
     def _add(self, number: int, count: int) -> None:
-        """Its pages leave `pages` too, until the request that took them is appended."""
+        """Add to a request's page count and to the total."""
         sums, place, end = self._sums, number + 1, len(self._sums)
         while place < end:
             sums[place] += count
@@ -115,7 +116,7 @@ class Stack:
 
 
 def _common_nbytes(chain: bytes, at: int, ids: bytes) -> int:
-    """How much of the chain from `at` on is the same as `ids`, in whole ids."""
+    """Return the common prefix of the chain from `at` on and `ids`, in whole ids."""
     most = min(len(chain) - at, len(ids))
     if chain[at : at + most] == ids[:most]:
         return most
@@ -146,6 +147,7 @@ class Curve:
         self.total = 0
 
     def add(self, reuse: Reuse) -> None:
+        """Add reused pages."""
         distance, pages, _ = reuse
         end = distance + pages
         if end > self._end:
@@ -159,21 +161,22 @@ class Curve:
         self.total += pages
 
     def lacks(self, distance: int, tokens: float) -> None:
-        """The page at this distance has so many tokens less than a full one."""
+        """Note that the page at this distance has so many tokens less than a full one."""
         self._short.append((distance, tokens))
 
     @property
     def pages_wanted(self) -> int:
-        """The least size at which all are hits that are at any size."""
+        """Return the smallest size at which everything that can hit does."""
         return self._end
 
     def hits(self, pages: int) -> int:
+        """Return the hits of a store of so many pages."""
         if self._hits is None:
             self._hits = array("q", accumulate(accumulate(self._change[: self._end], initial=0)))
         return self._hits[min(max(pages, 0), len(self._hits) - 1)]
 
     def tokens(self, pages: int, page_tokens: float) -> float:
-        """That those hits stand for."""
+        """Return the tokens of those hits."""
         if len(self._short_of) <= len(self._short):
             self._short.sort()
             self._short_of = list(accumulate((tokens for _, tokens in self._short), initial=0.0))
@@ -182,17 +185,16 @@ class Curve:
         )
 
     def size_for(self, hits: float) -> int:
-        """The least with so many hits."""
+        """Return the smallest size with so many hits."""
         self.hits(0)
         assert self._hits is not None
         return min(bisect_left(self._hits, hits), self._end)
 
 
 class Windows:
-    """Hits in each stretch of time at some sizes: what links and disks must bear at the worst, not
-    only on average.
+    """Count hits per time window at some sizes: links and disks must bear the worst one.
 
-    `sizes` are in pages, rising.
+    `sizes` are in pages, ascending.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -203,6 +205,7 @@ class Windows:
         self._parts: dict[int, list[int]] = {}  # pages of runs of which this size has the beginning
 
     def add(self, window: int, reuse: Reuse) -> None:
+        """Add reused pages of a window."""
         distance, pages, _ = reuse
         if window not in self._whole:
             self._whole[window] = [0] * (len(self._sizes) + 1)
@@ -213,7 +216,7 @@ class Windows:
             self._parts[window][place] += self._sizes[place] - distance
 
     def hits(self) -> dict[int, list[int]]:
-        """By window, at each of the sizes."""
+        """Return the hits by window, at each of the sizes."""
         return {
             window: [
                 run + part
@@ -244,13 +247,13 @@ class Intervals:
         self._starts, self._ends, self._counts = array("q"), array("q"), array("q")
 
     def add(self, start: int, end: int, count: int) -> None:
-        """`count` pages that request `start` used, and then request `end`."""
+        """Add `count` pages that request `start` used, and then request `end`."""
         self._starts.append(start)
         self._ends.append(end)
         self._counts.append(count)
 
     def overlap(self) -> int:
-        """The most that are wanted at a time: a store of that size has all."""
+        """Return the most pages that are needed at one time: a store of that size hits all."""
         if not self._ends:
             return 0
         change = array("q", bytes(8 * (self._ends[-1] + 1)))
@@ -264,7 +267,7 @@ class Intervals:
         return most
 
     def by_start(self) -> "Starts":
-        """For `most_hits`, as often as one likes."""
+        """Return the intervals sorted for `most_hits`."""
         if not self._ends:
             return Starts(array("q"), array("q"), array("q"), array("q"))
         requests = self._ends[-1] + 1
@@ -285,6 +288,7 @@ class Starts:
         self._heads, self._behind, self._ends, self._counts = heads, behind, ends, counts
 
     def most_hits(self, capacity: int) -> int:
+        """Return the most hits that any policy can have with this capacity."""
         ends, counts, behind = self._ends, self._counts, self._behind
         kept = [0] * len(self._heads)  # by the request that they end with
         latest: list[int] = []  # those ends, negative: what ends last is on top

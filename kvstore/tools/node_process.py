@@ -49,11 +49,12 @@ class NodeProcess:
 
     @property
     def pid(self) -> int:
+        """Return the process id."""
         return self._process.pid
 
     @property
     def said(self) -> str:
-        """Its log, also after its end."""
+        """Return its log, also after its end."""
         if self._said.closed:
             return self._last_words
         size = os.fstat(self._said.fileno()).st_size
@@ -63,21 +64,23 @@ class NodeProcess:
 
     @property
     def running(self) -> bool:
+        """Return whether the process runs."""
         return self._process.poll() is None
 
     def stop(self, timeout_s: float = 20.0) -> int:
-        """SIGTERM, then waits for the drain; returns the exit status."""
+        """Send SIGTERM, wait for the drain and return the exit status."""
         return self._end(signal.SIGTERM, timeout_s)
 
     def kill(self) -> int:
-        """SIGKILL."""
+        """Send SIGKILL and return the exit status."""
         return self._end(signal.SIGKILL, 10.0)
 
     def pause(self) -> None:
-        """SIGSTOP: it lives and does not answer, until `resume`."""
+        """Send SIGSTOP: the process lives but does not answer until `resume`."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
+        """Send SIGCONT."""
         self._process.send_signal(signal.SIGCONT)
 
     def _end(self, how: signal.Signals, timeout_s: float) -> int:

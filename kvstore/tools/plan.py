@@ -79,17 +79,19 @@ class Wishes:
                 )
 
     def ram_pages(self, nbytes: int) -> int:
-        """Distinct pages in so much RAM."""
+        """Return the distinct pages that so much RAM holds."""
         return self.pages(int(nbytes * (1 - self.near_share)))
 
     def pages(self, nbytes: int) -> int:
-        """On so much disk."""
+        """Return the distinct pages that so much disk holds."""
         return nbytes // slot_nbytes(self.page.nbytes) // self.copies
 
     def ram_nbytes(self, pages: int) -> int:
+        """Return the RAM for so many distinct pages."""
         return round(self.nbytes(pages) / (1 - self.near_share))
 
     def nbytes(self, pages: int) -> int:
+        """Return the disk for so many distinct pages."""
         return pages * slot_nbytes(self.page.nbytes) * self.copies
 
 
@@ -136,9 +138,7 @@ class Row:
 
 @dataclass(frozen=True)
 class CopyCost:
-    """The same bytes with so many copies of each page: what is left of the hits, and which bytes
-    would be needed for nearly all of them.
-    """
+    """Describe the cost of copies: the remaining hit rate, and the bytes for nearly all hits."""
 
     copies: int
     near_share: float
@@ -182,11 +182,12 @@ class Plan:
     curve: tuple[tuple[int, float], ...]  # (bytes, hit rate), without disk
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
         return asdict(self)
 
 
 def surveyed(requests: Iterable[TraceRequest], wishes: Wishes, sample: Sampling = EXACT) -> Survey:
-    """One pass.
+    """Survey the requests in one pass. Raises InvalidRequest if nothing or too little is asked for.
 
     Raises InvalidRequest if nothing is asked for, or too little.
     """
@@ -216,7 +217,7 @@ def surveyed(requests: Iterable[TraceRequest], wishes: Wishes, sample: Sampling 
 def planned(
     survey: Survey, wishes: Wishes, on_progress: Callable[[float], None] = lambda done: None
 ) -> Plan:
-    """`on_progress` is told the share that is done."""
+    """Compute the plan; `on_progress` receives the share that is done."""
     return _Planner(survey, wishes).plan(on_progress)
 
 
@@ -266,9 +267,7 @@ class _Planner:
         )
 
     def _rams(self) -> tuple[int, ...]:
-        """Powers of two, from where there is a twentieth of all hits to where there is no more to
-        be had.
-        """
+        """Return powers of two, from a twentieth of all hits up to where more RAM adds none."""
         least = self._survey.sample.pages_min
         sizes = [2**octave for octave in _OCTAVES if self._wishes.ram_pages(2**octave) >= least]
         pages = [self._wishes.ram_pages(nbytes) for nbytes in sizes]
@@ -320,7 +319,7 @@ class _Planner:
         return {window: hits[place] for window, hits in windows.items()}
 
     def _rate(self, pages: dict[int, float]) -> Rate:
-        """Of so many in each window."""
+        """Return the rate of so many pages in each window."""
         seconds, nbytes = self._survey.seconds, self._wishes.page.nbytes
         if not seconds:
             return Rate(None, None)
@@ -343,7 +342,7 @@ class _Planner:
         return wishes.ram_nbytes(self._nearly_all)
 
     def _copy_costs(self, nbytes: int, is_ram: bool) -> Iterable[CopyCost]:
-        """Of the largest size, which is RAM or disk.
+        """Yield the cost of copies at the largest size; only RAM has near copies.
 
         Only RAM has copies of others' pages.
         """

@@ -53,11 +53,12 @@ class ReplayReport:
     latency_ms: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
         return asdict(self)
 
 
 def replay_namespace(page_nbytes: int, tenant: str = DEFAULT_TENANT) -> Namespace:
-    """A namespace of its own for each replay, so that no replay hits the pages of another."""
+    """Return a fresh namespace, so that no replay hits the pages of another."""
     if page_nbytes < 1:
         raise InvalidRequest(f"page size {page_nbytes} must be at least 1 byte")
     return Namespace(
@@ -66,9 +67,7 @@ def replay_namespace(page_nbytes: int, tenant: str = DEFAULT_TENANT) -> Namespac
 
 
 def throwaway_node(capacity_pages: int, page_nbytes: int) -> NodeProcess:
-    """A node in a child process that holds exactly `capacity_pages` pages: one extent of so many
-    slots.
-    """
+    """Start a node in a child process that holds exactly `capacity_pages` pages."""
     if capacity_pages < 1:
         raise InvalidRequest(f"capacity {capacity_pages} must be at least 1 page")
     nbytes = capacity_pages * slot_nbytes(page_nbytes)
@@ -84,11 +83,11 @@ def replay(
     speed: float | None = None,
     on_progress: Callable[[ReplayReport], None] = lambda report: None,
 ) -> ReplayReport:
-    """Replays `requests`; `on_progress` sees the report, without its figures, after each of them
-    and while waiting. What it raises ends the replay.
+    """Replay requests against a store; return the report.
 
-    `speed`: so many times as fast as the trace's clock; None: as fast as possible. Raises the
-    client's errors; a page that differs from what was stored is counted, not raised.
+    `speed` is relative to the trace's clock; None is as fast as possible. `on_progress` sees the
+    unfinished report after each request and while waiting; what it raises ends the replay. Raises
+    the client's errors; a page that differs from what was stored is counted instead.
     """
     return _Replay(store, namespace, speed, on_progress).run(requests)
 
@@ -148,7 +147,7 @@ class _Replay:
         self._save(hashes, [self._content(prefix_hash) for prefix_hash in hashes])
 
     def _load(self, hashes: list[bytes]) -> list[bytearray]:
-        """Gets and verifies pages; the leading run that was there."""
+        """Get and verify pages; return the leading run of hits."""
         if not hashes:
             return []
         while len(self._buffers) < len(hashes):

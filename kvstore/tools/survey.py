@@ -54,12 +54,14 @@ class Sampling:
 
     @property
     def rate(self) -> float:
+        """Return the sampled share."""
         return self.groups / self.one_in
 
     @property
     def pages_min(self) -> int:
-        """Of a store that it can tell of: in a group a store has whole pages, and of one or two
-        their place among the others is all chance.
+        """Return the smallest store that a sample can tell about.
+
+        With only one or two pages per group, which ones would be chance.
         """
         return SCALED_MIN * self.one_in if self.one_in > 1 else 1
 
@@ -68,7 +70,7 @@ EXACT = Sampling()
 
 
 def sampling(one_in: float) -> Sampling:
-    """Of about one page in so many, in all groups together."""
+    """Return the sampling of about one page in so many, over all groups."""
     return EXACT if one_in <= 1 else Sampling(GROUPS, round(GROUPS * one_in))
 
 
@@ -104,6 +106,7 @@ class Survey:
         self.first_ms, self.last_ms = math.inf, -math.inf
 
     def add(self, request: TraceRequest) -> None:
+        """Add a request."""
         ids, now = request.hash_ids, request.timestamp_ms
         window, pages, asks = int(now // self.window_ms), len(ids), not request.stored
         if now < self.first_ms:
@@ -144,7 +147,7 @@ class Survey:
                 some.add(window, array("Q", chain).tobytes(), asks, short)
 
     def check(self) -> None:
-        """When all requests are there.
+        """Raise InvalidRequest if nothing can be said about the requests that were added.
 
         Raises InvalidRequest if nothing can be said of them.
         """
@@ -162,36 +165,34 @@ class Survey:
 
     @property
     def used(self) -> Counter[int]:
-        """Pages of all requests, by window, asked for or not."""
+        """Return the used pages by window, whether requested or stored."""
         return self.asked + self._stored
 
     @property
     def seconds(self) -> float:
-        """From the first to the last request; 0: the trace has no times, which are in milliseconds."""
+        """Return the seconds from the first to the last request; 0 if the trace has no times."""
         span_ms = self.last_ms - self.first_ms if self.asked else 0.0
         return span_ms / 1000 if span_ms >= 1 else 0.0
 
     @property
     def pages(self) -> int:
-        """Distinct ones."""
+        """Return the number of distinct pages."""
         return round(sum(group.stack.pages for group in self._groups) / self.sample.rate)
 
     @property
     def pages_wanted(self) -> int:
-        """The least size with all hits."""
+        """Return the smallest size with all hits."""
         return max(group.curve.pages_wanted for group in self._groups) * self.sample.one_in
 
     def hits(self, pages: int) -> Estimate:
-        """Pages that a store of this size has had when they were asked for, each with all before
-        it.
-        """
+        """Estimate the hits of a store of this size, each with its whole prefix."""
         scaled = -(-pages // self.sample.one_in)
         return self._estimate(lambda group: group.curve.hits(scaled))
 
     def most_hits(self, pages: int) -> Estimate:
-        """The bound: see `optimum`.
+        """Estimate the most hits that any policy can have; see `optimum`.
 
-        Between two sizes that a group can have it is taken to be on a line. Of a sample it is low:
+        Between two sizes that a group can have, it interpolates. For a sample the estimate is low:
         how many of a request's pages a group has varies, and fewer gain it less than more cost it.
         """
         scaled, rest = divmod(pages, self.sample.one_in)
@@ -204,7 +205,7 @@ class Survey:
         return self._estimate(hits)
 
     def tokens(self, pages: int) -> float:
-        """That those hits stand for."""
+        """Return the tokens of those hits."""
         scaled, full = -(-pages // self.sample.one_in), self._page_tokens
         lacking = sum(
             group.curve.hits(scaled) * full - group.curve.tokens(scaled, full)
@@ -213,7 +214,7 @@ class Survey:
         return max(0.0, self.hits(pages).value * full - lacking / self.sample.rate)
 
     def size_for(self, hits: float) -> int:
-        """The least with so many."""
+        """Return the smallest size with so many hits."""
         if self.sample is EXACT:
             return self._groups[0].curve.size_for(hits)
         sizes = range(0, self.pages_wanted + 1, self.sample.one_in)
@@ -222,9 +223,7 @@ class Survey:
         ]
 
     def by_window(self, stored: bool = False) -> dict[int, list[float]]:
-        """Hits in each window, at each of `sizes`; `stored`: of pages that were used, asked for or
-        not.
-        """
+        """Return the hits per window at each of `sizes`; `stored` counts all used pages."""
         asked = self.used if stored else self.asked
         found = {window: [float(pages)] * len(self.sizes) for window, pages in asked.items()}
         for group in self._groups:
@@ -260,7 +259,7 @@ class _Group:
         self._stores: Counter[int] = Counter()
 
     def add(self, window: int, chain: bytes, asks: bool, lacks: float) -> None:
-        """`lacks`: tokens, of the last page."""
+        """Add a chain; `lacks` is how many tokens its last page is short of."""
         here, found, pages = self.stack.requests, self.stack.use(chain), len(chain) // ID_NBYTES
         if not asks:
             self._stores[window] += pages
@@ -286,7 +285,7 @@ class _Group:
         return self._starts.most_hits(pages)
 
     def of_windows(self, stored: bool) -> tuple[dict[int, list[int]], Counter[int]]:
-        """(hits, pages used) by window; `stored`: asked for or not."""
+        """Return (hits, used pages) by window; `stored` counts all used pages."""
         hits = self._asked.hits()
         if not stored:
             return hits, self._asks
@@ -312,7 +311,7 @@ class PageSize:
 
 
 def check_positive(option: str, value: float) -> None:
-    """Raises InvalidRequest, which names the option."""
+    """Raise InvalidRequest, which names the option, unless the value is above 0."""
     if not LEAST <= value <= MOST:
         raise InvalidRequest(f"{option} {value:g} must be above 0: in {LEAST:g}..{MOST:g}")
 
@@ -323,9 +322,9 @@ def page_size(
     nbytes: int | None,
     token_nbytes: int | None,
 ) -> PageSize:
-    """Of the pages of a trace.
+    """Return the size of a trace's pages; None values are derived from requests or assumed.
 
-    What is None is found out from its first requests, or assumed. Raises InvalidRequest.
+    Raises InvalidRequest.
     """
     some = [request for request in itertools.islice(requests, LOOKED_AT) if request.hash_ids]
     assumed = []
@@ -361,7 +360,7 @@ def page_size(
 
 
 def _said(found: list[tuple[float, int]]) -> float:
-    """The mean of what requests of so many pages say; 0: they do not."""
+    """Return the mean of the values that requests state, weighted by pages; 0 without any."""
     told = [(value, pages) for value, pages in found if value]
     return (
         sum(value * pages for value, pages in told) / sum(pages for _, pages in told)
@@ -371,7 +370,7 @@ def _said(found: list[tuple[float, int]]) -> float:
 
 
 def _tokens(requests: list[TraceRequest]) -> float | None:
-    """As the lengths have it."""
+    """Estimate the tokens per page from the input lengths."""
     told = [
         (request.input_length, len(request.hash_ids))
         for request in requests
@@ -390,7 +389,7 @@ def _tokens(requests: list[TraceRequest]) -> float | None:
 
 
 def token_nbytes(config: Path) -> int:
-    """KV bytes of a token, of all ranks together, by a model's config.json.
+    """Return the KV bytes of a token over all ranks, from a model's config.json.
 
     Raises InvalidRequest.
     """

@@ -57,26 +57,28 @@ class TraceRequest(NamedTuple):
 
 
 def trace_prefix_hash(hash_id: int) -> bytes:
-    """The 32-byte prefix hash that stands for an id: SHA-256("kvstore-trace" || u64le id)."""
+    """Return the prefix hash of a trace's id: SHA-256("kvstore-trace" || u64le id)."""
     return hashlib.sha256(b"kvstore-trace" + struct.pack("<Q", hash_id)).digest()
 
 
 def read_trace(path: Path, limit: int | None = None) -> Iterator[TraceRequest]:
-    """The first `limit` requests (None: all), read line by line.
+    """Yield the first `limit` requests (None: all), read line by line.
 
-    Raises InvalidRequest naming the file and line for anything that is not as described above.
+    Raises InvalidRequest with file and line for anything else than the format above.
     """
     return islice(_requests(path), limit)
 
 
 def conversations(count: int, seed: int = 1) -> list[TraceRequest]:
-    """As many, a few at a time."""
+    """Return generated requests as a list; see `chatting`."""
     return list(chatting(count, seed))
 
 
 def chatting(count: int, seed: int = 1, at_a_time: int = CHATS) -> Iterator[TraceRequest]:
-    """`count` requests that nobody made: many chats beside each other, each request of a chat with
-    all pages of the one before and some new ones, behind one of a few system prompts.
+    """Yield generated requests of many concurrent chats.
+
+    Each request has all pages of the chat's previous one and some new ones, behind one of a few
+    system prompts.
     """
     chance, fresh = random.Random(seed), itertools.count()
     prompts = [tuple(itertools.islice(fresh, pages)) for pages in SYSTEM_PROMPT_PAGES]
@@ -90,12 +92,12 @@ def chatting(count: int, seed: int = 1, at_a_time: int = CHATS) -> Iterator[Trac
 
 
 def count_requests(path: Path, limit: int | None = None) -> int:
-    """How many requests `read_trace` will give, without parsing them."""
+    """Count the requests that `read_trace` will yield, without parsing them."""
     return trace_size(path, limit)[0]
 
 
 def trace_size(path: Path, limit: int | None = None) -> tuple[int, int]:
-    """(requests, about as many pages) that `read_trace` will give, without parsing them."""
+    """Return (requests, approximate pages) of a trace without parsing it."""
     requests = pages = 0
     with _opened(path) as file:
         for _, line in islice(_lines(path, file), limit):
@@ -125,7 +127,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(line number, line) of each line that is not blank."""
+    """Yield (line number, line) of each line that is not blank."""
     number = 0
     try:
         while line := file.readline(LINE_NBYTES_MAX + 1):
@@ -141,7 +143,7 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse(line: bytes) -> TraceRequest:
-    """Raises ValueError saying what is wrong with the line."""
+    """Parse a line. Raises ValueError saying what is wrong with it."""
     try:
         fields = json.loads(line.decode())  # text: whose encoding nobody has to guess
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -171,7 +173,7 @@ def _number(name: str, number: Any) -> float:
 
 
 def _hash_ids(ids: object) -> tuple[int, ...]:
-    """Checked as a whole: there may be millions."""
+    """Check the hash ids as a whole: there may be millions."""
     if not isinstance(ids, list):
         raise ValueError(f"hash_ids is {type(ids).__name__}, not a list")
     if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= 1 << 64):
@@ -208,7 +210,7 @@ class Chains:
         return len(self._numbers)
 
     def add(self, ids: Iterable[int]) -> list[int]:
-        """Numbers of pages that follow each other; one that is there twice counts once."""
+        """Number the pages of a chain; a repeated page counts once."""
         numbers = [
             self._numbers.setdefault(page, len(self._numbers)) for page in dict.fromkeys(ids)
         ]
@@ -221,11 +223,11 @@ class Chains:
         return numbers
 
     def deep(self, number: int) -> int:
-        """About how many pages `whole` finds before it."""
+        """Return about how many pages `whole` finds before this one."""
         return self._deep[number]
 
     def whole(self, numbers: Sequence[int]) -> list[int]:
-        """With what is known to be before the first of them."""
+        """Extend a chain by the pages that are known to precede it."""
         seen, head = set(numbers), []
         number = self._before[numbers[0]]
         while (
@@ -252,6 +254,7 @@ class Recording:
         self.dropped = 0
 
     def add(self, reply: pb.RecordReply) -> None:
+        """Add a reply of the node to the recording."""
         self.dropped = reply.dropped
         for use in reply.uses:
             if not use.pages:
@@ -269,7 +272,7 @@ class Recording:
             )
 
     def lines(self) -> Iterator[str]:
-        """Of the trace."""
+        """Yield the lines of the trace."""
         self._spool.seek(0)
         for line in self._spool:
             fields = json.loads(line)

@@ -44,8 +44,10 @@ class BulkConnector:
         found: Sequence[str] = (),
         tls: ClientTls | None = None,
     ) -> None:
-        """`found`: the addresses of `host`, in the order in which they are tried; none: it is an
-        address. `tls`: what `config` asks for, where it was made already.
+        """Prepare connections to a node's frame port.
+
+        `found` lists the addresses of `host` in the order of trials; without it, `host` is an
+        address. `tls` may be given if it was made already.
         """
         self.where = f"{host}:{port} (bulk)"
         self.version = PROTOCOL_VERSION
@@ -139,9 +141,11 @@ class BulkWire:
         version: int = PROTOCOL_VERSION,
         tls: ClientTls | None = None,
     ) -> None:
-        """`found`: the addresses of `host`, in the order in which they are tried; none: it is an
-        address. All connections are to one run of the node, `instance_id` where that is known; it
-        speaks this `version`. `tls`: what `config` asks for, where it was made already.
+        """Prepare the transport to one run of a node.
+
+        `found` lists the addresses of `host` in the order of trials; without it, `host` is an
+        address. `instance_id` names the node's run, where known; `version` is the protocol's. `tls`
+        may be given if it was made already.
         """
         self.port = port
         self.hello = pb.HelloReply()  # to the first connection
@@ -161,8 +165,7 @@ class BulkWire:
             pass
 
     def greet(self, deadline: Deadline) -> pb.HelloReply:
-        """Make the first connection to an unknown node, in the version that both speak; return its
-        hello.
+        """Make the first connection to an unknown node in a version that both speak; return its hello.
 
         All further connections are to the same run of the node. Raises what the node answers,
         Unavailable or ProtocolError.
@@ -179,6 +182,7 @@ class BulkWire:
         return self.hello
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
+        """Send one request and return its reply."""
         while True:
             with self._pool.attempt(deadline) as connection:
                 return exchange(connection, op, request)[0]
@@ -258,6 +262,7 @@ class BulkWire:
         deadline: Deadline,
         seals: Seals | None = None,
     ) -> tuple[list[bool], list[int]]:
+        """Read pages into the buffers and verify them; see `Wire.get`."""
         found = self.fetch(request, buffers, seeds, deadline, seals)
         hits = [page is not None and bool(page.leaves) for page in found]
         return hits, [i for i, page in enumerate(found) if page is not None and not page.leaves]
@@ -270,8 +275,7 @@ class BulkWire:
         deadline: Deadline,
         seals: Seals | None = None,
     ) -> list[Arrived | None]:
-        """Get pages, with what else is known of each page that is there, and with its seal if it
-        has to have one."""
+        """Read pages and return, for each found one, its leaves and expiry; None for misses."""
         parts = self._streams(buffers)
         if len(parts) == 1:
             return self._get(request, buffers, seeds, deadline, seals)
@@ -302,11 +306,10 @@ class BulkWire:
         transfer: Callable[[Request, slice], Result],
         deadline: Deadline,
     ) -> list[Result | KVStoreError]:
-        """Return what `transfer` returned or raised for each part of the request's keys, over a
-        connection each.
+        """Transfer parts of a batch over one connection each and return what each returned or raised.
 
-        The part that ended last is the newest then, so the chain is touched as a whole: its end
-        must go before its head.
+        The part that ended last would be the newest, so the chain is touched as a whole: eviction
+        must take its end before its head.
         """
         found = self._threads.run(
             [partial(transfer, _part_of(request, part), part) for part in parts]

@@ -75,9 +75,7 @@ class CircuitBreaker:
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """`chance`: 0 to 1, by which a pause is shorter, so that many clients do not come back at
-        once.
-        """
+        """Start closed. `chance` (0 to 1) shortens each pause, so that clients do not return together."""
         self._name = name
         self._pause_s_max = pause_s_max
         self._clock = clock
@@ -113,6 +111,7 @@ class CircuitBreaker:
             self._trying = True
 
     def success(self) -> None:
+        """Reset the count of failures after a successful call."""
         if self._failures:  # unlocked on purpose: only a call that saw a failure pays for the lock
             with self._lock:
                 self._failures = 0
@@ -143,7 +142,7 @@ class NodeConnection:
     """
 
     def __init__(self, way: Negotiated, retry_at: float) -> None:
-        """`retry_at`: when a better wire is to be tried, in the clock's time."""
+        """Wrap a negotiated transport. `retry_at` is when to try a better one, in the clock's time."""
         self.way = way
         self.wire: Wire = way.wire
         self.limits: pb.Limits = way.hello.limits
@@ -171,8 +170,10 @@ class NodeConnection:
             raise error
 
     def check_asks_others(self) -> None:
-        """Raise Exhausted for a near node that does not ask other members: it is older, or reached
-        by gRPC only, where it may not wait."""
+        """Raise Exhausted for a near node that cannot ask other members.
+
+        It is an older version, or is reached by gRPC only, where it may not wait.
+        """
         if self.wire.name == "grpc":
             raise Exhausted("the near node is reached by gRPC only")
         self.check_knows_members()
@@ -198,13 +199,13 @@ class NodeConnection:
         return lease
 
     def leave(self, lease: "ConnectionLease") -> None:
+        """Return a lease and close if this was the last of a retired connection."""
         self._leases.release(lease)
         if self._retired:
             self.close_when_left()
 
     def retire(self) -> None:
-        """Take no more calls, and close when those on it have ended: a closed wire would end
-        them."""
+        """Accept no more calls, and close when the running ones have ended."""
         with self._lock:
             self._retired = True
         self.close_when_left()
@@ -233,6 +234,7 @@ class ConnectionLease:
         self.fresh = False  # whether the link was made for it
 
     def leave(self) -> None:
+        """Return the lease."""
         self.link.leave(self)
 
 
@@ -249,7 +251,10 @@ class NodeChannel:
         clock: Callable[[], float] = time.monotonic,
         learn: Callable[[pb.HelloReply], None] = lambda hello: None,
     ) -> None:
-        """`learn` is given the node's hello at each connect; what it raises ends the call."""
+        """Prepare calls to one node. `learn` receives the node's hello at each connect.
+
+        What `learn` raises ends the call.
+        """
         self.address = address
         self._learn = learn
         self._config = config
@@ -272,8 +277,7 @@ class NodeChannel:
 
     @property
     def wire_name(self) -> str:
-        """Return 'shm', 'bulk' or 'grpc'; 'none' before the first call and while no node
-        answers."""
+        """Return 'shm', 'bulk' or 'grpc'; 'none' without a connection."""
         link = self._link
         return link.wire.name if link else "none"
 
@@ -285,6 +289,7 @@ class NodeChannel:
 
     @property
     def failing(self) -> bool:
+        """Return whether the last calls failed."""
         return self._breaker.failing
 
     @property
@@ -347,8 +352,7 @@ class NodeChannel:
             self._drop(link)
 
     def _worth_repeating(self, lease: ConnectionLease, error: KVStoreError) -> bool:
-        """Return whether a first try that failed may succeed on a new connection or with the
-        namespace opened again."""
+        """Return whether a failed first try may succeed on a new connection or with a reopened namespace."""
         if isinstance(error, UnknownNamespace):
             lease.link.opened.clear()
             return True
@@ -392,8 +396,7 @@ class NodeChannel:
             raise Unavailable(f"no thread to connect to {self.address} in: {error}") from error
 
     def _made(self, deadline: Deadline) -> ConnectionLease:
-        """Connect; in a thread in which no signal handler raises, and which goes on if its caller
-        is interrupted."""
+        """Connect on a thread that no signal interrupts, even if the caller is interrupted."""
         with self._connecting(deadline):
             link = self._link
             if link is not None and (lease := link.enter()):
@@ -416,8 +419,10 @@ class NodeChannel:
             return lease
 
     def _connect(self) -> None:
-        """Connect for a caller that had no time for it, and for all others: if only such callers
-        tried, none would ever get in."""
+        """Connect on behalf of a caller that ran out of time, and of all others.
+
+        If only callers with short deadlines tried, none would ever connect.
+        """
         try:
             self._connected(Deadline(self._config.timeout_s)).leave()
             self._breaker.success()
@@ -499,8 +504,7 @@ class NodeChannel:
             log.warning("%s: no thread for %s: %s", self.address, name, error)
 
     def _check_liveness(self) -> None:
-        """Say hello after a call that was late: a node's disk may hang while it answers from
-        RAM."""
+        """Say hello after a late call: a node with a hanging disk still answers from RAM."""
         link = self._link
         if link is None or not (lease := link.enter()):
             return
@@ -545,6 +549,8 @@ class NodeChannel:
 
 
 def _hurried(deadline: Deadline) -> bool:
-    """Return whether a call failed for too little time, such as one more connection: the connection
-    of the others is as it was."""
+    """Return whether a call failed only because its deadline was very short.
+
+    The shared connection is not to blame then.
+    """
     return deadline.seconds < EVIDENCE_S and deadline.passed

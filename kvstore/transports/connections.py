@@ -56,15 +56,14 @@ def check_process(pid: int) -> None:
 
 
 class ConnectionPool(Generic[Socket]):
-    """Hold at most `count_max` connections to one node; a thread leases one for the length of a
-    call.
+    """Hold at most `count_max` connections to one node; a call leases one.
 
-    The last one returned is the first one taken, so that an idle pool keeps few of them warm.
-    `where` names the peer in messages, `connect` makes a connection that was greeted, `let_go` is
-    called with one that is about to be closed, perhaps twice.
+    The last one returned is the first one leased, so that an idle pool keeps few connections warm.
+    `where` names the peer in messages, `connect` makes a greeted connection, `let_go` is called
+    before a connection is closed, perhaps twice.
 
-    A thread may be interrupted anywhere, so nothing here depends on what comes next: a connection
-    is always in one list at most, and one that is in none is closed when it is collected.
+    An interrupt may come anywhere: a connection is always in at most one list, and one that is in
+    none is closed when it is collected.
     """
 
     def __init__(
@@ -132,8 +131,10 @@ class ConnectionPool(Generic[Socket]):
         connection.heard = False
 
     def _take_idle(self, held: list[Socket]) -> None:
-        """Take an idle connection that the node has not closed meanwhile: a full node closes the
-        longest idle one, which is no failure of a call."""
+        """Take an idle connection that the node has not closed meanwhile.
+
+        A full node closes the longest idle one, which is no failure of a call.
+        """
         while True:
             with self._lock:
                 if not self._idle:
@@ -151,11 +152,11 @@ class ConnectionPool(Generic[Socket]):
 
     @property
     def forked(self) -> bool:
+        """Return whether this process is a fork of the one that made the pool."""
         return os.getpid() != self._pid
 
     def check_process(self) -> None:
-        """Raise InvalidRequest after a fork: two processes on one stream would read each other's
-        answers."""
+        """Raise InvalidRequest after a fork: two processes on one stream would mix their replies."""
         check_process(self._pid)
 
     def separate(self, deadline: Deadline) -> Socket:
@@ -171,8 +172,7 @@ class ConnectionPool(Generic[Socket]):
             raise
 
     def raise_named(self, error: BaseException, deadline: Deadline) -> None:
-        """Raise what went wrong on a connection as an error of ours; return if it is one
-        already."""
+        """Raise a connection's failure as one of our errors; return if it is one already."""
         if isinstance(error, Refused):
             raise error.error from None
         if isinstance(error, TimeoutError):
@@ -326,8 +326,7 @@ def exchange(connection: FrameSocket, op: str, request: Any) -> tuple[Any, int]:
 
 
 def request_header(op: str, request: Any) -> bytes:
-    """Return a BulkRequest with this request, in wire form: as a message it would be copied once
-    more."""
+    """Serialise a BulkRequest around this request without copying it once more."""
     header = delimited(_NUMBERS[op], request.SerializeToString())
     trace = current()
     if trace is None or len(header) > TRACED_NBYTES_MAX:

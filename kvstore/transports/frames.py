@@ -26,8 +26,7 @@ from kvstore.errors import InvalidRequest, ProtocolError
 
 
 def runs(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Cut concatenated views into chunks of GRPC_CHUNK_NBYTES for gRPC messages, across page
-    borders.
+    """Cut concatenated views into chunks of GRPC_CHUNK_NBYTES for gRPC, across page borders.
 
     Each chunk is a list of pieces; the last one may be shorter. A view is taken when those before
     it are used up.
@@ -36,8 +35,7 @@ def runs(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def fill(pages: Iterable[Sequence[memoryview]], chunks: Iterator[memoryview]) -> list[bytes]:
-    """Copy chunks one after the other through the views of each page, and return the leaves of each
-    page.
+    """Copy chunks through the views of each page, and return the leaves of each page.
 
     Each chunk is hashed right behind its copy, while it is in the cache. Takes no chunk more than
     it needs. Raises InvalidRequest if the chunks are too few, empty, or leave bytes over.
@@ -76,11 +74,12 @@ _VIEWS_MAX = 1024  # that a system call takes, IOV_MAX
 
 
 def pack_fixed(header_nbytes: int, payload_nbytes: int, version: int = PROTOCOL_VERSION) -> bytes:
+    """Pack the fixed part of a frame."""
     return _FIXED.pack(_MAGIC, version, 0, header_nbytes, payload_nbytes)
 
 
 def unpack_fixed(fixed: bytes | bytearray, header_nbytes_max: int) -> tuple[int, int]:
-    """(header_nbytes, payload_nbytes).
+    """Unpack a frame's fixed part to (header_nbytes, payload_nbytes). Raises ProtocolError.
 
     Raises ProtocolError for anything that is not a frame.
     """
@@ -100,8 +99,7 @@ def unpack_fixed(fixed: bytes | bytearray, header_nbytes_max: int) -> tuple[int,
 
 
 def timeval(seconds: float) -> bytes:
-    """Return a value for SO_RCVTIMEO or SO_SNDTIMEO of a blocking socket; a millisecond at least,
-    because zero would mean: for ever."""
+    """Return a value for SO_RCVTIMEO or SO_SNDTIMEO, at least 1 ms because zero means forever."""
     seconds = max(seconds, 0.001)
     return _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
 
@@ -119,7 +117,7 @@ class FrameSocket:
     holds = False  # whether the node may hold slots for it, as over shared memory
 
     def __init__(self, sock: socket.socket, version: int = PROTOCOL_VERSION) -> None:
-        """`version`: of the protocol, in which it begins; then the one that the peer answered in."""
+        """Wrap a connected socket. `version` is the protocol's until the peer answers in another one."""
         sock.setblocking(True)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -138,20 +136,21 @@ class FrameSocket:
         self.admit: Callable[[int], None] = lambda header_nbytes: None
 
     def handshake(self) -> None:
-        """What both sides say before the first frame: nothing, on a plain connection."""
+        """Perform what precedes the first frame: nothing on a plain connection."""
 
     @property
     def certificate(self) -> Mapping[str, Any]:
-        """Of the peer, verified, as `ssl.SSLSocket.getpeercert` tells it; empty: it showed none."""
+        """Return the peer's verified certificate, as `getpeercert` does; empty if it showed none."""
         return {}
 
     def arm(self, seconds: float) -> None:
+        """Set the deadline of the following sends and receives, in seconds from now."""
         self._deadline = time.monotonic() + seconds
 
     def _set_timeouts(self, seconds: float) -> None:
-        """Somewhat shorter ones than asked for will do: who wakes early looks at the deadline.
+        """Set the socket's timeouts to somewhat less than that; early wake-ups look at the deadline.
 
-        So a row of calls that all have about the same time left sets them once.
+        Calls with about the same time left therefore set them once.
         """
         self._timeout_s = seconds * 0.75
         packed = timeval(self._timeout_s)
@@ -159,15 +158,15 @@ class FrameSocket:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
 
     def send_frame(self, header: bytes, payload_nbytes: int = 0, at_once: bool = False) -> None:
-        """Sends all of a frame but its payload, which follows by `send`."""
+        """Send a frame without its payload, which follows by `send`."""
         self.send(self.begun(header, payload_nbytes), at_once)
 
     def begun(self, header: bytes, payload_nbytes: int) -> bytes:
-        """A frame, all but its payload."""
+        """Build a frame without its payload."""
         return pack_fixed(len(header), payload_nbytes, self.version) + header
 
     def send(self, data: bytes | memoryview, at_once: bool = False) -> None:
-        """`at_once`: what the socket takes without waiting is sent whatever time it is."""
+        """Send all bytes; with `at_once`, what fits without waiting is sent even past the deadline."""
         view = memoryview(data)
         nbytes = view.nbytes
         flags = socket.MSG_DONTWAIT if at_once else 0
@@ -183,17 +182,16 @@ class FrameSocket:
             self.torn = self.torn or 0 < view.nbytes < nbytes
 
     def recv_frame(self, header_nbytes_max: int) -> tuple[bytes, int]:
-        """(header, payload_nbytes); the payload is still to be received."""
+        """Return (header, payload_nbytes) of the next frame; its payload is still to be received."""
         while True:
             self._check_deadline("receive")
             if self._receive_ahead():
                 return self._recv_header(header_nbytes_max)
 
     def wait_frame(self, header_nbytes_max: int, frame_s: float) -> tuple[bytes, int] | None:
-        """Like recv_frame, but waits for the first byte no longer than was armed, and may give up
-        somewhat earlier: None if none came.
+        """Receive like `recv_frame`, but return None if no first byte comes within the armed time.
 
-        From the first byte on, the frame has `frame_s` seconds to arrive.
+        From its first byte on, the frame has `frame_s` seconds to arrive.
         """
         left_s = self._deadline - time.monotonic()
         if not left_s / 2 <= self._timeout_s <= left_s:
@@ -204,7 +202,7 @@ class FrameSocket:
         return self._recv_header(header_nbytes_max)
 
     def _receive_ahead(self) -> bool:
-        """Waits until there are early bytes.
+        """Wait until there are early bytes; return False if the socket's timeout passed first.
 
         False if none came before the socket's timeout.
         """
@@ -221,7 +219,7 @@ class FrameSocket:
         return True
 
     def _receive(self, view: memoryview, flags: int = 0) -> int:
-        """What is there, at least a byte, or 0 from who has hung up.
+        """Receive at least one byte; 0 means that the peer hung up. Raises BlockingIOError on timeout.
 
         BlockingIOError: the socket's timeout passed.
         """
@@ -243,7 +241,7 @@ class FrameSocket:
         return bytes(buffer)
 
     def recv_into(self, view: memoryview) -> None:
-        """Fills the view."""
+        """Fill the view."""
         if self._early.nbytes:
             count = min(self._early.nbytes, view.nbytes)
             view[:count] = self._early[:count]
@@ -261,9 +259,10 @@ class FrameSocket:
     def send_all(
         self, views: Iterable[memoryview], next_s: Callable[[], float] | None = None
     ) -> None:
-        """All the views in few system calls: after each, a thread among many waits for its turn at
-        the GIL. `next_s`: seconds that the next CHUNK_NBYTES, or what is left, may take; it may
-        raise. None: what was armed is for all.
+        """Send all views in few system calls; each costs a wait for the GIL among many threads.
+
+        `next_s` returns the seconds for the next CHUNK_NBYTES, or the rest, and may raise. Without
+        it the armed deadline is for everything.
         """
         left = collections.deque(views)
         try:
@@ -274,7 +273,7 @@ class FrameSocket:
     def recv_all(
         self, views: Iterable[memoryview], next_s: Callable[[], float] | None = None
     ) -> None:
-        """Fills the views, as `send_all` sends them."""
+        """Fill the views; see `send_all`."""
         left = collections.deque(views)
         while left and self._early.nbytes:
             early = left[0][: self._early.nbytes]
@@ -312,8 +311,9 @@ class FrameSocket:
             _pass(left, count)
 
     def _check_deadline(self, doing: str) -> None:
-        """Before each system call, also after one that did all it should: its timeout must be what
-        is left now.
+        """Raise TimeoutError past the deadline and keep the socket's timeout close to what is left.
+
+        It runs before each system call, also after complete ones.
         """
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
@@ -322,36 +322,38 @@ class FrameSocket:
             self._set_timeouts(left_s)
 
     def fileno(self) -> int:
+        """Return the socket's descriptor."""
         return self._sock.fileno()
 
     @property
     def quiet(self) -> bool:
-        """Whether the peer has said nothing more, and not hung up.
+        """Return whether the peer has sent nothing more and not hung up.
 
-        Each lease asks: in 3 us, by an exception in 15.
+        Each lease asks this: by `poll` it takes 3 µs, by an exception 15.
         """
         return not self._early.nbytes and not self._news.poll(0)
 
     @functools.cached_property
     def _news(self) -> select.poll:
-        """Told of what `quiet` looks for."""
+        """Return a poll object that watches the socket for input."""
         news = select.poll()
         news.register(self._sock, select.POLLIN)
         return news
 
     def shutdown(self) -> None:
-        """Wakes a thread that is blocked in this socket; it gets ConnectionError."""
+        """Shut the socket down and wake a thread that is blocked in it with ConnectionError."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # not connected any more
 
     def close(self) -> None:
+        """Close the socket."""
         self._sock.close()
 
 
 def _pass(views: collections.deque[memoryview], nbytes: int) -> None:
-    """Leaves what is behind their first `nbytes`."""
+    """Drop the first `nbytes` bytes of the views."""
     while views and nbytes >= views[0].nbytes:
         nbytes -= views.popleft().nbytes
     if nbytes:

@@ -52,7 +52,7 @@ class Outbox:
         self._ended = False
 
     def put(self, frame: bytes) -> bool:
-        """Waits for room.
+        """Queue a frame when there is space; return False if the queue was ended.
 
         False: nobody takes it, because it was ended.
         """
@@ -64,7 +64,7 @@ class Outbox:
         return True
 
     def end(self, *_: object) -> None:
-        """No more frames come, or nobody sends them."""
+        """End the queue: no more frames come, or nobody sends them."""
         self._ended = True
         self._room.release()
         self._frames.put(None)
@@ -112,9 +112,11 @@ class GrpcWire:
     def __init__(
         self, target: str, authority: str = "", tls: ClientTls | None = None, token: str = ""
     ) -> None:
-        """`target`: host:port, which gRPC's own resolver then has to find, or what `grpc_target`
-        makes of addresses; the peer and what is between are told `authority`. `tls`: None: plain.
-        `token`: who asks. Raises Unavailable if files of TLS are no good.
+        """Prepare a channel to a node.
+
+        `target` is host:port, or what `grpc_target` makes of addresses; `authority` is the name
+        that the peer sees then. Without `tls` the channel is plain. Raises Unavailable for unusable
+        TLS files.
         """
         self._pid = os.getpid()
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -156,11 +158,12 @@ class GrpcWire:
 
     @property
     def _told(self) -> _Metadata:
-        """Metadata of a call."""
+        """Return the metadata of a call: token and trace."""
         trace = current()
         return self._metadata if trace is None else (*self._metadata, (HEADER, trace.header()))
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
+        """Send one request and return its reply."""
         check_process(self._pid)
         told, call = self._told, getattr(self._stub, _METHODS[op])
         try:
@@ -175,6 +178,7 @@ class GrpcWire:
         deadline: Deadline,
         seals: Seals | None = None,
     ) -> list[int]:
+        """Stream pages to the node; see `Wire.put`."""
         check_process(self._pid)
         stream, told = _Stream(), self._told
         return _in_grpc(
@@ -228,6 +232,7 @@ class GrpcWire:
         deadline: Deadline,
         seals: Seals | None = None,
     ) -> tuple[list[bool], list[int]]:
+        """Stream pages from the node; see `Wire.get`."""
         check_process(self._pid)
         stream, told = _Stream(), self._told
         return _in_grpc(
@@ -274,16 +279,16 @@ class GrpcWire:
     def follow(
         self, number: int, seconds: float, end: Callable[[], object] = lambda: None
     ) -> "Followed":
-        """Views from now on, for so long.
+        """Open a stream of views for so many seconds.
 
-        `number`: of the one that is known. `end` is called when all is over.
+        `number` is that of the known view. `end` is called when the stream has ended.
         """
         check_process(self._pid)
         request, told = pb.FollowRequest(number=number), self._told
         return Followed(lambda: self._stub.Follow(request, timeout=seconds, metadata=told), end)
 
     def close(self) -> None:
-        """Ends its calls.
+        """End the calls and close the channel; a forked child does nothing, as the channel is its parent's.
 
         In a child of a fork it does nothing: the channel is the parent's.
         """
@@ -328,7 +333,7 @@ class Followed:
             self._at_end()
 
     def cancel(self) -> None:
-        """Ends it, from any thread."""
+        """Cancel the stream, from any thread."""
         self._cancelled = True
         views = self._views
         if views is not None:
@@ -336,9 +341,7 @@ class Followed:
 
 
 def _send(pages: Iterable[Pieces], outbox: Outbox) -> None:
-    """The pages, of one or more pieces, in chunks, each page hashed right behind its last one, then
-    the commit.
-    """
+    """Send pages in chunks, hash each page after its last one, and send the commit."""
     made = []
 
     def hashed() -> Iterator[memoryview]:
@@ -362,7 +365,7 @@ class _Stream:
 
     @contextlib.contextmanager
     def whole(self, replies: Any) -> Iterator[Any]:
-        """Around hearing all that it answers."""
+        """Register a call's replies so that `stop` can cancel it, and cancel it on errors."""
         self._replies.append(replies)
         try:
             if self._stopped:
@@ -375,14 +378,14 @@ class _Stream:
             self._replies.clear()
 
     def stop(self) -> None:
-        """From another thread: it ends soon."""
+        """Cancel the call from another thread."""
         self._stopped = True
         for replies in tuple(self._replies):
             replies.cancel()
 
 
 def _in_grpc(work: Callable[[], Result], stop: Callable[[], object] | None = None) -> Result:
-    """`run_in_helper_thread`, and not while this process forks."""
+    """Run gRPC work on the helper thread, and never while this process forks."""
     try:
         return run_in_helper_thread(partial(gate.run, work), stop)
     except NoThread as error:
@@ -396,7 +399,7 @@ def _translated(error: grpc.RpcError | ValueError) -> Exception:
 
 
 def _page_bytes(frame: bytes) -> memoryview:
-    """Of a GetFrame with a chunk; none of any other.
+    """Return the page bytes of a GetFrame; empty if it has none. Raises DecodeError.
 
     Raises DecodeError for what is no GetFrame.
     """
@@ -408,9 +411,9 @@ _wires: "weakref.WeakSet[GrpcWire]" = weakref.WeakSet()
 
 
 def _keep_channels() -> None:
-    """In a child of a fork nobody may end its parent's channels: gRPC would wait for threads, and
-    for locks of threads, that are not there. They are never collected, not even when the
-    interpreter ends.
+    """Keep a forked child from ending its parent's channels, even at its exit.
+
+    gRPC would wait for threads and locks that do not exist in the child.
     """
     for wire in list(_wires):
         for kept in (wire._channel, wire._stub, wire._put, wire._get):

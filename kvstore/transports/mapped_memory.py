@@ -42,7 +42,7 @@ class ArenaMap:
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """`fd` stays the caller's.
+        """Map the arena behind `fd`, which stays the caller's. Raises ProtocolError if it does not fit.
 
         Raises ProtocolError if it is not an arena of `nbytes` bytes.
         """
@@ -69,7 +69,7 @@ class ArenaMap:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def check(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
-        """Raises ProtocolError if one of these slots lies outside the arena."""
+        """Raise ProtocolError if one of these slots lies outside the arena."""
         if max(map(operator.add, offsets, sizes), default=0) > self.nbytes:
             for offset, nbytes in zip(offsets, sizes, strict=True):
                 if offset + nbytes > self.nbytes:
@@ -78,14 +78,14 @@ class ArenaMap:
                     )
 
     def views(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-        """Of slots that were checked."""
+        """Return views of slots that were checked."""
         return [
             self.memory[offset : offset + nbytes]
             for offset, nbytes in zip(offsets, sizes, strict=True)
         ]
 
     def populate(self, stop: Event) -> None:
-        """Enters the arena into this process's page table, until done or told to stop.
+        """Enter the arena into this process's page table, until done or stopped.
 
         Otherwise the first use of each 4 KiB pays for it, which makes the first pass over the arena
         three times slower (measured). 75 ms per GiB, in small steps between which others may run.
@@ -104,7 +104,7 @@ class ArenaMap:
                 return
 
     def depopulate(self) -> None:
-        """Takes the arena out of the page table again.
+        """Remove the arena from the page table again.
 
         Bytes and views stay: who still uses one enters its page anew.
 
@@ -290,7 +290,6 @@ def give_back(connection: DescriptorSocket) -> bool:
 
 
 def let_go(connection: DescriptorSocket) -> None:
-    """Give slots back before a connection is closed that still holds some: an interrupt came
-    twice."""
+    """Release slots before a connection that still holds some is closed, after two interrupts."""
     if connection.holds:
         give_back(connection)

@@ -64,11 +64,11 @@ FRAMES_SHARE = 0.5
 
 
 class Addresses:
-    """Resolve one host's name under a deadline: the system's resolver knows none and may take half
-    a minute. Thread-safe. The name is resolved anew for each connection, so that it may move.
+    """Resolve one host's name under a deadline. Thread-safe.
 
-    A thread of its own asks the resolver, one at a time, which many callers may wait for. One that
-    hangs costs its callers their deadline and the process this one thread.
+    The system's resolver has no deadline and may take half a minute, so a thread asks it. Many
+    callers may wait for that thread. A hanging query costs its callers their deadline and the
+    process one thread. The name is resolved anew for each connection, so that it may move.
     """
 
     def __init__(self, host: str) -> None:
@@ -189,6 +189,7 @@ class Negotiated:
         return channel.follow(number, seconds, channel.close)
 
     def close(self) -> None:
+        """Close the transport."""
         self.wire.close()
 
 
@@ -224,9 +225,7 @@ def member_name(cluster: str, member: str) -> str:
 
 
 def import_grpc_for(addresses: Iterable[str]) -> None:
-    """Import gRPC now if an address needs it: importing takes longer than the deadline of some
-    calls.
-    """
+    """Import gRPC now if an address needs it; importing takes longer than some deadlines."""
     if any(parse_address(address).scheme == GRPC for address in addresses):
         import kvstore.transports.grpc_wire  # noqa: F401
 
@@ -247,9 +246,7 @@ class Negotiation:
         self._known: Known | None = None
 
     def expect(self, bulk_port: int, member: str) -> None:
-        """Note where a view says that this member serves frames: `open` tries hello there before
-        gRPC.
-        """
+        """Note that a view names this member's frame port: `open` tries hello there before gRPC."""
         known = self._known
         if bulk_port and (known is None or known.bulk_port != bulk_port):
             self._known = Known(bulk_port, member=member)
@@ -282,11 +279,10 @@ class Negotiation:
     def _hello_at_known_port(
         self, known: Known, found: tuple[str, ...], limit: Deadline
     ) -> tuple[First | None, bool]:
-        """Say hello by frames at the known port, so that a node whose gRPC is down or flooded keeps
-        its clients.
+        """Say hello by frames at the known port, so that clients survive an outage of gRPC.
 
-        Return (the answer, whether nobody answered). No answer: ask over gRPC, because another node
-        may have the port now.
+        Return the reply, or None, and whether nobody answered. Without a reply, ask over gRPC:
+        another node may have the port now.
         """
         try:
             first = self._hello_by_frames(
@@ -369,8 +365,9 @@ class Negotiation:
     def _explain_by_tls(
         self, error: KVStoreError, port: int, found: tuple[str, ...], limit: Deadline
     ) -> KVStoreError:
-        """Return an error that names TLS if that is why the node can not be reached: neither gRPC
-        nor frames say so.
+        """Return an error that names TLS if TLS is why the node cannot be reached.
+
+        Neither gRPC nor frames report that by themselves.
         """
         try:
             said = why_not(found, port, self._tls, min(PROBE_S, limit.remaining()))

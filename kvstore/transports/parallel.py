@@ -57,11 +57,11 @@ class ParallelTransfer:
         self._pid = os.getpid()
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | KVStoreError]:
-        """Return what each call returned or raised, when all have ended: no thread touches a
-        caller's buffer any more, also when this is interrupted.
+        """Run the calls in parallel and return what each returned or raised, after all have ended.
 
-        The calling thread and those that can be had take one call after the other, so that one that
-        hangs keeps only the thread that took it.
+        No thread touches a caller's buffer afterwards, even if this is interrupted. The calling
+        thread and the free ones each take the next call, so a call that hangs blocks only its own
+        thread.
         """
         if len(calls) == 1:
             try:
@@ -135,7 +135,7 @@ class ParallelTransfer:
         return begin(done, self._threads, work)
 
     def close(self) -> None:
-        """Calls that run end by their deadlines."""
+        """Accept no more calls; running calls end by their deadlines."""
         if os.getpid() != self._pid:
             return
         with self._lock:

@@ -75,9 +75,11 @@ class ShmWire:
         version: int = PROTOCOL_VERSION,
         is_here: bool = False,
     ) -> None:
-        """`node_path`: the socket's path where the node is, which may be mounted elsewhere here;
-        `is_here`: the path here. It speaks this `version`. `instance_id`: of the run of the node;
-        empty: the one that answers first.
+        """Prepare a connection to the node's Unix socket.
+
+        `node_path` is the socket's path as the node sees it, which may be mounted elsewhere here;
+        with `is_here` it is the path here. `instance_id` names the node's run; empty accepts the
+        first that answers.
         """
         self.hello = pb.HelloReply()  # to the first connection
         self._version = version
@@ -93,6 +95,7 @@ class ShmWire:
 
     @property
     def arena(self) -> ArenaMap:
+        """Return the mapped arena; there is one after the first connection."""
         assert self._arena is not None, "there is none before the first connection"
         return self._arena
 
@@ -114,7 +117,7 @@ class ShmWire:
             pass
 
     def greet(self, deadline: Deadline) -> pb.HelloReply:
-        """As that of `BulkWire`."""
+        """Say hello, as `BulkWire.greet` does."""
         try:
             self.connect(deadline)
         except ProtocolError:
@@ -124,12 +127,13 @@ class ShmWire:
         return self.hello
 
     def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
-        """As that of `BulkWire`."""
+        """Open a stream of views, as `BulkWire.follow` does."""
         return FrameViews(
             self._pool.separate(deadline), number, seconds, deadline, self._pool.raise_named
         )
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
+        """Send one request and return its reply."""
         with self._pool.connection(deadline) as connection:
             return exchange(connection, op, request)[0]
 
@@ -202,6 +206,7 @@ class ShmWire:
         deadline: Deadline,
         seals: Seals | None = None,
     ) -> list[int]:
+        """Reserve slots, write the pages into them and commit; see `Wire.put`."""
         with self.reserving(request, deadline) as reserved:
             chosen = [i for i, verdict in enumerate(reserved.verdicts) if verdict == pb.WRITE]
 
@@ -224,6 +229,7 @@ class ShmWire:
         deadline: Deadline,
         seals: Seals | None = None,
     ) -> tuple[list[bool], list[int]]:
+        """Copy pages out of the mapped slots and verify the copies; see `Wire.get`."""
         nbytes = (segments_nbytes(buffers[0]) if buffers else 0) + (seals.nbytes if seals else 0)
         count = max(1, len(request.ranges))  # of the parts of each hit
         with self.acquiring(request, nbytes, deadline) as acquired:
@@ -354,8 +360,7 @@ def _beside(name: str, work: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _own_pidfd() -> Iterator[int]:
-    """Open a descriptor by which the node learns for certain that this process has ended, in
-    whatever container it is."""
+    """Open a pidfd of this process, by which the node notices its end in any container."""
     try:
         pidfd = os.pidfd_open(os.getpid())
     except OSError as error:
@@ -400,8 +405,9 @@ def _write_page(slot: memoryview, page: Pieces) -> bytes:
 
 
 def _read_page(page: Pieces, parts: Sequence[memoryview]) -> bytes:
-    """Copy the parts one after the other and hash the copy: that, not the slot, is what the caller
-    is going to use. Return its leaves.
+    """Copy the parts in order and return the leaves of the copy.
+
+    The copy is hashed, not the slot, because the copy is what the caller uses.
     """
     running = Leaves(segments_nbytes(page))
     for target, part in zip_segments(page, parts):

@@ -52,12 +52,12 @@ _ERRORS[Code.CANCELLED] = Unavailable
 
 
 def status_code(error: KVStoreError) -> Code:
-    """gRPC status of an error; INTERNAL for one outside the tree's leaves."""
+    """Return the gRPC status code of an error; INTERNAL for unknown kinds."""
     return _CODES.get(type(error), Code.INTERNAL)
 
 
 def from_status(code: int, message: str) -> KVStoreError:
-    """The error of a numeric gRPC status, as a peer sent it."""
+    """Return the error for a numeric gRPC status that a peer sent."""
     error = _ERRORS.get(code, KVStoreError)(message)
     error.answered = True
     return error

@@ -41,6 +41,7 @@ _NO_PLACE_REASON = "ALERT_INTERNAL_ERROR"  # as OpenSSL calls it
 
 
 def means_no_place(error: ssl.SSLError) -> bool:
+    """Return whether a TLS error only says that the write buffer is full."""
     return _NO_PLACE_REASON in (error.reason or "")
 
 
@@ -54,7 +55,7 @@ class TlsFrameSocket(FrameSocket):
     def __init__(
         self, sock: Any, context: ssl.SSLContext, name: str = "", version: int = PROTOCOL_VERSION
     ) -> None:
-        """`name`: that the peer's certificate must have; none: the peer is the client."""
+        """Wrap a socket in TLS. `name` must be in the peer's certificate; without it the peer is a client."""
         super().__init__(sock, version)
         self._encrypted, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
@@ -63,7 +64,7 @@ class TlsFrameSocket(FrameSocket):
         self._record = memoryview(bytearray(RECORD_NBYTES))
 
     def handshake(self) -> None:
-        """By the time that was armed."""
+        """Perform the TLS handshake within the time that was armed."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -79,11 +80,13 @@ class TlsFrameSocket(FrameSocket):
 
     @property
     def certificate(self) -> Mapping[str, Any]:
+        """Return the peer's verified certificate; empty if it has none."""
         return self._tls.getpeercert() or {}
 
     # ---- sending -------------------------------------------------------------------------
 
     def send(self, data: bytes | memoryview, at_once: bool = False) -> None:
+        """Encrypt and send bytes."""
         view = memoryview(data)
         while view.nbytes:
             self._tls.write(view[:STEP_NBYTES])
@@ -100,9 +103,7 @@ class TlsFrameSocket(FrameSocket):
         return moved
 
     def _flush(self, at_once: bool = False) -> None:
-        """What was encrypted is on its way, or the connection is lost: nobody could go on in the
-        middle of it.
-        """
+        """Send all encrypted bytes; if that fails the connection is lost, as it cannot be resumed midway."""
         if not self._to_send.pending:
             return
         try:
@@ -112,14 +113,14 @@ class TlsFrameSocket(FrameSocket):
             raise
 
     def _tell(self) -> None:
-        """The peer, why this ends."""
+        """Send the TLS alert that tells the peer why the connection ends."""
         with contextlib.suppress(OSError):
             self._flush()
 
     # ---- receiving -----------------------------------------------------------------------
 
     def _receive(self, view: memoryview, flags: int = 0) -> int:
-        """Of one record, which is decrypted to where it is wanted."""
+        """Receive from one record, decrypted into the target."""
         fetched = False
         while True:
             try:
@@ -145,7 +146,7 @@ class TlsFrameSocket(FrameSocket):
         return moved
 
     def _fetch(self, wanted_nbytes: int = 0) -> bool:
-        """More of what is encrypted.
+        """Receive more encrypted bytes. Raises BlockingIOError when the socket's timeout has passed.
 
         BlockingIOError when the socket's timeout passed.
         """
@@ -159,7 +160,7 @@ class TlsFrameSocket(FrameSocket):
 
     @property
     def quiet(self) -> bool:
-        """What is decrypted and was not asked for is no quiet either."""
+        """Return whether nothing is waiting; decrypted bytes that nobody requested count as waiting."""
         return super().quiet and not self._tls.pending() and not self._encrypted.pending
 
 
@@ -232,7 +233,7 @@ class ClientTls:
 
     @property
     def refused(self) -> str:
-        """What it means when the node hangs up on who has greeted it well."""
+        """Explain why a node hangs up after a good handshake."""
         cert = self._config.tls_cert
         if not cert:
             return (
@@ -246,7 +247,7 @@ class ClientTls:
         )
 
     def meaning(self, error: OSError) -> str:
-        """What is wrong, and its remedy."""
+        """Return what an error of TLS means and how to remedy it."""
         said = str(error)
         sign = re.sub("[^A-Z]+", "_", said.upper())
         config = self._config
@@ -256,12 +257,12 @@ class ClientTls:
 
 
 def client_tls(config: ClientConfig, host: str) -> ClientTls | None:
-    """None: this client speaks plainly."""
+    """Return the TLS settings of a client for a host; None if it uses no TLS."""
     return ClientTls(config, host) if config.tls_ca else None
 
 
 def check_tls(config: ClientConfig) -> None:
-    """Raises ConfigError for files that can never work.
+    """Raise ConfigError for TLS files that can never work.
 
     An expired certificate may be renewed before it is needed.
     """
@@ -271,9 +272,9 @@ def check_tls(config: ClientConfig) -> None:
 
 
 def why_not(found: Sequence[str], port: int, tls: ClientTls | None, seconds: float) -> str:
-    """What TLS has to do with it that the gRPC port of a node could not be reached; empty: nothing.
+    """Return how TLS explains that a node's gRPC port is unreachable; empty if it does not.
 
-    One handshake with each address, of at most so many seconds in all.
+    It tries one handshake with each address, for so many seconds in all.
     """
     for address in found:
         with (
@@ -286,9 +287,9 @@ def why_not(found: Sequence[str], port: int, tls: ClientTls | None, seconds: flo
 
 
 def shown(sock: socket.socket) -> bytes:
-    """The certificate that is shown to anybody, in PEM form, believed or not; it takes the socket.
+    """Return the certificate that a server shows, in PEM form, trusted or not; closes the socket.
 
-    Raises OSError for who speaks no TLS.
+    Raises OSError if the server does not use TLS.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said to it
@@ -297,7 +298,7 @@ def shown(sock: socket.socket) -> bytes:
 
 
 def _plain(sock: socket.socket) -> str:
-    """Whether a TLS server is there that a plain client was talking to."""
+    """Return a hint if a plain client has been talking to a TLS server."""
     try:
         shown(sock)
     except ssl.SSLError as error:
@@ -306,7 +307,7 @@ def _plain(sock: socket.socket) -> str:
 
 
 def greeted(sock: socket.socket, tls: ClientTls) -> str:
-    """What keeps a client from greeting the node at the other end; empty: nothing.
+    """Return what prevents a TLS handshake with the node; empty if nothing does. Closes the socket.
 
     It takes the socket.
     """

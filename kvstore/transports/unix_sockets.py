@@ -25,12 +25,13 @@ class Peer(NamedTuple):
 
 
 def peer_of(sock: socket.socket) -> Peer:
+    """Return the process and user at the other end of a Unix socket."""
     pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return Peer(pid, uid)
 
 
 def check_path(path: str, setting: str) -> None:
-    """Raises ConfigError if no socket can have this path."""
+    """Raise ConfigError if no Unix socket can have this path."""
     nbytes = len(os.fsencode(path))
     if nbytes > PATH_NBYTES_MAX:
         raise ConfigError(
@@ -43,7 +44,7 @@ def check_path(path: str, setting: str) -> None:
 
 
 def connected(path: str, seconds: float) -> socket.socket:
-    """Raises TimeoutError if the listener takes no connection in that time.
+    """Connect to a Unix socket. Raises TimeoutError if the listener does not accept in time.
 
     The kernel waits, as a blocking socket is told: with Python's own timeout a connection is
     refused at once while the listener's backlog is full, which many clients that come together do
@@ -73,7 +74,7 @@ class DescriptorSocket(FrameSocket):
         self.peer = peer_of(sock)
 
     def send_frame_with(self, fd: int, header: bytes) -> None:
-        """Sends a frame without payload and a copy of `fd`, which stays the caller's."""
+        """Send a frame without payload and a copy of `fd`, which stays the caller's."""
         frame = pack_fixed(len(header), 0, self.version) + header
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         sent = 0
@@ -88,9 +89,9 @@ class DescriptorSocket(FrameSocket):
         self.send(frame[sent:])
 
     def recv_frame_with(self, header_nbytes_max: int) -> tuple[bytes, int, int | None]:
-        """(header, payload_nbytes, fd); the descriptor, if one came, is the caller's to close.
+        """Return (header, payload_nbytes, fd); the caller closes a descriptor that came.
 
-        No other way lets one in: `recv_frame` has no room for any, and the kernel closes those.
+        No other method lets one in: `recv_frame` has no space for any, and the kernel closes those.
         """
         assert not self._early.nbytes, "a descriptor comes with the first byte of a frame"
         while True:

@@ -27,7 +27,8 @@ class Views(Protocol):
 
     def __iter__(self) -> Iterator[pb.View]: ...
 
-    def cancel(self) -> object: ...
+    def cancel(self) -> object:
+        """End the stream, from any thread."""
 
 
 class FrameViews:
@@ -47,10 +48,10 @@ class FrameViews:
         deadline: Deadline,
         raise_named: Callable[[BaseException, Deadline], None],
     ) -> None:
-        """Takes the connection.
+        """Take the connection over and ask once without waiting.
 
-        `number`: of the view that is known. Asks once without waiting, so that a node that knows no
-        such request says so here: ProtocolError. `raise_named`: as `ConnectionPool` has it.
+        A node that does not know the request answers with ProtocolError here. `number` is that of
+        the known view, `raise_named` as in `ConnectionPool`.
         """
         self._connection = connection
         self._number = number
@@ -81,7 +82,7 @@ class FrameViews:
             self._connection.close()
 
     def _ask(self, wait_s: float, deadline: Deadline) -> pb.View:
-        """An empty view: there was none in that time."""
+        """Ask for the next view and return it; an empty view means none came in that time."""
         request = pb.FollowRequest(number=self._number, wait_ms=round(1000 * wait_s))
         try:
             self._connection.arm(deadline.remaining())
@@ -94,9 +95,9 @@ class FrameViews:
         return view
 
     def cancel(self) -> None:
-        """Ends it, from any thread, at the node, too.
+        """End the stream here and at the node, from any thread.
 
-        Children of forks have the socket: closing would not do.
+        The socket is shut down, because forked children may hold it open.
         """
         self._cancelled = True
         self._connection.shutdown()

@@ -26,7 +26,7 @@ class Wire(Protocol):
     name: str
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
-        """One request, one reply.
+        """Send one request and return its reply. `op` is the field's name in BulkRequest.
 
         `op` is the field's name in BulkRequest.
         """
@@ -38,7 +38,7 @@ class Wire(Protocol):
         deadline: Deadline,
         seals: Seals | None = None,
     ) -> list[int]:
-        """One PutVerdict per key; WRITE means: sent and committed."""
+        """Put pages and return one PutStatus per key; WRITE means sent and committed."""
 
     def get(
         self,
@@ -48,8 +48,11 @@ class Wire(Protocol):
         deadline: Deadline,
         seals: Seals | None = None,
     ) -> tuple[list[bool], list[int]]:
-        """(hit, intact and with its seal, per key; positions whose bytes did not match their
-        checksum). What has not its seal is in `seals.forged`.
+        """Read pages; return a hit per key and the positions whose bytes failed their checksum.
+
+        A hit is intact and, in a keyed namespace, has its HMAC. Pages without are in
+        `seals.forged`.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the connections."""

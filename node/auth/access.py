@@ -30,6 +30,7 @@ ITSELF = Principal("the node itself", ALL, Role.ADMIN)
 
 
 def nobody() -> Principal:
+    """Raise Unauthenticated for a caller without credentials."""
     raise Unauthenticated(
         "this node asks who you are: set a token (KVSTORE_TOKEN) or a client certificate"
     )
@@ -65,9 +66,11 @@ class FileReloader:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
+        """Start the thread that polls the files."""
         self._thread.start()
 
     def stop(self) -> None:
+        """End the thread."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -93,9 +96,10 @@ class Access:
         arena_for: Collection[str] = (),
         check_quota: Callable[[Mapping[str, str]], object] = lambda fields: None,
     ) -> None:
-        """`arena_for`: tenants that may map this node's memory.
+        """Read the identities file, or allow everybody without one.
 
-        Raises ConfigError for a file that can not be read, or that others may write.
+        `arena_for` lists the tenants that may map this node's memory. Raises ConfigError for a file
+        that is unreadable, or that others may write.
         """
         self._file = f"identities={path}"
         self.open = not path
@@ -112,18 +116,19 @@ class Access:
 
     @property
     def identities(self) -> Identities:
+        """Return the identities in force."""
         return self._identities
 
     # ---- who it is -----------------------------------------------------------------------
 
     def of_token(self, token: str) -> Principal:
-        """Raises Unauthenticated."""
+        """Return the principal of a token. Raises Unauthenticated."""
         if self.open:
             return EVERYBODY
         return _valid(self._identities.tokens.get(token_hash(token)), "token")
 
     def of_headers(self, authorization: str, names: Sequence[str]) -> Principal:
-        """By the value of that header, if there is one, or else by a certificate.
+        """Return the principal of an authorization header, or else of a certificate.
 
         Raises Unauthenticated.
         """
@@ -137,21 +142,22 @@ class Access:
         return self.of_token(token.strip())
 
     def of_certificate(self, names: Sequence[str]) -> Principal:
-        """Of a certificate that was verified, by the first of its names that is known."""
+        """Return the principal of the first known name in a verified certificate."""
         if self.open:
             return EVERYBODY
         known = (self._identities.certificates.get(name) for name in names)
         return _valid(next(filter(None, known), None), "certificate")
 
     def sees(self, principal: Principal, tenant: str, model: str) -> bool:
-        """Whether a namespace is his, or its owner lets others read it and he is among them."""
+        """Return whether a namespace is the principal's own or shared with it."""
         return principal.owns(tenant, model) or any(
             share.lets(principal, tenant, model) for share in self._identities.shares
         )
 
     def why_no_arena(self, principal: Principal) -> str:
-        """Why this one may not map the memory, in which he could read and write the pages of all;
-        empty: he may.
+        """Return why a principal may not map the arena, in which it could access all pages.
+
+        An empty text allows it.
         """
         if self.open or (principal.of_all and principal.role >= Role.WRITE):
             return ""
@@ -168,12 +174,13 @@ class Access:
         return ""
 
     def known_by(self, token: str, names: Sequence[str]) -> "Credential":
-        """Of a connection, which sent this token, or a certificate with these names."""
+        """Return the credential of a connection that showed this token or certificate."""
         return Credential(self, token, names)
 
     def share(self, principal: Principal) -> str:
-        """Whose share it counts to where there are several tenants, or it has a quota; empty: its
-        address's.
+        """Return the share that a principal counts to; empty for its address's.
+
+        There is one if the node has several tenants, or the tenant has a quota.
         """
         return principal.share if self._has_own_share(principal.tenant) else ""
 
@@ -193,10 +200,10 @@ class Access:
     # ---- the file ------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Takes what the file says now, if it has changed.
+        """Reload the identities file if it has changed.
 
-        One that can not be used changes nothing; told once. One that ends within a line is being
-        written, perhaps: it is taken if it is still so when it is looked at again.
+        A file that cannot be used changes nothing and is logged once. A file that ends within a
+        line may be half written: it is used if it is still the same at the next poll.
         """
         if self.open:
             return
@@ -249,7 +256,7 @@ class Credential:
         self._principal = EVERYBODY
 
     def __call__(self) -> Principal:
-        """Raises Unauthenticated."""
+        """Return the principal now. Raises Unauthenticated."""
         identities = self._access.identities
         if identities is not self._of or self._principal.expires_s != math.inf:
             self._of = None

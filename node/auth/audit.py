@@ -51,7 +51,7 @@ class Audit:
     """
 
     def __init__(self, path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError for a file that can not be written.
+        """Open the audit log; it may be rotated. Raises ConfigError if it cannot be written.
 
         It may be moved away: a new one is begun.
         """
@@ -70,12 +70,14 @@ class Audit:
                 ) from error
 
     def refused(self, op: str, peer: str, who: str, why: str, request: Any = None) -> None:
+        """Record a refused request."""
         self.refused_count += 1
         self._write(
             "refused", op=op, who=who, peer=peer, **_about(request), why=why[:WHY_LENGTH_MAX]
         )
 
     def acted(self, op: str, peer: str, who: str, request: Any) -> None:
+        """Record an act of administration."""
         self._write("act", op=op, who=who, peer=peer, **_about(request))
 
     def _write(self, what: str, **facts: str) -> None:
@@ -100,6 +102,7 @@ class Audit:
             self._log.handle(record)
 
     def close(self) -> None:
+        """Close the log file."""
         if self._handler is not None:
             self._handler.close()
 
@@ -111,8 +114,9 @@ def _about(request: Any) -> dict[str, str]:
 
 
 class _File(logging.handlers.WatchedFileHandler):
-    """A full disk, a directory that is gone, or a pipe that nobody reads, costs lines, never a
-    request nor the end of a stop; it is told once.
+    """Write to a file without ever failing a request or a stop.
+
+    A full disk, a missing directory or a pipe without a reader costs lines and is reported once.
     """
 
     def __init__(self, path: str) -> None:

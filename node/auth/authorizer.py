@@ -72,9 +72,7 @@ SHARED = ("lookup", "get", "list", "stat", "verify")
 
 
 class _NotVisible(Exception):
-    """A namespace of somebody else: he is told that it is not there, and the audit log that he
-    asked.
-    """
+    """Signal a namespace of somebody else: the caller gets a miss, the audit log the attempt."""
 
 
 class Authorizer:
@@ -89,11 +87,11 @@ class Authorizer:
         self._find = find
 
     def who(self, caller: Caller) -> Principal:
-        """Raises Unauthenticated."""
+        """Return the caller's principal. Raises Unauthenticated."""
         return EVERYBODY if self.access.open and caller is not THE_NODE else caller.who()
 
     def of_his(self, principal: Principal, infos: Iterable[Info]) -> list[Info]:
-        """Of namespaces that are told of, those that he may hear of."""
+        """Return the namespaces that a principal may see."""
         if principal.of_all:
             return list(infos)
         return [
@@ -103,7 +101,7 @@ class Authorizer:
         ]
 
     def known(self, op: str, peer: str, find: Callable[[], Principal]) -> Principal:
-        """Who is at the door.
+        """Return the principal of a new connection and record refusals. Raises Unauthenticated.
 
         Raises Unauthenticated.
         """
@@ -114,12 +112,12 @@ class Authorizer:
             raise
 
     def turned_away(self, op: str, peer: str, principal: Principal, why: str) -> Forbidden:
-        """The error for who is known and not let in at this door, written down."""
+        """Record that a known principal may not connect here, and return the error."""
         self.audit.refused(op, peer, principal.name, why)
         return Forbidden(why)
 
     def admit(self, op: str, request: Any, caller: Caller) -> Principal:
-        """Who asks.
+        """Return the principal that may send this request.
 
         Raises Unauthenticated, Forbidden, or UnknownNamespace for a namespace of somebody else.
         """

@@ -70,10 +70,9 @@ _FIELDS = {
 
 
 def quota_of(fields: Mapping[str, str]) -> Quota:
-    """The quota that such fields write down.
+    """Parse the fields of a quota.
 
-    Raises ConfigError, which names the field and does not say what stands there: it may be what
-    does not belong there, such as a token.
+    The ConfigError names the field but not its value, which may be a misplaced secret.
     """
     values: dict[str, int] = {}
     for name, text in fields.items():
@@ -92,9 +91,7 @@ def quota_of(fields: Mapping[str, str]) -> Quota:
 
 
 def tenant_of(peer: str) -> str:
-    """Of one who counts to his tenant's share (`kvstore.identities.Principal.share`); empty for an
-    address.
-    """
+    """Return the tenant of a peer key that names one; empty for an address."""
     return peer.removeprefix(PEER_PREFIX) if peer.startswith(PEER_PREFIX) else ""
 
 
@@ -110,7 +107,7 @@ class Quotas:
         self._listeners: list[Callable[[], None]] = []
 
     def set(self, quotas: Mapping[str, Quota]) -> None:
-        """From now on these hold, and no others.
+        """Replace all quotas and notify the listeners.
 
         Returns when all who keep accounts have heard of it.
         """
@@ -120,23 +117,24 @@ class Quotas:
                 listener()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """It is called now and after each change."""
+        """Call a listener now and after each change."""
         with self._lock:
             self._listeners.append(listener)
             listener()
 
     def of(self, tenant: str) -> Quota:
+        """Return a tenant's quota."""
         return self._by_tenant.get(tenant, NO_QUOTA)
 
     def __contains__(self, tenant: str) -> bool:
         return tenant in self._by_tenant
 
     def tenants(self) -> list[str]:
-        """Those that have one."""
+        """Return the tenants that have a quota."""
         return list(self._by_tenant)
 
     def promised(self, field: str) -> int:
-        """Of all tenants together."""
+        """Return the sum of a field over all tenants."""
         return sum(getattr(quota, field) for quota in self._by_tenant.values())
 
 
@@ -155,13 +153,13 @@ class Bucket:
         self.at_s = now_s
 
     def fill(self, rate: float, most: float, now_s: float) -> float:
-        """What is there now."""
+        """Refill the bucket and return its level."""
         self.left = min(most, self.left + rate * (now_s - self.at_s))
         self.at_s = now_s
         return self.left
 
     def take(self, rate: float, most: float, now_s: float) -> bool:
-        """One, if there is one."""
+        """Take one token if there is one."""
         if self.fill(rate, most, now_s) < 1.0:
             return False
         self.left -= 1.0

@@ -72,8 +72,10 @@ class Drain:
         self._progress = Progress()
 
     def begin(self) -> Progress:
-        """Begins it, or says how far it is; when it is over, that once, and who asks again has it
-        looked at again. Raises what `Membership.announce` raises.
+        """Begin to drain, or report the progress.
+
+        The finished state is reported once; the next call looks again. Raises what
+        `Membership.announce` raises.
         """
         with self._lock:
             if self._thread is None:
@@ -89,15 +91,13 @@ class Drain:
             return self._progress
 
     def end(self) -> Progress:
-        """This member serves again."""
+        """Stop draining: the member serves again."""
         self.stop()
         self._membership.announce(State.SERVING)
         return self._progress
 
     def stop(self) -> None:
-        """Waits for nobody: a call that it is in ends by its deadline, and nothing is made of its
-        answer.
-        """
+        """Stop the thread without waiting: a running call ends by its deadline and is ignored."""
         with self._lock:
             self._thread = None
             self._over.set()
@@ -130,9 +130,9 @@ class Drain:
     # ---- what became of the pages --------------------------------------------------------
 
     def _look(self, view: View, over: threading.Event) -> tuple[int, int]:
-        """Pages that no owner has, and that one has.
+        """Count the pages that no owner has, and those that one has.
 
-        Who does not answer is not asked again in this pass.
+        A member that does not answer is not asked again in this pass.
         """
         counts, away = [0, 0], set[str]()
         with self._tier.lock:
@@ -157,7 +157,7 @@ class Drain:
         over: threading.Event,
         away: set[str],
     ) -> set[bytes]:
-        """Those that one of their owners has."""
+        """Return the pages that one of their owners has."""
         wanted: dict[str, list[bytes]] = {}
         for prefix_hash, owners in zip(
             prefix_hashes, view.owners.owners(digest, prefix_hashes), strict=True
@@ -175,7 +175,7 @@ class Drain:
         return handed
 
     def _there(self, member: str, namespace: Namespace, prefix_hashes: list[bytes]) -> list[bytes]:
-        """Which of the pages a member has."""
+        """Return which of the pages a member has."""
 
         def call(link: NodeConnection, limit: Deadline) -> list[Any]:
             return keyed_replies(link, "stat", pb.StatRequest, namespace, prefix_hashes, limit)

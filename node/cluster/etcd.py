@@ -89,7 +89,7 @@ class Access:
     password: str = field(default="", repr=False)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """As the files are now.
+        """Read the files and return gRPC credentials. Raises ConfigError for unusable files.
 
         Raises ConfigError for those that can not be read, or do not belong together.
         """
@@ -134,9 +134,7 @@ class Etcd:
     # ---- keys ----------------------------------------------------------------------------
 
     def read(self, prefix: str) -> Reading:
-        """In as many answers as it takes, all of them as it was at the first: removals of 30 days
-        may be many.
-        """
+        """Read all keys below a prefix at one revision, in as many replies as needed."""
         request = pb.RangeRequest(key=prefix.encode(), range_end=_behind(prefix), limit=KEYS_MAX)
         entries: dict[str, Entry] = {}
         while True:
@@ -148,9 +146,9 @@ class Etcd:
             request.key = reply.kvs[-1].key + b"\0"
 
     def swap(self, key: str, value: bytes, lease: int, revision: int) -> tuple[Entry | None, int]:
-        """Writes if the key was written last in `revision`, 0 for one that is not there.
+        """Write a key if it was last written in `revision` (0: it does not exist).
 
-        (what is there instead, None if it was written; etcd's revision now).
+        Return the entry that is there instead, None if it was written, and etcd's revision.
         """
         name = key.encode()
         same = pb.Compare(target=pb.Compare.MOD, key=name, mod_revision=revision)
@@ -164,7 +162,7 @@ class Etcd:
         return (_entry(found[0]) if found else Entry(b"", 0, 0)), reply.header.revision
 
     def watch(self, prefix: str, revision: int) -> Iterator[list[Change]]:
-        """Changes from `revision` on, as they come.
+        """Yield changes from `revision` on. Raises Unavailable if it must be read anew.
 
         Raises Unavailable if it can not go on: read again then.
         """
@@ -196,7 +194,7 @@ class Etcd:
     # ---- leases --------------------------------------------------------------------------
 
     def grant(self, ttl_s: int) -> tuple[int, int]:
-        """(a new lease, the seconds that it lasts without being kept alive: etcd may give more).
+        """Return a new lease and its seconds, which may be more. Raises Unavailable if it has ended.
 
         Raises Unavailable for one that has ended already.
         """
@@ -208,7 +206,7 @@ class Etcd:
         return reply.ID, reply.TTL
 
     def keep_alive(self, lease: int) -> bool:
-        """False: it has ended."""
+        """Keep a lease alive; return False if it has ended."""
 
         def once(connection: "_Connection") -> Callable[..., Any]:
             def call(request: pb.LeaseKeepAliveRequest, **how: Any) -> Any:
@@ -224,13 +222,13 @@ class Etcd:
         return reply is not None and reply.TTL > 0
 
     def revoke(self, lease: int) -> None:
-        """What was written with it goes."""
+        """End a lease, which removes what was written with it."""
         self._ask(lambda connection: connection.lease.LeaseRevoke, pb.LeaseRevokeRequest(ID=lease))
 
     # ---- connections ---------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends what is asked and watched now."""
+        """End all calls and watches."""
         with self._lock:
             self._closed = True
             connection, self._connection = self._connection, None
@@ -238,7 +236,7 @@ class Etcd:
             connection.channel.close()
 
     def _ask(self, method: "Callable[[_Connection], Callable[..., Any]]", request: Any) -> Any:
-        """Of each endpoint once, of the one that was talked to last once more."""
+        """Call each endpoint once, and the one used last once more."""
         failed: KVStoreError | None = None
         for _ in range(len(self.endpoints) + 1):
             self.pulse()
@@ -260,9 +258,9 @@ class Etcd:
         raise failed
 
     def _connected(self) -> "_Connection":
-        """With certificates as they are now.
+        """Return a connection with the certificates in force now.
 
-        Raises Unavailable after `close`, InvalidRequest for a password that etcd does not take.
+        Raises Unavailable after `close`, InvalidRequest for a password that etcd refuses.
         """
         with self._turn:
             with self._lock:
@@ -294,7 +292,7 @@ class Etcd:
             return not self._closed
 
     def _leave(self, connection: "_Connection") -> None:
-        """The next one is to another endpoint.
+        """Close a connection and its watches; the next one goes to another endpoint.
 
         What is watched over this one ends, too.
         """
@@ -336,7 +334,7 @@ class _Connection:
 
 
 def _behind(prefix: str) -> bytes:
-    """The first key behind all that begin with it; its last character is `/`."""
+    """Return the first key after all that begin with the prefix, which ends with `/`."""
     return prefix[:-1].encode() + b"0"
 
 

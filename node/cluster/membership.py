@@ -48,10 +48,11 @@ NUMBER_MAX = 1 << 63  # a view's number is etcd's revision plus a base, each bel
 
 
 class Identity:
-    """`applied`: number of the newest view of whose removals none is left to do here; `to_erase`:
-    digests of namespaces of which that is so, but whose rows and keys are to be erased still.
-    Without a data directory nothing is kept: then it is another node after each start. Raises
-    ConfigError.
+    """Keep a node's identity in its data directory.
+
+    `applied` is the newest view number whose removals were carried out here; `to_erase` lists
+    removed namespaces whose rows and keys are still to be erased. Without a data directory the node
+    is another one after each start. Raises ConfigError.
     """
 
     def __init__(self, data_dir: str, cluster: str, member: str) -> None:
@@ -113,7 +114,7 @@ class Identity:
         return known
 
     def save(self, applied: int, to_erase: Sequence[bytes] = ()) -> None:
-        """Also says that this node is not away.
+        """Save the identity, and note that this node is present now. Raises OSError.
 
         Raises OSError.
         """
@@ -140,7 +141,7 @@ def _are_numbers(known: dict[str, Any]) -> bool:
 
 
 def _are_digests(known: dict[str, Any]) -> bool:
-    """Whether what is to be erased is named as a node does it."""
+    """Return whether the namespaces to erase are valid digests."""
     found = known.get("to_erase", [])
     return isinstance(found, list) and all(
         isinstance(text, str) and _DIGEST.fullmatch(text) for text in found
@@ -157,9 +158,11 @@ PAUSE_S = 0.2
 
 
 def advertised(told: str, host: str, port: int, towards: Sequence[str], scheme: str = "") -> str:
-    """`told` as it is, with this node's port if it names none; else where it listens; else the
-    address with which this host reaches others, `towards` one of which it must. `scheme`: that of
-    `port`, empty for gRPC's.
+    """Return the address that a node advertises.
+
+    It is `told`, with this node's port added if it has none; else the address on which the node
+    listens; else the one from which this host reaches one of `towards`. `scheme` is that of `port`,
+    empty for gRPC.
     """
     if told:
         return with_port(told, port, scheme)
@@ -169,7 +172,7 @@ def advertised(told: str, host: str, port: int, towards: Sequence[str], scheme: 
 
 
 def with_port(told: str, port: int, scheme: str = "") -> str:
-    """This one, with its `scheme`, if none is told.
+    """Add this node's port and scheme to an address without a port. Raises ConfigError.
 
     Raises ConfigError.
     """
@@ -190,7 +193,7 @@ def with_port(told: str, port: int, scheme: str = "") -> str:
 
 
 def _own_address(towards: Sequence[str]) -> str:
-    """Connecting a datagram socket sends nothing; it finds the way."""
+    """Return the address that this host uses towards others; connecting UDP sends nothing."""
     for address in towards:
         host, port = split_address(address)
         with contextlib.suppress(OSError):
@@ -205,9 +208,7 @@ def _own_address(towards: Sequence[str]) -> str:
 
 
 def check_listens(host: str, address: str) -> None:
-    """Raises ConfigError for a member that others reach at `address`, and that listens for its own
-    host only.
-    """
+    """Raise ConfigError for a member that listens on loopback but advertises another address."""
     named = split_address(address)[0]
     with contextlib.suppress(ValueError):  # what a name means is for a resolver
         if is_loopback(host) and not ipaddress.ip_address(named).is_loopback:
@@ -225,9 +226,9 @@ def check_address(
     pulse: Callable[[], None],
     known_by: Mapping[str, Any] | None = None,
 ) -> None:
-    """This node asks itself back through it.
+    """Check that this node answers at its advertised address.
 
-    Raises ConfigError if another answers, or nobody within TRIED_S. `known_by`: fields of a
+    Raises ConfigError if another node answers, or none within TRIED_S. `known_by` holds fields of a
     ClientConfig.
     """
     end = time.monotonic() + TRIED_S
@@ -299,7 +300,7 @@ class Membership:
     """
 
     def __init__(self, cluster: str, member: str, replicas: int = 0) -> None:
-        """`replicas` of a fixed list, 0: 1."""
+        """Prepare the membership. `replicas` is that of a fixed list; 0 means 1."""
         self.member = member
         self.joining = cluster.startswith(
             ETCD_SCHEME
@@ -331,7 +332,7 @@ class Membership:
             )
 
     def become(self, view: View, member: str = "") -> None:
-        """The view has changed, and perhaps which of its members this node is."""
+        """Set a new view, and perhaps this node's member id, and notify the listeners."""
         with self._lock:
             self.member = member or self.member
             self.view = view
@@ -340,7 +341,7 @@ class Membership:
                 listener(view)
 
     def serve_frames(self, bulk_port: int) -> None:
-        """This node serves frames there: those who are told of a fixed list hear of it."""
+        """Add this node's frame port to the view of a fixed list."""
         view = self.view
         if view is not None:
             own = replace(view.by_id[self.member], bulk_port=bulk_port)
@@ -351,21 +352,19 @@ class Membership:
             )
 
     def on_view(self, listener: Listener) -> None:
-        """Is told of the view, if there is one, and of every later one; it must not wait for
-        anything.
-        """
+        """Call a listener with the current view and every later one; it must not block."""
         with self._lock:
             self._listeners.append(listener)
             if self.view is not None:
                 listener(self.view)
 
     def forget(self, listener: Listener) -> None:
-        """It is told of nothing more, and not again of what it is told just now."""
+        """Remove a listener."""
         with self._lock:
             self._listeners.remove(listener)
 
     def announce(self, state: State) -> None:
-        """Tells the cluster in which state this member is.
+        """Announce this member's state. Raises InvalidRequest for a fixed list of members.
 
         Raises InvalidRequest where its members are a fixed list.
         """
@@ -379,12 +378,12 @@ class Membership:
         self.announcer(state)
 
     def joined(self) -> None:
-        """It serves now, unless somebody has said by then what else it does."""
+        """Announce that this member serves, unless another state was announced meanwhile."""
         if self._announced is None:
             self.announce(State.SERVING)
 
     def tell(self, hello: pb.HelloReply) -> None:
-        """Adds the view to what a client is told first.
+        """Add the view to a hello. Raises Unavailable while there is none yet.
 
         Raises Unavailable while there is none yet.
         """

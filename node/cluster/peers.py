@@ -63,7 +63,7 @@ class Peers:
         membership.on_view(self._count)
 
     def _count(self, view: View) -> None:
-        """Each of the others has a connection or two here, and clients need some, too."""
+        """Warn if the members' connections leave too few sessions for clients."""
         were_many, self._are_many = self._are_many, 2 * len(view.members) > self._sessions_max
         if self._are_many and not were_many:
             log.warning(
@@ -76,10 +76,11 @@ class Peers:
             )
 
     def start(self) -> None:
+        """Start the background work."""
         self.sweeper.start()
 
     def stop(self, timeout_s: float) -> None:
-        """What waits for members that answer is handed to them, in so much time."""
+        """Hand queued pages to members that answer, within the time, and end the threads."""
         end = time.monotonic() + timeout_s
         self.draining.stop()
         self.sweeper.stop()
@@ -90,7 +91,7 @@ class Peers:
         self.sweeper.stop(max(0.0, end - time.monotonic()))
 
     def status(self) -> pb.PeersStatus | None:
-        """None: this node is alone."""
+        """Return the peers' part of the status; None for a node without a cluster."""
         view = self.membership.view
         if view is None:
             return None
@@ -120,5 +121,5 @@ class Peers:
         return status
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         return self.couriers.check()

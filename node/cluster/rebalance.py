@@ -76,9 +76,11 @@ class Report(NamedTuple):
 
 
 class Rebalance:
-    """`view(offset, nbytes)` is the arena's memory, `room_below(namespace)` whether the tier below
-    takes a page without losing another, `pause(nbytes)` waits as long as so many bytes are to take;
-    False ends the sweep. `together` makes calls at the same time, and returns what each returned or
+    """Fetch pages that this member owns but lacks.
+
+    `view(offset, nbytes)` returns arena memory. `room_below(namespace)` returns whether the lower
+    tier takes a page without losing another. `pause(nbytes)` waits according to the rate limit and
+    returns False to end. `together` makes calls in parallel and returns what each returned or
     raised.
     """
 
@@ -106,9 +108,9 @@ class Rebalance:
         dry: bool = False,
         told: Callable[[Report], None] = lambda report: None,
     ) -> Report:
-        """Of all others in the view, for what `member`, this one, owns in it.
+        """Ask all other members of the view for the pages that `member`, this one, owns.
 
-        `dry`: only says what is missing. `told` hears how far it is.
+        With `dry`, only report what is missing. `told` receives the progress.
         """
         missing, away = self._missing(view, member)
         nbytes = sum(self._tier.namespace(page.digest).page_nbytes for page in missing)
@@ -118,10 +120,9 @@ class Rebalance:
     # ---- what is missing -----------------------------------------------------------------
 
     def _missing(self, view: View, own: str) -> tuple[list[Missing], tuple[str, ...]]:
-        """Each page once, from the first member that has it; the newest first.
+        """Return each missing page once, the newest first, from the first member that has it.
 
-        All are asked at the same time before one is asked for its pages: those that are away cost a
-        moment together.
+        All members are asked at the same time, so that absent ones cost one time-out together.
         """
         found: dict[tuple[bytes, bytes], Missing] = {}
         away: list[str] = []
@@ -196,7 +197,7 @@ class Rebalance:
         return report
 
     def _batches(self, pages: list[Missing]) -> Iterator[list[Missing]]:
-        """Of one namespace, member and time to live each."""
+        """Split pages into batches of one namespace, member and time to live."""
 
         def kind(page: Missing) -> tuple[str, bytes, int]:
             return page.member, page.digest, page.ttl_s
@@ -208,7 +209,7 @@ class Rebalance:
                 yield some[start : start + step]
 
     def _worth_room(self, batch: list[Missing]) -> list[Missing]:
-        """Of a batch, the newest first, those for which nothing goes that was used later."""
+        """Return those pages of a batch for which no later used page would be evicted."""
         if self._room_below(self._tier.namespace(batch[0].digest)):
             return batch
         room = zip(batch, self._inventory.room(batch[0].digest, len(batch)), strict=False)
@@ -217,7 +218,7 @@ class Rebalance:
         ]
 
     def _fetch(self, pages: list[Missing]) -> int:
-        """How many of them are here now.
+        """Fetch pages and return how many are here now; a second try omits what the member lost.
 
         What another one has not any more is tried no second time.
         """
@@ -236,7 +237,7 @@ class Rebalance:
         return 0
 
     def _fetch_all(self, prefix_hashes: list[bytes], like: Missing) -> list[bool]:
-        """Whether each can be here.
+        """Fetch pages and return which hit; they are committed only if all hit.
 
         They are, if all can: a reservation is committed whole or not at all.
         """
@@ -269,7 +270,7 @@ class Rebalance:
         return found
 
     def _pin(self, pages: list[Missing]) -> None:
-        """As long as they are pinned where they come from."""
+        """Pin pages for as long as they are pinned at their source."""
         for page in pages:
             if page.pin_ttl_ms:
                 with contextlib.suppress(Exhausted):  # too much is pinned here already
@@ -278,7 +279,7 @@ class Rebalance:
     def _get(
         self, member: str, namespace: Namespace, pages: Sequence[Page]
     ) -> list[Arrived | None]:
-        """In as many requests as the other one's limits ask for."""
+        """Get pages in as many requests as the member's limits require."""
         hashes, nbytes = [page.prefix_hash for page in pages], namespace.stored_nbytes
         views = [(self._view(page.offset, nbytes),) for page in pages]
         seeds = key_seeds(namespace, hashes)
@@ -330,22 +331,23 @@ class Rebalancer:
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._membership.on_view(lambda view: self.sweep_in(self.settle_s))
         self._thread.start()
 
     def sweep_in(self, seconds: float) -> None:
-        """Unless one is due before."""
+        """Schedule a run in some seconds, unless one is due sooner."""
         with self._turn:
             self._due_s = min(self._due_s, time.monotonic() + seconds)
             self._turn.notify()
 
     @property
     def progress(self) -> Report | None:
-        """Of the sweep that runs, or else of the last one."""
+        """Return the progress of the current run, or the report of the last one."""
         return self._so_far if self.running else self.report
 
     def dry(self) -> Report:
-        """What a sweep would fetch."""
+        """Return what a run would fetch."""
         view = self._membership.view
         return self._sweep.run(view, self._membership.member, dry=True) if view else Report(0, 0)
 
@@ -364,7 +366,7 @@ class Rebalancer:
                 self.running = False
 
     def _wait(self) -> bool:
-        """Until a sweep is due.
+        """Wait until a run is due; return False when the node stops.
 
         False: the node stops.
         """
@@ -391,7 +393,7 @@ class Rebalancer:
         self._so_far = report
 
     def _pause(self, nbytes: int) -> bool:
-        """For as long as so many bytes are to take.
+        """Wait as the rate limit requires for so many bytes; return False to end the run.
 
         False ends the sweep.
         """
@@ -403,9 +405,7 @@ class Rebalancer:
             return not self._stopped
 
     def stop(self, timeout_s: float = 0.0) -> None:
-        """It ends with the call that it is in, for which nobody waits longer than so: whom it asks
-        may hang.
-        """
+        """Stop after the current call, and wait at most that long: the other member may hang."""
         with self._turn:
             self._stopped = True
             self._turn.notify()

@@ -92,7 +92,7 @@ class Registry:
         removals: NamespaceTombstones,
         instance_at: Callable[[str], bytes],
     ) -> None:
-        """`instance_at` returns the instance id of the node at an address, empty if none answers."""
+        """Prepare the registration; `instance_at` returns the instance id of the node at an address."""
         self._instance_at = instance_at
         self._etcd = etcd
         self._identity = identity
@@ -126,7 +126,7 @@ class Registry:
 
     @property
     def status(self) -> str:
-        """`etcd`, or why it can not be asked."""
+        """Return `etcd`, or why it cannot be reached."""
         troubles = list(self._troubles.values())
         if not troubles:
             return "etcd"
@@ -135,17 +135,18 @@ class Registry:
 
     @property
     def apart(self) -> list[str]:
+        """Return the registered members that are not part of the view."""
         return list(self._roster.apart)
 
     @property
     def addresses(self) -> list[str]:
-        """Of etcd."""
+        """Return etcd's endpoints."""
         return self._etcd.endpoints
 
     # ---- start ---------------------------------------------------------------------------
 
     def connect(self, pulse: Callable[[], None]) -> None:
-        """Waits for etcd; then what was removed while this node was away has gone."""
+        """Wait for etcd and carry out the removals that this node missed."""
         self._etcd.pulse = pulse
         end, say = time.monotonic() + self._terms.wait_s, 0.0
         while True:
@@ -199,7 +200,7 @@ class Registry:
             self._raise_number(applied)
 
     def join(self, about: Registering, pulse: Callable[[], None]) -> None:
-        """Registers this node, and returns when it is of the view."""
+        """Register this node and return when it is part of the view."""
         name = self._identity.member
         member = Member(name, about.address, about.weight, about.zone, about.state, about.bulk_port)
         self._self = Registered(
@@ -248,24 +249,24 @@ class Registry:
         self._stop.wait(seconds)
 
     def set_state(self, state: State) -> None:
-        """Tells everybody, as soon as etcd answers; who wants to know when looks at the view."""
+        """Announce this member's state as soon as etcd answers."""
         assert self._self is not None
         self._self = replace(self._self, member=replace(self._self.member, state=state))
         self._wake.set()
 
     def record_removal(self, digest: bytes, removal: bytes, erasure: bytes = b"") -> None:
-        """This node has forgotten a namespace.
+        """Record that this node has removed a namespace.
 
-        `removal`: the name of that, or empty. `erasure`: that of a tenant's.
+        `removal` names the removal, `erasure` a tenant's; both may be empty.
         """
         self._removals.record(digest, removal, erasure)
 
     def begin_erasure(self, erasure: bytes) -> None:
-        """This node is asked to erase a tenant."""
+        """Record that this node was asked to erase a tenant."""
         self._removals.begin_erasure(erasure)
 
     def close(self) -> None:
-        """It is no member any more, if etcd answers at once.
+        """Leave the cluster if etcd answers at once. It may be called at any point of a start.
 
         May be called however far a start came.
         """
@@ -289,9 +290,7 @@ class Registry:
     # ---- threads -------------------------------------------------------------------------
 
     def _run(self, step: Callable[[], None]) -> None:
-        """One step after the other; each waits for its own next time, or raises what keeps it from
-        that.
-        """
+        """Repeat a step until the end; a failed step is logged and repeated after a pause."""
         while not self._stop.is_set():
             try:
                 step()
@@ -311,7 +310,7 @@ class Registry:
         self._troubles[name] = since, str(error)
 
     def _well(self) -> bool:
-        """Whether it was before, too."""
+        """Forget a thread's trouble; return whether there was none."""
         name = threading.current_thread().name
         since, _ = self._troubles.pop(name, (0.0, ""))
         if since:
@@ -319,7 +318,7 @@ class Registry:
         return not since
 
     def _keep(self) -> None:
-        """Registered, with what is to be told; then a while of nothing."""
+        """Keep the registration and the saved state up to date, then pause."""
         assert self._self is not None
         if not self._leased() or self._written[1] != self._self.value():
             self._settle()
@@ -334,7 +333,7 @@ class Registry:
         self._wake.clear()
 
     def _follow(self) -> None:
-        """Until the watch breaks, or etcd goes."""
+        """Read the cluster's keys and follow their changes until the watch breaks."""
         reading = self._etcd.read(self._roster.prefix)
         if not self._well():
             self._settle_at = time.monotonic() + self._lease_s
@@ -359,9 +358,7 @@ class Registry:
         self._tell()
 
     def _is_own(self, mine: Entry | None) -> bool:
-        """Return whether this node wrote its entry, and not a node with a copy of its data
-        directory.
-        """
+        """Return whether this node wrote its entry, not one with a copy of its data directory."""
         if mine is None or self._self is None:
             return False
         with contextlib.suppress(ConfigError):
@@ -375,7 +372,7 @@ class Registry:
     # ---- steps ---------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """The cluster's settings, made by who comes first.
+        """Read the cluster's settings, or write them if this node is first. Raises ConfigError on conflict.
 
         Raises ConfigError if this node has others.
         """
@@ -392,9 +389,7 @@ class Registry:
             )
 
     def _raise_number(self, least: int) -> None:
-        """Views of an etcd that lost all and began anew must have higher numbers than those from
-        before, and so must what was written there until now: a removal may have come first.
-        """
+        """Raise the numbers of views and removals after etcd was lost, above all earlier ones."""
         with self._lock:
             entry, number = self._roster.entries.get(self._roster.config_key), self._number()
         if entry is None or number >= least or least > BASE_MAX:
@@ -404,14 +399,14 @@ class Registry:
         self._etcd.swap(self._roster.config_key, raised.value(), 0, entry.revision)
 
     def _leased(self) -> bool:
-        """Keeps the lease alive, if it is."""
+        """Keep the lease alive; return whether there is one."""
         if self._lease and not self._etcd.keep_alive(self._lease):
             log.warning("the lease has ended: registering again")
             self._lease, self._written = 0, (0, b"")
         return bool(self._lease)
 
     def _register(self) -> None:
-        """Raises Taken."""
+        """Write this node's entry. Raises IdInUse."""
         assert self._self is not None
         key, own = self._roster.member_key(self._identity.member), self._self
         if not self._leased():
@@ -440,9 +435,7 @@ class Registry:
             revision = there.revision
 
     def _is_alive(self, other: Registered) -> bool:
-        """Return whether that instance answers at its address, so that a copy of this directory is
-        in use.
-        """
+        """Return whether that instance answers, so that a copy of this directory is in use."""
         return self._instance_at(other.member.address).hex() == other.instance
 
     def _number(self) -> int:
@@ -450,7 +443,7 @@ class Registry:
         return (settings.base if settings else 0) + self._roster.revision
 
     def _tell(self) -> None:
-        """The view, if it is another one, and this node is of it or was."""
+        """Publish the view if it has changed and this node is or was part of it."""
         with self._lock:
             view, known = self._roster.view(), self._membership.view
             if view is None or time.monotonic() < self._settle_at or self._stop.is_set():
@@ -482,7 +475,7 @@ class Registry:
 
 
 def _wants(limit: Deadline) -> None:
-    """Raises DeadlineExceeded behind it."""
+    """Raise DeadlineExceeded past the limit."""
     limit.remaining()
 
 
@@ -501,9 +494,9 @@ def open_registry(
     settle: Callable[[], None],
     erase: Callable[[list[bytes]], None],
 ) -> Registry | None:
-    """None for a node that is not registered.
+    """Return the registry; None for a node that is not registered. Raises ConfigError.
 
-    `remove`, `settle` and `erase` as `NamespaceTombstones` has them. Raises ConfigError.
+    `remove`, `settle` and `erase` are those of `NamespaceTombstones`.
     """
     if not config.cluster.startswith(ETCD_SCHEME):
         for name, default in OF_ETCD:
@@ -526,7 +519,7 @@ def open_registry(
 
 
 def endpoints_and_name(text: str) -> tuple[list[str], str]:
-    """Of etcd://HOST:PORT,.../NAME.
+    """Parse etcd://HOST:PORT,.../NAME. Raises ConfigError.
 
     Raises ConfigError.
     """

@@ -42,6 +42,7 @@ class Registered:
     instance: str
 
     def value(self) -> bytes:
+        """Serialise the entry."""
         member = self.member
         return json.dumps(
             {
@@ -68,6 +69,7 @@ class Settings(NamedTuple):
     base: int
 
     def value(self) -> bytes:
+        """Serialise the settings."""
         return json.dumps(self._asdict()).encode()
 
 
@@ -98,15 +100,19 @@ class RegistryState:
         self.apart: list[str] = []
 
     def member_key(self, member: str) -> str:
+        """Return the key of a member's entry."""
         return f"{self.prefix}members/{member}"
 
     def removed_key(self, digest: bytes) -> str:
+        """Return the key of a removal."""
         return f"{self.prefix}removed/{digest.hex()}"
 
     def reset(self, reading: Reading) -> None:
+        """Replace everything that is known."""
         self.revision, self.entries = reading.revision, dict(reading.entries)
 
     def apply(self, changes: Iterable[Change]) -> None:
+        """Apply changes from the watch."""
         for key, entry, revision in changes:
             self.revision = max(self.revision, revision)
             if entry is None:
@@ -115,7 +121,7 @@ class RegistryState:
                 self.entries[key] = entry
 
     def settings(self) -> Settings | None:
-        """None: nobody has made them.
+        """Return the cluster's settings; None if nobody has written them. Raises ConfigError.
 
         Raises ConfigError for what is not ours.
         """
@@ -123,7 +129,7 @@ class RegistryState:
         return parse_settings(entry.value) if entry else None
 
     def view(self) -> View | None:
-        """None: there is none yet."""
+        """Return the view; None if there is none yet."""
         settings = self.settings()
         if settings is None:
             return None
@@ -158,9 +164,7 @@ class RegistryState:
         return View(self.cluster, settings.base + self.revision, chosen, settings.replicas)
 
     def removals(self, after: int = -1) -> list[Removal]:
-        """In the order in which they were recorded, those with numbers above `after`: there may be
-        many, of 30 days.
-        """
+        """Return the removals with numbers above `after`, in their order; there may be many."""
         settings = self.settings()
         base, prefix = settings.base if settings else 0, self.removed_key(b"")
         found = []
@@ -174,6 +178,7 @@ class RegistryState:
 
 
 def parse_settings(value: bytes) -> Settings:
+    """Parse the settings. Raises ConfigError."""
     fields = _fields(value)
     replicas, base = fields.get("replicas"), fields.get("base", 0)
     if (
@@ -192,7 +197,7 @@ def parse_settings(value: bytes) -> Settings:
 
 @functools.lru_cache(2 * MEMBERS_MAX)
 def parse_member(name: str, value: bytes) -> Registered:
-    """Raises ConfigError for what no node writes."""
+    """Parse a member's entry. Raises ConfigError."""
     fields = _fields(value)
     try:
         about = (
@@ -216,7 +221,7 @@ def parse_member(name: str, value: bytes) -> Registered:
 
 @functools.lru_cache(2 * MEMBERS_MAX)
 def parse_removed(value: bytes) -> tuple[bytes, bytes]:
-    """The names of a removal and of the erasure that it is part of, empty if it is of none.
+    """Parse a removal to its name and its erasure's, empty without one. Raises ConfigError.
 
     Raises ConfigError.
     """
@@ -259,9 +264,10 @@ class _Record:
 
 
 class NamespaceTombstones:
-    """`remove` forgets a namespace's pages here; `settle` returns when they stay forgotten after
-    power loss, `erase` when nothing is left of those of some namespaces; both may raise
-    KVStoreError. Thread-safe.
+    """Carry removed namespaces out at all members. Thread-safe.
+
+    `remove` forgets a namespace's pages here, `settle` returns when they stay forgotten after a
+    power loss, `erase` returns when nothing of some namespaces is left. All may raise KVStoreError.
     """
 
     def __init__(
@@ -307,10 +313,9 @@ class NamespaceTombstones:
         self._seen = max(self._seen, number)
 
     def record(self, digest: bytes, removal: bytes, erasure: bytes = b"") -> None:
-        """This node has done it; the others are to.
+        """Record a removal of this node for the others, and wait briefly until etcd has it.
 
-        Waits a moment, so that it is in etcd if that answers; but not for each namespace of an
-        erasure, which takes longer by itself.
+        The namespaces of an erasure are not waited for; it takes long by itself.
         """
         record = _Record(digest, removal or os.urandom(REMOVAL_NBYTES), erasure)
         self._note(record.removal)
@@ -330,17 +335,17 @@ class NamespaceTombstones:
             )
 
     def begin_erasure(self, erasure: bytes) -> None:
-        """This node is asked itself; what it hears of that from others is done."""
+        """Note that this node carries the erasure out itself."""
         if erasure:
             self._note(erasure)
 
     @property
     def seen(self) -> int:
-        """The number of the newest that was heard of."""
+        """Return the number of the newest removal that was received."""
         return self._seen
 
     def heard(self, removals: Sequence[Removal], number: int) -> None:
-        """What etcd has; must not wait."""
+        """Take the removals that etcd has; must not block."""
         with self._wake:
             fresh = [some for some in removals if some.number > self._seen]
             if fresh:
@@ -350,12 +355,13 @@ class NamespaceTombstones:
             self._number = max(self._number, number)
 
     def close(self) -> None:
+        """End the work."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
 
     def work(self, etcd: Etcd, roster: RegistryState) -> None:
-        """One round, after waiting for something to do.
+        """Wait for work and do one round. What it raises leaves the work to be repeated.
 
         Raises what kept it from being done; it is done again then.
         """
@@ -398,7 +404,7 @@ class NamespaceTombstones:
             record.written.set()
 
     def _write(self, record: _Record, etcd: Etcd, roster: RegistryState) -> None:
-        """Once for all members that were called: the name of the removal says whether it is there."""
+        """Write a removal to etcd once, though several members may have been asked for it."""
         key, revision = roster.removed_key(record.digest), 0
         removal = record.removal.hex()
         fields = {"removal": removal, "by": self._identity.member}
@@ -417,7 +423,7 @@ class NamespaceTombstones:
         etcd.revoke(lease)
 
     def _note(self, removal: bytes) -> None:
-        """This node has done it, or an erasure."""
+        """Note that this node has carried out a removal or erasure."""
         with self._wake:
             self._done[removal] = None
             if len(self._done) > DONE_MAX:

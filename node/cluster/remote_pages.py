@@ -49,11 +49,9 @@ BACKOFF_S_MAX = 2.0  # who is back is served soon
 
 
 def known_by(config: NodeConfig) -> dict[str, Any]:
-    """Return fields of a ClientConfig for connections to other members: this node's token and its
-    own certificate.
+    """Return the ClientConfig fields for connections to members: token and certificate.
 
-    Without TLS the token leaves this host only if `insecure` says so, whatever addresses the
-    cluster tells. Raises ConfigError for a token that can not be used.
+    Without TLS the token leaves this host only if `insecure` says so. Raises ConfigError.
     """
     known: dict[str, Any] = {
         "token": config.token,
@@ -188,9 +186,11 @@ class RemotePages(LowerTier):
     # ---- find ----------------------------------------------------------------------------
 
     def is_asked(self, near: bool) -> bool:
+        """Return whether to ask other members: only for a near node's client."""
         return near and self._membership.view is not None
 
     def find(self, query: Query) -> dict[bytes, Source]:
+        """Find the members that have the pages."""
         namespace, hashes = query.namespace, query.prefix_hashes
         view, own = self._membership.view, self._membership.member
         if view is None:
@@ -226,6 +226,7 @@ class RemotePages(LowerTier):
         gone: Callable[[], bool],
         deadline: Deadline,
     ) -> None:
+        """Fetch pages from their members into the given slots."""
         namespace = loads[0].page.namespace.value
         step = max(1, FETCHED_NBYTES // namespace.stored_nbytes)
         done: set[int] = set()

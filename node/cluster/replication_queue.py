@@ -53,6 +53,7 @@ class AckWaiter:
         self.failed = False
 
     def settle(self, arrived: bool) -> None:
+        """Count an acknowledged or lost copy."""
         self.open_count -= 1
         self.lost_count += not arrived
 
@@ -84,6 +85,7 @@ class Batch(Generic[P]):
 
     @property
     def group(self) -> Group:
+        """Return the namespace and options that all pages of the batch share."""
         return self.parcels[0].group
 
 
@@ -115,7 +117,7 @@ class ReplicationQueue(Generic[P]):
     """
 
     def __init__(self, nbytes_max: int, gone: Callable[[P], bool], nbytes_per_s: int = 0) -> None:
-        """`gone`: whether a page was removed.
+        """Create an empty queue. `gone` tells whether a page was removed; rate 0 means no limit.
 
         `nbytes_per_s`: how much is sent, 0: no limit.
         """
@@ -131,22 +133,24 @@ class ReplicationQueue(Generic[P]):
 
     @property
     def page_count(self) -> int:
+        """Return the number of queued pages."""
         return len(self._parcels)
 
     @property
     def under_way(self) -> bool:
+        """Return whether a batch is being sent."""
         return any(target.under_way for target in self._targets.values())
 
     @property
     def _may_fail(self) -> bool:
-        """Whether one more of those that failed may be tried."""
+        """Return whether one more failing target may be tried."""
         return (
             sum(bool(some.under_way and some.pause_s) for some in self._targets.values())
             < FAILING_MAX
         )
 
     def has_room(self, nbytes: int = 0) -> bool:
-        """Without dropping a page for it."""
+        """Return whether so many bytes fit without dropping a page."""
         return self.nbytes + nbytes <= self.nbytes_max and len(self._parcels) <= PAGES_MAX
 
     def offer(
@@ -159,7 +163,7 @@ class ReplicationQueue(Generic[P]):
         now: float,
         ticket: AckWaiter | None = None,
     ) -> None:
-        """`nbytes`: of RAM that the page keeps.
+        """Queue a page that the caller holds; `nbytes` is the RAM that it keeps.
 
         It must be held by the caller.
         """
@@ -177,7 +181,7 @@ class ReplicationQueue(Generic[P]):
             self._drop(next(some for some in self._parcels if not some.busy))
 
     def follow(self, members: Collection[str]) -> None:
-        """The members of a new view, without this one: who left is given nothing any more."""
+        """Follow a new view's members, without this one; members that left get nothing any more."""
         for name in [name for name in self._targets if name not in members]:
             target = self._targets[name]
             under_way = target.under_way.parcels if target.under_way else []
@@ -187,7 +191,7 @@ class ReplicationQueue(Generic[P]):
                 del self._targets[name]
 
     def next(self, now: float) -> Batch[P] | None:
-        """A batch to carry out, and then to report by `done` or `failed`."""
+        """Return a batch to send, to be reported by `done` or `failed`."""
         if now < self._next_at:
             return None
         may_fail = self._may_fail
@@ -205,7 +209,7 @@ class ReplicationQueue(Generic[P]):
         return None
 
     def due(self, now: float) -> float | None:
-        """When `next` may have something, if nobody offers or reports anything until then."""
+        """Return when `next` may have a batch, unless something changes before."""
         may_fail = self._may_fail
         idle = [
             target.paused_until
@@ -215,7 +219,7 @@ class ReplicationQueue(Generic[P]):
         return max(min(idle), self._next_at) if idle else None
 
     def done(self, batch: Batch[P], taken: Collection[bytes], now: float) -> None:
-        """The target answered.
+        """Report an answered batch. The keys in `taken` are there; the others are sent later.
 
         `taken`: keys that it has now; the others later.
         """
@@ -236,9 +240,7 @@ class ReplicationQueue(Generic[P]):
             target.paused_until = now + PAUSE_S_MIN
 
     def failed(self, batch: Batch[P], now: float, refused: bool = False) -> None:
-        """`refused`: the target has nothing of the batch for certain; if not, nobody knows what it
-        has.
-        """
+        """Report a failed batch; with `refused`, the target surely has nothing of it."""
         target = self._ended(batch)
         for parcel in batch.parcels:
             parcel.busy.discard(batch.target)
@@ -252,17 +254,17 @@ class ReplicationQueue(Generic[P]):
         self._pause(target, now, failed=True)
 
     def drop_gone(self) -> None:
-        """Pages that were removed wait no longer for their turn to be passed over."""
+        """Drop removed pages at once."""
         for parcel in [parcel for parcel in self._parcels if self._gone(parcel.page)]:
             for name in parcel.left - parcel.busy:
                 self._settle(parcel, name, False)
 
     def hurry(self) -> None:
-        """The rate does not matter any more."""
+        """Ignore the rate limit from now on."""
         self._nbytes_per_s, self._next_at = 0, 0.0
 
     def clear(self) -> None:
-        """Nothing is sent any more; what is under way ends by `done` or `failed`."""
+        """Drop everything; batches under way end by `done` or `failed`."""
         self.follow(())
 
     # ---- parts -----------------------------------------------------------------------------
@@ -299,7 +301,7 @@ class ReplicationQueue(Generic[P]):
         target.paused_until = now + target.pause_s
 
     def _again(self, parcel: QueuedPage[P], name: str, now: float) -> None:
-        """Unless it was dropped meanwhile, or it is time to give up."""
+        """Queue a page for a target again, unless it was dropped or has failed for too long."""
         if name in parcel.left and parcel.end > now and parcel.refusals < REFUSALS_MAX:
             self._targets[name].waiting[parcel] = None
         else:
@@ -330,7 +332,7 @@ class ReplicationQueue(Generic[P]):
             self.freed.append(parcel.page)
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         found = []
         if self.nbytes != sum(parcel.nbytes for parcel in self._parcels):
             found.append(

@@ -48,7 +48,7 @@ class Replicator:
         queue_nbytes_max: int,
         nbytes_per_s: int,
     ) -> None:
-        """`view`: of the arena, at an offset."""
+        """Prepare the replication; `view` returns arena memory at an offset."""
         self._membership = membership
         self._links = links
         self._tier = tier
@@ -70,10 +70,11 @@ class Replicator:
         durable: bool = False,
         whole: bool = False,
     ) -> AckWaiter:
-        """Pages, a chain's head first, for those members of the view that are named for each; they
-        stay held until they are there, dropped or given up. A page that is not visible any more is
-        not sent. `whole`: what has gone counts as lost. The end of a chain goes first: its head is
-        to be the newest there too, and the last to be dropped.
+        """Queue pages, a chain's head first, for the members named for each.
+
+        They stay held until they are sent or dropped. Invisible pages are not sent; with `whole`
+        they count as lost. The end of a chain goes first, so that its head is the newest there,
+        too.
         """
         ticket = AckWaiter()
         wanted = {page: some for page, some in zip(pages, targets, strict=True) if some}
@@ -106,9 +107,9 @@ class Replicator:
     def wait(
         self, ticket: AckWaiter, end: float, gone: Callable[[], bool], patient: bool = True
     ) -> bool:
-        """Until all of what was offered with the ticket has arrived; False: it was lost, it took
-        longer than until `end` in monotonic time, or nobody wants to know any more. Not `patient`:
-        also if a target failed.
+        """Wait for an AckWaiter; return False if pages were lost, late or the caller has gone.
+
+        `end` is in monotonic seconds. Without `patient`, a failed target ends the wait, too.
         """
         with self._changed:
             while (
@@ -121,25 +122,24 @@ class Replicator:
             return not (ticket.open_count or ticket.lost_count)
 
     def drop_gone(self) -> None:
-        """Lets go of pages that were removed, but for those under way, which are done with in
-        HAND_S.
-        """
+        """Release removed pages; those under way are released within HAND_S."""
         with self._changed:
             self._queue.drop_gone()
             self._changed.notify_all()
         self._release_freed()
 
     def wait_room(self, nbytes: int, timeout_s: float) -> bool:
-        """Until the queue has room for so many bytes, for who has more to hand over than it holds."""
+        """Wait until the queue has space for so many bytes."""
         with self._changed:
             return self._changed.wait_for(lambda: self._queue.has_room(nbytes), timeout_s)
 
     def wait_empty(self, timeout_s: float) -> bool:
+        """Wait until the queue is empty."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue.page_count, timeout_s)
 
     def status(self, status: pb.PeersStatus) -> None:
-        """Adds what is told of the hand-over."""
+        """Add the replication's part of the status."""
         with self._changed:
             queue, counts = self._queue, self._queue.counts
             status.queue_pages, status.queue_nbytes = queue.page_count, queue.nbytes
@@ -148,13 +148,12 @@ class Replicator:
             status.pages_dropped = counts.pages_dropped
 
     def check(self) -> list[str]:
+        """Return violated invariants; empty if all is well."""
         with self._changed:
             return self._queue.check()
 
     def stop(self, timeout_s: float) -> None:
-        """What waits for members that answer is carried to them, in so much time; the rest is
-        dropped.
-        """
+        """Send what waits for members that answer, within the time, and drop the rest."""
         end = time.monotonic() + timeout_s
         with self._changed:
             self._stop_at = end
@@ -180,7 +179,7 @@ class Replicator:
     # ---- threads ---------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """With the lock held.
+        """Start threads, with the lock held; fewer will do if no more can be had.
 
         Where no more threads can be had, those that there are do it.
         """
@@ -215,7 +214,7 @@ class Replicator:
             self._release_freed()
 
     def _next(self) -> Batch[Page] | None:
-        """None: the thread is to end."""
+        """Wait for a batch; None ends the thread."""
         while True:
             freed = False
             with self._changed:
@@ -249,7 +248,7 @@ class Replicator:
     # ---- one batch -------------------------------------------------------------------------
 
     def _carry(self, batch: Batch[Page]) -> list[bytes]:
-        """Keys that the target has now."""
+        """Send a batch and return the keys that the target has now."""
         left_s = HAND_S if self._stop_at is None else self._stop_at - time.monotonic()
         deadline = Deadline(min(HAND_S, max(0.01, left_s)))
         namespace = self._tier.namespace(batch.group.digest).value
@@ -264,9 +263,10 @@ class Replicator:
     def _put(
         self, batch: Batch[Page], damaged: list[Page], link: NodeConnection, deadline: Deadline
     ) -> list[bytes]:
-        """The pages as they were when they came: what rotted in this RAM since is not made good by
-        being sent on. Nor is a page committed that was removed here while it was sent: by then the
-        target has been asked to remove it, or is going to be.
+        """Put pages at the target as they were when they came.
+
+        A page that was corrupted in this RAM since is not sent. A page that was removed meanwhile
+        is not committed: the target is asked to remove it, too.
         """
         assert isinstance(link.wire, BulkWire)
         pages = {parcel.prefix_hash: parcel.page for parcel in reversed(batch.parcels)}

@@ -94,6 +94,7 @@ class Acts:
         }
 
     def do(self, values: Mapping[str, Any], caller: Caller) -> Response:
+        """Carry an act of the console's user out."""
         op = values.get("act")
         make = self._requests.get(op) if isinstance(op, str) else None
         if make is None or not isinstance(op, str):

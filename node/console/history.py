@@ -46,8 +46,9 @@ TIMES = tuple(f"{op}_{name}_ms" for op in TIMED for name in QUANTILES)
 
 
 class Latency(NamedTuple):
-    """How many requests took how long, since the start: `counts` by operation, one for each of
-    `bounds_s` and one for what took longer.
+    """Describe request latencies since the start.
+
+    `counts` has, by operation, a count for each of `bounds_s` and one for longer requests.
     """
 
     bounds_s: Sequence[float]
@@ -59,7 +60,7 @@ _read: Callable[[Counters], tuple[int, ...]] = attrgetter(*RATES.values())
 
 
 def latency_of(traffic: RequestMetrics) -> Latency:
-    """Of all wires together."""
+    """Return the latencies over all transports."""
 
     def counts() -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
@@ -107,7 +108,7 @@ class _Ring:
         self.count += 1
 
     def told(self, most: int = KEPT) -> dict[str, Any]:
-        """The last of them, oldest first."""
+        """Return the last samples by column, oldest first."""
         places = [
             number % KEPT for number in range(max(0, self.count - min(most, KEPT)), self.count)
         ]
@@ -149,7 +150,7 @@ class History:
         self._counted: Mapping[str, Sequence[int]] = {}
 
     def look(self) -> None:
-        """Called now and then; takes a sample when it is time."""
+        """Take a sample if it is time."""
         now_s = self._clock()
         if now_s - self._taken_s >= EVERY_S or not self._before:
             self._take(now_s)
@@ -197,7 +198,7 @@ class History:
         return found
 
     def _times(self) -> dict[str, float]:
-        """Quantiles of what was answered since the sample before, in milliseconds."""
+        """Return latency quantiles since the last sample, in milliseconds."""
         if self._latency is None:
             return {}
         before, self._counted = (
@@ -216,14 +217,14 @@ class History:
     # ---- what is told --------------------------------------------------------------------
 
     def count(self, principal: Principal) -> int:
-        """Of samples that there are for him."""
+        """Return the number of samples that a principal may see."""
         ring = self._of(principal)
         return ring.count if ring else 0
 
     def told(self, principal: Principal, most: int = KEPT) -> dict[str, Any] | None:
-        """Of the whole node, or of his tenant; None: none is kept for him.
+        """Return the node's history, or the principal's tenant's; None if there is none.
 
-        An identity of some models is not told what the others of its tenant do.
+        An identity restricted to models does not see the rest of its tenant.
         """
         with self._lock:
             ring = self._of(principal)
@@ -234,15 +235,15 @@ class History:
 
 
 def _rates(before: Sequence[int], now: Sequence[int], seconds: float) -> dict[str, float]:
-    """A namespace that was forgotten takes its counts away: no negative rates."""
+    """Return the rates between two samples; a forgotten namespace never makes them negative."""
     changes = zip(RATES, before, now, strict=True)
     return {column: max(0, count - earlier) / seconds for column, earlier, count in changes}
 
 
 def quantile(bounds_s: Sequence[float], counts: Sequence[int], share: float) -> float:
-    """Within a bucket taken as even; NaN of nothing.
+    """Return a quantile of bucketed latencies, interpolated; NaN without any.
 
-    What is beyond the last bound is told as that bound.
+    Values beyond the last bound count as that bound.
     """
     total = sum(counts)
     if not total:

@@ -42,6 +42,7 @@ class Pages:
         self._find = find
 
     def look_up(self, values: Mapping[str, Any], caller: Caller) -> Response:
+        """Answer a search for pages."""
         digest, digits = namespace_of(values), _digits(values, "key")
         stats = self._stats(digest, digits, caller)
         namespace = self._find(digest)
@@ -71,7 +72,7 @@ class Pages:
         )
 
     def _stats(self, digest: bytes, digits: str, caller: Caller) -> list[pb.PageStat]:
-        """Of pages that are here and whose keys begin so; one more than are told."""
+        """Return pages here whose keys begin so, one more than are shown."""
         if whole := _whole(digits):
             request = pb.StatRequest(namespace=digest, prefix_hashes=[whole])
             found = [
@@ -96,6 +97,7 @@ class Pages:
         return list(islice(wanted, FOUND_MAX + 1))
 
     def read(self, values: Mapping[str, Any], caller: Caller) -> Response:
+        """Answer a request for bytes of a page."""
         digest, key = namespace_of(values), key_of(values)
         offset, nbytes = _number(values, "offset"), _number(values, "nbytes")
         if not 1 <= nbytes <= BYTES_MAX:
@@ -110,10 +112,12 @@ class Pages:
 
 
 def namespace_of(values: Mapping[str, Any]) -> bytes:
+    """Return the namespace digest of a request."""
     return _bytes(values, "namespace", NAMESPACE_DIGEST_NBYTES, NAMESPACE_DIGEST_NBYTES)
 
 
 def key_of(values: Mapping[str, Any]) -> bytes:
+    """Return the prefix hash of a request."""
     return _bytes(values, "key", PREFIX_HASH_NBYTES_MIN, PREFIX_HASH_NBYTES_MAX)
 
 
@@ -138,7 +142,7 @@ def _digits(values: Mapping[str, Any], name: str) -> str:
 
 
 def _whole(digits: str) -> bytes:
-    """Empty: it is a part of one."""
+    """Parse a whole key; empty for a part of one."""
     low, high = 2 * PREFIX_HASH_NBYTES_MIN, 2 * PREFIX_HASH_NBYTES_MAX
     return bytes.fromhex(digits) if len(digits) % 2 == 0 and low <= len(digits) <= high else b""
 

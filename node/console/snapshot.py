@@ -84,7 +84,7 @@ class Members:
         self._began_s = -ASKED_S
 
     def told(self, own: pb.NodeStatusReply) -> dict[str, Any] | None:
-        """The view, and of each member what it said last; None: this node is alone."""
+        """Return the view and each member's last status; None without a cluster."""
         view = self._membership.view
         if view is None:
             return None
@@ -107,7 +107,7 @@ class Members:
             self._round = self._begin(lambda: self._ask_all(view))
 
     def _ask_all(self, view: View) -> None:
-        """Who was asked longest ago first.
+        """Ask the members, those asked longest ago first; silent ones are skipped for a while.
 
         Who does not answer costs `CALL_S` once, and is left alone for a while.
         """
@@ -155,7 +155,7 @@ def _member(member: Member, said: Mapping[str, Any], now_s: float) -> dict[str, 
 
 
 def summary(status: pb.NodeStatusReply) -> dict[str, Any]:
-    """What the map shows of a member."""
+    """Return what the map shows of a member."""
     parts = {
         "ram": (status.ram, _TIER),
         "peers": (status.peers, _PEERS),
@@ -202,7 +202,7 @@ class Snapshots:
         self._hours: dict[Hashable, tuple[int, str]] = {}  # of how many samples
 
     def first(self, principal: Principal, caller: Caller) -> str:
-        """With the last hour, and who he is."""
+        """Return the first message: the status, the last hour and who the user is."""
         now = self._now(principal, caller).text
         who = {
             "name": principal.name,
@@ -214,12 +214,11 @@ class Snapshots:
         return f'{now[:-1]},"who":{_text(who)},"history":{self._hour(principal)}}}'
 
     def next(self, principal: Principal, caller: Caller) -> str:
+        """Return the next message."""
         return self._now(principal, caller).text
 
     def _hour(self, principal: Principal) -> str:
-        """Made anew with each sample: it takes ten milliseconds, and a page can be opened again and
-        again.
-        """
+        """Return the last hour as JSON, built once per sample because that takes 10 ms."""
         count, hour = self._hours.get(principal.scope, (0, "null"))
         if count != self._history.count(principal):
             told = self._history.told(principal)
@@ -228,7 +227,7 @@ class Snapshots:
         return hour
 
     def _now(self, principal: Principal, caller: Caller) -> _Made:
-        """The same for all who are told the same, for a while."""
+        """Return the status as JSON, shared for a while by all who may see the same."""
         made, began_s = self._made.get(principal.scope), time.monotonic()
         if made is None or began_s >= made.until_s:
             values = self._make(principal, caller)
@@ -270,7 +269,7 @@ class Snapshots:
         return values
 
     def _hot(self, status: pb.NodeStatusReply) -> list[dict[str, Any]]:
-        """Of namespaces that he sees.
+        """Return the hot prefixes of visible namespaces, shortened as in logs.
 
         No more of a head than logs say.
         """
@@ -289,7 +288,7 @@ class Snapshots:
         ]
 
     def _findings(self, principal: Principal, status: pb.NodeStatusReply) -> list[dict[str, Any]]:
-        """Comparing namespaces takes milliseconds."""
+        """Return findings, cached because comparing namespaces takes milliseconds."""
         until_s, told = self._found.get(principal.scope, (0.0, []))
         if time.monotonic() >= until_s:
             told = [
@@ -300,7 +299,7 @@ class Snapshots:
 
 
 def _of_node(status: pb.NodeStatusReply) -> dict[str, Any]:
-    """What is not told is not there."""
+    """Return the node's own values; what the caller may not see is left out."""
     names = (*_SAID, *(_OF_NODE if status.HasField("ram") else ()))
     told = {name: getattr(status, name) for name in names}
     parts = {name: plain(getattr(status, name)) for name in _PARTS if status.HasField(name)}
@@ -310,12 +309,12 @@ def _of_node(status: pb.NodeStatusReply) -> dict[str, Any]:
 
 
 def _size(use: pb.TenantUse) -> int:
-    """Those with most bytes first."""
+    """Return a sort key that puts the largest use first."""
     return -(use.ram_nbytes + use.disk_nbytes)
 
 
 def _namespaces(status: pb.NodeStatusReply) -> list[dict[str, Any]]:
-    """Those with most bytes."""
+    """Return the namespaces with most bytes."""
 
     def nbytes(info: pb.NamespaceInfo) -> int:
         return info.page_nbytes * (info.page_count + info.disk_page_count)
@@ -345,7 +344,7 @@ def _text(values: dict[str, Any] | None) -> str:
 
 
 def findings(status: pb.NodeStatusReply) -> list[Finding]:
-    """What is not as it should be."""
+    """Return what is not as it should be."""
     of_node = told(status) if status.HasField("ram") else ()
     found = [state(status), *of_node, *_of_peers(status.peers), *_of_hits(status)]
     return [finding for finding in found if finding.state in (State.WARN, State.FAIL)]
@@ -368,7 +367,7 @@ def _of_peers(peers: pb.PeersStatus) -> Iterator[Finding]:
 
 
 def _of_hits(status: pb.NodeStatusReply) -> Iterator[Finding]:
-    """Of those with most pages, or questions, which are what others are compared with."""
+    """Yield findings on hits of the busiest namespaces, with which others are compared."""
     chosen: Sequence[pb.NamespaceInfo] = sorted(
         status.namespaces, key=lambda info: -(info.page_count + info.counters.pages_asked)
     )[:COMPARED_MAX]

@@ -85,15 +85,15 @@ class DataDir:
             )
 
     def trouble(self) -> str:
-        """What has become of whoever does the work; empty if all is well, as it is here."""
+        """Return what is wrong with the process that does the I/O; always empty in this process."""
         return ""
 
     def limited(self) -> contextlib.AbstractContextManager[None]:
-        """A call of the disk ends when it does."""
+        """Return a context that does nothing: calls in this process end when they end."""
         return contextlib.nullcontext()
 
     def revive(self) -> None:
-        """Nothing to do."""
+        """Do nothing: there is no process to restart."""
 
     def _view(self, offset: int, nbytes: int) -> memoryview:
         return self._arena[offset : offset + nbytes]
@@ -106,7 +106,7 @@ class DataDir:
             self._map.close()
 
     def close(self) -> None:
-        """Raises OSError if the rows can not be closed; all else is closed all the same."""
+        """Close everything, even if the rows fail. Raises OSError if they cannot be closed."""
         try:
             self.files.close()
             self.rows.close()
@@ -117,7 +117,7 @@ class DataDir:
 
 @contextlib.contextmanager
 def refused(path: Path) -> Iterator[None]:
-    """An error of the system, told as what it means at the start of a node."""
+    """Translate system errors at a node's start to ConfigError."""
     try:
         yield
     except BlockingIOError as error:
@@ -131,7 +131,7 @@ def refused(path: Path) -> Iterator[None]:
 
 
 def make_directory(path: Path, layer: FileLayer) -> None:
-    """The directory and what it lies in, to stay: each new one is an entry of the one above."""
+    """Make a directory and its parents, and sync each new entry."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for directory in missing:
@@ -139,11 +139,9 @@ def make_directory(path: Path, layer: FileLayer) -> None:
 
 
 def open_to_others(path: Path) -> str:
-    """Return the path of an entry that other users of the host may read or change; empty if there
-    is none.
+    """Return the first path that other users of the host may access; empty if there is none.
 
-    Only the bits of others count: a group may be the operator's intention, as fsGroup is in
-    Kubernetes.
+    Only the bits of others count: access by a group may be intended, as with fsGroup in Kubernetes.
     """
     mode = path.stat().st_mode
     if mode & stat.S_IWOTH:
@@ -176,7 +174,7 @@ def warn_if_open(path: Path) -> None:
 
 
 def take_lock(path: Path, wait_s: float) -> int:
-    """The descriptor that holds the lock.
+    """Take the lock and return its descriptor. Raises BlockingIOError if it stays taken.
 
     Raises BlockingIOError if another has it for longer.
     """
@@ -204,7 +202,7 @@ def release_lock(lock: int) -> None:
 
 
 def allow_open_files(extent_count: int) -> None:
-    """Each extent is an open file.
+    """Raise the limit on open files: each extent is one. Raises ConfigError if that fails.
 
     Raises ConfigError if this process may not have so many.
     """

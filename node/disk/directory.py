@@ -17,43 +17,49 @@ class RowStore(Protocol):
 
     def write(
         self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]
-    ) -> None: ...
+    ) -> None:
+        """Write rows and delete others."""
 
-    def sync(self) -> None: ...
+    def sync(self) -> None:
+        """Make all rows durable."""
 
-    def namespaces(self) -> Iterator[tuple[int, bytes]]: ...
+    def namespaces(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the namespace rows."""
 
     def pages(self, start: bytes = b"P") -> Iterator[tuple[bytes, bytes]]:
-        """Raises Exhausted if the disk hangs."""
+        """Yield page rows from a key on. Raises Exhausted if the disk hangs."""
 
     def page(self, key: bytes) -> PageRow | None:
-        """The row of one page; None if there is none.
+        """Return the row of a page; None if there is none. Raises Exhausted if the disk hangs.
 
         Raises Exhausted if the disk hangs.
         """
 
     def purge(self, needles: Sequence[bytes]) -> int:
-        """Rewrites the rows without what was deleted; in how many files one of the needles is still
-        found.
-        """
+        """Rewrite the rows without deleted data; return how many files still contain a needle."""
 
-    def all_pages(self) -> Iterator[tuple[bytes, bytes]]: ...
+    def all_pages(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield all page rows."""
 
 
 class PageFiles(Protocol):
     """See `node.disk.extents.ExtentFiles`."""
 
     @property
-    def direct(self) -> bool: ...
+    def direct(self) -> bool:
+        """Return whether files are open for O_DIRECT."""
 
-    def write_all(self, slots: Sequence[Slot]) -> None: ...
+    def write_all(self, slots: Sequence[Slot]) -> None:
+        """Write whole slots."""
 
     def read(self, offset: int, view: memoryview) -> bool:
-        """Any thread; False if there is less in the file."""
+        """Fill a view from any thread; return False if the file is shorter."""
 
-    def sync(self) -> None: ...
+    def sync(self) -> None:
+        """Make all written pages durable."""
 
-    def trial(self) -> None: ...
+    def trial(self) -> None:
+        """Write, sync and read a test file. Raises OSError."""
 
 
 class Directory(Protocol):
@@ -63,20 +69,24 @@ class Directory(Protocol):
     extent_count: int
 
     @property
-    def rows(self) -> RowStore: ...
+    def rows(self) -> RowStore:
+        """Return the rows."""
 
     @property
-    def files(self) -> PageFiles: ...
+    def files(self) -> PageFiles:
+        """Return the page files."""
 
     def trouble(self) -> str:
-        """Why nothing can be done any more until `revive`; empty if all is well.
+        """Return why nothing works until `revive`; empty if all is well. It never waits.
 
         Never waits.
         """
 
     def limited(self) -> AbstractContextManager[None]:
-        """What takes too long within it raises OSError, if it is done by another process."""
+        """Return a context in which calls to another process raise OSError after a time limit."""
 
-    def revive(self) -> None: ...
+    def revive(self) -> None:
+        """Restart the process that does the I/O, if there is one."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close rows, files and process."""

@@ -43,8 +43,9 @@ class _Ends:
 
 
 class Links:
-    """Of all records, whatever pool they are in: in which one, and which is the next older and
-    newer one there. They grow with the records. `used_s` is the records' own.
+    """Link the records of each pool by use; the arrays grow with the records.
+
+    Each record has its pool and its older and newer neighbour. `used_s` belongs to the records.
     """
 
     def __init__(self, used_s: "array[int]", may_go: Callable[[int], bool]) -> None:
@@ -57,19 +58,19 @@ class Links:
 
     @property
     def arrays(self) -> tuple["array[int]", ...]:
+        """Return the arrays."""
         return self.older, self.newer, self.pool
 
     def look(self) -> bool:
+        """Use one step of the look's budget; return whether there was one."""
         self.left -= 1
         return self.left >= 0
 
 
 class DiskPool:
-    """Records of which one goes when room is needed: of one tenant that has a quota, or of all that
-    have none.
+    """Order the disk records of one tenant with a quota, or of all without.
 
-    Of each slot size in order of use, and which size has the oldest. `number` names the pool in
-    `links`.
+    Records are ordered by use within each slot size. `number` names the pool in `links`.
     """
 
     def __init__(self, number: int, links: Links) -> None:
@@ -80,12 +81,13 @@ class DiskPool:
 
     @property
     def count(self) -> int:
+        """Return the number of records."""
         return sum(ends.count for ends in self._ends.values())
 
     # ---- a record's life -----------------------------------------------------------------
 
     def begin(self, size: int, records: Sequence[int]) -> None:
-        """All records of a slot size that has none yet, the oldest first."""
+        """Add all records of a slot size that has none yet, the oldest first."""
         oldest, newest = records[0], records[-1]
         self._ends[size] = _Ends(oldest, newest, len(records))
         self._ages.add(size, self._links.used_s[oldest])
@@ -98,6 +100,7 @@ class DiskPool:
             pool[one] = self.number
 
     def push_newest(self, record: int, size: int) -> None:
+        """Add a record as the newest of its size."""
         ends, links = self._ends_of(size), self._links
         links.pool[record] = self.number
         links.older[record], links.newer[record] = ends.newest, 0
@@ -111,6 +114,7 @@ class DiskPool:
             self._ages.add(size, links.used_s[record])
 
     def push_oldest(self, record: int, size: int) -> None:
+        """Add a record as the oldest of its size."""
         ends, links = self._ends_of(size), self._links
         links.pool[record] = self.number
         links.older[record], links.newer[record] = 0, ends.oldest
@@ -129,6 +133,7 @@ class DiskPool:
         return ends
 
     def withdraw(self, record: int, size: int) -> None:
+        """Remove a record."""
         ends = self._ends[size]
         if not ends.aside.discard(record):
             self._take_out(ends, record)
@@ -149,14 +154,14 @@ class DiskPool:
             ends.newest = older
 
     def give_back(self, record: int, size: int) -> None:
-        """It is not busy any more."""
+        """Make a record that is not busy any more available for eviction again."""
         if size in self._ends and self._ends[size].aside.give_back(record):
             self._ages.add(size, self._links.used_s[record])
 
     # ---- who is oldest -------------------------------------------------------------------
 
     def oldest(self, size: int) -> int:
-        """0: none of this size may go, or enough were looked at."""
+        """Return the oldest evictable record of a size; 0 for none within the budget."""
         ends, links = self._ends.get(size), self._links
         if ends is None:
             return 0
@@ -175,13 +180,11 @@ class DiskPool:
         return self._links.used_s[record] if record else None
 
     def older_sizes(self, than_s: int | None, but: int, count: int) -> list[int]:
-        """Other slot sizes whose oldest record is older (than None: any), that with the oldest
-        first.
-        """
+        """Return other sizes whose oldest record is older than `than_s` (None: any), oldest first."""
         return self._ages.older(than_s, but, count)
 
     def eldest(self, size: int, count: int) -> Iterator[int]:
-        """Some of the oldest records of a size."""
+        """Yield some of the oldest records of a size."""
         record = self.oldest(size)
         for _ in range(count):
             if not record:
@@ -193,7 +196,7 @@ class DiskPool:
     # ---- tell ----------------------------------------------------------------------------
 
     def records(self) -> Iterator[int]:
-        """Those aside, then those of every size, oldest first within a size."""
+        """Yield all records: set-aside ones, then each size's from the oldest on."""
         for ends in self._ends.values():
             yield from ends.aside
             record = ends.oldest
@@ -239,9 +242,9 @@ class DiskLru:
         self._area_pool = self.accounts.shared
 
     def _new_pool(self) -> DiskPool:
-        """The first is that of all who have no quota.
+        """Make a pool. The first one is for all tenants without a quota.
 
-        One that is left without records and account is forgotten.
+        Pools without records and account are forgotten.
         """
         if self._pools:
             used = {account.pool.number for account in self.accounts.all()} | {
@@ -257,9 +260,11 @@ class DiskLru:
 
     @property
     def count(self) -> int:
+        """Return the number of records."""
         return len(self._pinned) + sum(pool.count for pool in self._pools.values())
 
     def block_of(self, record: int) -> Block:
+        """Return the block of a record's slot."""
         return self._slots.block_of(self._offset[record] * SLOT_ALIGN_NBYTES)
 
     def _size(self, record: int) -> int:
@@ -268,7 +273,7 @@ class DiskLru:
     # ---- a record's life -----------------------------------------------------------------
 
     def begin(self, slot_nbytes: int, records: Sequence[int]) -> None:
-        """All records of a size that has none yet, the oldest first."""
+        """Add all records of a size that has none yet, the oldest first."""
         by_pool: dict[int, array[int]] = {}
         for record in records:
             owner = self._owner(record)
@@ -278,9 +283,11 @@ class DiskLru:
             self._pools[number].begin(slot_nbytes, some)
 
     def push_newest(self, record: int) -> None:
+        """Add a record as the newest of its size."""
         self._owner(record).pool.push_newest(record, self._size(record))
 
     def touch(self, record: int, now_s: int) -> None:
+        """Mark a record as used now."""
         block = self.block_of(record)
         block.used_sum += now_s - self._used_s[record]
         self._used_s[record] = now_s
@@ -290,6 +297,7 @@ class DiskLru:
             pool.push_newest(record, block.kind.slot_nbytes)
 
     def withdraw(self, record: int) -> None:
+        """Remove a record."""
         if self._pinned.discard(record):
             self._count_pin(record, -1)
         else:
@@ -299,11 +307,12 @@ class DiskLru:
         self._pools[self._links.pool[record]].withdraw(record, self._size(record))
 
     def give_back(self, record: int) -> None:
-        """A published record is not busy any more."""
+        """Make a published record that is not busy any more available for eviction again."""
         if record not in self._pinned:
             self._pools[self._links.pool[record]].give_back(record, self._size(record))
 
     def pin(self, record: int, until_s: int) -> None:
+        """Pin a record until a time; 0 ends the pin."""
         if until_s:
             if record not in self._pinned:
                 self._leave_pool(record)
@@ -332,7 +341,7 @@ class DiskLru:
         return self._slots.unit_nbytes << block.kind.level
 
     def check_pins(self, records: Iterable[int]) -> None:
-        """Raises Exhausted if these, all of one tenant, can not be pinned too."""
+        """Raise Exhausted if these records of one tenant cannot be pinned, too."""
         some = set(records)
         blocks = {block.start: block for block in map(self.block_of, some)}
         nbytes = self.pinned_nbytes
@@ -351,14 +360,17 @@ class DiskLru:
             self._owner(new[0]).check_pins(len(new))
 
     def pinned_until_s(self, record: int) -> int:
+        """Return when a record's pin ends; 0 if it has none."""
         return self._pinned.key(record) or 0
 
     # ---- who goes next -------------------------------------------------------------------
 
     def victims(self, owner: Owner, slot_nbytes: int, now_s: int) -> list[int]:
-        """For a page of this tenant and size: its own oldest if it is at its quota, else the oldest
-        of this size of those who are to give, or, if another size's oldest is older, what lies in
-        the place of a block where the oldest pages of that size are; so many at a time.
+        """Return records to evict for a page of this tenant and size.
+
+        They are its own oldest if the tenant is at its quota; otherwise the oldest of this size
+        among those over their share; or, if another size's oldest is older, all of a block where
+        the oldest pages of that size lie.
         """
         self._links.left = LOOKED_AT
         for record in self._pinned.take(now_s, LOOKED_AT):
@@ -398,7 +410,7 @@ class DiskLru:
         return [ours] if ours else []
 
     def _any(self, level: int, pool: DiskPool) -> list[int]:
-        """The last resort: what lies in any place of this level.
+        """Return the records of any block of this level, as a last resort.
 
         A few are tried, the next call tries others.
         """
@@ -411,9 +423,7 @@ class DiskLru:
         return []
 
     def _areas(self, pool: DiskPool, size: int, level: int) -> list[range]:
-        """Places for a block of this level where the oldest records of a slot size lie, the coldest
-        first.
-        """
+        """Return areas of this level with the oldest records of a slot size, coldest first."""
         areas: dict[int, range] = {}
         for record in pool.eldest(size, AREA_RECORDS):
             area = self._slots.area(self._offset[record] * SLOT_ALIGN_NBYTES, level)
@@ -423,7 +433,7 @@ class DiskLru:
         return sorted(areas.values(), key=self._slots.mean_use)
 
     def _leaving(self, area: range, pool: DiskPool) -> list[int]:
-        """Records there, if they may all go, as far as that is looked at; else none."""
+        """Return the records of an area if all may be evicted; otherwise none."""
         owners = (
             record for block in self._slots.blocks_in(area) for record in block.owners if record
         )
@@ -439,16 +449,14 @@ class DiskLru:
     # ---- quotas --------------------------------------------------------------------------
 
     def is_stray(self, record: int) -> bool:
-        """Whether its tenant has got another pool since it came to the one where it is."""
+        """Return whether a record's tenant has changed its pool since the record was added."""
         return (
             record not in self._pinned
             and self._links.pool[record] != self._owner(record).pool.number
         )
 
     def regroup(self, record: int, used_s: int) -> None:
-        """A stray goes where it belongs: as the oldest there, or as the newest if it was used since
-        `used_s`.
-        """
+        """Move a stray record to its pool: as the oldest, or the newest if used since `used_s`."""
         pool, size = self._owner(record).pool, self._size(record)
         self._leave_pool(record)
         if self._used_s[record] == used_s:
@@ -459,15 +467,13 @@ class DiskLru:
     # ---- tell ----------------------------------------------------------------------------
 
     def records(self) -> Iterator[int]:
-        """Pinned records and those aside, then those of every pool and size, oldest first within
-        these.
-        """
+        """Yield pinned and set-aside records, then those of every pool and size, oldest first."""
         yield from self._pinned
         for pool in self._pools.values():
             yield from pool.records()
 
     def check(self) -> list[str]:
-        """Violations of what must always hold about pins and pools; empty if all is well."""
+        """Return violated invariants of pins and pools; empty if all is well."""
         wrong = []
         blocks = {block.start: block for block in map(self.block_of, self._pinned)}
         counts = Counter(self.block_of(record).start for record in self._pinned)

@@ -22,6 +22,7 @@ class Wait(NamedTuple):
 
     @property
     def left_s(self) -> float:
+        """Return the seconds left."""
         return max(0.0, self.end - time.monotonic())
 
 
@@ -41,19 +42,20 @@ class Durability:
 
     @property
     def disk(self) -> DiskTier:
+        """Return the disk tier. Raises InvalidRequest without one."""
         if self._disk is None:
             raise InvalidRequest("this node has no disk tier; start it with --data-dir")
         return self._disk
 
     def begin_wait(self, wait_ms: int = 0, gone: Callable[[], bool] = lambda: False) -> Wait:
-        """From now on: the caller may have less than flush_s, and may leave before."""
+        """Begin a wait of at most flush_s, or less if the caller says so."""
         return Wait(time.monotonic() + min(self._flush_s, wait_ms / 1000 or self._flush_s), gone)
 
     def keep(self, digest: bytes, prefix_hashes: Sequence[bytes], wait: Wait) -> None:
-        """Returns when these pages survive power loss.
+        """Return when these pages are durable.
 
-        Raises Exhausted if the disk has no space for them, is stopped or too slow, or if one of
-        them has gone: nobody was promised a page that is not there.
+        Raises Exhausted if the disk is full, stopped or too slow, or if one of the pages has gone:
+        it would be wrong to acknowledge a page that is not there.
         """
         self._barrier(wait)  # what is queued already need not be offered again
         self._save([(digest, list(prefix_hashes))], wait, self._unsafe)
@@ -79,7 +81,7 @@ class Durability:
             raise Exhausted(f"not verified, a page can not be read: {error}") from error
 
     def settle(self) -> None:
-        """Returns when what was removed stays so after power loss.
+        """Return when all removals are durable. Raises Exhausted.
 
         Raises Exhausted.
         """
@@ -87,8 +89,9 @@ class Durability:
             self._barrier(self.begin_wait())
 
     def flush(self, wait: Wait) -> None:
-        """Returns when all pages that the node has now survive power loss; those that are put
-        meanwhile do not delay it, and those that go meanwhile need not be there.
+        """Return when all present pages are durable.
+
+        Pages that are put or removed meanwhile are not waited for.
         """
         self._barrier(wait)
         self._save(self._inventory.unsaved(), wait, self._unsafe_in_ram)
@@ -103,9 +106,10 @@ class Durability:
         wait: Wait,
         left: Callable[[bytes, Sequence[bytes]], list[bytes]],
     ) -> None:
-        """Offers those of the pages that are `left` and waits for them, a few times: on a full disk
-        a page may be evicted by the next ones, with the cold extent that it came to lie in. Nothing
-        but the look at each page ends this: a barrier does not cover what another wrote behind it.
+        """Write those pages that `left` returns and wait for them, for a few rounds.
+
+        On a full disk a page may be evicted with the cold extent that it came to lie in. Only the
+        check of each page decides: a barrier does not cover what another thread wrote behind it.
         """
         for _ in range(ROUNDS_MAX):
             batches = [

@@ -61,7 +61,7 @@ _FORM = (
 
 
 def works() -> bool:
-    """Whether what is installed has this mode, and works where bytes lie, without room behind them."""
+    """Return whether the installed library supports AES-XTS on buffers in place."""
     unit = memoryview(bytearray(2 * TWEAK_NBYTES))
     try:
         encrypt(bytes(range(PAGE_KEY_NBYTES)), bytes(TWEAK_NBYTES), unit, unit)
@@ -72,11 +72,12 @@ def works() -> bool:
 
 
 def new_page_key() -> bytes:
+    """Return a random page key."""
     return os.urandom(PAGE_KEY_NBYTES)
 
 
 def encrypt(key: bytes, tweak: bytes, source: memoryview, target: memoryview) -> None:
-    """A unit of up to 16 MiB, of 16 bytes at least.
+    """Encrypt a unit of 16 bytes to 16 MiB into `target`, which may be the same memory.
 
     `target` has the same length, and may be the same memory.
     """
@@ -84,18 +85,18 @@ def encrypt(key: bytes, tweak: bytes, source: memoryview, target: memoryview) ->
 
 
 def decrypt(key: bytes, tweak: bytes, unit: memoryview) -> None:
-    """Where it lies."""
+    """Decrypt a unit in place."""
     Cipher(AES(key), XTS(tweak)).decryptor().update_into(unit, unit)
 
 
 def wrap(key: bytes, secret: bytes, label: bytes) -> bytes:
-    """`secret`, for `unwrap` with the same label."""
+    """Encrypt `secret` for `unwrap` with the same label."""
     nonce = os.urandom(_NONCE_NBYTES)
     return nonce + AESGCM(key).encrypt(nonce, secret, label)
 
 
 def unwrap(key: bytes, wrapped: bytes, label: bytes) -> bytes | None:
-    """None if it is not what `wrap` made with this key and label."""
+    """Decrypt a wrapped secret; None if key or label differ or it is damaged."""
     try:
         return AESGCM(key).decrypt(wrapped[:_NONCE_NBYTES], wrapped[_NONCE_NBYTES:], label)
     except (InvalidTag, ValueError):  # ValueError: it is too short to have a nonce
@@ -108,28 +109,33 @@ class Vault(Protocol):
     mark: str
 
     def new_key(self) -> bytes:
-        """For the pages of a new namespace; empty: they are plain."""
+        """Return a key for the pages of a new namespace; empty without encryption."""
 
     def wrap(self, row_key: bytes, page_key: bytes, description: bytes) -> bytes:
-        """What the row of a namespace has."""
+        """Return the value of a namespace's row."""
 
     def unwrap(self, row_key: bytes, value: bytes) -> tuple[bytes, bytes]:
-        """(page key, description).
+        """Return (page key, description) of a row. Raises InvalidRequest if it is not valid.
 
         Raises InvalidRequest for what it did not wrap.
         """
 
 
 class Plain:
+    """Keep namespaces without encryption."""
+
     mark = ""
 
     def new_key(self) -> bytes:
+        """Return no key."""
         return b""
 
     def wrap(self, row_key: bytes, page_key: bytes, description: bytes) -> bytes:
+        """Return the description as it is."""
         return description
 
     def unwrap(self, row_key: bytes, value: bytes) -> tuple[bytes, bytes]:
+        """Return no key and the description."""
         return b"", value
 
 
@@ -152,12 +158,15 @@ class Locked:
         self._key = key
 
     def new_key(self) -> bytes:
+        """Return a random page key."""
         return new_page_key()
 
     def wrap(self, row_key: bytes, page_key: bytes, description: bytes) -> bytes:
+        """Encrypt page key and description."""
         return wrap(self._key, page_key + description, row_key)
 
     def unwrap(self, row_key: bytes, value: bytes) -> tuple[bytes, bytes]:
+        """Decrypt page key and description. Raises InvalidRequest."""
         secret = unwrap(self._key, value, row_key)
         if secret is None or len(secret) < PAGE_KEY_NBYTES:
             raise InvalidRequest("its wrapped key is damaged")
@@ -178,15 +187,13 @@ class PageEncryption(NamedTuple):
         return f"PageEncryption({self.offset})"  # a key is in no log
 
     def encrypt(self, start: int, source: memoryview, target: memoryview) -> None:
-        """`source`: what lies from `start` on in the slot, from a unit's begin to its end or the
-        slot's.
-        """
+        """Encrypt what lies from `start` on in the slot, in whole units or to the slot's end."""
         for at in range(0, source.nbytes, UNIT_NBYTES):
             end = at + UNIT_NBYTES
             encrypt(self.key, self._tweak(start + at), source[at:end], target[at:end])
 
     def decrypt(self, start: int, view: memoryview) -> None:
-        """The same, where it lies."""
+        """Decrypt in place what lies from `start` on in the slot."""
         for at in range(0, view.nbytes, UNIT_NBYTES):
             decrypt(self.key, self._tweak(start + at), view[at : at + UNIT_NBYTES])
 
@@ -203,14 +210,14 @@ class DiskLocation(NamedTuple):
 
 
 def disk_location(offset: int, key: bytes, checksum: bytes) -> DiskLocation:
-    """`key`: empty if its namespace has none."""
+    """Return a slot's location; `key` is empty without encryption."""
     return DiskLocation(
         offset, PageEncryption(offset, key, checksum[:MARK_NBYTES]) if key else None
     )
 
 
 def open_vault(key_file: str, key_command: str) -> Vault:
-    """Plain if both are empty.
+    """Return the vault of a key file or command; a plain one without. Raises ConfigError.
 
     Raises ConfigError.
     """
@@ -223,7 +230,7 @@ def open_vault(key_file: str, key_command: str) -> Vault:
 
 
 def _said(command: str) -> bytes:
-    """What it writes to its standard output; what it writes beside goes where this process's does."""
+    """Run a key command and return its output. Raises ConfigError."""
     try:
         done = subprocess.run(
             shlex.split(command),

@@ -42,22 +42,27 @@ class FileLayer:
     """
 
     def open(self, path: Path, flags: int) -> int:
+        """Open a file."""
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
     def allocate(self, fd: int, nbytes: int) -> None:
+        """Allocate a file's blocks."""
         os.posix_fallocate(fd, 0, nbytes)
 
     def write(self, fd: int, view: memoryview, offset: int) -> int:
+        """Write at an offset; return the bytes written."""
         return os.pwritev(fd, [view], offset)
 
     def read(self, fd: int, view: memoryview, offset: int) -> int:
+        """Read at an offset; return the bytes read."""
         return os.preadv(fd, [view], offset)
 
     def sync(self, fd: int) -> None:
+        """Make a file's data durable."""
         os.fdatasync(fd)
 
     def sync_directory(self, path: Path) -> None:
-        """Files that were made in it are there after power loss."""
+        """Make new entries of a directory durable."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -65,6 +70,7 @@ class FileLayer:
             os.close(fd)
 
     def close(self, fd: int) -> None:
+        """Close a file."""
         os.close(fd)
 
 
@@ -77,7 +83,7 @@ class OpenExtents:
     def __init__(
         self, directory: Path, extent_nbytes: int, count: int, flags: int, layer: FileLayer
     ) -> None:
-        """`flags` as open(2) takes them."""
+        """Open a number of extents with flags of open(2)."""
         self._extent_nbytes = extent_nbytes
         self._layer = layer
         self._fds: list[int] = []
@@ -89,15 +95,16 @@ class OpenExtents:
             raise
 
     def find(self, offset: int) -> tuple[int, int, int]:
-        """(number of the extent, its descriptor, the offset within it)."""
+        """Return (extent number, descriptor, offset within it)."""
         number, within = divmod(offset, self._extent_nbytes)
         return number, self._fds[number], within
 
     def fd(self, number: int) -> int:
+        """Return an extent's descriptor."""
         return self._fds[number]
 
     def read(self, offset: int, view: memoryview) -> bool:
-        """Fills `view`; False if the file ends before that, so that no such page can be there."""
+        """Fill `view`; return False if the file ends before, so that no page can be there."""
         _, fd, within = self.find(offset)
         while view.nbytes:
             moved = self._layer.read(fd, view, within)
@@ -107,6 +114,7 @@ class OpenExtents:
         return True
 
     def close(self) -> None:
+        """Close all extents."""
         for fd in self._fds:
             self._layer.close(fd)
         self._fds.clear()
@@ -151,6 +159,7 @@ class ExtentFiles:
 
     @property
     def direct(self) -> bool:
+        """Return whether files are open for O_DIRECT."""
         return bool(self._direct)
 
     def _direct_works(self) -> bool:
@@ -166,15 +175,15 @@ class ExtentFiles:
         return True
 
     def _drop_from(self, count: int) -> None:
-        """Gives the files of extents from number `count` on back: an earlier run may have had more."""
+        """Delete the files of extents from number `count` on, left by a larger earlier run."""
         for path in self._directory.iterdir():
             if path.name.isascii() and path.name.isdigit() and int(path.name) >= count:
                 path.unlink()
 
     def write_all(self, slots: Sequence[Slot]) -> None:
-        """Whole slots, neighbouring small ones in one call.
+        """Write whole slots, neighbouring small ones in one call.
 
-        The bytes survive a crash of the process now and one of the host after `sync`.
+        The bytes survive a crash of the process now, and one of the host after `sync`.
         """
         run: list[Slot] = []
         start = end = nbytes = 0
@@ -202,7 +211,7 @@ class ExtentFiles:
             self._write(run[0].place.offset, self._run[:nbytes])
 
     def _write_slot(self, slot: Slot) -> None:
-        """From where it lies, or unit by unit as it is encrypted."""
+        """Write a slot from the arena, or unit by unit through encryption."""
         if slot.place.encryption is None:
             self._write(slot.place.offset, self._view(slot.arena_offset, slot.nbytes))
             return
@@ -212,7 +221,7 @@ class ExtentFiles:
             self._write(slot.place.offset + start, unit)
 
     def _copy(self, slot: Slot, start: int, target: memoryview) -> None:
-        """What lies there from `start` on, as it is on disk."""
+        """Copy bytes of a slot as they are on disk."""
         source = self._view(slot.arena_offset + start, target.nbytes)
         if slot.place.encryption is None:
             target[:] = source
@@ -236,7 +245,7 @@ class ExtentFiles:
         return self._open.read(offset, view)
 
     def _allocate(self, number: int, fd: int) -> None:
-        """Gives an extent all its blocks, so that it can not run out of them later."""
+        """Allocate all blocks of an extent, so that it cannot run out of space later."""
         had_nbytes = os.fstat(fd).st_size
         try:
             self._layer.allocate(fd, self._extent_nbytes)
@@ -248,7 +257,7 @@ class ExtentFiles:
         self._allocated.add(number)
 
     def sync(self) -> None:
-        """Everything written before is on the medium when this returns."""
+        """Make everything written before durable."""
         with self._lock:
             numbers, self._unsynced = self._unsynced, set()
         try:
@@ -260,7 +269,7 @@ class ExtentFiles:
             raise
 
     def trial(self) -> None:
-        """Writes, syncs and reads back 4 KiB beside the extents.
+        """Write, sync and read 4 KiB beside the extents. Raises OSError if that fails.
 
         Raises OSError if that fails.
         """
@@ -280,4 +289,5 @@ class ExtentFiles:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Close all files."""
         self._open.close()

@@ -50,9 +50,9 @@ class RowBatch(NamedTuple):
     partial: bool
 
     def gone_pages(self) -> list[bytes]:
-        """Keys to delete once more, should a sync fail.
+        """Return the page keys to delete again if a sync fails.
 
-        Of no number: another namespace may have it by then.
+        Namespace keys are left out: another namespace may have the number by then.
         """
         return [key for key in self.gone if is_page_key(key)]
 
@@ -68,13 +68,10 @@ class Borrowed(NamedTuple):
 
 
 class NamespaceIds:
-    """Short numbers for namespaces on disk: rows and records carry 2 bytes instead of a
-    description.
+    """Give namespaces on disk short numbers: rows and records carry 2 bytes instead of 16.
 
-    A namespace has one number and one row. 0 is no number.
-
-    `keys`: of their pages, by number, each empty if they are plain. `counts`: pages on disk by
-    number. `new`: what is not in the rows yet.
+    A namespace has one number and one row; 0 is no number. `keys` holds the page key by number,
+    empty without encryption, `counts` the pages on disk, `new` what has no row yet.
     """
 
     def __init__(
@@ -91,13 +88,15 @@ class NamespaceIds:
 
     @property
     def encrypted(self) -> bool:
+        """Return whether pages are encrypted."""
         return bool(self._vault.mark)
 
     def known(self, digest: bytes) -> int:
+        """Return a namespace's number; 0 if it has none."""
         return self._numbers.get(digest, 0)
 
     def restore(self, number: int, row: bytes) -> str:
-        """A namespace that is in the rows; why that can not be, if so."""
+        """Restore a namespace from its row; return why that is impossible, or an empty text."""
         try:
             key, description = self._vault.unwrap(namespace_key(number), row)
             value = parse_namespace(description)
@@ -113,7 +112,7 @@ class NamespaceIds:
         self.accounts[number] = self._account_of(value.tenant)
 
     def number(self, value: Namespace) -> int:
-        """The namespace's number; that of a new one has to be written with the next rows."""
+        """Return the namespace's number; a new one is written with the next rows."""
         number = self.known(value.digest)
         if not number:
             number = next(free for free in itertools.count(1) if free not in self.values)
@@ -124,24 +123,26 @@ class NamespaceIds:
         return number
 
     def take_new(self) -> dict[int, bytes]:
+        """Return the new namespaces and forget that they are new."""
         new, self.new = self.new, {}
         return new
 
     @property
     def crowded(self) -> bool:
+        """Return whether too many namespaces are kept."""
         return len(self.values) >= KEPT
 
     def drop(self, number: int) -> None:
-        """Forgets a namespace without pages; as `drop_empty` does it."""
+        """Forget a namespace without pages; its row must be deleted, see `drop_empty`."""
         del self._numbers[self.values.pop(number).digest]
         del self.counts[number], self.keys[number], self.accounts[number]
         self.new.pop(number, None)
 
     def drop_empty(self) -> list[int]:
-        """Forgets namespaces without pages.
+        """Forget namespaces without pages and return their numbers.
 
-        Their rows must go no later than one of them gets another number: a namespace with two would
-        have its pages under the one that is not asked.
+        Their rows must be deleted before a namespace gets another number, or its pages would lie
+        under the number that is not asked.
         """
         empty = [number for number in self.values if not self.counts[number]]
         for number in empty:
@@ -175,16 +176,16 @@ class SyncTracker:
 
     @property
     def unsafe_count(self) -> int:
-        """Records of this run that are not safe, or were not when they were forgotten."""
+        """Return how many records of this run are not durable, or were not when forgotten."""
         return len(self._unsafe)
 
     @property
     def pending(self) -> bool:
-        """Whether there is anything that a sync would make safe, be it only that rows are gone."""
+        """Return whether a sync would make anything durable, even a deletion."""
         return self._synced < self._written
 
     def wrote(self, records: Iterable[int], gone: list[bytes]) -> None:
-        """The bytes and rows of these are written, and rows with these keys are gone."""
+        """Note that these records were written and the rows with these keys deleted."""
         self._written += 1
         if gone:
             self._gone.append((self._written, gone))
@@ -193,16 +194,17 @@ class SyncTracker:
             self._unsafe[record] = self._written
 
     def is_safe(self, record: int) -> bool:
+        """Return whether a record is durable."""
         return self._synced >= 0 and record not in self._unsafe
 
     def begin_sync(self) -> int:
+        """Return a mark for `end_sync`."""
         return self._written
 
     def end_sync(self, mark: int) -> list[list[bytes]]:
-        """The sync that took `mark` when it began has worked.
+        """Note that the sync that took `mark` has worked; return keys that need not be kept.
 
-        Returns keys that need not be kept any more: they may be millions, to be freed without the
-        lock.
+        They may be millions, so the caller frees them without the lock.
         """
         if self.failed:
             return []
@@ -214,12 +216,11 @@ class SyncTracker:
         return safe
 
     def fail_sync(self) -> None:
+        """Note that a sync failed."""
         self.failed = True
 
     def begin_anew(self) -> tuple[list[int], list[list[bytes]]]:
-        """After syncs that failed: the records to forget, and the keys of rows to delete once more,
-        in blocks. What is written from now on is new.
-        """
+        """Return, after failed syncs, the records to forget and the keys to delete again."""
         if not self.failed:
             return [], []
         doubtful, self._unsafe, self.failed = list(self._unsafe), {}, False
@@ -241,6 +242,7 @@ class Tombstones:
         self.count = 0
 
     def add(self, key: bytes) -> None:
+        """Add the key of a row to delete."""
         self._last.append(key)
         self.count += 1
         if len(self._last) >= BLOCK_KEYS:
@@ -248,7 +250,7 @@ class Tombstones:
             self._last = []
 
     def take(self) -> list[bytes]:
-        """Some BLOCK_KEYS of them, in no order; empty if none are left."""
+        """Take some BLOCK_KEYS keys in any order; empty if none are left."""
         if self._full:
             block = self._full.pop()
         else:
@@ -257,15 +259,17 @@ class Tombstones:
         return block
 
     def give_back(self, blocks: Iterable[list[bytes]]) -> None:
-        """What was taken once; nobody else may have it."""
+        """Return keys that were taken."""
         for block in blocks:
             self._full.append(block)
             self.count += len(block)
 
 
 class DiskIndex:
-    """A page is found from `publish` on, until it is forgotten; its row is deleted no later than
-    its slot is given to another page, in the same batch or before.
+    """Find pages on disk and decide which rows to write and delete.
+
+    A page is found from `publish` until it is forgotten. Its row is deleted in the same batch as
+    the one that reuses its slot, or before.
     """
 
     def __init__(self, records: PageTable, vault: Vault = PLAIN) -> None:
@@ -280,7 +284,7 @@ class DiskIndex:
     # ---- start ---------------------------------------------------------------------------
 
     def restore_page(self, key: bytes, value: bytes, now_s: int) -> None:
-        """A row that can not be used is deleted: its space is free.
+        """Restore a page's row, or schedule its deletion if it cannot be used.
 
         Unknown namespace, time to live over, impossible slot, wrong checksum.
         """
@@ -300,13 +304,11 @@ class DiskIndex:
         self.gone.add(key)
 
     def dropped_rows(self) -> str:
-        """How many rows of pages could not be used, and why; those whose time to live is over are
-        not told.
-        """
+        """Return how many page rows could not be used, and why; expired ones are left out."""
         return ", ".join(f"{count} {cause}" for cause, count in self._dropped.items())
 
     def restore_namespace(self, number: int, row: bytes) -> str:
-        """What is wrong with it, if anything is; then its pages are dropped."""
+        """Restore a namespace's row; return what is wrong with it, or an empty text."""
         problem = self.spaces.restore(number, row)
         if not problem:
             return ""
@@ -315,9 +317,9 @@ class DiskIndex:
         return f"row {number} of namespaces is damaged, its pages are dropped: {problem}"
 
     def restored(self, open_namespace: Callable[[Namespace, bytes], object]) -> list[str]:
-        """All rows are taken in: opens the namespaces that have pages, and only those, and forgets
-        the others. Returns what could not be opened, and why; its pages stay, but can not be asked
-        for.
+        """Finish the restore: open namespaces that have pages and forget the others.
+
+        Return which could not be opened and why; their pages stay but cannot be requested.
         """
         self.records.restored()
         self.drop_empty_spaces()
@@ -334,7 +336,7 @@ class DiskIndex:
     # ---- find ----------------------------------------------------------------------------
 
     def find(self, digest: bytes, prefix_hash: bytes, now_s: int) -> int:
-        """The record of a page, 0 if there is none; one whose time to live is over is forgotten."""
+        """Return the record of a page, 0 for none; an expired one is forgotten."""
         record = self.records.find(self.spaces.known(digest), prefix_hash)
         if record and 0 < self.records.expiry_s(record) <= now_s:
             self.forget(record)
@@ -342,13 +344,14 @@ class DiskIndex:
         return record
 
     def place(self, record: int) -> DiskLocation:
-        """Of a record that is published and in use, with its checksum."""
+        """Return the location of a published record that is in use, with its checksum."""
         number, _ = self.records.key(record)
         return disk_location(
             self.records.offset(record), self.spaces.keys[number], self.records.checksum(record)
         )
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes], now_s: int) -> list[bool]:
+        """Return which pages are on disk."""
         number = self.spaces.known(digest)
         if not number:
             return [False] * len(prefix_hashes)
@@ -362,6 +365,7 @@ class DiskIndex:
         return [record > 0 for record in found]
 
     def info(self, record: int, now_s: int) -> LowerTierInfo:
+        """Describe a page on disk."""
         records, expiry_s = self.records, self.records.expiry_s(record)
         return LowerTierInfo(
             records.checksum(record),
@@ -371,7 +375,7 @@ class DiskIndex:
         )
 
     def borrow(self, record: int, number: int, prefix_hash: bytes) -> Borrowed:
-        """A published record, in use from here on."""
+        """Mark a published record as used and return its location."""
         self.records.begin_use(record)
         return Borrowed(
             record,
@@ -384,7 +388,7 @@ class DiskIndex:
     def pin(
         self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int, now_s: int
     ) -> list[bool]:
-        """As `DiskTier.pin`."""
+        """Pin pages; see `DiskTier.pin`."""
         records = [self.find(digest, prefix_hash, now_s) for prefix_hash in prefix_hashes]
         pinned = [record > 0 and self.records.pinned_until_s(record) > now_s for record in records]
         if ttl_s:
@@ -396,23 +400,24 @@ class DiskIndex:
     # ---- forget --------------------------------------------------------------------------
 
     def forget(self, record: int) -> None:
+        """Forget a record and schedule the deletion of its row."""
         number, prefix_hash = self.records.key(record)
         self.gone.add(page_key(number, prefix_hash))
         self.spaces.counts[number] -= 1
         self.records.remove(record)
 
     def make_room_for_spaces(self) -> None:
+        """Drop empty namespaces if there are too many."""
         if self.spaces.crowded:
             self.drop_empty_spaces()
 
     def drop_empty_spaces(self) -> None:
+        """Forget namespaces without pages and schedule the deletion of their rows."""
         for number in self.spaces.drop_empty():
             self.gone.add(namespace_key(number))
 
     def forget_some(self, digest: bytes, first: int) -> tuple[int, int]:
-        """Forgets some of the pages of a namespace, from record `first` on: how many, and which is
-        to be next.
-        """
+        """Forget some pages of a namespace from record `first` on; return the count and the next record."""
         space, found = self.spaces.known(digest), 0
         if not self.spaces.counts[space]:
             return 0, self.records.number_end
@@ -425,9 +430,7 @@ class DiskIndex:
         return found, first
 
     def drop_space(self, digest: bytes) -> bool:
-        """Forgets a namespace with the few pages that it may have got meanwhile; False: it is not
-        known.
-        """
+        """Forget a namespace and its last pages; return False if it is unknown."""
         number, first = self.spaces.known(digest), 1
         while number and self.spaces.counts[number]:
             _, first = self.forget_some(digest, first)
@@ -437,9 +440,9 @@ class DiskIndex:
         return number > 0
 
     def forget_doubtful(self) -> int:
-        """After a failed sync: forgets what may not be on the medium; how many pages.
+        """Forget pages that may not be durable after a failed sync; return how many.
 
-        What was deleted is deleted once more: its deletion may not be there either.
+        Deletions are repeated, because they may not be durable either.
         """
         doubtful, gone = self.medium.begin_anew()
         found = [record for record in doubtful if self.records.can_be_found(record)]
@@ -451,8 +454,10 @@ class DiskIndex:
     # ---- write ---------------------------------------------------------------------------
 
     def reserve(self, page: Page, now_s: int) -> int:
-        """A slot for the page; 0 if the page is on disk, is larger than an extent, or nothing may
-        go. AGAIN: some others went for it, perhaps not all that must.
+        """Reserve a record with a slot for a page.
+
+        It is 0 if the page is on disk, is larger than an extent, or nothing may be evicted. AGAIN
+        means that some records were evicted, perhaps not enough.
         """
         number = self.spaces.number(page.namespace.value)
         if page.state is not State.VISIBLE or self.records.find(number, page.prefix_hash):
@@ -474,7 +479,7 @@ class DiskIndex:
         return AGAIN if victims else 0
 
     def slots(self, reserved: Sequence[tuple[Page, int]]) -> list[Slot]:
-        """What is to be written for these."""
+        """Return the slots to write for reserved pages."""
         keys = self.spaces.keys
         return [
             Slot(
@@ -487,7 +492,7 @@ class DiskIndex:
         ]
 
     def take_batch(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> RowBatch:
-        """To be called again while it is `partial`, each time when that one is written."""
+        """Return the next batch of rows; while it is `partial`, write it and call again."""
         gone = self.gone.take()
         if self.gone.count:
             return RowBatch({}, [], gone, partial=True)
@@ -495,17 +500,15 @@ class DiskIndex:
         return RowBatch(self.spaces.take_new(), pages, gone, partial=False)
 
     def give_back(self, batch: RowBatch) -> None:
-        """The batch failed.
+        """Take back a failed batch.
 
-        Its rows may have reached the log all the same, and must not outlive their slots.
+        Its rows may have reached the log and must not outlive their slots.
         """
         self.spaces.new.update(batch.namespaces)
         self.gone.give_back([batch.gone + [row.key for row in batch.pages]])
 
     def publish(self, reserved: Sequence[tuple[Page, int]], gone: list[bytes], now_s: int) -> None:
-        """The rows are written, those of the pages `gone` deleted: the pages can be found, but for
-        those that were removed meanwhile.
-        """
+        """Make written pages available, except those that were removed meanwhile."""
         removed, written = [], []
         for page, record in reserved:
             number, prefix_hash = self.records.key(record)

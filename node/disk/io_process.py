@@ -116,10 +116,11 @@ class IoProcess:
 
     @property
     def pid(self) -> int:
+        """Return the process id."""
         return self._process.pid
 
     def trouble(self) -> str:
-        """What became of it; empty while it runs.
+        """Return how the process ended; empty while it runs. It never waits.
 
         Never waits.
         """
@@ -130,7 +131,7 @@ class IoProcess:
         return f"its keeper (process {self.pid}) was ended {how}"
 
     def _say_gone(self) -> str:
-        """Why its sockets closed.
+        """End a process whose sockets closed or that broke the protocol, and say why.
 
         One that speaks in riddles is ended, too: it must not write any more.
         """
@@ -138,13 +139,13 @@ class IoProcess:
         return self.trouble() or f"its keeper (process {self.pid}) can not be ended: the disk hangs"
 
     def kill(self) -> None:
-        """No call of the disk follows the one it is in, and that one ends with it."""
+        """Kill the process; no call of the disk follows the one that it is in."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_S)
 
     def close(self) -> None:
-        """Has it close the rows, and ends it.
+        """Let the process close the rows and end. Raises OSError if it could not, or hangs.
 
         Raises OSError if it could not, or hangs.
         """
@@ -162,7 +163,7 @@ class IoProcess:
             self.abandon()
 
     def abandon(self) -> None:
-        """Ends it as it is."""
+        """End the process without closing anything."""
         self.kill()
         self._close_sockets()
 
@@ -187,9 +188,9 @@ class IoChannel:
         self._heard = 0
 
     def ask(self, kind: Kind, body: bytes = b"", timeout_s: float | None = None) -> bytes:
-        """The answer, all of it.
+        """Send a request and return its whole reply.
 
-        Raises Silent if there is none in time; it will be passed over.
+        Raises NotAnswering without a reply in time; a late reply is skipped.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
@@ -203,7 +204,7 @@ class IoChannel:
             self._lock.release()
 
     def stream(self, kind: Kind, body: bytes, timeouts: Timeouts) -> Iterator[bytes]:
-        """The answer piece by piece.
+        """Send a request and yield its reply in parts. Raises NotAnswering.
 
         Raises Silent if one does not come in time.
         """
@@ -226,7 +227,7 @@ class IoChannel:
             raise OSError(self._gone()) from error
 
     def _answer(self, recv: Callable[[], tuple[int, int, bytes]]) -> Iterator[bytes]:
-        """The pieces of the answer to the last order; those to earlier ones are passed over."""
+        """Yield the parts of the reply to the last request; late replies are skipped."""
         while True:
             number, outcome, body = recv()
             if number != self._number:
@@ -261,6 +262,7 @@ class IoChannel:
             raise OSError(self._gone()) from error
 
     def close(self) -> None:
+        """Close the channel."""
         self._channel.close()
 
 
@@ -315,10 +317,11 @@ class ProcessStorage:
         self.files = ProcessFiles(self, self._open, direct)
 
     def trouble(self) -> str:
+        """Return how the process ended; empty while it runs."""
         return self.process.trouble()
 
     def order(self, kind: Kind, body: bytes = b"") -> bytes:
-        """Has the I/O process do it; what that brings.
+        """Let the process carry an order out and return the result.
 
         Raises OSError, within `limited` also if it takes too long.
         """
@@ -332,9 +335,7 @@ class ProcessStorage:
 
     @contextlib.contextmanager
     def limited(self) -> Iterator[None]:
-        """What is ordered meanwhile, by the one thread that gives orders, has RECOVER_S, all of it
-        together.
-        """
+        """Limit all orders within the block to RECOVER_S together."""
         self._orders_end = time.monotonic() + RECOVER_S
         try:
             yield
@@ -342,9 +343,9 @@ class ProcessStorage:
             self._orders_end = None
 
     def revive(self) -> None:
-        """Starts a process in the place of one that has ended.
+        """Restart a process that has ended. Raises OSError.
 
-        Raises OSError. What was not synced by then is as after a crash: perhaps there.
+        Whatever was not synced may or may not be there, as after a crash.
         """
         with self._turn:
             self._check_open()
@@ -370,7 +371,7 @@ class ProcessStorage:
         log.warning("a new keeper, process %d", fresh.pid)
 
     def close(self) -> None:
-        """Raises OSError if the rows could not be closed; everything is free all the same."""
+        """Close everything. Raises OSError if the rows could not be closed."""
         self._closed = True  # a `revive` sees it, and ends
         is_ours = self._turn.acquire(timeout=END_S)
         try:
@@ -390,14 +391,14 @@ class ProcessRows:
     """`node.disk.rows.Rows` through an I/O process."""
 
     def __init__(self, directory: ProcessStorage, timeouts: Timeouts) -> None:
-        """`timeouts` is that of a start, which reads all rows."""
+        """Prepare access to the rows; `timeouts` is for the start, which reads all of them."""
         self._directory = directory
         self._timeouts = timeouts
 
     def write(
         self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]
     ) -> None:
-        """All or nothing, but that keys of a large removal go first, in orders of their own."""
+        """Write rows atomically; the keys of a large removal go first, in orders of their own."""
         order, keys = self._directory.order, list(gone)
         while len(keys) > ORDER_KEYS_MAX:
             order(Kind.WRITE_ROWS, io_protocol.pack_rows([], keys[:ORDER_KEYS_MAX]))
@@ -405,17 +406,21 @@ class ProcessRows:
         order(Kind.WRITE_ROWS, io_protocol.pack_rows(pairs(namespaces, pages), keys))
 
     def sync(self) -> None:
+        """Make all rows durable."""
         self._directory.order(Kind.SYNC_ROWS)
 
     def purge(self, needles: Sequence[bytes]) -> int:
+        """Rewrite the rows without deleted data; return how many files still contain a needle."""
         return io_protocol.unpack_counts(
             self._directory.order(Kind.PURGE_ROWS, io_protocol.pack_rows([], needles))
         )[0]
 
     def namespaces(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the namespace rows."""
         return numbered(self._all(b"N"))
 
     def all_pages(self) -> Iterator[Pair]:
+        """Yield all page rows."""
         return self._all(b"P")
 
     def _all(self, kind: bytes) -> Iterator[Pair]:
@@ -427,7 +432,7 @@ class ProcessRows:
             raise OSError(f"the disk hangs: no answer in {self._timeouts.seconds:g} s") from error
 
     def pages(self, start: bytes = b"P") -> Iterator[Pair]:
-        """Asked for piece by piece: nothing is kept open there while somebody reads slowly here."""
+        """Yield page rows, requested in parts, so that slow readers keep nothing open."""
         nbytes = QUESTION_NBYTES
         while some := self._some(nbytes, start):
             yield from some
@@ -435,10 +440,11 @@ class ProcessRows:
             nbytes = min(2 * nbytes, QUESTION_NBYTES_MAX)
 
     def page(self, key: bytes) -> PageRow | None:
+        """Return the row of a page; None if there is none."""
         return page_at(key, self._some(1, key))
 
     def _some(self, nbytes: int, start: bytes) -> list[Pair]:
-        """From the key `start` on, one at least if there is one."""
+        """Return rows from the key `start` on, at least one if there is one."""
         try:
             question = io_protocol.pack_question(nbytes, start)
             piece = self._directory.process.questions.ask(Kind.SOME_ROWS, question, QUESTION_S)
@@ -458,16 +464,17 @@ class ProcessFiles:
         self.direct = direct
 
     def write_all(self, slots: Sequence[Slot]) -> None:
+        """Write whole slots."""
         self._directory.order(Kind.WRITE_PAGES, io_protocol.pack_slots(slots))
 
     def read(self, offset: int, view: memoryview) -> bool:
-        """Not by the I/O process: a read waits for no write, and the thread that wants the page
-        lets the others run.
-        """
+        """Read in this process: reads wait for no writes, and the thread releases the GIL."""
         return self._open.read(offset, view)
 
     def sync(self) -> None:
+        """Make all written pages durable."""
         self._directory.order(Kind.SYNC_PAGES)
 
     def trial(self) -> None:
+        """Write, sync and read a test file. Raises OSError."""
         self._directory.order(Kind.TRIAL)

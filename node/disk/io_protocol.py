@@ -89,10 +89,12 @@ class Task(NamedTuple):
     path: str
 
     def arguments(self) -> list[str]:
+        """Return the command-line arguments."""
         return [str(int(value)) if isinstance(value, int) else value for value in self]
 
     @classmethod
     def from_arguments(cls, arguments: list[str]) -> "Task":
+        """Parse the command-line arguments."""
         *numbers, keep, key_mark, log_level, path = arguments
         orders_fd, questions_fd, arena_fd, disk_nbytes, extent_nbytes = map(int, numbers)
         return cls(
@@ -121,10 +123,12 @@ class Opened(NamedTuple):
     inode: int
 
     def pack(self) -> bytes:
+        """Serialise the sizes."""
         return _OPENED.pack(*self)
 
     @classmethod
     def unpack(cls, body: bytes) -> "Opened":
+        """Parse the sizes."""
         return cls(*_OPENED.unpack(body))
 
 
@@ -143,13 +147,13 @@ class Channel:
         self._got = bytearray()
 
     def send(self, number: int, kind: int, body: bytes = b"") -> None:
-        """Raises OSError."""
+        """Send a frame. Raises OSError."""
         assert len(body) <= BODY_NBYTES_MAX
         self._set_timeout(None)
         self._sock.sendall(_HEAD.pack(len(body), number, kind) + body)
 
     def recv(self, timeout_s: float | None = None) -> tuple[int, int, bytes]:
-        """(number, kind or outcome, body).
+        """Return (number, kind or outcome, body). Raises EOFError, TimeoutError or Broken.
 
         Raises EOFError if the other side is gone, TimeoutError, Broken.
         """
@@ -165,7 +169,7 @@ class Channel:
         return number, kind, body
 
     def wait(self) -> None:
-        """Until something comes.
+        """Wait until something arrives. Raises EOFError at the end of the connection.
 
         Raises EOFError if nothing ever will.
         """
@@ -187,7 +191,7 @@ class Channel:
             self._got += data
 
     def close(self) -> None:
-        """Whoever waits here for the other side is told that it is gone."""
+        """Close the channel and wake a thread that waits here."""
         with contextlib.suppress(OSError):  # it is
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
@@ -205,6 +209,7 @@ def pack_slots(slots: Iterable[Slot]) -> bytes:
 
 
 def unpack_slots(body: bytes) -> list[Slot]:
+    """Parse slots. Raises Broken."""
     if len(body) < _COUNT.size:
         raise Broken("slots without a count of keys")
     (key_count,) = _COUNT.unpack_from(body)
@@ -231,16 +236,19 @@ def _slot(
 
 
 def pack_counts(*numbers: int) -> bytes:
+    """Serialise numbers."""
     return array.array("Q", numbers).tobytes()
 
 
 def unpack_counts(body: bytes) -> list[int]:
+    """Parse numbers. Raises Broken."""
     if len(body) % 8:
         raise Broken(f"numbers in {len(body)} bytes")
     return array.array("Q", body).tolist()
 
 
 def pack_pairs(pairs: Iterable[Pair]) -> bytes:
+    """Serialise rows."""
     parts: list[bytes] = []
     for key, value in pairs:
         parts += (_PAIR.pack(len(key), len(value)), key, value)
@@ -248,13 +256,14 @@ def pack_pairs(pairs: Iterable[Pair]) -> bytes:
 
 
 def pair_nbytes(pair: Pair) -> int:
+    """Return the bytes of a serialised row."""
     return _PAIR.size + len(pair[0]) + len(pair[1])
 
 
 def unpack_pairs(
     body: bytes, start: int = 0, count: int | None = None
 ) -> Iterator[tuple[bytes, bytes, int]]:
-    """(key, value, where the next one begins), `count` of them or up to the end of the body."""
+    """Yield (key, value, next start) of `count` rows, or up to the end. Raises Broken."""
     end = len(body)
     while start < end if count is None else count:
         if start + _PAIR.size > end:
@@ -270,12 +279,13 @@ def unpack_pairs(
 
 
 def pack_rows(pairs: list[Pair], gone: Iterable[bytes]) -> bytes:
+    """Serialise rows and the keys of rows to delete."""
     deleted = b"".join(_KEY.pack(len(key)) + key for key in gone)
     return _COUNT.pack(len(pairs)) + pack_pairs(pairs) + deleted
 
 
 def unpack_rows(body: bytes) -> tuple[list[Pair], list[bytes]]:
-    """(pairs, keys to delete)."""
+    """Parse (rows, keys to delete). Raises Broken."""
     if len(body) < _COUNT.size:
         raise Broken("rows without a count")
     (count,) = _COUNT.unpack_from(body)
@@ -295,19 +305,23 @@ def unpack_rows(body: bytes) -> tuple[list[Pair], list[bytes]]:
 
 
 def pack_question(nbytes: int, first_key: bytes) -> bytes:
+    """Serialise a request for rows."""
     return _COUNT.pack(nbytes) + first_key
 
 
 def unpack_question(body: bytes) -> tuple[int, bytes]:
+    """Parse a request for rows. Raises Broken."""
     if len(body) < _COUNT.size:
         raise Broken("a question without a size")
     return _COUNT.unpack_from(body)[0], body[_COUNT.size :]
 
 
 def pack_error(error: OSError) -> bytes:
+    """Serialise an error."""
     return _SIGNED.pack(error.errno or 0) + (error.strerror or str(error)).encode()
 
 
 def unpack_error(body: bytes) -> OSError:
+    """Parse an error."""
     number, text = _SIGNED.unpack_from(body)[0], body[_SIGNED.size :].decode(errors="replace")
     return OSError(number, text) if number else OSError(text)

@@ -53,7 +53,7 @@ class IoWorker:
         }
 
     def serve(self, channel: Channel) -> None:
-        """Until CLOSE is done.
+        """Serve requests until CLOSE is done. Raises EOFError if the node has gone.
 
         Raises EOFError if the node is gone.
         """
@@ -83,7 +83,7 @@ class IoWorker:
                 )
 
     def _pieces(self, kind: int, body: bytes) -> Iterator[bytes]:
-        """The rows that were asked for; or the order is carried out, and there is nothing to say."""
+        """Yield the requested rows, or carry an order out and yield nothing."""
         if kind == Kind.ALL_ROWS:
             yield from _packed(self._directory.rows.scan(body[:1]), STREAM_NBYTES)
         elif kind == Kind.SOME_ROWS:
@@ -114,7 +114,7 @@ class IoWorker:
 
 
 def _packed(rows: Iterator[io_protocol.Pair], nbytes: int) -> Iterator[bytes]:
-    """Pieces of this size or one row more; the last one is smaller, and may be empty."""
+    """Yield rows in parts of this size or one row more; the last one may be empty."""
     room = 0
     while room <= 0:
         some, room = [], nbytes
@@ -172,9 +172,7 @@ def main() -> None:
 
 
 def _answer(questions: Channel, opened: list[IoWorker]) -> None:
-    """The thread that answers questions, and that ends the process when there is nobody left to
-    ask.
-    """
+    """Answer requests for rows, and end the process when the node has gone."""
     try:
         with contextlib.suppress(EOFError, BrokenPipeError):
             questions.wait()

@@ -60,15 +60,15 @@ class Segment:
 
 
 class RecordTable:
-    """Record numbers by a 32-bit mark: open addressing in segments of 1,024 places, of which one is
-    split when it is full, and no other is touched (extendible hashing, Fagin et al. 1979).
+    """Find record numbers by a 32-bit mark with extendible hashing (Fagin et al. 1979).
+
+    Segments have 1,024 places with open addressing. A full one is split and no other is touched, so
+    no insertion gets slower with the number of records.
 
         mark:  | place in the segment, 10 bits | ... | segment, as many bits as there are segments |
 
-    So no insertion takes longer the more records there are.
-
-    `mark_of(record)`: 32 bits, evenly spread. `segments` and `mask` are read by those who search:
-    from `mark >> PLACE_SHIFT` in `segments[mark & mask].places` on, up to a 0.
+    `mark_of(record)` returns 32 evenly spread bits. Searches read `segments` and `mask`: from `mark
+    >> PLACE_SHIFT` in `segments[mark & mask].places` on, up to a 0.
     """
 
     def __init__(self, mark_of: Callable[[int], int]) -> None:
@@ -77,7 +77,7 @@ class RecordTable:
         self.mask = 0
 
     def expect(self, count: int) -> None:
-        """Makes an empty table that does not split much until it has so many records."""
+        """Make an empty table that splits little until it has so many records."""
         depth = 0
         while FULL << depth < count:
             depth += 1
@@ -85,7 +85,7 @@ class RecordTable:
         self.mask = len(self.segments) - 1
 
     def fill(self, records: Iterable[int]) -> None:
-        """As many insertions."""
+        """Insert many records."""
         mark_of, put = self._mark_of, self._put
         for record in records:
             mark = mark_of(record)
@@ -96,7 +96,7 @@ class RecordTable:
                 self.insert(record)
 
     def insert(self, record: int) -> None:
-        """A record that is not here."""
+        """Insert a record that is not in the table."""
         mark = self._mark_of(record)
         segment = self.segments[mark & self.mask]
         while segment.count >= FULL and segment.depth < _DEPTH_MAX:
@@ -112,7 +112,7 @@ class RecordTable:
         segment.count += 1
 
     def _split(self, full: Segment, mark: int) -> None:
-        """The next bit of their marks decides which records stay together."""
+        """Split a segment by the next bit of its records' marks."""
         bit = 1 << full.depth
         if bit > self.mask:
             self.segments += self.segments  # every segment is found under twice as many numbers
@@ -126,7 +126,7 @@ class RecordTable:
             self.segments[number] = halves[number & bit != 0]
 
     def delete(self, record: int) -> None:
-        """Backward shift: no tombstones, so the table never degrades."""
+        """Delete a record by backward shift: without tombstones the table never degrades."""
         mark = self._mark_of(record)
         segment = self.segments[mark & self.mask]
         places, hole = segment.places, mark >> PLACE_SHIFT
@@ -151,7 +151,7 @@ class RecordTable:
         return found == record
 
     def check(self, count: int) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         distinct = {id(segment): segment for segment in self.segments}.values()
         wrong = [
             f"a segment has {used} records, counted {segment.count}"
@@ -180,6 +180,7 @@ class Hashes:
 
     @property
     def nbytes(self) -> int:
+        """Return the memory of all hashes."""
         return len(self._lengths) + sum(map(len, self._blocks))
 
     def __getitem__(self, record: int) -> bytes:
@@ -188,6 +189,7 @@ class Hashes:
         return bytes(block[start : start + self._lengths[record]])
 
     def matches(self, record: int, prefix_hash: bytes) -> bool:
+        """Return whether a record has this hash."""
         block = self._blocks[record // BLOCK_COUNT]
         start = record % BLOCK_COUNT * (len(block) // BLOCK_COUNT)
         return block[start : start + self._lengths[record]] == prefix_hash
@@ -206,9 +208,7 @@ class Hashes:
 
 
 def _widened(block: bytearray, width: int) -> bytearray:
-    """The same hashes in wider places, column by column: at most 64 copies, whatever the block
-    holds.
-    """
+    """Copy hashes into wider places, column by column: at most 64 copies per block."""
     wider = bytearray(BLOCK_COUNT * width)
     was = len(block) // BLOCK_COUNT
     for column in range(was):
@@ -288,9 +288,7 @@ class PageTable:
     # ---- a record's life -----------------------------------------------------------------
 
     def reserve(self, namespace: int, prefix_hash: bytes, slot_nbytes: int) -> int:
-        """A busy record with a slot, not yet to be found; 0 if no slot is free, or its tenant is at
-        its quota.
-        """
+        """Return a busy record with a slot, not yet found; 0 without a slot or at the quota."""
         account = self.account_of(namespace)
         if account.full_for(slot_nbytes):
             return 0
@@ -305,8 +303,9 @@ class PageTable:
         return record
 
     def restore(self, row: PageRow) -> bool:
-        """Takes in a page of an earlier run, to be found after `restored`; False if its slot is
-        taken or impossible. The keys of rows are distinct, so it is not looked for.
+        """Restore a page of an earlier run; return False if its slot is taken or impossible.
+
+        The keys of rows are distinct, so it is not searched for. It is found after `restored`.
         """
         record = self._new(row.namespace, row.prefix_hash)
         if not self.slots.claim(row.slot_nbytes, row.offset, record):
@@ -320,10 +319,9 @@ class PageTable:
         return True
 
     def restored(self) -> None:
-        """Orders all that was restored by its last use, and makes it found.
+        """Order everything that was restored by last use, and make it found.
 
-        Until here nothing of a row is kept but in the arrays: a million small objects would leave
-        the heap full of holes.
+        Until here rows are kept in arrays only: a million small objects would fragment the heap.
         """
         self.slots.claimed()
         self._table.expect(self.count)
@@ -357,7 +355,7 @@ class PageTable:
         return record
 
     def publish(self, record: int, checksum: bytes, used_s: int, expiry_s: int = 0) -> None:
-        """The page is on disk: it can be found from now on, as the newest of its size."""
+        """Make a written page available as the newest of its size."""
         self._checksum[2 * record : 2 * record + 2] = array("Q", checksum)
         self._expiry_s[record] = expiry_s
         self._used_s[record] = used_s
@@ -368,13 +366,13 @@ class PageTable:
         self.end_use(record)
 
     def cancel(self, record: int) -> None:
-        """Gives a reserved record back."""
+        """Give a reserved record back."""
         del self._busy[record]
         self._give(record)
         self._release(record)
 
     def remove(self, record: int) -> None:
-        """Forgets a published record.
+        """Forget a published record; its slot is freed when its last use ends.
 
         Its slot is free at once, or when the last use of it ends.
         """
@@ -389,8 +387,9 @@ class PageTable:
             self._release(record)
 
     def _give(self, record: int) -> None:
-        """To its tenant: what is being read a moment longer is nobody's, for its number may be
-        another namespace's.
+        """Credit a record's bytes to its tenant.
+
+        A page that is still being read counts to nobody, as its number may be another namespace's.
         """
         self.account_of(self._namespace[record]).give(self._order.block_of(record).kind.slot_nbytes)
 
@@ -401,10 +400,11 @@ class PageTable:
     # ---- use -----------------------------------------------------------------------------
 
     def begin_use(self, record: int) -> None:
-        """Its slot stays as it is until `end_use`."""
+        """Keep a record's slot unchanged until `end_use`."""
         self._busy[record] = self._busy.get(record, 0) + 1
 
     def end_use(self, record: int) -> None:
+        """End a use; free a removed record's slot after the last one."""
         left = self._busy[record] - 1
         if left:
             self._busy[record] = left
@@ -417,7 +417,7 @@ class PageTable:
         self._order.give_back(record)
 
     def is_published(self, record: int, namespace: int) -> bool:
-        """Whether a record number is a page of this namespace that can be found."""
+        """Return whether a record is an available page of this namespace."""
         return (
             record < self.number_end
             and self._namespace[record] == namespace
@@ -425,7 +425,7 @@ class PageTable:
         )
 
     def can_be_found(self, record: int) -> bool:
-        """Whether it is a page's: published and not removed."""
+        """Return whether a record is published and not removed."""
         return record in self._table
 
     @property
@@ -434,34 +434,35 @@ class PageTable:
         return len(self._namespace)
 
     def busy(self, record: int) -> bool:
+        """Return whether a record is in use."""
         return record in self._busy
 
     def touch(self, record: int, now_s: int) -> None:
+        """Mark a record as used now."""
         self._order.touch(record, now_s)
 
     def pin(self, record: int, until_s: int) -> None:
-        """A pinned record can not go; when its pin ends it is the newest.
+        """Pin a record until a time, after which it is the newest; 0 ends the pin.
 
         `until_s` 0 ends the pin.
         """
         self._order.pin(record, until_s)
 
     def check_pins(self, records: Iterable[int]) -> None:
-        """Raises Exhausted if these, all published, can not be pinned too."""
+        """Raise Exhausted if these published records cannot be pinned, too."""
         self._order.check_pins(records)
 
     def victims(self, namespace: int, slot_nbytes: int, now_s: int) -> list[int]:
-        """Records whose removal helps to free a slot of this size for this namespace: if none is
-        free then, ask again. Empty if nothing may go.
+        """Return records whose removal helps to free a slot of this size; empty if nothing may go.
+
+        If no slot is free after that, call it again.
         """
         return self._order.victims(self.account_of(namespace), slot_nbytes, now_s)
 
     # ---- quotas --------------------------------------------------------------------------
 
     def strays(self, first: int, end: int) -> list[tuple[int, int]]:
-        """(last use, record) of those from `first` on whose tenant has got another pool; those used
-        last first.
-        """
+        """Return (last use, record) of records whose tenant changed its pool, newest first."""
         found = (
             record
             for record in range(first, end)
@@ -470,7 +471,7 @@ class PageTable:
         return sorted(((self._used_s[record], record) for record in found), reverse=True)
 
     def regroup(self, record: int, used_s: int) -> None:
-        """A stray goes to its pool, if it is one still.
+        """Move a stray record to its pool; from newest to oldest they keep their order.
 
         From the one used last to the one used first they keep their order.
         """
@@ -480,33 +481,35 @@ class PageTable:
     # ---- tell ----------------------------------------------------------------------------
 
     def offset(self, record: int) -> int:
+        """Return the offset of a record's slot."""
         return self._offset[record] * SLOT_ALIGN_NBYTES
 
     def key(self, record: int) -> tuple[int, bytes]:
-        """(namespace number, prefix hash)."""
+        """Return (namespace number, prefix hash)."""
         return self._namespace[record], self._hashes[record]
 
     def checksum(self, record: int) -> bytes:
+        """Return a record's checksum."""
         return self._checksum[2 * record : 2 * record + 2].tobytes()
 
     def used_s(self, record: int) -> int:
+        """Return a record's last use."""
         return self._used_s[record]
 
     def expiry_s(self, record: int) -> int:
-        """When the page's time to live ends; 0 if it has none."""
+        """Return when a page expires; 0 if never."""
         return self._expiry_s[record]
 
     def pinned_until_s(self, record: int) -> int:
+        """Return when a record's pin ends; 0 if it has none."""
         return self._order.pinned_until_s(record)
 
     def records(self) -> Iterator[int]:
-        """Published records: those that can not go now, then those of every size, oldest first
-        within a size.
-        """
+        """Yield published records: unevictable ones, then each size's, oldest first."""
         return self._order.records()
 
     def check(self) -> list[str]:
-        """Violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         wrong = self.slots.check() + self._order.check()
         published = list(self.records())
         if len(published) != self.count or self._order.count != self.count:

@@ -135,6 +135,7 @@ class Reads:
 
     @contextlib.contextmanager
     def of(self, record: int) -> Iterator[Read]:
+        """Count a read of a record within the block."""
         this = Read(self._begin, self._end)
         self._begin(this)
         try:
@@ -156,6 +157,7 @@ class Reads:
 
     @property
     def hang(self) -> bool:
+        """Return whether the oldest running read takes so long that the disk seems to hang."""
         with self._lock:
             oldest = next(iter(self._begun), None)
             if oldest is None or self._clock() - self._begun[oldest] < HANGS_S:
@@ -198,6 +200,7 @@ class Reading:
 
     @property
     def hang(self) -> bool:
+        """Return whether the disk seems to hang."""
         return self._reads.hang
 
     def begin(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> dict[bytes, int]:
@@ -263,9 +266,9 @@ class Reading:
             return intact
 
     def _fill(self, read: Read, page: Page, place: DiskLocation, key: bytes) -> bytes | None:
-        """Fills the slot; the leaves of the page that is there, none if it can not be there.
+        """Fill a slot and return the page's leaves, empty if it cannot be there.
 
-        None: its row has gone meanwhile, or can not be had now.
+        None means that its row has gone meanwhile, or cannot be read now.
         """
         space = page.namespace
         slot = self._view(page.offset, space.slot_nbytes)

@@ -71,6 +71,7 @@ class PageRow(NamedTuple):
 
     @property
     def key(self) -> bytes:
+        """Return the row's key."""
         return page_key(self.namespace, self.prefix_hash)
 
     def is_expired(self, now_s: int) -> bool:
@@ -84,6 +85,7 @@ class PageRow(NamedTuple):
         )
 
     def value(self) -> bytes:
+        """Serialise the row's value."""
         assert len(self.checksum) == CHECKSUM_NBYTES
         head = _HEAD.pack(
             self.offset, self.slot_nbytes, self.stored_s, self.used_s, self.expiry_s, self.checksum
@@ -93,20 +95,22 @@ class PageRow(NamedTuple):
 
 
 def page_key(namespace: int, prefix_hash: bytes) -> bytes:
-    """Of a page's row; with the start of a hash, of the first row that may begin with it."""
+    """Return the key of a page's row, or of the first one with this start of a hash."""
     return b"P" + namespace.to_bytes(2, "big") + prefix_hash
 
 
 def is_page_key(key: bytes) -> bool:
+    """Return whether a key is that of a page's row."""
     return key.startswith(b"P")
 
 
 def namespace_key(number: int) -> bytes:
+    """Return the key of a namespace's row."""
     return b"N" + number.to_bytes(2, "big")
 
 
 def parse_page_row(key: bytes, value: bytes) -> PageRow | None:
-    """None for a row that is damaged."""
+    """Parse a page's row; None if it is damaged."""
     body, mark = value[:-_SUM_NBYTES], value[-_SUM_NBYTES:]
     prefix_hash = key[3:]
     hash_fits = PREFIX_HASH_NBYTES_MIN <= len(prefix_hash) <= PREFIX_HASH_NBYTES_MAX
@@ -120,7 +124,7 @@ def parse_page_row(key: bytes, value: bytes) -> PageRow | None:
 
 
 def page_at(key: bytes, pages: Iterable[tuple[bytes, bytes]]) -> PageRow | None:
-    """The row of this key, if it is the first of those from there on."""
+    """Return the row of this key if it is the first of the given ones."""
     for found, value in pages:
         return parse_page_row(key, value) if found == key else None
     return None
@@ -129,9 +133,7 @@ def page_at(key: bytes, pages: Iterable[tuple[bytes, bytes]]) -> PageRow | None:
 def hashes_of(
     pages: Iterable[tuple[bytes, bytes]], number: int, key_prefix: bytes, after: bytes
 ) -> Iterator[bytes]:
-    """Hashes of the pages of a namespace, in order, that start with `key_prefix` and are above
-    `after`.
-    """
+    """Yield hashes of a namespace's pages in order that start so and are above `after`."""
     for key, value in pages:
         row = parse_page_row(key, value)
         if row is None:
@@ -143,13 +145,14 @@ def hashes_of(
 
 
 def format_row(extent_nbytes: int, key_mark: str = "") -> bytes:
+    """Return the value of the format row."""
     return f"{FORMAT_VERSION} {extent_nbytes} {key_mark}".rstrip().encode()
 
 
 def stored_extents(found: bytes, wanted_nbytes: int, keep_own: bool, key_mark: str = "") -> int:
-    """Bytes of the extents that the rows are about, by their format row; with `keep_own` other ones
-    than are wanted will do. Raises ConfigError for those that will not, for another format, and for
-    another key's mark.
+    """Return the extent size in a format row; with `keep_own` any size will do.
+
+    Raises ConfigError for another size, format or key.
     """
     version, nbytes, mark = [*found.decode(errors="replace").split(" ", 2), "", ""][:3]
     if version != str(FORMAT_VERSION):
@@ -174,7 +177,7 @@ def stored_extents(found: bytes, wanted_nbytes: int, keep_own: bool, key_mark: s
 
 
 def pairs(namespaces: dict[int, bytes], pages: Iterable[PageRow]) -> list[tuple[bytes, bytes]]:
-    """Keys and values of new rows."""
+    """Serialise new rows."""
     described = [(namespace_key(number), message) for number, message in namespaces.items()]
     return described + [(row.key, row.value()) for row in pages]
 
@@ -190,9 +193,10 @@ class Rows:
     def __init__(
         self, directory: Path, extent_nbytes: int, keep_own: bool = False, key_mark: str = ""
     ) -> None:
-        """`extent_nbytes` is for new rows; with `keep_own`, older ones may be about extents of
-        another size. Raises ConfigError if they are otherwise, have a key with another mark, or
-        were written in another format.
+        """Open the database.
+
+        `extent_nbytes` is for new rows; with `keep_own`, older rows may use another size. Raises
+        ConfigError for another size, key or format.
         """
         options = Options(raw_mode=True)
         options.create_if_missing(True)
@@ -215,11 +219,11 @@ class Rows:
     def write(
         self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]
     ) -> None:
-        """All or nothing: new namespaces, new pages, keys that are gone."""
+        """Write new namespaces and pages and delete rows, atomically."""
         self.put(pairs(namespaces, pages), gone)
 
     def put(self, new: Iterable[tuple[bytes, bytes]], gone: Iterable[bytes]) -> None:
-        """The same, packed.
+        """Write serialised rows atomically; deletions first, as a key may be there anew.
 
         First the keys that are gone: a number or a page may be there anew.
         """
@@ -233,15 +237,15 @@ class Rows:
                 self._db.write(batch)
 
     def sync(self) -> None:
-        """Everything written before survives power loss when this returns."""
+        """Make everything written before durable."""
         with _DiskErrors():
             self._db.flush_wal(True)
 
     def purge(self, needles: Sequence[bytes]) -> int:
-        """Rewrites everything without what was deleted, and without logs of before.
+        """Rewrite everything without deleted data and old logs.
 
-        In how many files one of the needles is found all the same: those that RocksDB is about to
-        delete get a moment.
+        Return how many files still contain a needle; files that RocksDB is about to delete get a
+        moment.
         """
         everything = CompactOptions()
         everything.set_bottommost_level_compaction(BottommostLevelCompaction.force())
@@ -255,22 +259,23 @@ class Rows:
         return found
 
     def namespaces(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the namespace rows."""
         return numbered(self.scan(b"N"))
 
     def pages(self, start: bytes = b"P") -> Iterator[tuple[bytes, bytes]]:
-        """(key, value) of page rows from the key `start` on; see `parse_page_row`."""
+        """Yield (key, value) of page rows from the key `start` on; see `parse_page_row`."""
         return self.scan(start)
 
     def all_pages(self) -> Iterator[tuple[bytes, bytes]]:
-        """The same from the first one on, at a start, when nobody waits for anything else."""
+        """Yield all page rows at a start."""
         return self.pages()
 
     def page(self, key: bytes) -> PageRow | None:
-        """The row of one page; None if there is none."""
+        """Return the row of a page; None if there is none."""
         return page_at(key, self.pages(key))
 
     def scan(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """(key, value) from the key `start` on, of rows of its kind."""
+        """Yield (key, value) of rows of one kind from the key `start` on."""
         kind = start[:1]
         with _DiskErrors():
             for key, value in cast(Iterator[tuple[bytes, bytes]], self._db.items(from_key=start)):
@@ -279,12 +284,13 @@ class Rows:
                 yield key, value
 
     def close(self) -> None:
+        """Close the database."""
         with _DiskErrors():
             self._db.close()
 
 
 def _locked(mark: str, key_mark: str) -> str:
-    """The same of its key."""
+    """Return how a directory's key mark differs from this node's; empty if it does not."""
     if mark == key_mark:
         return ""
     if not key_mark:
@@ -303,7 +309,7 @@ def _locked(mark: str, key_mark: str) -> str:
 
 
 def numbered(rows: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """(number, value) of rows of namespaces.
+    """Yield (number, value) of namespace rows; keys of other lengths are skipped.
 
     A key of another length nobody wrote.
     """
@@ -315,7 +321,7 @@ def numbered(rows: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[int, bytes]]
 
 
 def files_with(directory: Path, needles: Sequence[bytes]) -> int:
-    """How many files there have one of these bytes."""
+    """Return how many files in a directory contain one of these byte strings."""
     return sum(_has(path, needles) for path in sorted(directory.iterdir()) if needles)
 
 
@@ -352,7 +358,7 @@ class _DiskErrors:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Of descriptors, memory or threads.
+    """Return whether an error is a passing shortage of descriptors, memory or threads.
 
     The disk is not to blame, and a moment later there may be enough.
     """
@@ -364,21 +370,18 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def code_in(text: str) -> int | None:
-    """The code of the shortage that a text is about: RocksDB tells of an error of the system in
-    words.
-    """
+    """Return the error code of the shortage that RocksDB describes in words."""
     return next((code for code in CODES if os.strerror(code) in text), None)
 
 
 class Shortages:
-    """What the node itself has run out of, as opposed to a failing disk: a line in the log now and
-    then.
-    """
+    """Log now and then that the node, not the disk, is short of something."""
 
     def __init__(self) -> None:
         self._tell_again = 0.0
 
     def tell(self, doing: str, error: BaseException) -> None:
+        """Log a shortage, unless one was logged recently."""
         if time.monotonic() >= self._tell_again:
             self._tell_again = time.monotonic() + LOG_S
             log.warning(

@@ -25,10 +25,10 @@ class ScrubResult(NamedTuple):
 def scrub(
     disk: DiskTier, cursor: bytes, nbytes_max: int, enough: Callable[[], bool] = lambda: False
 ) -> ScrubResult:
-    """Reads and verifies pages on disk from the row key `cursor` on, in the order of their keys,
-    until `nbytes_max` bytes are read or it is `enough`. Damaged pages are dropped. Raises OSError
-    if the tier is poisoned, or now is: what was not read is not said to be intact; Exhausted if the
-    disk hangs.
+    """Read and verify pages on disk in key order from `cursor` on; drop damaged ones.
+
+    It ends after `nbytes_max` bytes, or when `enough` says so. Raises OSError if the tier is
+    poisoned, Exhausted if the disk hangs.
     """
     intact = damaged = nbytes = 0
     for key, value in disk.rows.pages(cursor or b"P"):
@@ -63,6 +63,7 @@ class Scrubber:
         self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
 
     def start(self) -> None:
+        """Start the thread, if there is a rate."""
         if self._nbytes_per_s:
             self._thread.start()
 
@@ -84,6 +85,7 @@ class Scrubber:
             )
 
     def stop(self) -> None:
+        """End the thread."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(STOP_S)

@@ -96,7 +96,7 @@ class DiskTier(LocalTier):
         open_namespace: Callable[[Namespace, bytes], object],
         pulse: Callable[[], None] = lambda: None,
     ) -> None:
-        """Takes in the rows of an earlier run; page bytes are not read.
+        """Restore the rows of an earlier run; page bytes are not read.
 
         `pulse` is called now and then and may raise to end it. Raises OSError.
         """
@@ -149,12 +149,13 @@ class DiskTier(LocalTier):
                     self.records.touch(record, now_s)
 
     def info(self, digest: bytes, prefix_hash: bytes) -> LowerTierInfo | None:
+        """Describe a page on disk; None if it is not there."""
         with self._lock:
             record = self._find(digest, prefix_hash)
             return self._index.info(record, self._clock_s()) if record else None
 
     def list_hashes(self, digest: bytes, key_prefix: bytes, after: bytes) -> Iterator[bytes]:
-        """Prefix hashes in order, from the rows.
+        """Yield prefix hashes in order; pages that were just forgotten are left out.
 
         A row whose page was forgotten meanwhile is left out.
         """
@@ -182,21 +183,26 @@ class DiskTier(LocalTier):
     # ---- read ----------------------------------------------------------------------------
 
     def is_asked(self, near: bool) -> bool:
+        """Return True: the disk is always asked."""
         return True
 
     def find(self, query: Query) -> dict[bytes, Source]:
+        """Find pages on disk and keep their slots until they are released."""
         records = self.reading.begin(query.namespace.digest, query.prefix_hashes)
         return {prefix_hash: Source(self, record) for prefix_hash, record in records.items()}
 
     def is_there(self, source: Source) -> bool:
+        """Return whether the page is still there."""
         return self.reading.is_there(source.place)
 
     def release(self, sources: Iterable[Source]) -> None:
+        """Release slots."""
         for source in sources:
             self.reading.end(source.place)
 
     @property
     def stalled(self) -> bool:
+        """Return whether reads may hang."""
         return bool(self.poisoned) or self.reading.hang
 
     def read(
@@ -223,10 +229,10 @@ class DiskTier(LocalTier):
     # ---- forget --------------------------------------------------------------------------
 
     def remove(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """True for each that was there.
+        """Remove pages; return True for each that was there.
 
-        The rows go with the writer's next batch. A poisoned tier forgets too, or the pages would be
-        back when it recovers.
+        The rows are deleted with the writer's next batch. A poisoned tier forgets pages, too, or
+        they would return when it recovers.
         """
         now_s = self._clock_s()
         with self._lock:
@@ -252,12 +258,11 @@ class DiskTier(LocalTier):
 
     @property
     def encrypted(self) -> bool:
+        """Return whether pages are encrypted."""
         return self._index.spaces.encrypted
 
     def drop_spaces(self, digests: Sequence[bytes]) -> Dropped:
-        """Forgets namespaces, rows and keys and all, and makes sure that nothing of them is in the
-        rows' files. Raises OSError.
-        """
+        """Forget namespaces and make sure that no row file contains them. Raises OSError."""
         with self._io:
             with self._lock:
                 numbers = set(map(self._index.spaces.known, digests))
@@ -277,10 +282,9 @@ class DiskTier(LocalTier):
             ]
 
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int) -> list[bool]:
-        """Keeps pages on disk for `ttl_s`; True for each that is there.
+        """Pin pages for `ttl_s`; return True for each that is there. 0 ends pins.
 
-        0 ends pins; True for each pinned. Raises Exhausted, and pins none, if too much would be
-        pinned.
+        Raises Exhausted, and pins none, if too much would be pinned.
         """
         with self._lock:
             if self.poisoned:
@@ -295,13 +299,14 @@ class DiskTier(LocalTier):
             return self.records.slots.free_count(space.slot_nbytes) > 0
 
     def offer(self, pages: Sequence[Page], urgent: bool) -> int:
+        """Queue pages for writing."""
         return self.writer.offer(pages, urgent)
 
     def set_limits(self, limits: Callable[[str], Limits], promised_nbytes: int) -> None:
-        """`limits` of each tenant, and their bytes all together.
+        """Set the tenants' limits and their sum.
 
-        What is more than a quota goes when room is needed; pages of a tenant that gets one, or
-        loses it, change their pool while others are served.
+        Pages beyond a quota are evicted when space is needed. Pages of a tenant that gets or loses
+        a quota change their pool in the background.
         """
         with self._lock:
             changed = self.records.accounts.set_limits(limits, promised_nbytes)
@@ -383,9 +388,7 @@ class DiskTier(LocalTier):
             self._index.publish(reserved, gone, now_s)
 
     def _blank_ends(self, reserved: Sequence[tuple[Page, int]]) -> None:
-        """Behind a page its slot in RAM may have bytes of another one, which are not to come to the
-        disk.
-        """
+        """Zero the slots behind the pages, where bytes of other pages may be."""
         for page, _ in reserved:
             end, slot_nbytes = page.namespace.page_nbytes, page.namespace.slot_nbytes
             if end < slot_nbytes:
@@ -413,22 +416,23 @@ class DiskTier(LocalTier):
 
     @property
     def gone_count(self) -> int:
-        """How many rows wait for their deletion."""
+        """Return how many rows wait for their deletion."""
         return self._index.gone.count
 
     @property
     def unsafe_count(self) -> int:
-        """How many pages were stored and would not survive power loss."""
+        """Return how many stored pages are not durable yet."""
         return self._index.medium.unsafe_count
 
     @property
     def sync_pending(self) -> bool:
-        """Whether power loss would take a page back, or give one back that was removed."""
+        """Return whether a power loss would undo anything."""
         return self._index.medium.pending
 
     def sync(self) -> None:
-        """All that `store` did before survives power loss when this returns: bytes first, then
-        rows. Raises OSError; then nobody knows what of it is on the medium.
+        """Make everything stored before durable: bytes first, then rows.
+
+        Raises OSError; it is unknown then what is durable.
         """
         with self._io:
             self._sync()
@@ -452,6 +456,7 @@ class DiskTier(LocalTier):
     # ---- trouble -------------------------------------------------------------------------
 
     def poison(self, reason: str) -> None:
+        """Stop the tier after an error; the RAM tier continues to serve."""
         with self._lock:
             if self.poisoned:
                 return
@@ -520,6 +525,7 @@ class DiskTier(LocalTier):
             return {account.tenant: account.use() for account in self.records.accounts.all()}
 
     def page_count(self, digest: bytes) -> int:
+        """Return the pages of a namespace on disk."""
         return self._index.spaces.counts[self._index.spaces.known(digest)]
 
     def check(self) -> list[str]:

@@ -39,11 +39,10 @@ SIFTED = 4  # deferred pages looked at for each that comes
 
 
 class DeferredWrites:
-    """Pages that wait until RAM has turned over before they go to a full disk, in the order in
-    which they came.
+    """Hold pages back until the RAM has turned over before a full disk takes them.
 
-    Each has a time when it is due. Those that RAM has evicted meanwhile are sifted out, a few with
-    each that comes, so that no call takes longer the more there are. Not thread-safe.
+    Each has a due time. Pages that the RAM has evicted meanwhile are sifted out, a few with each
+    new page, so that no call gets slower with their number. Not thread-safe.
 
         sifted: oldest ... | pages: not looked at in this round ... newest
     """
@@ -81,12 +80,15 @@ class DeferredWrites:
         return (self._sifted or self._pages)[0]
 
     def pop(self) -> Page:
+        """Take the oldest page."""
         return (self._sifted or self._pages).popleft()[1]
 
 
 class _Barrier:
-    """A place in the queue: `done` when the thread has passed it, `safe` if all before it is on the
-    medium. It carries its own result: the tier may fail, or recover, before a waiter looks.
+    """Mark a place in the queue.
+
+    It is `done` when the thread has passed it, and `safe` if everything before is durable. It
+    carries its own result, because the tier may fail or recover before a waiter looks.
     """
 
     def __init__(self) -> None:
@@ -248,9 +250,7 @@ class DiskWriter:
                 self._done(pages, barrier)
 
     def _next(self) -> tuple[list[Page], _Barrier | None]:
-        """Return the next pages, up to a barrier that somebody waits at; nothing after IDLE_S
-        without work.
-        """
+        """Return the next pages, up to an awaited barrier; nothing after IDLE_S without work."""
         pages = self._due()
         if pages:
             return pages, None
@@ -267,9 +267,7 @@ class DiskWriter:
         return pages, None
 
     def _due(self) -> list[Page]:
-        """Return pages that are due, now held and counted as queued; those that are gone are left
-        out.
-        """
+        """Return due pages, held and counted as queued; those that are gone are left out."""
         pages: list[Page] = []
         with self._changed:
             room_nbytes = self._queue_nbytes_max - self.queue_nbytes

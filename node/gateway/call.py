@@ -68,9 +68,7 @@ class Call:
 
     @property
     def on_behalf(self) -> bytes:
-        """Return the caller, packed for the node: address, `authorization` header, the
-        certificate's names.
-        """
+        """Pack the caller for the node: address, authorization header, certificate names."""
         names = certificate_names(self.context.auth_context())
         return on_behalf_of(self.address, str(self._headers.get("authorization", "")), names)
 
@@ -179,9 +177,7 @@ class Call:
 
 @functools.lru_cache(1024)
 def _address_and_peer(name: str) -> tuple[str, str]:
-    """Return (host:port, the key that limits count by) for gRPC's 'ipv4:10.0.0.1:5000' or
-    'ipv6:%5B::1%5D:5000'.
-    """
+    """Return (host:port, key for limits) for gRPC's 'ipv4:10.0.0.1:5000' and the like."""
     kind, _, address = urllib.parse.unquote(name).partition(":")
     if kind not in ("ipv4", "ipv6"):
         return "", name

@@ -111,6 +111,7 @@ class Silence:
         self._silent_s = 0.0
 
     def look(self, heard: bool) -> float:
+        """Return for how many seconds the other side has been silent."""
         now = time.monotonic()
         passed_s, self._looked_s = now - self._looked_s, now
         self._silent_s = 0.0 if heard else self._silent_s + min(passed_s, STEP_S_MAX)
@@ -118,7 +119,7 @@ class Silence:
 
 
 def _said(text: bytes) -> dict[str, Any]:
-    """What a gateway has said.
+    """Parse a gateway's message, which may be forged if the gateway was taken over.
 
     It may be anybody's by now: what it says is believed only as far as it goes here.
     """

@@ -71,6 +71,7 @@ class Gateway:
         self._serving = False
 
     def close(self) -> None:
+        """Close the sockets."""
         self._control.close()
         self._door.close()
 
@@ -150,9 +151,7 @@ class Gateway:
         log.warning("grpc: calls that were cancelled have not ended after %g s", STOP_S_MAX)
 
     async def _beat(self) -> None:
-        """Report memory and calls every `BEAT_S`; close idle connections; check whether the node is
-        silent.
-        """
+        """Report memory and calls every `BEAT_S`, close idle connections, notice a silent node."""
         while True:
             self._tell(beat={"rss_nbytes": rss_nbytes(), "call_count": self.servicer.call_count})
             await asyncio.sleep(BEAT_S)
@@ -209,9 +208,7 @@ def check_grpcio(version: str = grpc.__version__) -> None:
 
 
 def server_options(connections_max: int) -> list[tuple[str, int]]:
-    """Return options for a gRPC server that takes at most `connections_max` connections, and closes
-    more.
-    """
+    """Return the gRPC server's options; further connections are closed."""
     return [
         ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
         ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),

@@ -49,6 +49,7 @@ def _watch_memory(nbytes_max: int) -> None:
 
 
 def main() -> None:
+    """Run a gateway process."""
     parser = argparse.ArgumentParser(
         "kvstore-gateway", description="Serves gRPC for a node, which starts it."
     )
@@ -86,9 +87,7 @@ def main() -> None:
 
 
 def _end_with_node() -> None:
-    """Have the kernel kill this process when the node ends, however it ends: a node that is started
-    anew needs the port at once.
-    """
+    """Make the kernel kill this process when the node ends: a restarted node needs the port."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL):
         log.info("a killed node's port is free only when its gateway has noticed")
 

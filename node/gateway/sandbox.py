@@ -174,9 +174,7 @@ def _enter_landlock(ports: Iterable[int]) -> int:
 
 
 def _readable(paths: Iterable[str]) -> list[str]:
-    """Return the directories of Python, packages and shared libraries, and the system files that
-    gRPC reads.
-    """
+    """Return the paths that Python, its packages, libraries and gRPC must read."""
     return [
         path
         for path in dict.fromkeys((*paths, sys.prefix, sys.base_prefix, *_LIBRARIES, *_SYSTEM))

@@ -181,7 +181,7 @@ class Servicer:
     """
 
     def __init__(self, door: socket.socket, state: NodeState, threads: int, stall_s: float) -> None:
-        """`door`: see `Upstream`.
+        """Prepare the service. `door` is `Upstream`'s; four calls are admitted per thread.
 
         `threads`: the setting grpc_threads; it admits four calls for each.
         """
@@ -211,9 +211,7 @@ class Servicer:
         return sum(places.count for places in self.places)
 
     def end_idle(self) -> None:
-        """End idle calls, so that they do not delay a stop: those that wait for a request or for a
-        change.
-        """
+        """End calls that wait for a request or a change, so that a stop is quick."""
         for places in self.places:
             places.close()
 
@@ -358,9 +356,7 @@ class Servicer:
                 await self._send_frames(left, call, connection)
 
     async def _send_frames(self, left: int, call: Call, connection: NodeConnection) -> None:
-        """Forward page bytes, which the node has framed: receive a frame while the one before is
-        sent.
-        """
+        """Forward page bytes that the node has framed, receiving one frame while sending another."""
         coming = asyncio.ensure_future(connection.payload(min(left, FRAME_NBYTES)))
         try:
             while True:

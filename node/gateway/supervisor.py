@@ -115,6 +115,7 @@ class Port:
         return made
 
     def close(self) -> None:
+        """Close the sockets."""
         for one in self._sockets:
             one.close()
 
@@ -187,6 +188,7 @@ class GatewayProcess:
         self.pid = self._process.pid
 
     def wait(self, seconds: float) -> str | None:
+        """Wait for the process and return how it ended; None while it runs."""
         try:
             code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -194,6 +196,7 @@ class GatewayProcess:
         return MEMORY if code == EXIT_MEMORY else KILLED if code < 0 else FAILED
 
     def kill(self) -> None:
+        """Kill the process."""
         self._process.kill()
 
 
@@ -214,10 +217,12 @@ class GatewayThread:
         self._thread.start()
 
     def wait(self, seconds: float) -> str | None:
+        """Wait for the thread; None while it runs."""
         self._thread.join(seconds)
         return None if self._thread.is_alive() else FAILED
 
     def kill(self) -> None:
+        """Do nothing: a thread cannot be killed."""
         pass
 
 
@@ -234,9 +239,9 @@ class Gateways:
         certificates: Certificates | None,
         embedded: bool = False,
     ) -> None:
-        """`embedded`: run one gateway in a thread of this process.
+        """Prepare the gateways; `embedded` runs one in a thread of this process.
 
-        Raise OSError if the port is taken, ConfigError if a package is missing.
+        Raises OSError if the port is taken, ConfigError if a package is missing.
         """
         for package in PACKAGES:
             if importlib.util.find_spec(package) is None:
@@ -279,6 +284,7 @@ class Gateways:
 
     @property
     def pems(self) -> Pems | None:
+        """Return the certificates in force; None without TLS."""
         return self._certificates.pems if self._certificates else None
 
     @property
@@ -316,13 +322,16 @@ class Gateways:
 
     @property
     def nbytes_max(self) -> int:
+        """Return the memory limit of a gateway process; 0 for none."""
         return 0 if self.embedded else self._config.grpc_memory_nbytes
 
     @property
     def stopping(self) -> bool:
+        """Return whether the gateways are being stopped."""
         return self._stopping.is_set()
 
     def pause(self, seconds: float) -> None:
+        """Wait, but not longer than until the stop."""
         self._stopping.wait(seconds)
 
     # ---- what the node says --------------------------------------------------------------
@@ -350,9 +359,7 @@ class Gateways:
         self._set_health({"": serving, SERVICE_NAME: serving})
 
     def set_disk_healthy(self, healthy: bool) -> None:
-        """Set the health status of the disk tier, which has its own name: without disk the node
-        serves from RAM.
-        """
+        """Set the disk tier's health, reported separately: without disk the node serves from RAM."""
         self._set_health({DISK_NAME: healthy})
 
     def _set_health(self, good: dict[str, bool]) -> None:
@@ -384,6 +391,7 @@ class Gateways:
             gateway.tell(**message)
 
     def status(self) -> list[pb.GatewayStatus]:
+        """Return the status of each gateway."""
         return [gateway.status() for gateway in self._gateways]
 
     def stop(self, drain_s: float) -> None:

@@ -70,9 +70,10 @@ class NodeConnection:
         self.clean = True
 
     def close(self) -> None:
-        """A thread that uses the socket ends soon, and closes it: before, its number must not be
-        anybody else's. Nor may the loop know that number still: a send that was cancelled just now
-        has not told it yet.
+        """Close the connection, or shut it down if a thread uses its socket, which then closes it.
+
+        Its descriptor's number must not be reused before, and the event loop may still know the
+        number of a send that was just cancelled.
         """
         self._stop_listening()
         self._loop.remove_writer(self._sock)
@@ -246,9 +247,9 @@ class NodeConnection:
 
 
 def _received(sock: socket.socket, nbytes: int) -> bytes:
-    """So many bytes, or fewer from who hangs up.
+    """Receive so many bytes, or fewer at the end of the connection.
 
-    A process that is stopped gets a part when it goes on.
+    A stopped process gets a part when it continues.
     """
     data = sock.recv(nbytes, socket.MSG_WAITALL)
     while data and len(data) < nbytes:
@@ -266,7 +267,7 @@ class Upstream:
     """
 
     def __init__(self, door: socket.socket, transfers: int) -> None:
-        """`door`: the socket that takes one end of each new connection.
+        """Prepare connections to the node. `door` takes one end of each; `transfers` are threads.
 
         `transfers`: threads that move page bytes.
         """
@@ -277,10 +278,9 @@ class Upstream:
 
     @contextlib.contextmanager
     def lease(self, on_behalf: bytes) -> Iterator[NodeConnection]:
-        """Lend a connection whose requests the node takes as those of this caller, a serialized
-        OnBehalfRequest.
+        """Lend a connection whose requests the node takes as this caller's.
 
-        Raise Exhausted or Unavailable, and Unauthenticated for a caller whose headers are too long.
+        Raises Exhausted, Unavailable, and Unauthenticated for a caller whose headers are too long.
         """
         if len(on_behalf) > ON_BEHALF_NBYTES_MAX:
             raise Unauthenticated(
@@ -301,9 +301,7 @@ class Upstream:
                 self._close(connection)
 
     def _taken(self, on_behalf: bytes) -> NodeConnection:
-        """Return an idle connection, if possible one that served the same caller last, or else a
-        new one.
-        """
+        """Return an idle connection, preferably of the same caller, or a new one."""
         idle = self._idle
         while idle:
             searched = range(len(idle) - 1, max(-1, len(idle) - 1 - SEARCHED_MAX), -1)
@@ -349,6 +347,7 @@ class Upstream:
         self.count -= 1
 
     def close(self) -> None:
+        """Close all idle connections and end the threads."""
         while self._idle:
             self._close(self._idle.pop())
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -53,9 +53,9 @@ class Arena:
         self._memory = memoryview(self._map)
 
     def populate(self, pulse: Callable[[], None] = lambda: None) -> None:
-        """Touches all pages now, so that the first puts do not pay for it (half their speed).
+        """Touch all pages now: first puts would take twice as long.
 
-        `pulse` is called now and then, and may raise to end it.
+        `pulse` is called now and then and may raise to end it.
         """
         for start in range(0, self.nbytes, _POPULATE_STEP_NBYTES):
             pulse()
@@ -71,24 +71,26 @@ class Arena:
         self.huge_nbytes = huge_nbytes(os.fstat(self.fd).st_ino)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
+        """Return a view of the arena."""
         return self._memory[offset : offset + nbytes]
 
     def views(self, offsets: Iterable[int], nbytes: int) -> list[memoryview]:
-        """Of so many bytes at each."""
+        """Return views of one size at several offsets."""
         memory = self._memory
         return [memory[offset : offset + nbytes] for offset in offsets]
 
     def copy(self, source: int, target: int, nbytes: int) -> None:
+        """Copy bytes within the arena."""
         copy(self.view(target, nbytes), self.view(source, nbytes))
 
     def zero(self, offset: int, nbytes: int) -> None:
-        """Overwrites so many bytes with zeros."""
+        """Overwrite bytes with zeros."""
         for start in range(offset, offset + nbytes, _ZEROS.nbytes):
             piece = self.view(start, min(_ZEROS.nbytes, offset + nbytes - start))
             copy(piece, _ZEROS[: piece.nbytes])
 
     def close(self) -> None:
-        """Unmaps.
+        """Unmap the arena, whose views must be gone; a running transfer keeps the map.
 
         Views handed out before must be gone; a transfer that still runs keeps the map.
         """
@@ -101,8 +103,10 @@ class Arena:
 
 
 def huge_nbytes(inode: int) -> int:
-    """What this process has mapped of a file in huge pages; 0 if the kernel gives none, or does not
-    tell. To ask about memory that is not in huge pages takes 20 to 40 ms a GiB.
+    """Return how many bytes of a file this process has mapped in huge pages.
+
+    It is 0 if the kernel gives none or does not tell. For memory without huge pages it takes 20 to
+    40 ms per GiB.
     """
     is_ours, nbytes = False, 0
     with contextlib.suppress(OSError), open(_SHMEM_ENABLED, "rb") as file:
@@ -119,7 +123,7 @@ def huge_nbytes(inode: int) -> int:
 
 
 def available_nbytes() -> int:
-    """Memory that can be had without swapping: the kernel's estimate, and the container's limit."""
+    """Return the memory that is available without swapping, within the container's limit."""
     return min(_host_nbytes(), *(_limit_nbytes(path) for path in _CGROUP_LIMITS))
 
 

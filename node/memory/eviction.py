@@ -73,8 +73,9 @@ class Compaction:
     def clear(
         self, area: range, pool: EvictionPool, may_evict: bool = True, may_move: bool = True
     ) -> Work[bool]:
-        """Whether the area is free now: pages in this pool may go for it, here or where others
-        move. The caller can be sure of it until he yields.
+        """Free an area by evicting pages of this pool and moving others; return whether it is free.
+
+        The result holds until the next yield.
         """
         blocks = self._slots.blocks_in(area)
         staying: list[Page] = []
@@ -137,9 +138,7 @@ class Compaction:
                 self._slots.free(target)
 
     def _count_elsewhere(self, size: int, pool: EvictionPool, wanted: int, loose: int) -> int:
-        """Count pages of this size outside the area that may be evicted, up to `wanted`, as far as
-        a look shows.
-        """
+        """Count evictable pages of this size outside the area, up to `wanted`, within a few looks."""
         looked_at = islice(
             pool.oldest_first(size), min(loose + 2 * wanted, LOOKED_AT) + LOOKED_AT_LEAST
         )
@@ -209,9 +208,7 @@ class Compaction:
 
 
 def _look(block: Block, pool: EvictionPool, staying: list[Page], loose: dict[int, int]) -> bool:
-    """Return whether nobody reads or writes in a block; note which of its pages stay, and how many
-    do not.
-    """
+    """Return whether nobody reads or writes in a block; count staying and movable pages."""
     if block.closed:
         return False
     for page in block.owners:
@@ -241,9 +238,10 @@ PAGES_LOOKED_AT = 16  # in search of them
 
 
 class Eviction:
-    """`forget(page, reason, successor)` takes a page out of its namespace and calls back `release`,
-    and its order's `withdraw`; `hold(pages)` keeps them where they are, `zero(offset, nbytes)`
-    clears a slot.
+    """Free slots for new pages.
+
+    `forget(page, reason, successor)` takes a page out of its namespace and calls `release` and its
+    order's `withdraw`. `hold(pages)` keeps pages in place, `zero(offset, nbytes)` clears a slot.
     """
 
     def __init__(
@@ -273,6 +271,7 @@ class Eviction:
 
     @property
     def pins(self) -> Pins:
+        """Return the pins."""
         return self.order.pins
 
     def place(self, pages: Sequence[Page], for_a_while: bool = False) -> int:
@@ -334,9 +333,7 @@ class Eviction:
         page.offset = -1
 
     def release(self, page: Page, successor: Page | None = None) -> None:
-        """Free the slot of a page that is neither visible nor held, or give it to another page of
-        its size.
-        """
+        """Free the slot of a page that is neither visible nor held, or give it to a successor."""
         if self.to_zero and page in self.to_zero:
             self.to_zero.discard(page)
             self.zero_slot(page)
@@ -375,10 +372,9 @@ class Eviction:
         return True
 
     def make_room(self, space: Space, now_ms: int, for_copy: bool = False) -> Work[bool]:
-        """Frees a slot for a page of this namespace if that can be, in turns.
+        """Free a slot for a page of this namespace, in slices; return False if nothing may go.
 
-        False: nothing may go. After True another may have been quicker, so place the page or ask
-        again.
+        Another thread may take the slot first: place the page, or ask again.
         """
         if self.turn.over:
             yield None
@@ -408,9 +404,7 @@ class Eviction:
         return False
 
     def _evict(self, size: int, pool: EvictionPool) -> Work[bool]:
-        """Evict a page of this size, or clear the place of a block where older pages of other sizes
-        are.
-        """
+        """Evict a page of this size, or clear a block where older pages of other sizes lie."""
         ours = yield from self._oldest(size, pool)
         for other in (yield from self._older_sizes(rank_ms(ours) if ours else None, size, pool)):
             for area in self._areas(other, size, pool):
@@ -424,9 +418,7 @@ class Eviction:
         return True
 
     def _shrink(self, size: int, account: TenantAccount[EvictionPool], now_ms: int) -> Work[bool]:
-        """Evict the oldest page, of any size, of a tenant at its quota; none for a page that never
-        fits the quota.
-        """
+        """Evict the oldest page of a tenant at its quota; none for a page that never fits it."""
         if account.too_small_for(size):
             return False
         ours = yield from self._oldest(size, account.pool)
@@ -485,9 +477,7 @@ class Eviction:
         return False
 
     def _areas(self, other: int, size: int, pool: EvictionPool) -> list[range]:
-        """Return places for a block of our size where the oldest pages of another size lie, the
-        coldest first.
-        """
+        """Return areas for a block of our size with another size's oldest pages, coldest first."""
         level = self._slots.level(size)
         areas: dict[int, range] = {}
         for page in pool.eldest(other, PAGES_LOOKED_AT):
@@ -498,9 +488,7 @@ class Eviction:
         return sorted(areas.values(), key=self._slots.mean_use)
 
     def _loose_areas(self, size: int) -> Iterator[range]:
-        """Places that hold nothing but a few pages that move, perhaps: these can lie closer
-        together, which costs nobody anything.
-        """
+        """Yield areas that hold only a few movable pages: packing them closer costs nobody."""
         if not (self.order.pins.nbytes or self._accounts.any_limited):
             return
         level = self._slots.level(size)

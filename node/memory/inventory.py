@@ -45,7 +45,7 @@ class Inventory:
         self._tier = tier
 
     def stat(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[PageInfo]:
-        """Each as it is when its turn comes."""
+        """Describe pages, each as it is when its turn comes."""
         tier = self._tier
 
         def some(hashes: Sequence[bytes]) -> list[PageInfo]:
@@ -94,7 +94,7 @@ class Inventory:
 
     @contextlib.contextmanager
     def inspected(self, digest: bytes, prefix_hash: bytes) -> Iterator[Page | None]:
-        """The page, held, if it is visible in RAM.
+        """Yield the held page if it is visible in RAM; it is neither a use nor a load.
 
         Neither a use nor counted, and nothing is loaded for it.
         """
@@ -116,9 +116,9 @@ class Inventory:
         limit: int,
         wanted: Callable[[list[bytes]], list[bytes]] = list,
     ) -> tuple[list[PageInfo], bytes]:
-        """Up to `limit` pages whose hash starts with `key_prefix` and is above `after`, and the
-        `after` of the rest; empty if that was all. `wanted` says which of some hashes are asked
-        for.
+        """List pages whose hash starts so and is above `after`; return also the next `after`.
+
+        `wanted` filters hashes that are requested.
         """
         hashes: list[bytes] = []
 
@@ -141,8 +141,9 @@ class Inventory:
         return [info for info in self.stat(digest, chosen[:limit]) if info.present], rest_after
 
     def room(self, digest: bytes, count: int) -> list[float]:
-        """Of the slots that so many new pages would take one after the other: for how many ms what
-        is there has not been used, infinity for a free one. Fewer, if no more may go.
+        """Return for how long the slots of so many new pages were unused, in ms; infinity if free.
+
+        There are fewer if no more may be evicted.
         """
         tier = self._tier
         with tier.lock:
@@ -163,7 +164,7 @@ class Inventory:
             ]
 
     def unsaved(self) -> list[tuple[bytes, list[bytes]]]:
-        """Pages in RAM that are not safe below, copies apart: (namespace digest, prefix hashes)."""
+        """Return pages in RAM that are not durable below, without copies, by namespace digest."""
         found: dict[bytes, list[bytes]] = {}
 
         def collect(pages: list[Page]) -> None:
@@ -181,7 +182,7 @@ class Inventory:
         return list(found.items())
 
     def size_classes(self) -> list[tuple[int, int, int, int]]:
-        """(slot_nbytes, blocks, slots, slots in use) of each slot size that has blocks."""
+        """Return (slot_nbytes, blocks, slots, slots in use) of each slot size."""
         with self._tier.lock:
             self._tier.eviction.order.expire_pins(self._tier.clock_ms())
             kinds = self._tier.slots.kinds()
@@ -191,7 +192,7 @@ class Inventory:
             )
 
     def counters(self) -> tuple[Counters, list[tuple[NamespaceIndex, Counters, int]]]:
-        """Copies: totals, and (namespace, counters, pages) of each."""
+        """Return total counters, and (namespace, counters, pages) of each."""
         totals, each = self.counted(replace)
         for _, counters, _ in each:
             totals.add(counters)
@@ -200,9 +201,7 @@ class Inventory:
     def counted(
         self, read: Callable[[Counters], Read]
     ) -> tuple[Read, list[tuple[NamespaceIndex, Read, int]]]:
-        """What `read` makes of the counters of namespaces that were forgotten, all together, and
-        (namespace, what it makes of its counters, pages) of each that is there.
-        """
+        """Return `read` of forgotten namespaces' counters, and of each present namespace's."""
         with self._tier.lock:
             spaces = self._tier.namespaces.all()
             forgotten = read(self._tier.namespaces.forgotten)

@@ -40,25 +40,26 @@ class LazyHeap(Generic[T]):
         return iter(self._entries)
 
     def key(self, thing: T) -> int | None:
+        """Return a thing's key; None if it is not there."""
         entry = self._entries.get(thing)
         return None if entry is None else entry[0]
 
     def put(self, thing: T, key: int) -> None:
-        """A new key replaces the old one."""
+        """Add a thing, or replace its key."""
         self._number += 1
         entry = self._entries[thing] = (key, self._number, thing)
         heapq.heappush(self._heap, entry)
         self._sweep()
 
     def discard(self, thing: T) -> bool:
-        """False if it was not there."""
+        """Remove a thing; return False if it was not there."""
         if self._entries.pop(thing, None) is None:
             return False
         self._sweep()
         return True
 
     def first(self, entries_max: int) -> tuple[int, T] | None:
-        """(key, thing) of the smallest key.
+        """Return (key, thing) of the smallest key; None within so many outdated entries.
 
         None if there is nothing, or so many outdated entries come first; another call goes on
         behind them.
@@ -74,7 +75,7 @@ class LazyHeap(Generic[T]):
         return None
 
     def take(self, key_max: int, entries_max: int) -> list[T]:
-        """Things whose key is at most this, not here any more.
+        """Remove and return things with at most this key, within so many entries.
 
         So many entries are looked at; another call goes on.
         """
@@ -94,7 +95,7 @@ class LazyHeap(Generic[T]):
         return things
 
     def _top(self) -> list[tuple[int, int, T]]:
-        """The heap whose first entry is the smallest; empty if there is none."""
+        """Return the heap with the smallest first entry; empty if there is none."""
         return (
             self._swept
             if self._swept and self._swept < self._heap[:1]
@@ -111,7 +112,7 @@ class LazyHeap(Generic[T]):
 
     @property
     def entry_count(self) -> int:
-        """Entries kept, outdated ones included."""
+        """Return the number of entries, outdated ones included."""
         return len(self._heap) + len(self._swept)
 
 
@@ -121,11 +122,11 @@ LOOKED_AT = 64  # sizes, in search of the one with the oldest page; what is foun
 
 
 class OldestBySize:
-    """Slot sizes by the last use of their oldest page, as far as known: a use of that page makes it
-    later, and shows when the size is looked at next. So a use costs nothing here.
+    """Order slot sizes by the last use of their oldest page, as far as known.
 
-    `oldest(size)` says when the oldest page that may go was used, None if there is none; `paused`
-    that it could not look on. Not thread-safe.
+    A use of that page makes it later, which is noticed when the size is looked at next, so uses
+    cost nothing here. `oldest(size)` returns when the oldest evictable page was used, None if there
+    is none; `paused` says that it could not look further. Not thread-safe.
     """
 
     def __init__(self, oldest: Callable[[int], int | None], paused: Callable[[], bool]) -> None:
@@ -137,18 +138,20 @@ class OldestBySize:
         return size in self._ages
 
     def add(self, size: int, used: int) -> None:
-        """It has a page that may go, used then; perhaps its oldest."""
+        """Note that a size has an evictable page that was used then."""
         known = self._ages.key(size)
         if known is None or used < known:
             self._ages.put(size, used)
 
     def discard(self, size: int) -> None:
+        """Forget a size."""
         self._ages.discard(size)
 
     def older(self, than: int | None, but: int, count: int) -> list[int]:
-        """Other sizes whose oldest page is older (than None: any), that with the oldest first.
+        """Return other sizes whose oldest page is older than `than` (None: any), oldest first.
 
-        A size whose pages may not go is forgotten; whoever returns one of them adds it.
+        A size without evictable pages is forgotten; the caller adds it when a page becomes
+        evictable.
         """
         found: list[tuple[int, int]] = []
         for _ in range(LOOKED_AT):

@@ -20,9 +20,7 @@ STEPS = 256  # each a few microseconds: a page evicted, a page looked at and pas
 
 
 class SlicedWork(NamedTuple):
-    """A page's bytes are to be copied to another slot, without the lock; the page is held
-    meanwhile.
-    """
+    """Ask for a copy of a held page's bytes to another slot, without the lock."""
 
     page: Page
     target: int
@@ -56,6 +54,7 @@ class StepBudget:
 
     @property
     def over(self) -> bool:
+        """Return whether the budget is used up."""
         return self.left <= 0
 
 

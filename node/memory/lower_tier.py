@@ -110,16 +110,13 @@ class LowerTier(abc.ABC):
 
     @property
     def stalled(self) -> bool:
-        """Whether a read that runs may take for ever, so that waiting for another caller's read is
-        of no use.
-        """
+        """Return whether a running read may hang, so that waiting for it is useless."""
         return False
 
     def offer(self, pages: Sequence[Page], urgent: bool) -> int:
-        """Return how many of the pages, from the first on, it takes to write them later; none if it
-        is not for writing.
+        """Take pages for writing; return how many, from the first on, were taken.
 
-        They stay held until it releases them. It may come back for the rest later, unless this is
+        They stay held until the tier releases them. It may request the rest later, unless this is
         urgent. Called under the RAM tier's lock.
         """
         return 0
@@ -135,18 +132,19 @@ class LowerTierInfo(NamedTuple):
 
 
 class LocalTier(LowerTier):
-    """The tier that is part of this node: it knows its pages without waiting, so it is asked under
-    the RAM tier's lock.
+    """Describe the tier that is part of this node and asked under the RAM tier's lock.
 
-    This class has no pages. It stands in for the disk of a node without one.
+    It knows its pages without waiting. This class has none: it stands in for a missing disk.
     """
 
     name = "disk"
 
     def is_asked(self, near: bool) -> bool:
+        """Return False: there is nothing to ask."""
         return False
 
     def find(self, query: Query) -> dict[bytes, Source]:
+        """Return nothing."""
         return {}
 
     def read(
@@ -156,9 +154,11 @@ class LocalTier(LowerTier):
         gone: Callable[[], bool],
         deadline: Deadline,
     ) -> None:
+        """Read nothing."""
         assert not loads, "nothing to read"
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        """Return that no page is here."""
         return [False] * len(prefix_hashes)
 
     def safe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
@@ -169,6 +169,7 @@ class LocalTier(LowerTier):
         """Note a use of the pages, a chain's head first."""
 
     def info(self, digest: bytes, prefix_hash: bytes) -> LowerTierInfo | None:
+        """Return None: no page is here."""
         return None
 
     def list_hashes(self, digest: bytes, key_prefix: bytes, after: bytes) -> Iterator[bytes]:

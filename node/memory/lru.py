@@ -67,7 +67,7 @@ class HeldEntries(Generic[T]):
         return self._numbers.pop(thing, None) is not None
 
     def oldest(self, may_go: Callable[[T], bool], looked_at: Callable[[], bool]) -> T | None:
-        """The oldest that was returned and still may go.
+        """Return the oldest returned entry that may go; `looked_at` limits the search.
 
         Asks `looked_at` before each that it drops whether to go on.
         """
@@ -110,6 +110,7 @@ class LruList:
         self.count = 0  # those aside included
 
     def push_newest(self, page: Page) -> None:
+        """Add a page as the newest."""
         assert page.newer is None
         root, newest = self._root, self._root.older
         assert newest is not None
@@ -118,6 +119,7 @@ class LruList:
         self.count += 1
 
     def push_oldest(self, page: Page) -> None:
+        """Add a page as the oldest."""
         assert page.newer is None
         root, oldest = self._root, self._root.newer
         assert oldest is not None
@@ -126,6 +128,7 @@ class LruList:
         self.count += 1
 
     def unlink(self, page: Page) -> None:
+        """Remove a page."""
         older, newer = page.older, page.newer
         if newer is None:
             was_aside = self._aside.discard(page)
@@ -137,6 +140,7 @@ class LruList:
         self.count -= 1
 
     def move_newest(self, page: Page) -> None:
+        """Make a page the newest."""
         older, newer = page.older, page.newer
         if newer is None:
             self.unlink(page)

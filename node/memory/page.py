@@ -49,8 +49,7 @@ class MissReasons:
         self._new, self._old, self._gone = {}, {}, {}
 
     def reasons(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> dict[str, int]:
-        """How many of these pages are gone for which reason; 'absent' for those that were never
-        here or left too long ago."""
+        """Count, by reason, why pages are gone; 'absent' for unknown or long gone ones."""
         new, old, salt = self._new.get, self._old.get, hash(digest)
         keys = [salt ^ hash(prefix_hash) for prefix_hash in prefix_hashes]
         found = [new(key) or old(key, "absent") for key in keys]
@@ -85,9 +84,11 @@ class Counters:
     nbytes_got: int = 0
 
     def as_dict(self) -> dict[str, int]:
+        """Return the counters by name."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def add(self, other: Counters) -> None:
+        """Add other counters."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
@@ -115,14 +116,18 @@ class Space(Protocol):
     pages: dict[bytes, Page]
     counters: Counters
 
-    def seed(self, prefix_hash: bytes) -> int: ...
+    def seed(self, prefix_hash: bytes) -> int:
+        """Return the checksum seed of a page."""
 
-    def drop(self, page: Page) -> None: ...
+    def drop(self, page: Page) -> None:
+        """Remove a page."""
 
 
 class State(enum.IntEnum):
-    """reserve            commit              remove, while held --------> WRITING --------> VISIBLE
-    -------------------------> DOOMED
+    """Enumerate the states of a page in RAM.
+
+    reserve            commit              remove, while held
+    --------> WRITING --------> VISIBLE -------------------------> DOOMED
                  | abort         ^ | remove, evict                    | last release
                  v               | v                                  v
                 gone    LOADING -+ gone                              gone
@@ -209,6 +214,7 @@ class NamespaceIndex:
         self.described_nbytes: int = namespace_message(value).ByteSize()
 
     def add(self, pages: Sequence[Page]) -> None:
+        """Add pages."""
         for page in pages:
             self.pages[page.prefix_hash] = page
         self._peak_count = max(self._peak_count, len(self.pages))
@@ -235,9 +241,10 @@ class NamespaceIndex:
         return key_seed(self.digest, prefix_hash)
 
     def count_lookup(self, present: list[bool], absent: list[bytes], ghosts: MissReasons) -> None:
-        """Counts what a lookup found and why it missed.
+        """Count what a lookup found and why it missed.
 
-        `absent`: keys that are not here in any state; what else is not present is being written.
+        `absent` holds keys that are here in no state; others that are not present are being
+        written.
         """
         counters, count, hits = self.counters, len(present), present.count(True)
         counters.pages_asked += count
@@ -273,11 +280,11 @@ class Namespaces:
     def open(
         self, value: Namespace, digest: bytes, peer: str = "", restored: bool = False
     ) -> tuple[NamespaceIndex, bool]:
-        """(the namespace, whether it is new).
+        """Open a namespace; return it and whether it is new.
 
-        `digest` is what the caller will use in its keys. Half of all is for one owner (`owner_of`);
-        for no `peer` there is no such limit. One that is `restored` has pages below and needs no
-        room made: it is there, and an earlier run had room.
+        `digest` is what the caller will use. One owner (`owner_of`) may have half of all
+        namespaces; an empty `peer` has no such limit. A `restored` one has pages below and always
+        fits, as it did before.
         """
         if digest != value.digest:
             raise LayoutMismatch(
@@ -373,6 +380,7 @@ class Namespaces:
             )
 
     def find(self, digest: bytes) -> NamespaceIndex:
+        """Return a namespace. Raises UnknownNamespace."""
         index = self._by_digest.get(digest)
         if index is None:
             raise unknown(digest)
@@ -391,6 +399,7 @@ class Namespaces:
         return True
 
     def all(self) -> list[NamespaceIndex]:
+        """Return all namespaces."""
         return list(self._by_digest.values())
 
 
@@ -425,9 +434,7 @@ class Reservation:
         self.chain += pages
 
     def refuse(self, page: Page | None, is_below: bool) -> None:
-        """Add the verdict of the next key: stored in RAM or only below, being written, or without
-        room.
-        """
+        """Add the status of the next key: stored, being written, or no space."""
         if page is None:
             self.verdicts.append(PutStatus.EXISTS if is_below else PutStatus.FULL)
         elif page.state is State.VISIBLE:

@@ -36,10 +36,11 @@ class Pins:
         return len(self._ends)
 
     def expiry_ms(self, page: Page) -> int | None:
+        """Return when a page's pin ends; None if it has none."""
         return self._ends.key(page)
 
     def check_room(self, pages: Sequence[Page]) -> None:
-        """Raises Exhausted if these, all of one size, can not be pinned too."""
+        """Raise Exhausted if these pages of one size cannot be pinned, too."""
         more_count = sum(page not in self._ends for page in pages)
         if not more_count:
             return
@@ -52,25 +53,25 @@ class Pins:
             )
 
     def _nbytes_with(self, slot_nbytes: int, more_count: int) -> int:
-        """`nbytes` if so many more pages of this size were pinned."""
+        """Return `nbytes` with so many more pinned pages of this size."""
         size = self._sizes.get(slot_nbytes) or Packed(self._slots, slot_nbytes)
         return self.nbytes - size.need(size.count) + size.need(size.count + more_count)
 
     def some_sizes(self, count: int) -> list[int]:
-        """Slot sizes of pinned pages: others with each call."""
+        """Return some slot sizes of pinned pages, others with each call."""
         sizes = list(islice(self._sizes, count))
         for size in sizes:
             self._sizes[size] = self._sizes.pop(size)
         return sizes
 
     def add(self, page: Page, expiry_ms: int) -> None:
-        """A new pin replaces the old one."""
+        """Pin a page, or replace its pin."""
         if page not in self._ends:
             self._count(page, 1)
         self._ends.put(page, expiry_ms)
 
     def discard(self, page: Page) -> bool:
-        """False if it was not pinned."""
+        """Unpin a page; return False if it was not pinned."""
         if not self._ends.discard(page):
             return False
         self._count(page, -1)
@@ -88,7 +89,7 @@ class Pins:
             del self._sizes[slot_nbytes]
 
     def ended(self, now_ms: int, entries_max: int) -> list[Page]:
-        """Pages whose pin is over by now, not pinned any more.
+        """Unpin and return pages whose pin has ended, within so many entries.
 
         So many are looked at; another call goes on.
         """
@@ -99,5 +100,5 @@ class Pins:
 
     @property
     def entry_count(self) -> int:
-        """Entries kept for them, outdated ones included."""
+        """Return the number of entries, outdated ones included."""
         return self._ends.entry_count

@@ -38,6 +38,7 @@ class SizeOrder:
 
     @property
     def count(self) -> int:
+        """Return the number of pages."""
         return self._copies.count + self._own.count
 
     def _list(self, page: Page) -> LruList:
@@ -49,9 +50,11 @@ class SizeOrder:
             self._list(page).push_newest(page)
 
     def push_oldest(self, page: Page) -> None:
+        """Add a page as the oldest."""
         self._list(page).push_oldest(page)
 
     def unlink(self, page: Page) -> None:
+        """Remove a page."""
         self._list(page).unlink(page)
 
     def use(self, pages: Iterable[Page]) -> None:
@@ -68,7 +71,7 @@ class SizeOrder:
         return self._copies.oldest(turn) if self._copies.count else None
 
     def oldest(self, turn: StepBudget) -> Page | None:
-        """The page that was used before all others, of those that nobody holds.
+        """Return the least recently used page that is not held; None within the budget.
 
         None: there is none, or the turn is over.
         """
@@ -186,7 +189,7 @@ class EvictionPool:
         return lru.oldest_first() if lru is not None else iter(())
 
     def oldest(self, slot_nbytes: int) -> Page | None:
-        """Oldest page of a slot size that nobody holds.
+        """Return the oldest page of a slot size that is not held; None within the budget.
 
         None: there is none, or the turn is over.
         """
@@ -194,9 +197,7 @@ class EvictionPool:
         return lru.oldest(self._turn) if lru is not None else None
 
     def is_younger(self, slot_nbytes: int) -> bool:
-        """Return whether another size has a page that is older than the oldest of this one, which
-        may be held.
-        """
+        """Return whether another size has an older page than this size's oldest."""
         if not self._lists or (len(self._lists) == 1 and slot_nbytes in self._lists):
             return False
         ours = self.oldest(slot_nbytes)
@@ -219,16 +220,12 @@ class EvictionPool:
         return rank_ms(page) if page is not None else None
 
     def oldest_copy(self, slot_nbytes: int) -> Page | None:
-        """Return the oldest copy of a slot size that nobody holds; None: there is none, or the
-        slice is over.
-        """
+        """Return the oldest copy of a slot size that is not held; None within the budget."""
         lru = self._lists.get(slot_nbytes)
         return lru.oldest_copy(self._turn) if lru is not None else None
 
     def older_sizes(self, than_ms: int | None, but: int, count: int) -> list[int]:
-        """Other slot sizes that have a page that may go and is older by its rank (None: any; 0: a
-        copy), that with the oldest first. May be short if the turn is over.
-        """
+        """Return other sizes with an older evictable page (None: any; 0: a copy), oldest first."""
         if not self._lists or (len(self._lists) == 1 and but in self._lists):
             return []
         return self._ages.older(than_ms, but, count)
@@ -293,9 +290,9 @@ class UseOrder:
             self.touch(reversed(chain), now_ms)
 
     def touch(self, chain: Iterable[Page | None], now_ms: int) -> None:
-        """Visible pages are used now, one after the other.
+        """Mark visible pages as used now, in order.
 
-        Pass a chain tail first: its head is the newest page then, and the last to go.
+        Pass a chain tail first: its head becomes the newest page and is evicted last.
         """
         visible = State.VISIBLE
         pages = [page for page in chain if page is not None and page.state is visible]
@@ -338,10 +335,9 @@ class UseOrder:
             self.admit(page)
 
     def regroup(self, moving: Sequence[tuple[int, Page]]) -> Sequence[None]:
-        """Move pages to another pool, because their tenants have got one since they were used at
-        that time.
+        """Move pages to the pool that their tenants have got since they were used.
 
-        Each goes there as the oldest, or as the newest if it was used meanwhile.
+        A page becomes the oldest there, or the newest if it was used meanwhile.
         """
         for used_ms, page in moving:
             pool = page.namespace.account.pool
@@ -356,6 +352,7 @@ class UseOrder:
         return ()
 
     def pools(self) -> list[EvictionPool]:
+        """Return all pools."""
         return list(
             dict.fromkeys(
                 (self.accounts.shared, *(account.pool for account in self.accounts.all()))
@@ -365,6 +362,7 @@ class UseOrder:
     # ---- pins ----------------------------------------------------------------------------
 
     def pin(self, page: Page, expiry_ms: int) -> None:
+        """Pin a page."""
         order: SizeOrder | None = page.order
         if order is not None:
             order.pool.withdraw(page)

@@ -38,8 +38,9 @@ Range = tuple[int, int]
 
 
 class PartialPage:
-    """A `Space` for pages of which only those parts are wanted in which `ranges` (offset, nbytes)
-    lie.
+    """Wrap a `Space` for pages of which only the parts with certain ranges are read.
+
+    `ranges` are (offset, nbytes).
     """
 
     def __init__(self, space: Space, ranges: Sequence[Range]) -> None:
@@ -176,9 +177,7 @@ class Promotion:
     def lookup(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], touch: bool, deadline: Deadline
     ) -> set[bytes]:
-        """Return which of these keys, that are neither in RAM nor in the local tier, other tiers
-        have.
-        """
+        """Return which of these keys other tiers have; the RAM and the local tier lack them."""
         left = dict.fromkeys(prefix_hashes)
         for tier in self._lower()[1:]:
             if left and tier.is_asked(near=True):
@@ -246,8 +245,7 @@ class Promotion:
         return loads
 
     def _ready(self, page: Page, end: float, gone: Callable[[], bool]) -> bool:
-        """Wait for a page until `end`, but not for a caller who has left, nor for a tier that is
-        stalled.
+        """Wait for a page until `end`, unless the caller left or the tier stalls.
 
         Only a page that is being loaded, or whose load failed, has no checksum.
         """
@@ -292,8 +290,7 @@ class Promotion:
     def begin(
         self, acquired: Acquired, space: Space, prefix_hash: bytes, is_private: bool
     ) -> Page | None:
-        """Give a page that has a source a slot, and add it to what the caller has to read; None:
-        there is no slot.
+        """Give a found page a slot and queue it for the caller's read; None without a slot.
 
         A private page is only this caller's: its slot waits for that one reader.
         """
@@ -315,9 +312,7 @@ class Promotion:
         return page
 
     def forget(self, page: Page) -> None:
-        """Take out a page that was removed meanwhile: its bytes go only to those who wait for it
-        already.
-        """
+        """Drop a page that was removed meanwhile: only callers that wait already get its bytes."""
         self._tiers.pop(page, None)
         self._settle(page, False)
         self._over.notify_all()

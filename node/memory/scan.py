@@ -25,6 +25,7 @@ class SlotScan:
         self._unit = self._slot = 0
 
     def is_over(self) -> bool:
+        """Return whether everything was scanned."""
         return self._unit >= self._slots.unit_count
 
     def next(self) -> list[Page]:
@@ -66,6 +67,7 @@ class PageScan:
 
     @property
     def is_over(self) -> bool:
+        """Return whether everything was scanned."""
         return self._all_seen or (self._slots.is_over() and self._moved_seen >= len(self._moved))
 
     def next(self) -> list[Page]:

@@ -32,7 +32,7 @@ class Packed:
         self.count = 0
 
     def need(self, count: int) -> int:
-        """Bytes of the blocks that so many take."""
+        """Return the bytes of the blocks that so many slots take."""
         return -(-count // self.per_block) * self.block_nbytes
 
 
@@ -95,16 +95,17 @@ class TenantAccount(Generic[Pool]):
 
     @property
     def is_over(self) -> bool:
+        """Return whether the tenant is over its quota."""
         return self.grade == OVER
 
     def full_for(self, slot_nbytes: int) -> bool:
-        """Whether one more page of this size would be more than its quota."""
+        """Return whether one more page of this size would exceed the quota."""
         if not self.nbytes_max:
             return False
         return self.nbytes + self._more(slot_nbytes) > self.nbytes_max
 
     def too_small_for(self, slot_nbytes: int) -> bool:
-        """Whether it would be even if all its pages went."""
+        """Return whether a page of this size would exceed the quota even without other pages."""
         return 0 < self.nbytes_max < self._accounts.size(slot_nbytes).block_nbytes
 
     def _more(self, slot_nbytes: int) -> int:
@@ -112,7 +113,7 @@ class TenantAccount(Generic[Pool]):
         return 0 if size.count % size.per_block else size.block_nbytes
 
     def take(self, slot_nbytes: int, count: int = 1) -> None:
-        """It has so many slots of this size more."""
+        """Add slots of a size."""
         if not count:
             return
         size = self._sizes.get(slot_nbytes)
@@ -124,6 +125,7 @@ class TenantAccount(Generic[Pool]):
             self._add(more_nbytes)
 
     def give(self, slot_nbytes: int) -> None:
+        """Remove a slot of a size."""
         size = self._sizes[slot_nbytes]
         size.count -= 1
         if not size.count % size.per_block:
@@ -137,20 +139,21 @@ class TenantAccount(Generic[Pool]):
             self._accounts.grade(self)
 
     def counts(self) -> dict[int, int]:
-        """Slots by size."""
+        """Return the slots by size."""
         return {slot_nbytes: size.count for slot_nbytes, size in self._sizes.items()}
 
     def use(self) -> Use:
+        """Return what the tenant uses."""
         return Use(self.nbytes, self.pins, self.refused_puts, self.refused_pins)
 
     def room(self, slot_nbytes: int) -> int:
-        """How many more of this size its quota allows; it has one."""
+        """Return how many more slots of this size the quota, which must exist, allows."""
         size = self._sizes.get(slot_nbytes) or self._accounts.size(slot_nbytes)
         blocks = max(0, self.nbytes_max - self.nbytes) // size.block_nbytes
         return -size.count % size.per_block + blocks * size.per_block
 
     def check_pins(self, more: int) -> None:
-        """Raises Exhausted if so many more pins would be too many."""
+        """Raise Exhausted if so many more pins exceed the quota."""
         if self.pins_max and self.pins + more > self.pins_max:
             self.refused_pins += 1
             raise Exhausted(
@@ -160,9 +163,7 @@ class TenantAccount(Generic[Pool]):
             )
 
     def refusal(self, slot_nbytes: int, what: str) -> str:
-        """Why there is no slot of this size, if that is because of its quota, which is counted;
-        else empty.
-        """
+        """Return why the quota allows no slot of this size, and count that; empty if it does."""
         if not self.full_for(slot_nbytes):
             return ""
         self.refused_puts += 1
@@ -201,11 +202,11 @@ class TenantUsage(Generic[Pool]):
 
     @property
     def any_limited(self) -> bool:
-        """Whether a tenant with a quota has pages."""
+        """Return whether a tenant with a quota has pages."""
         return self._graded > 0
 
     def of(self, tenant: str) -> TenantAccount[Pool]:
-        """The same as long as anybody has it: namespaces do."""
+        """Return a tenant's account, which lives as long as a namespace has it."""
         account = self._by_tenant.get(tenant)
         if account is None:
             account = self._by_tenant[tenant] = TenantAccount(tenant, self)
@@ -213,10 +214,11 @@ class TenantUsage(Generic[Pool]):
         return account
 
     def all(self) -> list[TenantAccount[Pool]]:
+        """Return all accounts."""
         return list(self._by_tenant.values())
 
     def size(self, slot_nbytes: int) -> Packed:
-        """Of a tenant that has no page of this size."""
+        """Return the packing of a tenant that has no page of this size."""
         return Packed(self._slots, slot_nbytes)
 
     # ---- quotas --------------------------------------------------------------------------
@@ -224,16 +226,16 @@ class TenantUsage(Generic[Pool]):
     def set_limits(
         self, limits: Callable[[str], Limits], promised_nbytes: int
     ) -> list[TenantAccount[Pool]]:
-        """`limits` of each tenant; their bytes are promised, all together.
+        """Set each tenant's limits; return accounts whose pages must change their pool.
 
-        Accounts that have got another pool: their pages are to follow.
+        `promised_nbytes` is the sum of all quotas.
         """
         self._limits = limits
         self.promised_nbytes = promised_nbytes
         return [account for account in self.all() if self._limit(account)]
 
     def _limit(self, account: TenantAccount[Pool]) -> bool:
-        """Whether it has got another pool."""
+        """Set an account's limits; return whether its pool has changed."""
         account.nbytes_max, account.pins_max = self._limits(account.tenant)
         self.grade(account)
         if (account.pool is self.shared) == (not account.nbytes_max):
@@ -242,7 +244,7 @@ class TenantUsage(Generic[Pool]):
         return True
 
     def grade(self, account: TenantAccount[Pool]) -> None:
-        """Its bytes or its quota have changed."""
+        """Grade an account after its bytes or its quota have changed."""
         grade = -1
         if account.nbytes_max and account.nbytes:
             grade = (
@@ -265,11 +267,11 @@ class TenantUsage(Generic[Pool]):
     # ---- who goes first ------------------------------------------------------------------
 
     def first(self, asking: TenantAccount[Pool]) -> Pool:
-        """Where the next page that goes for one of `asking` is to be looked for."""
+        """Return the pool to evict from first for a page of `asking`."""
         return next(self.victims(asking)) if self._graded else self.shared
 
     def victims(self, asking: TenantAccount[Pool]) -> Iterator[Pool]:
-        """Where pages may go for one of `asking`, which is within its quota or has none, in turn."""
+        """Yield pools to evict from for a page of `asking`, which is within its quota or has none."""
         for account in self._graded_from(OVER, OVER):
             yield account.pool
         yield self.shared
@@ -283,7 +285,7 @@ class TenantUsage(Generic[Pool]):
         yield asking.pool
 
     def with_copies(self, asking: TenantAccount[Pool]) -> Iterator[Pool]:
-        """The same for a copy, which its owners have: one's own first, and anybody's at last."""
+        """Yield pools to evict from for a copy: the tenant's own first, any at last."""
         others = (account.pool for account in self._graded_from(OVER, 0))
         yield from dict.fromkeys(chain((asking.pool,), self.victims(asking), others))
 
@@ -295,9 +297,7 @@ class TenantUsage(Generic[Pool]):
     # ---- check ---------------------------------------------------------------------------
 
     def check(self, found: dict[str, dict[int, int]]) -> list[str]:
-        """Violations of what must always hold, if these are the slots by tenant and size; empty if
-        all is well.
-        """
+        """Return violated invariants, given the slots by tenant and size; empty if all is well."""
         wrong = []
         for account in self.all():
             counts = found.pop(account.tenant, {})

@@ -89,6 +89,7 @@ class RamTier:
 
     @property
     def pinned_count(self) -> int:
+        """Return the number of pinned pages."""
         return len(self._order.pins)
 
     def _move(self, move: SlicedWork) -> None:
@@ -165,9 +166,7 @@ class RamTier:
         pages: list[Page | None],
         present: list[bool],
     ) -> None:
-        """Correct `present` for pages that are not simply visible: with a time to live, or in the
-        tier below.
-        """
+        """Correct `present` for pages with a time to live, or in the local lower tier."""
         missing = [i for i, here in enumerate(present) if not here]
         below = self.below.present(index.digest, [prefix_hashes[i] for i in missing])
         for i, is_below in zip(missing, below, strict=True):
@@ -327,9 +326,7 @@ class RamTier:
         return placed
 
     def _settle(self, page: Page, visible: bool) -> None:
-        """Make a page whose load is over visible, or forget it: then its slot waits for its
-        readers.
-        """
+        """Make a loaded page visible, or forget it and leave its slot to its readers."""
         self.writing_count -= 1
         if visible:
             page.state = State.VISIBLE
@@ -492,9 +489,7 @@ class RamTier:
             release(acquired.sources.values())
 
     def _promote(self, acquired: Acquired, prefix_hash: bytes) -> Work[Page | None]:
-        """Return the page as it has come meanwhile, or with a slot that this caller has to fill;
-        None: a miss.
-        """
+        """Return a page that has arrived, or one with a slot for this caller to fill; None: a miss."""
         index, parts = acquired.index, acquired.parts
         while True:
             page = (
@@ -516,9 +511,7 @@ class RamTier:
                 return None
 
     def count_lost(self, digest: bytes, count: int, wanted_nbytes: int) -> None:
-        """Count `count` acquired pages, which could not be read from lower tiers after all, as
-        misses.
-        """
+        """Count acquired pages that could not be read from lower tiers as misses."""
         with self.lock:
             self.namespaces.find(digest).counters.count_get(-count, count, wanted_nbytes)
 
@@ -554,8 +547,7 @@ class RamTier:
     # ---- pin -----------------------------------------------------------------------------
 
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_ms: int) -> list[bool]:
-        """Keep visible pages, here and below, from eviction for `ttl_ms`; a new pin replaces the
-        old one.
+        """Pin visible pages, here and below, for `ttl_ms`; a new pin replaces the old one.
 
         Raises Exhausted, and pins none, if too much would be pinned.
         """
@@ -669,9 +661,7 @@ class RamTier:
             self.eviction.release(page, successor)
 
     def zero_leftovers(self, digests: Container[bytes]) -> None:
-        """Let slots of pages of these namespaces that left before be zeroed when their readers
-        release them.
-        """
+        """Zero slots of removed pages of these namespaces when their readers release them."""
         scan = SlotScan(self.slots, None)
         while not scan.is_over():
             with self.lock:
@@ -700,9 +690,7 @@ class RamTier:
         pages.clear()
 
     def to_zero_count(self, digests: Container[bytes]) -> int:
-        """Return how many removed pages of these namespaces are still read or written, so not
-        zeroed yet.
-        """
+        """Return how many removed pages of these namespaces are still in use, so not zeroed yet."""
         with self.lock:
             return sum(page.namespace.digest in digests for page in self.eviction.to_zero)
 
@@ -714,11 +702,10 @@ class RamTier:
         visit: Callable[[list[Page]], None],
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `visit`, under the lock, with the pages that can be found: of this namespace, or of
-        all.
+        """Call `visit`, under the lock, with all pages of this namespace or, with None, of all.
 
-        Each page that is there from the first call to the last is visited, one that comes or goes
-        meanwhile perhaps. `then` is called after each visit, without the lock.
+        A page that is there throughout is visited; one that comes or goes meanwhile perhaps. `then`
+        is called after each visit, without the lock.
         """
         scan = PageScan(self.slots, self.eviction.watchers, index)
         try:

@@ -61,13 +61,15 @@ class ConnectionServer(abc.ABC):
 
     @property
     def count(self) -> int:
+        """Return the number of connections."""
         return len(self._connections)
 
     @abc.abstractmethod
     def connection(self, sock: socket.socket, address: Any) -> Connection:
-        """Makes the connection of an accepted socket."""
+        """Make the connection of an accepted socket."""
 
     def start(self) -> None:
+        """Start to accept."""
         self._acceptor.start()
 
     # ---- accept --------------------------------------------------------------------------
@@ -100,14 +102,14 @@ class ConnectionServer(abc.ABC):
                 sock.close()
 
     def _refuse(self, sock: socket.socket, error: KVStoreError) -> None:
-        """Says why, as far as the socket takes it at once, and hangs up."""
+        """Tell a client why it is refused, if that needs no wait, and hang up."""
         with contextlib.suppress(OSError), sock:
             sock.setblocking(False)
             sock.send(self.refusal(error))
             sock.shutdown(socket.SHUT_WR)
 
     def refusal(self, error: KVStoreError) -> bytes:
-        """What is said to who is not let in."""
+        """Return the bytes that tell a client why it is refused."""
         header = pb.BulkReply(error=message_of(error, last=True)).SerializeToString()
         return pack_fixed(len(header), 0) + header
 
@@ -129,7 +131,7 @@ class ConnectionServer(abc.ABC):
         self._begin(connection)
 
     def _begin(self, connection: Connection) -> None:
-        """Gives it a thread.
+        """Start a connection's thread. Raises Exhausted.
 
         Raises Exhausted.
         """
@@ -154,7 +156,7 @@ class ConnectionServer(abc.ABC):
             ) from error
 
     def change_share(self, connection: Connection) -> None:
-        """It is known now, and counts to another share from here on.
+        """Count an authenticated connection to another share. Raises Exhausted.
 
         Raises Exhausted.
         """
@@ -182,10 +184,10 @@ class ConnectionServer(abc.ABC):
             self._forget(connection)
 
     def begin(self, connection: Connection) -> bool:
-        """A request was received.
+        """Note that a request was received.
 
-        False: the server stops, or this connection had to leave, and the request belongs to nothing
-        that was begun before.
+        Return False if the server stops or the connection had to leave: the request must not be
+        served then.
         """
         if connection.busy:
             return True
@@ -195,7 +197,7 @@ class ConnectionServer(abc.ABC):
         return not self._stopping and (connection.place is None or connection.place.busy())
 
     def done(self, connection: Connection) -> bool:
-        """What was begun is finished.
+        """Note that a request has ended; return False if the server stops.
 
         False: the server stops, wait for nothing more.
         """
@@ -209,7 +211,7 @@ class ConnectionServer(abc.ABC):
         return not stopping
 
     def stop(self, drain_s: float) -> None:
-        """Takes no more requests, lets running ones end within `drain_s`, then closes everything."""
+        """Accept no more requests, let running ones end within `drain_s`, then close everything."""
         with self._changed:
             self._stopping = True
             for connection in self._connections:

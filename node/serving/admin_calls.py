@@ -88,6 +88,7 @@ class ClusterCalls:
         self._draining = peers.draining
 
     def drain(self, request: pb.DrainRequest, caller: object) -> pb.DrainReply:
+        """Begin or end a drain."""
         self._check("drained")
         progress = self._draining.end() if request.end else self._draining.begin()
         return pb.DrainReply(
@@ -95,6 +96,7 @@ class ClusterCalls:
         )
 
     def sweep(self, request: pb.SweepRequest, caller: object) -> pb.SweepReply:
+        """Begin a rebalance, or return what it would fetch."""
         self._check("filled by others")
         if not request.dry:
             self._sweeper.sweep_in(0.0)
@@ -105,7 +107,7 @@ class ClusterCalls:
         )
 
     def owned(self, request: pb.ListRequest) -> Callable[[list[bytes]], list[bytes]]:
-        """Which of some hashes a list asks for: all, or those that a member owns."""
+        """Return a filter for the hashes of a list: all, or those that a member owns."""
         if not request.owner:
             return list
         view = self._membership.view
@@ -146,6 +148,7 @@ class Listing:
         self._batch_keys_max = batch_keys_max
 
     def list_pages(self, request: pb.ListRequest, caller: object) -> pb.ListReply:
+        """List pages."""
         limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
         infos, rest_after = self._inventory.list_pages(
             request.namespace,
@@ -157,6 +160,7 @@ class Listing:
         return pb.ListReply(pages=[_message(info) for info in infos], next_page_token=rest_after)
 
     def stat(self, request: pb.StatRequest, caller: object) -> pb.StatReply:
+        """Describe pages."""
         check_prefix_hashes(request.prefix_hashes, self._batch_keys_max, distinct=False)
         infos = self._inventory.stat(request.namespace, request.prefix_hashes)
         return pb.StatReply(pages=[_message(info) for info in infos])
@@ -170,7 +174,8 @@ class Waiting(Protocol):
     """Who asks; `gone`: nobody waits for the answer any more."""
 
     @property
-    def gone(self) -> Callable[[], bool]: ...
+    def gone(self) -> Callable[[], bool]:
+        """Return a function that tells whether the caller has gone."""
 
 
 class DiskCalls:
@@ -180,16 +185,17 @@ class DiskCalls:
     """
 
     def __init__(self, durability: Durability, stops: Callable[[], bool]) -> None:
-        """`stops`: whether the node does."""
+        """Serve calls about the disk; `stops` tells whether the node stops."""
         self._durability = durability
         self._stops = stops
 
     def flush(self, request: pb.FlushRequest, caller: Waiting) -> pb.FlushReply:
+        """Make all pages durable."""
         self._durability.flush(self._durability.begin_wait(request.wait_ms, caller.gone))
         return pb.FlushReply(pages_on_disk=self._durability.disk.records.count)
 
     def scrub(self, request: pb.ScrubRequest, caller: Waiting) -> pb.ScrubReply:
-        """A stretch that is bounded in bytes and time; the caller goes on from the cursor."""
+        """Verify pages within limits of bytes and time; the caller goes on from the cursor."""
         nbytes_max = min(request.nbytes_max or SCRUB_NBYTES_MAX, SCRUB_NBYTES_MAX)
         end = time.monotonic() + SCRUB_S_MAX
 
@@ -204,6 +210,7 @@ class DiskCalls:
         return pb.ScrubReply(**result._asdict())
 
     def recover(self, request: pb.RecoverRequest, caller: Waiting) -> pb.RecoverReply:
+        """Recover a stopped disk tier."""
         try:
             self._durability.disk.recover()
         except OSError as error:

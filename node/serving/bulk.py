@@ -25,9 +25,11 @@ from node.tls import Certificates, Shown, shown_by
 
 
 class Pace:
-    """Two limits: every CHUNK_NBYTES within `stall_s`, so that who is gone is noticed, and all of
-    it within its bytes at a lowest rate and `stall_s`, so that nobody keeps slots by trickling. The
-    second one does not renew.
+    """Limit the time of a transfer in two ways.
+
+    Every CHUNK_NBYTES must arrive within `stall_s`, so that a dead client is noticed. All of it
+    must arrive within `stall_s` and its bytes at a lowest rate, so that nobody keeps slots by
+    trickling; this limit does not renew.
     """
 
     def __init__(self, nbytes: int, stall_s: float) -> None:
@@ -72,6 +74,7 @@ class BulkServer(ConnectionServer):
         self._certificates = certificates
 
     def connection(self, sock: socket.socket, address: Any) -> Connection:
+        """Make a connection, with TLS if the node has a certificate."""
         name, caller = f"{address[0]}:{address[1]}", caller_at(sock, peer_of(address[0]), "bulk")
         frames = (
             FrameSocket(sock)
@@ -90,14 +93,16 @@ class BulkConnection(Connection):
 
     @property
     def shown(self) -> Shown | None:
-        """The client's certificate, once it has greeted; None: it showed none."""
+        """Return the client's certificate after its greeting; None without one."""
         return shown_by(self.socket.certificate)
 
     def greet(self) -> tuple[bytes, int]:
+        """Perform the TLS handshake and receive the first frame."""
         self.socket.handshake()
         return super().greet()
 
     def transfer(self, op: str) -> Transfer | None:
+        """Return what serves a put or get; None for other operations. Raises ProtocolError."""
         if op == "put":
             return self._put
         if op == "get":

@@ -58,7 +58,7 @@ _highest = 0  # of the descriptors that `few_left` was asked about
 
 
 def few_left(fd: int, count: int) -> bool:
-    """Whether fewer than `count` descriptors are left; `fd` was opened just now.
+    """Return whether fewer than `count` descriptors are left; `fd` was opened just now.
 
     It is the lowest that was free, so as long as none came near the limit there are enough. Once
     one did, they are counted: a low one may have filled the only gap.
@@ -86,9 +86,7 @@ class SpareDescriptor:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, one descriptor more can be opened, if nobody else is quicker; it must be closed
-        inside.
-        """
+        """Free one descriptor within the block, where it must be used and closed again."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -98,13 +96,12 @@ class SpareDescriptor:
                 self._fd = _open()
 
     def shed(self, listener: socket.socket) -> None:
-        """Takes a waiting connection off a listener that does not block, and closes it: left alone,
-        it would make `accept` fail again at once.
-        """
+        """Accept a waiting connection and close it: left alone, `accept` would fail again at once."""
         with self.lent(), contextlib.suppress(OSError):
             listener.accept()[0].close()
 
     def close(self) -> None:
+        """Close the spare descriptor."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -112,7 +109,7 @@ class SpareDescriptor:
 
 
 def _open() -> int:
-    """-1 if somebody else was quicker: then there is none until the next try."""
+    """Open a spare descriptor; -1 if there is none until the next try."""
     try:
         return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -157,7 +154,7 @@ class Door(Protocol):
         """
 
     def change_share(self, connection: "Connection") -> None:
-        """It is known now, and counts to another share from here on.
+        """Count an authenticated connection to another share. Raises Exhausted.
 
         Raises Exhausted.
         """
@@ -197,9 +194,7 @@ class Connection(abc.ABC):
 
     @abc.abstractmethod
     def transfer(self, op: str) -> Transfer | None:
-        """Return what serves requests of this operation, because they move pages; None if it moves
-        none.
-        """
+        """Return what serves an operation that moves pages; None for other operations."""
 
     def greet(self) -> tuple[bytes, int]:
         """Receive the first frame, in the time that was armed."""
@@ -207,12 +202,12 @@ class Connection(abc.ABC):
 
     @property
     def first_nbytes_max(self) -> int:
-        """The size limit of the first frame: a hello's for clients that are not authenticated yet."""
+        """Return the size limit of the first frame: a hello's for unauthenticated clients."""
         return MESSAGE_NBYTES_MAX if self.service.gate.access.open else HELLO_NBYTES_MAX
 
     @property
     def shown(self) -> Shown | None:
-        """The client's certificate, once it has greeted; None: it showed none."""
+        """Return the client's certificate after its greeting; None without one."""
         return None
 
     def refusal(self, principal: Principal) -> str:
@@ -265,18 +260,18 @@ class Connection(abc.ABC):
         return False
 
     def end(self, session: Session) -> None:
+        """End the session."""
         session.close()
 
     def close(self) -> None:
+        """Close the socket and return what the connection has taken."""
         self.socket.close()
         self._give_back()
 
     # ---- the loop ------------------------------------------------------------------------
 
     def serve(self, server: Door) -> None:
-        """Serve until the client closes (ConnectionError), stalls (TimeoutError) or breaks the
-        protocol.
-        """
+        """Serve until the client closes (ConnectionError), stalls (TimeoutError) or breaks the rules."""
         with self.refusing():
             self.socket.arm(REQUEST_S_MAX)
             first = self.parse(*self.greet())
@@ -308,9 +303,7 @@ class Connection(abc.ABC):
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Report to the client what ends the connection while frames are received, such as a broken
-        rule.
-        """
+        """Tell the client why its connection ends, while frames are received."""
         try:
             yield
         except (KVStoreError, OSError) as error:
@@ -366,8 +359,10 @@ class Connection(abc.ABC):
             self._give_back()
 
     def _serve_follow(self, server: Door, session: Session, request: pb.FollowRequest) -> bool:
-        """While it waits for a view this connection is idle: it may have to leave, and a stop does
-        not wait for it. False: that is so.
+        """Serve a follow request; return False if the connection must leave or the server stops.
+
+        While it waits for a view the connection counts as idle, so it may have to leave, and a stop
+        does not wait for it.
         """
         try:
             self.service.gate.admit("follow", request, self.caller)
@@ -414,6 +409,7 @@ class Connection(abc.ABC):
             self._request_nbytes = 0
 
     def parse(self, header: bytes, payload_nbytes: int) -> Request:
+        """Parse a request. Raises ProtocolError or InvalidRequest."""
         if payload_nbytes:
             raise ProtocolError(f"a payload of {payload_nbytes} bytes where a request was expected")
         self._trace = None
@@ -439,6 +435,7 @@ class Connection(abc.ABC):
             raise ProtocolError(f"{op} is for the node's own gateways")
 
     def send(self, op: str, reply: Any) -> None:
+        """Send a reply."""
         self.socket.arm(self.stall_s)
         self.socket.send_frame(pb.BulkReply(**{op: reply}).SerializeToString())
 

@@ -58,8 +58,9 @@ class Erasure:
         self.cluster: Registry | None = None  # of a node that is registered
 
     def forget(self, request: pb.ForgetRequest, caller: Caller) -> pb.ForgetReply:
-        """Raises Exhausted if the disk fails, or there is no time for all of it: what is removed
-        stays so.
+        """Remove and erase a tenant's namespaces.
+
+        Raises Exhausted if the disk fails or time is too short; what is removed stays removed.
         """
         if not request.tenant:
             raise InvalidRequest(
@@ -84,7 +85,7 @@ class Erasure:
         return reply
 
     def catch_up(self, digests: list[bytes]) -> None:
-        """Of namespaces that were erased elsewhere, and are removed here.
+        """Erase namespaces that were erased elsewhere and are removed here. Raises KVStoreError.
 
         Raises KVStoreError.
         """
@@ -94,7 +95,7 @@ class Erasure:
     def _erase(
         self, digests: Sequence[bytes], reply: pb.ForgetReply, end: float, gone: Callable[[], bool]
     ) -> None:
-        """Finishes what removal began, and counts what is left."""
+        """Finish what the removal began, and count what is left."""
         try:
             self._durability.settle()  # pages that waited to be written are let go of
         finally:  # of a disk that is stopped, too
@@ -111,7 +112,7 @@ class Erasure:
         )
 
     def _digests(self, tenant: str) -> list[bytes]:
-        """Of its namespaces that are open, and of those that are only on disk."""
+        """Return the digests of a tenant's namespaces, open or only on disk."""
         with self._tier.lock:
             found = {
                 index.digest: None
@@ -131,7 +132,7 @@ class Erasure:
     def _wait_for_slots(
         self, digests: Sequence[bytes], reply: pb.ForgetReply, end: float, gone: Callable[[], bool]
     ) -> None:
-        """Waits a while for readers and writers of removed pages, which zero their slots."""
+        """Wait a while for readers and writers of removed pages, which zero their slots."""
         erased = frozenset(digests)
         self._tier.zero_leftovers(erased)
         end = min(end, time.monotonic() + BUSY_S)
@@ -158,7 +159,7 @@ class Erasure:
             reply.keys_destroyed = dropped.spaces
 
     def _close_namespaces(self, digests: Sequence[bytes]) -> int:
-        """Forgets empty namespaces, and why pages of any tenant left.
+        """Forget empty namespaces and miss reasons; return how many still have pages.
 
         Returns how many have pages.
         """
@@ -168,5 +169,5 @@ class Erasure:
 
 
 def removal_of(removal: bytes, digest: bytes) -> bytes:
-    """The name of the removal of one of the namespaces; none if that of the tenant has none."""
+    """Return a namespace's removal name, derived from the tenant's; empty without one."""
     return hashlib.sha256(removal + digest).digest()[:REMOVAL_NBYTES] if removal else b""

@@ -80,6 +80,7 @@ class Followers:
             return self._signal
 
     def close(self) -> None:
+        """Stop following the membership."""
         self._membership.forget(self._heard)
 
 

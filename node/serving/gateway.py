@@ -46,8 +46,9 @@ STALL_MORE_S = (
 
 
 def connections_max(threads: int) -> int:
-    """Of one gateway, which has a connection for each call that it forwards at a time, and as many
-    that just end. `threads`: of four, as many calls (grpc_threads). Each costs the node a thread
+    """Return the connections of one gateway: one per forwarded call, and as many that just end.
+
+    `threads` is grpc_threads, of which each allows four calls. A connection costs the node a thread
     and a descriptor.
     """
     return min(CONNECTIONS_MAX, 8 * threads + CONNECTIONS_MORE)
@@ -57,7 +58,7 @@ class GatewayCalls:
     """Limits on calls over gRPC, shared by all gateways of the node."""
 
     def __init__(self, service: Service, threads: int) -> None:
-        """`threads`: the setting grpc_threads.
+        """Prepare limits. grpc_threads admits 3/4 as many transfers and four times as many calls.
 
         It admits 3/4 as many transfers, and four times as many calls.
         """
@@ -77,9 +78,7 @@ class GatewayCalls:
 
 
 class GatewayDoor(ConnectionServer):
-    """Accepts the connections of one gateway, which arrive as descriptors over a socket that only
-    it has.
-    """
+    """Accept one gateway's connections, which arrive as descriptors over its own socket."""
 
     def __init__(
         self, name: str, door: socket.socket, service: Service, calls: GatewayCalls, stall_s: float
@@ -94,6 +93,7 @@ class GatewayDoor(ConnectionServer):
         self._calls = calls
 
     def connection(self, sock: socket.socket, address: Any) -> "GatewayConnection":
+        """Make a gateway's connection."""
         return GatewayConnection(sock, self._service, self._calls, self._stall_s)
 
     def _accept(self) -> None:
@@ -217,10 +217,10 @@ class GatewayConnection(BulkConnection):
         super()._admit(header_nbytes)
 
     def parse(self, header: bytes, payload_nbytes: int) -> Request:
-        """What callers send is inside: it may be anything, and costs nobody else the connection.
+        """Parse a request; a caller's invalid one does not end the connection.
 
-        What the gateway says of them ends it if it is not understood: the request behind it would
-        be taken for another caller's.
+        An invalid statement of the gateway about a caller does, or the next request might be taken
+        for another caller's.
         """
         try:
             return super().parse(header, payload_nbytes)
@@ -237,6 +237,7 @@ class GatewayConnection(BulkConnection):
             raise InvalidRequest("a request that is no message of the schema") from error
 
     def transfer(self, op: str) -> Transfer:
+        """Return what forwards an operation."""
         return partial(self._forwarded, op)
 
     def _forwarded(self, op: str, _: object, request: Any) -> None:

@@ -23,8 +23,9 @@ HEAD_NBYTES = (
 
 
 class HotPrefix(NamedTuple):
-    """`lookups`: about so many, of which `error` may be those of others; `pages`: found by one of
-    them, on average.
+    """Describe a frequently requested prefix.
+
+    `lookups` is estimated, of which `error` may belong to others; `pages` is the mean found by one.
     """
 
     namespace: bytes
@@ -65,7 +66,7 @@ class HotPrefixes:
     def asked(
         self, namespace: bytes, prefix_hashes: Sequence[bytes], present: Sequence[bool]
     ) -> None:
-        """By each lookup."""
+        """Sample a lookup."""
         self._left -= 1
         if self._left <= 0:
             self._left = self._random.randrange(1, 2 * self._every)
@@ -100,7 +101,7 @@ class HotPrefixes:
                 del self._entries[key]
 
     def hottest(self) -> list[HotPrefix]:
-        """Most first."""
+        """Return the prefixes with most lookups, most first."""
         with self._lock:
             self._halve()
             entries = list(self._entries.items())

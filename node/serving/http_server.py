@@ -122,7 +122,7 @@ class Connection:
     def __init__(
         self, sock: socket.socket, peer: str, seconds: float, hurried: bool = False
     ) -> None:
-        """`hurried`: the accepting thread serves it, so that nothing here may take long."""
+        """Wrap an accepted socket. A `hurried` one is served by the accepting thread, so briefly."""
         self.sock = sock
         self.peer = peer
         self.hurried = hurried
@@ -142,6 +142,7 @@ class Connection:
                 socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Close the connection."""
         with self._lock:
             self._closed = True
             self.sock.close()
@@ -170,6 +171,7 @@ class Connection:
         return Asker(self.peer, shown.names if shown else ())
 
     def receive(self) -> bytes:
+        """Receive some bytes."""
         with _disconnects():
             self._limit()
             return self.sock.recv(HEAD_NBYTES_MAX)
@@ -210,6 +212,7 @@ class Connection:
         return not poll.poll(seconds * 1000)
 
     def gone(self) -> bool:
+        """Return whether the client has gone."""
         return not self.wait(0.0)
 
     def drain(self) -> None:
@@ -262,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.refusal = text("not a request of HTTP/1", 400)
 
     def finish(self) -> None:
-        """The server closes the connection."""
+        """Do nothing: the server closes the connection."""
 
     def handle(self) -> None:
         connection = self.request
@@ -332,7 +335,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.refusal = text(why, status)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Called by the parser.
+        """Send an error page without the parser's message, which would repeat the client's text.
 
         Its messages repeat what the client sent, so they are left out.
         """
@@ -363,7 +366,7 @@ class HttpServer:
         certificates: Certificates | None = None,
         trusts_host: Callable[[str], bool] = lambda host: True,
     ) -> None:
-        """`certificates`: None is HTTP, and no HTTPS.
+        """Listen. Without `certificates` it serves HTTP; `trusts_host` decides on Host headers.
 
         `trusts_host` says whether to answer a Host.
         """
@@ -390,6 +393,7 @@ class HttpServer:
         self._thread.start()
 
     def stop(self) -> None:
+        """Close the listener and all connections."""
         self._stopping = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -500,20 +504,22 @@ def _disconnects() -> Iterator[None]:
 
 
 def text(message: str, status: int = 200) -> Response:
+    """Build a text response."""
     return Response("text/plain; charset=utf-8", f"{message}\n".encode(), status)
 
 
 def json_response(value: Any, status: int = 200) -> Response:
+    """Build a JSON response."""
     return Response("application/json", json.dumps(value, allow_nan=False).encode(), status)
 
 
 def http_status(error: KVStoreError) -> int:
+    """Return the HTTP status of an error."""
     return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
 
 def is_trusted_host(host: str, own: Collection[str]) -> bool:
-    """Return whether `host` can not be another site's name that was pointed at this node (DNS
-    rebinding).
+    """Return whether a Host header cannot be another site's name (DNS rebinding).
 
     Trusted are addresses, names without a dot, and the node's own names.
     """

@@ -49,10 +49,12 @@ class Charge:
         self._transferred = self._processed = self._charged = 0
 
     def add_processed(self, nbytes: int) -> None:
+        """Count bytes that were processed."""
         self._processed += nbytes
         self._settle()
 
     def add_transferred(self, nbytes: int) -> None:
+        """Count bytes that were transferred."""
         self._transferred += nbytes
         self._settle()
 
@@ -122,9 +124,7 @@ WATCHERS_MAX = 8
 
 
 def peer_of(host: str) -> str:
-    """Who counts as one peer: an IPv4 address, or the /64 network that one IPv6 host has for
-    itself.
-    """
+    """Return the key of a peer: an IPv4 address, or the /64 network of an IPv6 host."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -146,7 +146,7 @@ class Limit:
     remedy: str
 
     def refusal(self, peer: str, used: int, used_by_peer: int, most: int = 0) -> Exhausted:
-        """`most`: for this peer.
+        """Return the error of an exceeded limit; a tenant learns only about itself.
 
         A tenant is told of itself only.
         """
@@ -165,20 +165,21 @@ class Limit:
 
 
 def cap(what: str, total: int, remedy: str, per_peer: int = 0) -> Limit:
-    """One peer gets half, unless told otherwise."""
+    """Make a limit of which one peer gets half, unless told otherwise."""
     return Limit(what, total, per_peer or max(1, -(-total // 2)), remedy)
 
 
 class Quoted(NamedTuple):
-    """What quotas say of a budget or of places: at most so many for a tenant, 0: no limit; and who
-    counts refusals.
+    """Apply tenants' quotas to a limit.
+
+    `most` returns a tenant's quota, 0 for none; `refused` counts refusals.
     """
 
     most: Callable[[str], int] = lambda tenant: 0
     refused: Callable[[str], None] = lambda tenant: None
 
     def of(self, peer: str, cap: Limit) -> int:
-        """At most for this peer."""
+        """Return the limit for a peer."""
         tenant = tenant_of(peer)
         return min(self.most(tenant) or cap.per_peer, cap.per_peer) if tenant else cap.per_peer
 
@@ -199,6 +200,7 @@ class PerPeerQueue:
 
     @contextmanager
     def turn(self, peer: str) -> Iterator[None]:
+        """Wait for the peer's turn within the block."""
         self.begin(peer)
         try:
             yield
@@ -207,12 +209,12 @@ class PerPeerQueue:
 
     @property
     def waiting_count(self) -> int:
-        """Calls that wait for another of their peer's."""
+        """Return how many calls wait for another one of their peer."""
         with self._lock:
             return sum(map(len, self._waiting.values()))
 
     def begin(self, peer: str) -> None:
-        """As `turn`, which takes a microsecond more; what begins must `end`."""
+        """Begin a turn, which must `end`; 1 µs faster than `turn`."""
         with self._lock:
             waiting = self._waiting.get(peer)
             if waiting is None:
@@ -223,7 +225,7 @@ class PerPeerQueue:
         mine.wait()
 
     def end(self, peer: str) -> None:
-        """Its turn goes to who has waited longest, if anybody has."""
+        """End a turn and wake the longest waiting call of the peer."""
         with self._lock:
             if waiting := self._waiting[peer]:
                 waiting.popleft().set()
@@ -245,7 +247,7 @@ class Budget:
         self.used = 0
 
     def take(self, peer: str, amount: int = 1) -> None:
-        """Raises Exhausted, and takes nothing, if that would be too much.
+        """Take an amount. Raises Exhausted, and takes nothing, beyond the limit.
 
         Nothing can always be had.
         """
@@ -261,6 +263,7 @@ class Budget:
             self._by_peer[peer] = used_by_peer + amount
 
     def give(self, peer: str, amount: int = 1) -> None:
+        """Give an amount back."""
         if not amount:
             return
         with self._lock:
@@ -274,6 +277,7 @@ class Budget:
 
     @contextmanager
     def lent(self, peer: str, amount: int = 1) -> Iterator[None]:
+        """Take an amount within the block."""
         self.take(peer, amount)
         try:
             yield
@@ -295,26 +299,28 @@ class ConnectionSlot:
         self.known = False  # whether it has asked for anything yet
 
     def idle(self) -> None:
-        """From now on this one may be asked to leave: first who has never asked for anything, then
-        who has been idle for longer.
+        """Mark the connection as idle: it may be closed for another one.
+
+        Unused connections are closed first, then the longest idle ones.
         """
         self._places.set_idle(self)
 
     def busy(self) -> bool:
-        """From now on it stays.
+        """Mark the connection as busy; return False if it had to leave meanwhile.
 
         False: it had to leave meanwhile.
         """
         return self._places.set_busy(self)
 
     def change(self, peer: str) -> None:
-        """It counts to another peer from here on.
+        """Count the connection to another peer. Raises Exhausted, and changes nothing, at its limit.
 
         Raises Exhausted, and stays where it is, if that has its share of busy ones.
         """
         self._places.change(self, peer)
 
     def close(self) -> None:
+        """Free the slot."""
         self._places.remove(self)
 
 
@@ -338,10 +344,11 @@ class ConnectionLimiter:
 
     @property
     def count(self) -> int:
+        """Return the number of connections."""
         return self._count
 
     def enter(self, peer: str, leave: Callable[[], None]) -> ConnectionSlot:
-        """A busy place.
+        """Return a busy slot. Raises Exhausted if no idle connection can be closed for it.
 
         Raises Exhausted if it is full of busy ones.
         """
@@ -363,6 +370,7 @@ class ConnectionLimiter:
         return place
 
     def change(self, place: ConnectionSlot, peer: str) -> None:
+        """Count a slot to another peer. Raises Exhausted."""
         goes = None
         with self._lock:
             if place.taken_away or place.peer == peer:
@@ -383,7 +391,7 @@ class ConnectionLimiter:
             goes.leave()
 
     def drop_idle(self) -> bool:
-        """Makes one leave, as if the house were full; False if nobody is idle."""
+        """Close one idle connection; return False if none is idle."""
         with self._lock:
             goes = self._longest_idle(self._greediest())
             if goes is not None:
@@ -393,13 +401,13 @@ class ConnectionLimiter:
         return goes is not None
 
     def close(self) -> None:
-        """Who is idle leaves, and who will be."""
+        """Close idle connections, and later ones when they become idle."""
         self._closed = True
         while self.drop_idle():
             pass
 
     def _greediest(self) -> str:
-        """Of the peers that have idle places, the one with the most places."""
+        """Return the peer with idle connections that has most connections."""
         idle = (peer for peer, (new, known) in self._idle.items() if new or known)
         return max(idle, key=lambda peer: self._counts[peer], default="")
 
@@ -430,6 +438,7 @@ class ConnectionLimiter:
             idle[place.known].pop(place, None)
 
     def set_idle(self, place: ConnectionSlot) -> None:
+        """Mark a slot as idle."""
         with self._lock:
             if not place.taken_away:
                 idle = self._idle.get(place.peer)
@@ -440,13 +449,14 @@ class ConnectionLimiter:
             pass
 
     def set_busy(self, place: ConnectionSlot) -> bool:
+        """Mark a slot as busy; return False if it was taken away."""
         with self._lock:
             self._not_idle(place)
             place.known = True
             return not place.taken_away
 
     def remove(self, place: ConnectionSlot) -> None:
-        """Its end; may be called twice."""
+        """Free a slot; may be called twice."""
         with self._lock:
             if not place.taken_away:
                 self._take_away(place)
@@ -487,7 +497,7 @@ class Requests:
         self._nbytes_max = {op: max(most.get(op, 0), REQUEST_NBYTES_FREE) for op in _TYPES}
 
     def take(self, peer: str, nbytes: int) -> int:
-        """What it takes from the budget for one of `nbytes`; the caller gives it back.
+        """Take from the budget for a request of `nbytes` and return the amount to give back.
 
         Raises Exhausted.
         """
@@ -496,7 +506,7 @@ class Requests:
         return taken
 
     def parsed(self, op: str, data: bytes | memoryview, peer: str) -> Any:
-        """The message, of a large one in its peer's turn.
+        """Parse a request, a large one in its peer's turn. Raises InvalidRequest or DecodeError.
 
         Raises InvalidRequest, or what protobuf raises if it is no such message.
         """
@@ -518,7 +528,7 @@ class Requests:
 
 
 def inside(header: bytes) -> tuple[str, memoryview]:
-    """(op, its request) of a BulkRequest, which is one field and nothing else.
+    """Return (op, request bytes) of a BulkRequest with only one field. Raises InvalidRequest.
 
     Raises InvalidRequest.
     """

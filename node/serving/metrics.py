@@ -102,6 +102,7 @@ class NodeCollector:
         self._caller = caller
 
     def collect(self) -> Iterator[Metric]:
+        """Yield all metrics."""
         status: pb.NodeStatusReply = self._service.call(
             "node_status", pb.NodeStatusRequest(), self._caller
         )
@@ -195,7 +196,7 @@ class NodeCollector:
         yield failing
 
     def _of_requests(self) -> Iterator[Metric]:
-        """What requests took, on which wires, and what waits."""
+        """Yield metrics of requests by transport, and of those that wait."""
         traffic = self._service.traffic
         text = (
             "Time from the whole request to the end of its answer, of requests that were answered"
@@ -274,7 +275,7 @@ class NodeCollector:
 
 
 def _label(name: str) -> str:
-    """Our field names in Prometheus's words: page_count is pages, held_count held_pages."""
+    """Convert a field name to Prometheus' style: page_count is pages, held_count held_pages."""
     if name.endswith("_count"):
         stem = name.removesuffix("_count")
         name = f"{stem}s" if stem in ("page", "extent", "extent_free") else f"{stem}_pages"
@@ -307,7 +308,7 @@ def _histogram(
 
 
 def metrics_text(service: Service) -> Choose:
-    """What tells the metrics: to whom, as which content type, and what makes the text."""
+    """Return a function that chooses, by caller, the content type and the text of the metrics."""
 
     def choose(headers: Mapping[str, str], asker: Asker) -> Answer:
         gate, authorization = service.gate, headers.get("authorization", "")

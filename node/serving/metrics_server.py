@@ -48,7 +48,7 @@ class MetricsServer(HttpServer):
         console: Respond | None = None,
         trusts_host: Callable[[str], bool] = lambda host: True,
     ) -> None:
-        """`serving`: what /health tells.
+        """Listen. `serving` decides what /health says; `console` None means no console.
 
         `console`: None is a node without one.
         """

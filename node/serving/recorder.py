@@ -68,9 +68,7 @@ class Recorder:
         self._recording: _Recording | None = None
 
     def note(self, namespace: bytes, prefix_hashes: Sequence[bytes], stored: bool) -> None:
-        """Somebody asked for these pages of a chain; `stored`: or used or stored them without
-        asking.
-        """
+        """Record a use of a chain; `stored` says that pages were used or stored without a lookup."""
         with self._lock:
             recording, now = self._recording, self._clock_s()
             if recording is None or recording.is_abandoned(now):
@@ -84,7 +82,7 @@ class Recorder:
                 recording.pages += len(prefix_hashes) + USE_PAGES
 
     def record(self, request: pb.RecordRequest, caller: object) -> pb.RecordReply:
-        """Begins a recording, or tells what was noted since the last time.
+        """Begin a recording, or return what was recorded since. Raises Exhausted if another runs.
 
         Raises Exhausted while somebody records.
         """
@@ -132,9 +130,7 @@ class Recorder:
             return pb.RecordReply(recording=self._recording.name)
 
     def _take(self, recording: _Recording) -> list[_Use]:
-        """Under the lock; no more than a reply has room for, which is more than a request of the
-        most keys.
-        """
+        """Take, under the lock, as many uses as fit into a reply."""
         uses: list[_Use] = []
         pages, waiting = 0, recording.waiting
         while waiting and pages + len(waiting[0].prefix_hashes) + USE_PAGES <= REPLY_PAGES_MAX:
@@ -145,7 +141,7 @@ class Recorder:
         return uses
 
     def _message(self, recording: _Recording, use: _Use) -> pb.RecordedUse | None:
-        """None: its namespace was removed meanwhile."""
+        """Convert a use; None if its namespace was removed meanwhile."""
         try:
             space = self._find(use.namespace)
         except UnknownNamespace:

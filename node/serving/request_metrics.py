@@ -41,6 +41,8 @@ class Span(NamedTuple):
 
 
 class SlowCall(NamedTuple):
+    """Describe a slow call and its steps."""
+
     op: str
     wire: str
     unix_s: float
@@ -59,13 +61,14 @@ class SlowCalls:
         self._of_thread = threading.local()
 
     def step(self, name: str, began_ns: int) -> None:
-        """Of the call that this thread is at, and over now."""
+        """Add a step of this thread's current call that has just ended."""
         steps = getattr(self._of_thread, "steps", None)
         if steps is None:
             steps = self._of_thread.steps = deque(maxlen=STEPS_MAX)
         steps.append((name, began_ns, monotonic_ns()))
 
     def ended(self, op: str, wire: str, began_ns: int, ns: int) -> None:
+        """Keep the call if it was slow."""
         if op in LONG:
             return
         steps = [step for step in getattr(self._of_thread, "steps", ()) if step[1] >= began_ns]
@@ -78,6 +81,7 @@ class SlowCalls:
         self._calls.appendleft(SlowCall(op, wire, time.time() - ns / 1e9, ns / 1e6, tuple(spans)))
 
     def newest(self) -> list[SlowCall]:
+        """Return the newest slow calls."""
         return list(self._calls)
 
 
@@ -118,8 +122,10 @@ _FROM = {DISK: "the disk", PEER: "another member"}
 
 
 class Histogram:
-    """Added to without a lock, which would cost more than all the rest: CPython changes threads at
-    calls and at jumps back only, and none stands between the reading and the writing of a count.
+    """Count durations in buckets, without a lock.
+
+    A lock would cost more than everything else. CPython switches threads only at calls and backward
+    jumps, and none lies between reading and writing a count.
     """
 
     __slots__ = ("counts", "sum_ns")
@@ -129,6 +135,7 @@ class Histogram:
         self.sum_ns = 0
 
     def add(self, ns: int) -> None:
+        """Add a duration."""
         place = bisect_left(_BOUNDS_NS, ns)
         self.counts[place] += 1
         self.sum_ns += ns
@@ -151,6 +158,7 @@ class WireMetrics:
         self._errors: Counter[tuple[str, str]] = Counter()  # by operation and code
 
     def answered(self, op: str, began_ns: int) -> None:
+        """Count an answered request."""
         ns = monotonic_ns() - began_ns
         histogram = self._times.get(op)
         if histogram is None:
@@ -161,14 +169,16 @@ class WireMetrics:
             self._slow.ended(op, self.wire, began_ns, ns)
 
     def failed(self, op: str, error: BaseException) -> None:
+        """Count a failed request."""
         with self._lock:
             self._errors[op, _code(error)] += 1
 
     def times(self) -> dict[str, Histogram]:
+        """Return the durations by operation."""
         return self._times.copy()
 
     def errors(self) -> dict[tuple[str, str], int]:
-        """None of our faults is a number, too: the first one would be no rise otherwise."""
+        """Return errors by operation and code; internal ones also when zero, so that a rise shows."""
         with self._lock:
             return {(op, "internal"): 0 for op in self.times()} | self._errors
 
@@ -188,10 +198,11 @@ class RequestMetrics:
     # ---- what happens --------------------------------------------------------------------
 
     def edge(self, wire: str) -> WireMetrics:
+        """Return the metrics of a transport."""
         return self._edges.setdefault(wire, WireMetrics(wire, self.slow))
 
     def got(self, tier: str, wire: str, nbytes: int, began_ns: int) -> None:
-        """A get that began then has its pages in RAM, and so many bytes of them are for the client.
+        """Count a get whose pages are in RAM now; `tier` is the farthest that had one.
 
         `tier`: the farthest in which one of them was.
         """
@@ -204,7 +215,7 @@ class RequestMetrics:
 
     @contextmanager
     def waiting(self, tier: str) -> Iterator[None]:
-        """Around what a get waits for."""
+        """Count a get as waiting within the block."""
         began_ns = monotonic_ns()
         with self._lock:
             self._waiting[tier] += 1
@@ -218,17 +229,18 @@ class RequestMetrics:
     # ---- what is told --------------------------------------------------------------------
 
     def requests(self) -> dict[tuple[str, str], Histogram]:
-        """By operation and wire: those that were answered."""
+        """Return answered requests by operation and transport."""
         edges = self._edges.copy()
         return {
             (op, wire): times for wire, edge in edges.items() for op, times in edge.times().items()
         }
 
     def gets(self) -> dict[str, Histogram]:
+        """Return the durations of gets by tier."""
         return self._gets
 
     def errors(self) -> dict[tuple[str, str, str], int]:
-        """By operation, wire and code: those that were not answered."""
+        """Return failed requests by operation, transport and code."""
         edges = self._edges.copy()
         return {
             (op, wire, code): count
@@ -242,13 +254,14 @@ class RequestMetrics:
         return {(wire, way): nbytes for way, moved in ways for wire, nbytes in moved.copy().items()}
 
     def waiting_gets(self) -> dict[str, int]:
-        """By what they wait for."""
+        """Return waiting gets by tier."""
         return self._waiting.copy()
 
 
 def _code(error: BaseException) -> str:
-    """What the client is told, a code of gRPC in lower case; `cancelled` if it left or stalled,
-    `unknown` for what was no message of the schema.
+    """Return the gRPC code of an error in lower case.
+
+    It is `cancelled` if the client left or stalled, `unknown` for an invalid message.
     """
     if isinstance(error, KVStoreError):
         name: str = status_code(error).name

@@ -152,6 +152,7 @@ class Service:
                 return self._unary[op](request, caller)
 
     def close(self) -> None:
+        """Close what is open."""
         self._status.memory.close()
         self.followers.close()
 
@@ -360,9 +361,7 @@ class Service:
         )
 
     def _check_waiting(self, caller: Caller) -> None:
-        """Between the steps of a long call: nobody works for a caller who has left, or while the
-        node stops.
-        """
+        """Raise if the caller has left or the node stops, between the steps of a long call."""
         self._check_there(caller)
         if self.draining:
             raise Unavailable("this node is draining")

@@ -58,10 +58,10 @@ class Content:
         )
 
     def checksum(self, page: Page, ranges: Sequence[Range]) -> bytes:
-        """For the way of these ranges, none if the page is not intact; nothing is copied for it.
+        """Return the checksum of ranges for their transfer; empty if the page is corrupt.
 
-        Their reader has not all that a leaf covers, so that is checked here; of a page of which
-        only parts are here it was just now.
+        The reader does not get whole leaves, so they are verified here, except for a partial page,
+        which was verified when it was read.
         """
         if not isinstance(page.namespace, PartialPage) and not self.intact(page, ranges):
             return b""
@@ -105,9 +105,7 @@ class Content:
 
 
 def _checked_nbytes(page: Page, ranges: Sequence[Range]) -> int:
-    """Return how many bytes are hashed to verify these ranges: whole leaves, or the page if it has
-    only one.
-    """
+    """Return how many bytes are hashed to verify ranges: whole leaves, or the page."""
     if isinstance(page.namespace, PartialPage):
         return 0  # they were verified when they were read from disk
     page_nbytes = page.namespace.page_nbytes
@@ -123,9 +121,7 @@ def places(page: Page, ranges: Sequence[Range]) -> list[int]:
 
 
 def offsets_of(pages: Sequence[Page], ranges: Sequence[Range]) -> list[int]:
-    """Return where in the arena each of the ranges of each page begins; without any ranges, each
-    page.
-    """
+    """Return the arena offset of each range of each page; without ranges, of each page."""
     return (
         [place for page in pages for place in places(page, ranges)]
         if ranges
@@ -206,9 +202,7 @@ class Session:
     def _take_reserved(
         self, digest: bytes, prefix_hashes: Sequence[bytes], slot_nbytes: int
     ) -> int:
-        """Before the tier evicts anybody for it: for all keys, or if that is too much, for the new
-        ones.
-        """
+        """Count the reservation before the tier evicts for it: for all keys, or the new ones."""
         nbytes = len(prefix_hashes) * slot_nbytes
         try:
             self._sessions.reserved.take(self.peer, nbytes)
@@ -220,12 +214,12 @@ class Session:
 
     @property
     def reserved(self) -> list[Page]:
-        """The pages that wait for their bytes and the commit."""
+        """Return the pages that wait for bytes and commit."""
         return self._reservation.pages if self._reservation else []
 
     @property
     def held(self) -> list[Page]:
-        """The pages that are being read, or were to be."""
+        """Return the pages that are being read."""
         return self._held
 
     def commit(self, leaves: Sequence[bytes], ttl_s: int) -> int:
@@ -247,6 +241,7 @@ class Session:
         return stored
 
     def abort(self) -> None:
+        """Give reserved pages up."""
         if self._reservation is not None:
             self._tier.abort(self._take_reservation())
 
@@ -313,6 +308,7 @@ class Session:
         return pages
 
     def release(self) -> None:
+        """Release read pages."""
         held, self._held = self._held, []
         self._tier.release(held)
         nbytes, self._held_nbytes = self._held_nbytes, 0
@@ -320,6 +316,7 @@ class Session:
             self._sessions.let_go(self, nbytes)
 
     def close(self) -> None:
+        """Give everything back."""
         self.abort()
         self.release()
         self._sessions.closed(self)
@@ -368,9 +365,11 @@ class Sessions:
 
     @property
     def count(self) -> int:
+        """Return the number of sessions."""
         return len(self._live)
 
     def open(self, caller: Caller, maps_arena: bool = False) -> Session:
+        """Open a session."""
         session = Session(self._tier, self, caller, maps_arena)
         with self._lock:
             self._live.add(session)
@@ -389,9 +388,11 @@ class Sessions:
             raise
 
     def let_go(self, session: Session, nbytes: int) -> None:
+        """Count released bytes."""
         self.held.give(session.peer, nbytes)
         self.tenants.let_go(session.tenant, nbytes)
 
     def closed(self, session: Session) -> None:
+        """Forget a closed session."""
         with self._lock:
             self._live.discard(session)

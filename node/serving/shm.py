@@ -38,11 +38,9 @@ from node.serving.status import in_range
 
 
 def default_path(port: int) -> str:
-    """A path in a directory that is this user's alone, made if need be.
+    """Return a socket path in a directory of this user alone, which is made if missing.
 
-    Raises OSError, or ConfigError if the path is too long.
-
-    In /tmp anybody may have made a directory of that name, to put a socket of his own there.
+    In /tmp anybody could have made it to plant a socket. Raises OSError or ConfigError.
     """
     directory = runtime_dir()
     path = f"{directory}/{port}.sock"
@@ -59,7 +57,7 @@ def default_path(port: int) -> str:
 
 
 def listen_on(path: str, backlog: int) -> socket.socket:
-    """A listening socket that only its owner, and root, can connect to.
+    """Listen on a socket that only its owner and root can connect to. Raises OSError.
 
     Raises OSError, also if a process listens there already.
     """
@@ -115,12 +113,14 @@ class ShmServer(ConnectionServer):
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
 
     def connection(self, sock: socket.socket, address: Any) -> Connection:
+        """Make a connection."""
         frames = DescriptorSocket(sock)
         # Process 0: all the containers whose processes can not be seen from here.
         caller = caller_at(sock, f"pid {frames.peer.pid}", "shm")
         return ShmConnection(frames, caller, self._service, self._stall_s, self)
 
     def status(self) -> pb.ShmStatus:
+        """Return the status of shared memory."""
         with self._lock:
             orphans = list(self._orphan_pages.values())
         return in_range(
@@ -188,9 +188,11 @@ class ShmConnection(Connection):
         return header, payload_nbytes
 
     def refusal(self, principal: Principal) -> str:
+        """Return why a principal may not map the arena."""
         return self.service.gate.access.why_no_arena(principal)
 
     def transfer(self, op: str) -> Transfer | None:
+        """Return what serves an operation on mapped pages."""
         if op == "put":
             return self._put
         if op == "get":
@@ -238,17 +240,16 @@ class ShmConnection(Connection):
             session.release()
 
     def unfinished(self, session: Session) -> bool:
+        """Return whether the client still uses slots."""
         return bool(session.reserved or session.held)
 
     def abandoned(self) -> bool:
-        """Return whether the process is gone though its socket is open, because a forked child has
-        it, too.
-        """
+        """Return whether the process has ended though a forked child keeps its socket open."""
         assert self._process_fd is not None
         return ready(self._process_fd, select.POLLIN)
 
     def end(self, session: Session) -> None:
-        """Frees what is left when nobody can touch it any more; if the node stops before, never.
+        """Free the client's slots when its process has ended, never before.
 
         The client learns at once that this connection has ended.
         """
@@ -259,14 +260,14 @@ class ShmConnection(Connection):
             session.close()
 
     def close(self) -> None:
+        """Close socket and pidfd."""
         super().close()
         if self._process_fd is not None:
             os.close(self._process_fd)
 
 
 def _process_of(fd: int) -> int:
-    """Process id of a pidfd as seen from here, 0 if it can not be seen; -1 if `fd` is none, or the
-    process is gone."""
+    """Return a pidfd's process id, 0 if it is invisible here, -1 if it has ended."""
     with open(f"/proc/self/fdinfo/{fd}") as file:
         for line in file:
             if line.startswith("Pid:"):

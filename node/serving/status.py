@@ -35,7 +35,7 @@ _SAID = (
 def scoped(
     status: pb.NodeStatusReply, namespaces: Sequence[pb.NamespaceInfo], tenant: str
 ) -> pb.NodeStatusReply:
-    """Without tiers, connections and other members, which tell of what others do.
+    """Reduce a status to what a tenant may see: its namespaces and its use.
 
     `namespaces`: his.
     """
@@ -63,7 +63,7 @@ _LIMITS: dict[type, dict[str, int]] = {}
 
 
 def in_range(kind: type[Message], **fields: Any) -> Message:
-    """A message; an age that would be negative is 0."""
+    """Build a message whose out-of-range values, such as negative ages, are 0."""
     limits = _LIMITS.get(kind) or _LIMITS.setdefault(kind, _unsigned(kind))
     for name, largest in limits.items():
         if not 0 <= fields.get(name, 0) <= largest:
@@ -72,10 +72,10 @@ def in_range(kind: type[Message], **fields: Any) -> Message:
 
 
 def _unsigned(kind: Any) -> dict[str, int]:
-    """The largest value of each unsigned field that is not repeated.
+    """Return the largest value of each unsigned, single field.
 
-    (A descriptor's `label` is gone in protobuf 7, and its constants came with 4.25: `make
-    test-protobuf`.)
+    A descriptor's `label` is missing in protobuf 7, and its constants came with 4.25; see `make
+    test-protobuf`.
     """
     empty = kind()
     largest = {
@@ -104,7 +104,7 @@ class Status:
         self.memory = PrivateMemory()
 
     def node(self, draining: bool, **facts: Any) -> pb.NodeStatusReply:
-        """`facts`: fields of the reply that the service knows."""
+        """Return the node's status; `facts` are fields that the service knows."""
         totals, namespaces = self.namespaces()
         degraded = self._disk is not None and bool(self._disk.poisoned)
         return in_range(
@@ -124,7 +124,7 @@ class Status:
         )
 
     def namespaces(self) -> tuple[pb.Counters, list[pb.NamespaceInfo]]:
-        """Counters of all namespaces together, and each namespace."""
+        """Return the counters of all namespaces together, and each namespace."""
         totals, each = self._inventory.counters()
         infos = [
             in_range(
@@ -196,10 +196,12 @@ class PrivateMemory:
         self._fd = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
 
     def nbytes(self) -> int:
+        """Return the private memory of this process in bytes."""
         for line in os.pread(self._fd, 1 << 14, 0).splitlines():
             if line.startswith(b"RssAnon:"):
                 return int(line.split()[1]) * 1024
         return 0
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._fd)

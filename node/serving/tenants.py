@@ -50,14 +50,14 @@ class Rates:
         quotas.listen(self._forget)
 
     def _forget(self) -> None:
-        """Those whose quota has no such rate any more."""
+        """Forget buckets of tenants without such a rate."""
         with self._lock:
             self._buckets = {
                 key: bucket for key, bucket in self._buckets.items() if _rate(self._quotas, key)
             }
 
     def take(self, tenant: str, keys: int = 0) -> None:
-        """For a request of so many keys, before it is worked on.
+        """Take a request with so many keys from the tenant's rates. Raises Exhausted.
 
         Raises Exhausted.
         """
@@ -126,20 +126,20 @@ class Tenants:
         quotas.listen(self._forget)
 
     def _forget(self) -> None:
-        """Counts of tenants that have no quota any more."""
+        """Forget counts of tenants without a quota."""
         with self._lock:
             self._refused = {
                 tenant: counts for tenant, counts in self._refused.items() if tenant in self.quotas
             }
 
     def refused(self, tenant: str, what: str) -> None:
-        """Something was, because of its quota or its share; only those with a quota are remembered."""
+        """Count a refusal of a tenant with a quota."""
         if tenant in self.quotas:
             with self._lock:
                 self._refused.setdefault(tenant, Counter())[what] += 1
 
     def quoted(self, what: str, field: str) -> Quoted:
-        """What quotas say of connections, or of what is held: `field` of `Quota`."""
+        """Return the quotas of connections or of held bytes; `field` is one of `Quota`."""
         return Quoted(
             lambda tenant: int(getattr(self.quotas.of(tenant), field)),
             partial(self.refused, what=what),
@@ -148,7 +148,7 @@ class Tenants:
     # ---- rates ---------------------------------------------------------------------------
 
     def begin(self, principal: Principal, request: Any) -> None:
-        """A request of his is to be worked on.
+        """Begin a principal's request. Raises Exhausted.
 
         Raises Exhausted.
         """
@@ -166,7 +166,7 @@ class Tenants:
     # ---- what is held in shared memory ---------------------------------------------------
 
     def hold(self, tenant: str, nbytes: int) -> None:
-        """Raises Exhausted, and counts nothing, if that would be more than its quota."""
+        """Count held bytes. Raises Exhausted, and counts nothing, beyond the quota."""
         most = self.quotas.of(tenant).held_nbytes
         with self._lock:
             held = self._held[tenant]
@@ -181,6 +181,7 @@ class Tenants:
         )
 
     def let_go(self, tenant: str, nbytes: int) -> None:
+        """Count released bytes."""
         with self._lock:
             self._held[tenant] -= nbytes
             if not self._held[tenant]:
@@ -189,7 +190,7 @@ class Tenants:
     # ---- tell ----------------------------------------------------------------------------
 
     def uses(self) -> list[pb.TenantUse]:
-        """Of tenants that have a quota or pages: of so many."""
+        """Return what tenants with a quota or pages use, up to a number."""
         with self._tier.lock:
             accounts = self._tier.eviction.order.accounts.all()
             ram = {account.tenant: account.use() for account in accounts}

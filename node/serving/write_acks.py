@@ -24,9 +24,10 @@ Owners = Mapping[bytes, tuple[str, ...]]  # of each page
 
 
 class _Ways(NamedTuple):
-    """Of each page to other members: whose answer is waited for, who gets it at once, and who after
-    that answer: before it the client may have to put the page there itself, and is not to find it
-    being written.
+    """List the members that get each page, and when.
+
+    The put waits for `awaited`; `at_once` get it without being waited for; `after` get it after the
+    answer, because until then the client may have to put the page there itself.
     """
 
     awaited: list[set[str]]
@@ -44,7 +45,7 @@ class WriteAcks:
         self._couriers = peers.couriers
 
     def check(self, request: pb.PutRequest) -> None:
-        """Raises InvalidRequest for what can not be promised, or comes from a stranger."""
+        """Raise InvalidRequest for acknowledgements that are impossible or not allowed."""
         if request.durable and any(
             self._membership.member in some for some in self._owners(request).values()
         ):
@@ -63,7 +64,7 @@ class WriteAcks:
             )
 
     def begin(self, session: Session, request: pb.PutRequest, result: Reservation) -> None:
-        """Of a put that was checked.
+        """Begin a checked put; if all of it is stored already, acknowledge it now.
 
         What is stored already may be all of it: then it is kept now.
         """
@@ -81,9 +82,9 @@ class WriteAcks:
                 self.keep(session, [])
 
     def keep(self, session: Session, pages: Sequence[Page]) -> None:
-        """`pages`: of the put, those that were committed.
+        """Wait until committed pages are as safe as the put requires.
 
-        Raises Exhausted if they are visible, but not as promised.
+        Raises Exhausted if they are visible but not that safe.
         """
         put, wait = session.put_request, session.wait
         if self._membership.view is None or put.forwarded_by:
@@ -147,8 +148,9 @@ class WriteAcks:
         durable: bool = False,
         charge: Charge = NO_CHARGE,
     ) -> AckWaiter:
-        """Hands pages that are here to the members that are named for each; what is on disk only
-        comes to RAM for it, so ask for few at a time. What is not here any more counts as lost.
+        """Queue pages for the members named for each; lost pages count as lost.
+
+        Pages on disk are read into RAM for it, so pass few at a time.
         """
         wanted = [place for place, some in enumerate(targets) if some]
         with self._sessions.open(THE_NODE) as session:
@@ -178,8 +180,9 @@ class WriteAcks:
         return ways
 
     def _owners(self, put: pb.PutRequest) -> Owners:
-        """This node, if it is alone, if a member forwarded it, or if all members are drained and
-        nobody owns it.
+        """Return the owners of each key; this node if nobody else owns them.
+
+        That is so if it is alone, if a member forwarded the put, or if all members are drained.
         """
         view, keys, own = self._membership.view, put.prefix_hashes, (self._membership.member,)
         if view is None or put.forwarded_by:
