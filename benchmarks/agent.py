@@ -1,5 +1,4 @@
-"""Pages through the agent, end to end: from `save` or `load` to its result, with a node on the same
-host.
+"""Measure saves and loads through the agent, end to end, with a node on the same host.
 
     save     lookup, reserve, gather into the node's memory, checksum, commit
     load     acquire, verify, scatter, release

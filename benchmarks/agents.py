@@ -1,5 +1,4 @@
-"""As many agents as GPUs, each in a process of its own as beside an engine, and one node on their
-host.
+"""Measure as many agents as GPUs, each in its own process, with one node on their host.
 
 Batches of 32 llama pages of new keys, two in flight at each agent; all agents save, then all load,
 at the same time. Bare: one big copy between page-locked memory and each GPU, at the same time.

@@ -1,4 +1,4 @@
-"""Batches of pages that the benchmarks of the wires put and get in turns, and our side of it."""
+"""Define the batches that transport benchmarks put and get, and our side of them."""
 
 import itertools
 import os

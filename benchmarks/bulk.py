@@ -1,4 +1,4 @@
-"""Put and get of 16 pages over the bulk wire, beside what plain sockets can do at all.
+"""Measure put and get of 16 pages over bulk TCP, beside plain sockets.
 
     limit      two Python processes, `sendall` and `recv_into` page by page between warm buffers,
                one byte of acknowledgement a batch, TCP_NODELAY: no node, no keys, no checksum

@@ -1,5 +1,4 @@
-"""Several client processes at a time over the bulk wire to one node, beside as many pairs of bare
-sockets.
+"""Measure several client processes over bulk TCP, beside as many pairs of bare sockets.
 
     bare       each process sends its pages to a process of its own and gets them back: `sendall` and `recv_into`, no
                node, no keys, no checksum

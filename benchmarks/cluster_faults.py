@@ -1,5 +1,4 @@
-"""What a lost member costs: the replay of a trace against three nodes, beside the same without a
-fault.
+"""Measure what a lost member costs: a trace against three nodes, with and without faults.
 
     killed           n1, when a fifth of the requests is done, for good
     stopped 5 s      n1, by SIGSTOP, then it goes on

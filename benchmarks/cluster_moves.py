@@ -1,4 +1,4 @@
-"""What a change of a large cluster moves, and how long that takes at links of a given rate.
+"""Compute what a change of a large cluster moves, and how long that takes on given links.
 
 Computed, not run: the real views and placement, for a sample of pages; nothing is sent.
 

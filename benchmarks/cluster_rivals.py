@@ -1,5 +1,4 @@
-"""Three of our nodes beside Mooncake Store (its master and two segments, TCP) and Redis Cluster
-(three servers).
+"""Measure three of our nodes beside Mooncake Store (two segments, TCP) and Redis Cluster.
 
 1. Put and get of 16 pages a call, the contenders in turns; the bytes that come back are compared.
 2. 96 pages of 1 MiB are put, then one server is killed. For 20 s batches of them are got and new

@@ -1,5 +1,4 @@
-"""Several nodes as one store beside one node: `Lookup` of 256 keys and get of 64 pages, by one or
-more clients.
+"""Measure lookups of 256 keys and gets of 64 pages on a cluster, beside one node.
 
     1        a node that is alone
     2, 4, 8  members of a cluster, each key with one owner, so that a call is divided among all of them

@@ -1,4 +1,4 @@
-"""`make demo`: the KV of one process, loaded by another through a real node.
+"""Run `make demo`: the KV of one process, loaded by another through a real node.
 
     this process   starts a node, then one after the other (demo_process.py)
       process 1    prefills a document and saves its KV

@@ -1,4 +1,4 @@
-"""`make demo-cluster`: three nodes as one store, and what engines see while nodes come and go.
+"""Run `make demo-cluster`: three nodes as one store, while nodes come and go.
 
     this process   starts etcd and three nodes, then replays a trace against them: each request looks its pages
                    up, loads the leading run, verifies every byte and stores the rest. Meanwhile

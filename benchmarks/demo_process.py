@@ -1,4 +1,4 @@
-"""One of the two processes of `make demo`: a model, its tokens, and one side of the store.
+"""Run one of the two processes of `make demo`: a model and one side of the store.
 
 python benchmarks/demo_process.py save|answer --address HOST:PORT ...      prints one JSON object
 """

@@ -1,4 +1,4 @@
-"""`make demo-vllm`: real vLLM on the CPU; the second server answers from the first one's KV.
+"""Run `make demo-vllm`: a second vLLM server on the CPU answers from the first one's KV.
 
     this process   starts a node, then one after the other
       server 1     vLLM's OpenAI-compatible server: computes a long prompt, and stores its KV

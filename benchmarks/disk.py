@@ -1,5 +1,4 @@
-"""Pages through the disk tier, beside bare direct file I/O and beside RocksDB with the pages
-inside.
+"""Measure the disk tier, beside direct file I/O and beside RocksDB with the pages inside.
 
     limit     as many threads doing `pwrite` and `pread` of the same sizes, from and to the same arena,
               on preallocated files in the same directory, `O_DIRECT` where it works: no rows, no

@@ -1,4 +1,4 @@
-"""Latency of a get from RAM while the disk tier writes at full rate, beside an idle node.
+"""Measure gets from RAM while the disk tier writes at full rate, beside an idle node.
 
     idle             nobody else talks to the node with the disk
     bare writes      another process writes as many bytes to the same file system with `O_DIRECT`, 1 MiB

@@ -1,4 +1,4 @@
-"""A range of a page that is on disk only, beside all of the page.
+"""Measure a range of a page on disk, beside the whole page.
 
     bare range    `preadv` of 1 MiB with `O_DIRECT` from the node's own files, at random places: the limit
     range         `get_ranges` of 1 MiB that is one leaf of the page

@@ -1,4 +1,4 @@
-"""Prefix hit rate of a real trace through a node with a small RAM tier and a disk tier under it.
+"""Replay a trace on a node with little RAM and a disk tier, and measure its hit rate.
 
 Each request counts the leading pages that are stored, loads and verifies them, then stores all its
 pages (`kvstore.tools.replay`). Beside it the same trace with RAM only, and what a cache that

@@ -1,5 +1,4 @@
-"""RocksDB with the pages inside, beside the disk tier: BlobDB and plain SST files, through
-rocksdict.
+"""Store pages in RocksDB, as BlobDB and plain SST files, beside the disk tier.
 
 No WAL, no compression, direct I/O for flush, compaction and reads. rocksdict takes and gives
 `bytes` only, so each page is copied once on its way from and to the arena, which is in the time.

@@ -1,4 +1,4 @@
-"""Prefix hit rate of a real trace through a live node, beside exact LRU.
+"""Measure the prefix hit rate of a trace on a live node, beside exact LRU.
 
 Each request counts the leading pages that are stored, loads and verifies them, then stores all its
 pages (`kvstore.tools.replay`). The limit is what an exact LRU of the same capacity reaches on the

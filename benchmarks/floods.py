@@ -1,4 +1,4 @@
-"""Strangers who flood a node's gRPC port, and what those feel who are served by it.
+"""Flood a node's gRPC port and measure what its other clients feel.
 
 For each way to ask who calls, each attack and each number of addresses, a new node, and clients
 that look up 16 keys and get a page of 1 MiB over the bulk wire, shared memory and gRPC, each in a

@@ -1,5 +1,4 @@
-"""gRPC through a node's gateway processes: throughput, lookups, processor time, start and memory,
-of two checkouts.
+"""Measure gRPC through gateway processes, of two checkouts in turns.
 
     put, get      16 pages of 1 MiB over gRPC: one client, and --clients processes at a time; GB/s, 10^9 page bytes
     lookup        of 16 keys, all stored, one client: p50, p99, and the processor time that a lookup costs the node and

@@ -1,4 +1,4 @@
-"""The ways to move pages that benchmarks/transfer.py compares, on a GPU.
+"""Define the ways to move pages that benchmarks/transfer.py compares on a GPU.
 
 A strategy enqueues or makes one move of all pages; its `timed` gives the seconds between two CUDA
 events around what the GPU did. Ours runs on streams of its own, so its device notes the events.

@@ -1,6 +1,4 @@
-"""What benchmarks/transfer.py moves: pools of known engines' shapes, pages as in a node's arena,
-and the check of their bytes.
-"""
+"""Define what benchmarks/transfer.py moves: pools, pages and the check of their bytes."""
 
 import mmap
 import time

@@ -1,4 +1,4 @@
-"""Put and get of 16 pages over the gRPC wire, beside what a bare stream of Python's gRPC can do.
+"""Measure put and get of 16 pages over gRPC, beside a bare gRPC stream in Python.
 
     limit      a stream each way between this process and a server of its own: messages of the size of ours, whose only
                field is `bytes`, by generated code; they lie ready before the clock starts, and who

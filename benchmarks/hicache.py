@@ -1,5 +1,6 @@
-"""SGLang's HiCache between its host pool and a store: backup and prefetch through SGLang's own
-controller and threads, with this store behind it and with SGLang's own `file` backend, in turns.
+"""Measure SGLang's HiCache with this store and with its own `file` backend, in turns.
+
+Backup and prefetch run through SGLang's own controller and threads.
 
     backup     from `write_storage` until the node's host slots are released
     query      hashing of the prompt and the question how much of it is stored

@@ -1,5 +1,4 @@
-"""Pages of LightLLM's CPU cache into the store and back, through its module `light_mem`, beside
-`memcpy`.
+"""Measure LightLLM's CPU cache pages through its `light_mem` module, beside `memcpy`.
 
     persist    create "w", until the pages may be reused (data_safe) and until they are stored (ready)
     load       create "r", until ready

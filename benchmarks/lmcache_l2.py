@@ -1,4 +1,4 @@
-"""LMCache's objects through us, through Redis and through LMCache's own `lm://` server, in one run.
+"""Measure LMCache's objects through us, Redis and LMCache's own `lm://` server, in one run.
 
 The measuring functions are those of `lmcache bench l2` (0.5.6), with its setting of 16 keys a call
 and two calls at a time; contenders are the adapters that LMCache makes of their JSON:

@@ -1,4 +1,4 @@
-"""How long the RAM tier's lock is held at most, with few and with many pages.
+"""Measure how long the RAM tier's lock is held at most, with few and with many pages.
 
 The longest hold of each operation in CPU time of its thread, which other processes do not lengthen;
 garbage collections as in a node. The median over runs. No hold may grow with the pages, but for a

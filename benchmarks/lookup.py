@@ -1,4 +1,4 @@
-"""`Lookup` of 64 keys, beside Redis `EXISTS` of 64 keys.
+"""Measure `Lookup` of 64 keys, beside Redis `EXISTS` of 64 keys.
 
 Both over one loopback TCP connection, with the same 48-byte keys, once all stored and once none.
 The question is not the same: Redis counts the keys it has in a loop of C; the node says for each

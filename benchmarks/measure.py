@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved rounds, percentiles, a Redis beside, the report.
+"""Share what benchmarks need: interleaved rounds, percentiles, a Redis, the report.
 
 Contenders take turns in every round and the order changes from round to round, so that whatever
 else the machine does meets all of them alike. Figures are medians over rounds, never best cases.

@@ -1,4 +1,4 @@
-"""What a page costs the node beside its bytes: private memory per page, outside the arena.
+"""Measure a page's cost beside its bytes: private memory per page, outside the arena.
 
 Pages of 4 KiB are stored through the client. The node's private resident memory (RssAnon, as
 NodeStatus tells it; the arena is shared memory and not in it) is read before and after; the growth

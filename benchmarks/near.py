@@ -1,5 +1,4 @@
-"""A client with a near node, beside a client of one node alone and beside one that asks the owner
-itself.
+"""Measure a client with a near node, beside one of a single node and one that asks owners.
 
     alone        one node, shared memory: put, get, and get in place (`open_get`) of 16 pages
     near, held   two nodes, of which the first is near: the same of pages that it has, owned or copies

@@ -1,5 +1,4 @@
-"""Runs a benchmark several times, each in a process of its own, and prints its tables with the
-median and the range.
+"""Run a benchmark several times in separate processes, and print medians and ranges.
 
     python benchmarks/repeat.py 3 benchmarks/bulk.py
     python benchmarks/repeat.py 5 benchmarks/disk.py --dir /data

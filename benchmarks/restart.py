@@ -1,4 +1,4 @@
-"""Start of a node on a data directory with 1,000,000 pages, and what a page on disk costs in RAM.
+"""Measure the start of a node with 1,000,000 pages on disk, and their cost in RAM.
 
 Rows are made as the disk tier makes them, in random order of keys, slots and uses; the pages
 themselves are not there: a start never reads them, and the scrub that would is off. The limit is

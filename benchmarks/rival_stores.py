@@ -1,5 +1,4 @@
-"""Stores of several servers that keep values under keys, all used alike: our nodes, Mooncake Store,
-Redis Cluster.
+"""Start several stores with one interface: our nodes, Mooncake Store, Redis Cluster.
 
     store.put(keys, pages)    whether each was taken
     store.get(keys, buffers)  whether each came back

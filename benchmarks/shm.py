@@ -1,5 +1,4 @@
-"""Put and get of 32 pages over the shared-memory wire, beside `memcpy`; and what a question costs
-on it.
+"""Measure put and get of 32 pages through shared memory beside `memcpy`, and a lookup.
 
     memcpy     the pages copied into memory of the node's kind (a memfd, mapped and touched before), and
                from there into the buffers: no node, no keys, no checksum

@@ -1,4 +1,4 @@
-"""Whether a node's private memory grows with what has come and gone.
+"""Check whether a node's private memory grows with pages, clients and namespaces of the past.
 
 Each round fills a namespace of its own with pages of 4 KiB and empties it again: by removing it,
 or, with `--evict`, by what comes after. The node's private resident memory (RssAnon, as NodeStatus

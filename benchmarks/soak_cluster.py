@@ -1,5 +1,4 @@
-"""Three nodes with RAM and disk under mixed load and faults for half an hour: what must stay flat,
-and be right.
+"""Run three nodes under mixed load and faults for half an hour; check bytes and growth.
 
     load      THREADS threads of two clients (bulk, gRPC) look up, put (durable ones, some with a time to live), get,
               get ranges, pin and remove pages of three sizes; namespaces come and go. All pages

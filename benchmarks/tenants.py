@@ -1,5 +1,4 @@
-"""A tenant that behaves, alone and beside one that does not: its hit rate and how long its calls
-take.
+"""Measure a well-behaved tenant, alone and beside one that floods the node.
 
 The node has two tenants with half of the RAM each, with --disk of the disk, too. The one that
 behaves replays a trace of chains by popularity: a lookup, a get of what is there, a put of what is

@@ -1,5 +1,4 @@
-"""Put and get of 16 pages with TLS beside the same without, and beside what Python's own TLS socket
-can do.
+"""Measure put and get of 16 pages with TLS, without, and through Python's own TLS socket.
 
     limit      two Python processes, `sendall` and `recv_into` page by page, as in `bulk.py`: plain, and over `ssl`
     bulk       ours as it is, plain and with TLS: encrypted in memory beside the socket (`kvstore.transports.tls`)

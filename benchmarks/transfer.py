@@ -1,5 +1,4 @@
-"""How fast KV moves between an engine's pool on a GPU and pages in host memory, and what it costs
-other work.
+"""Measure how fast KV moves between a GPU pool and host pages, and what it costs other work.
 
     python benchmarks/transfer.py                 on a machine with an NVIDIA GPU and CuPy (about two minutes)
     python benchmarks/transfer.py --cpu           the reference on the CPU, small: proves the script

@@ -1,5 +1,4 @@
-"""Time to first token on a GPU: cold prefill against loading the prompt's KV from a node on the
-same host.
+"""Measure time to first token on a GPU: cold prefill against loading the prompt's KV.
 
 A real transformers model of Llama architecture with 1.2 B random parameters (the shape of Llama 3.2
 1B), bfloat16. A prompt of 8k and of 32k tokens, all but the last 64 of which another request had

@@ -1,5 +1,4 @@
-"""The connectors that vllm_gpu.py compares: what an engine is told, and the servers that stand
-beside it.
+"""Start the connectors and servers that vllm_gpu.py compares.
 
     none             no connector
     store            ours, with a node on this host

@@ -1,5 +1,4 @@
-"""vLLM on a GPU with the store, without, and with others' connectors: first tokens and throughput,
-in turns.
+"""Measure vLLM on a GPU with the store, without, and with other connectors, in turns.
 
 One engine for each connector (vllm_connectors.py), with the same model (dummy weights: what is
 computed does not matter), stays up on one GPU, and a node on the same host. One at a time works.

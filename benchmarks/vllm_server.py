@@ -1,5 +1,7 @@
-"""vLLM's OpenAI-compatible server in a process of its own, with or without the store: for the demo,
-the benchmark and the tests. Needs an environment with vLLM (tests/engines/vllm/install.sh).
+"""Run vLLM's OpenAI-compatible server in a process, with or without the store.
+
+It serves the demo, the benchmark and the tests. It needs an environment with vLLM
+(tests/engines/vllm/install.sh).
 """
 
 import contextlib

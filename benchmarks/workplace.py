@@ -1,4 +1,4 @@
-"""Where a benchmark writes: a directory of its own on a real disk, removed at the end."""
+"""Make a benchmark's directory on a real disk, and remove it at the end."""
 
 import argparse
 import contextlib

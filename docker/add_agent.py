@@ -1,4 +1,4 @@
-"""Adds this project's wheel to an engine's environment, in which nothing that is there may change.
+"""Add this project's wheel to an engine's environment without changing its packages.
 
     python3 add_agent.py /wheels [cuda12|cuda13]
 

@@ -1,4 +1,4 @@
-"""`make audit`: what the node's image installs, under which licences, and what is known against it.
+"""Run `make audit`: list the packages in the node's image, their licences and known flaws.
 
     python docker/audit.py PYTHON SBOM CONSTRAINTS
 

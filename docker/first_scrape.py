@@ -1,5 +1,4 @@
-"""By what Prometheus and Grafana of docker/compose.monitoring.yaml are let in: made once, in a
-folder for each.
+"""Create the credentials of Prometheus and Grafana for docker/compose.monitoring.yaml.
 
     python first_scrape.py /secrets /prometheus /grafana HOST:PORT...
 

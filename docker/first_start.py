@@ -1,5 +1,4 @@
-"""Whom the nodes of a compose project let in, and by what clients know them: made once, in a folder
-of theirs.
+"""Create the identities and certificates of a compose project, once.
 
     python first_start.py /secrets NAME...
 

@@ -1,4 +1,4 @@
-"""Health check of a container: exit 0 if this node serves, 1 with a line on stderr if not.
+"""Check a container's health: exit 0 if this node serves, 1 with a line on stderr if not.
 
 Asks /health at the metrics' port, and not grpc.health.v1 at the gRPC port: a gateway that strangers
 end is back within a second, and the node serves its other clients meanwhile. Ports and files of TLS

@@ -1,5 +1,4 @@
-"""Write the packages of the node's image and of its build, pinned and with the hashes of their
-files.
+"""Pin the packages of the node's image and of its build, with the hashes of their files.
 
     python docker/lock.py
 

@@ -1,4 +1,4 @@
-"""Gathers what a node needs at run time, and nothing else, into a directory that becomes the image.
+"""Gather what a node needs at run time into a directory that becomes the image.
 
     python3 docker/runtime.py /opt/kvstore /runtime
 

@@ -1,4 +1,4 @@
-"""gpu_agent: per-GPU agent that moves KV between an engine's pool and the store.
+"""Move KV between an engine's pool and the store, with an agent per GPU.
 
 Needs torch.
 

@@ -1,4 +1,4 @@
-"""What an engine's configuration says about the store, and what an adapter adds to a namespace.
+"""Parse an engine's options for the store, and build namespaces from an adapter's facts.
 
     {"address": "store:7440", "tenant": "team-a", "revision": "2026-11-01", "lookup_timeout_s": 0.5}
 

@@ -1,5 +1,4 @@
-"""Log when the store stops serving this engine and when it serves again: one line each, not one per
-request.
+"""Log one line when the store stops serving this engine, and one when it serves again.
 
     served   --no answer-->           away      "the store failed, the engine recomputes until it is back"
     any      --unknown credential-->  refused   "the store refuses this engine, which recomputes until it is served"

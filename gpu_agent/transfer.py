@@ -1,4 +1,4 @@
-"""Between an engine's slots and page buffers: the interface, and the reference in plain torch.
+"""Define the transfer between an engine's slots and page buffers, with a reference in torch.
 
     gather    slots --> pages      read by save; the engine may reuse its slots afterwards
     scatter   pages --> slots      written by load

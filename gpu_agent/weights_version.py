@@ -1,4 +1,4 @@
-"""Which epoch this process stores under: a new one after each `advance`, so that older pages miss.
+"""Number the versions of the weights, so that pages of earlier ones miss.
 
 For engines that change weights while they run, or are told to forget. What was stored before is not
 removed: others with the same weights go on using it, and a process that starts again with the old

@@ -1,5 +1,6 @@
-"""Page checksums in two levels: leaves over parts of a page, and a root over the leaves, bound to
-the page's key.
+"""Compute page checksums in two levels: leaves over parts of a page, and a root over the leaves.
+
+The root is bound to the page's key.
 
     page      | part 0 ....... | part 1 ....... | ... | last part ........... |     parts of `leaf_nbytes`, see `cuts`
     leaf i    = xxh3_64 of part i                                                    made by any thread, or by a GPU

@@ -1,5 +1,4 @@
-"""Settings: frozen dataclasses whose fields know their range, and the one place that reads the
-environment.
+"""Define settings as frozen dataclasses with ranges; only this module reads the environment.
 
 A field made by `setting` carries its allowed range and help text. `load` takes explicit values
 first, then `<PREFIX>_<FIELD>` from the environment, then the default (the caller's or the class's),

@@ -1,4 +1,4 @@
-"""A point in time by which a call must return, handed down through all it does."""
+"""Carry the point in time by which a call must return through everything that it does."""
 
 import time
 

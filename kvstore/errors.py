@@ -1,4 +1,4 @@
-"""Every error a caller can meet, by what the caller can do about it.
+"""Define every error that a caller can meet, by what the caller can do about it.
 
     KVStoreError
     ├── InvalidRequest     change the request; the message names the field and the allowed range

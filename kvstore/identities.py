@@ -1,5 +1,4 @@
-"""Read and change the file of identities: who there is, what each may do, which namespaces tenants
-share.
+"""Read and change the identities file: who may connect, their roles, and shared namespaces.
 
     token        ci        tenant=team-a role=write hash=<SHA-256 of the token, 64 hex digits> models=llama-*,qwen-*
     certificate  gpu-7     tenant=team-a role=write expires=2027-01-01T00:00:00Z

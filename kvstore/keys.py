@@ -1,4 +1,4 @@
-"""Keys: which pages may be exchanged (namespace) and which tokens they hold (prefix hash).
+"""Name pages: the namespace says who may share them, the prefix hash which tokens they hold.
 
     key = namespace digest (16 bytes) || prefix hash (16..64 bytes)
 

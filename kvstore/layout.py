@@ -1,4 +1,4 @@
-"""What a page's bytes are: a value that every engine's pool can be described with.
+"""Describe the bytes of a page, for any engine's pool.
 
     page := for each group, for each layer of the group, for each plane of the group:
                 units x unit_nbytes                      units = page_tokens / unit_tokens

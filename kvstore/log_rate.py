@@ -1,5 +1,6 @@
-"""So many log lines of a kind: what a stranger makes a node say must not fill its disk, nor what a
-damaged node makes an engine say the engine's.
+"""Limit log lines per place in the code, so that a stranger cannot fill a node's disk.
+
+A damaged node cannot fill an engine's log either.
 """
 
 import logging

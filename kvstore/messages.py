@@ -1,4 +1,4 @@
-"""Between our values and the protobuf messages that carry them."""
+"""Convert between our values and protobuf messages."""
 
 from collections.abc import Sequence
 from typing import Any

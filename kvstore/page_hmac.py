@@ -1,4 +1,4 @@
-"""Seal pages so that a node can not forge them.
+"""Sign pages with HMACs, so that a node cannot forge them.
 
 A keyed namespace's page is stored with its seal, a MAC for each part.
 

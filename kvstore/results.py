@@ -1,4 +1,4 @@
-"""What the client's calls take and return, apart from pages."""
+"""Define what the client's calls take and return, apart from pages."""
 
 import enum
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Read and write files that hold a secret or say who may do what, and say who a client is.
+"""Read files that hold a secret, check their modes, and find a client's token.
 
 Such files are regular ones, closed to others, and no longer than they need be. A file is named as
 `setting=path`, and so errors name it. They say nothing of what it holds.

@@ -1,4 +1,4 @@
-"""Synchronisation that stays usable when a signal handler raises, as Ctrl-C's does.
+"""Synchronise threads so that a signal handler may raise at any time, as Ctrl-C's does.
 
 Python runs signal handlers in the main thread, after a call or at a jump of its byte code.
 `threading.Condition` takes and frees its lock in methods that are written in Python: a handler that

@@ -1,5 +1,4 @@
-"""Work for the threads of a pool that is done there or not at all, and is waited for whatever
-happens.
+"""Run work on pool threads entirely or not at all, and wait for it whatever happens.
 
 An executor that can start no thread raises, and keeps what it was given all the same: another
 thread does it later, behind its caller's back, in buffers that are somebody else's by then. So is

@@ -1,5 +1,4 @@
-"""Which request something is done for: a W3C trace context that goes with it, from the engine
-through every node.
+"""Carry a W3C trace context from the engine through every node.
 
     engine --> agent --> client --> near node --> owner            each a span of one trace, if somebody records them
                                     near node --> disk

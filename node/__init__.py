@@ -1,4 +1,4 @@
-"""The storage node: a server that keeps pages.
+"""Serve pages: the storage node.
 
 Never imported by an engine's environment.
 """

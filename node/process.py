@@ -1,4 +1,4 @@
-"""Set up a process of the node: how its log is written, and how seldom Python collects all garbage.
+"""Set up a node's process: its log, and rare full garbage collections.
 
 Log lines are text, or an object of JSON each; both say which request they are about.
 """

@@ -1,4 +1,4 @@
-"""A node: its parts put together, started, drained and stopped."""
+"""Assemble a node from its parts, and start, drain and stop it."""
 
 import contextlib
 import logging

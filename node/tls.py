@@ -1,5 +1,4 @@
-"""Serve a node's certificate on all its ports: read at the start, and again within a second of a
-change.
+"""Serve a node's certificate on all ports; reload it within a second of a change.
 
     tls_cert, tls_key, tls_client_ca --looked at each second--> gRPC | bulk | metrics: each new handshake
                                                             --> status, a metric, warnings: until

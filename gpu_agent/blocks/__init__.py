@@ -1,5 +1,4 @@
-"""The store beside an engine that schedules requests with block tables (vLLM): what to look up,
-load and save.
+"""Look up, load and save for an engine that schedules requests with block tables, such as vLLM.
 
 lookups --> scheduler (groups: which blocks; save_plan: when) --> orders --> ranks: an agent per
 group --> report

@@ -1,5 +1,6 @@
-"""Whether a hit is worth its load: what computing costs the engine and what a load takes, learned
-while both happen.
+"""Decide whether loading a hit is faster than computing it.
+
+Both costs are measured while the engine runs.
 
     a step     seconds above one that ends a hit = a x tokens + b x sum of their places in their prompts
     loads      seconds from order to end = c x loads + d x tokens

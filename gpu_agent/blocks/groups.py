@@ -1,5 +1,4 @@
-"""Find the blocks of a prefix that an engine with block tables needs, and those of a request to
-save.
+"""Find the blocks that a prefix needs, and the blocks of a request to save.
 
     tokens        0        32       64       96      128
     full          [   0   ][   1   ][   2   ][   3   ]      all blocks of the prefix

@@ -1,4 +1,4 @@
-"""The store beside an engine's scheduler: hits for waiting requests, orders for the ranks.
+"""Serve an engine's scheduler: hits for waiting requests, orders for the ranks.
 
     ask ... matched, matched, ... -> allocated -> step (load order) -> report -> step (save orders)
     ... finished

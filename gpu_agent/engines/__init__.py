@@ -1,1 +1,1 @@
-"""One thin adapter file per engine; the engine's package is imported there and nowhere else."""
+"""Adapt engines, one thin file each; an engine's package is imported nowhere else."""

@@ -1,4 +1,4 @@
-"""LightLLM: the store as its disk cache, behind its CPU cache; nothing in LightLLM is changed.
+"""Serve as LightLLM's disk cache, behind its CPU cache, without changing LightLLM.
 
     PYTHONPATH="$(python -m gpu_agent.engines.lightllm):$PYTHONPATH" python -m
     lightllm.server.api_server

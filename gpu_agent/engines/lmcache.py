@@ -1,4 +1,4 @@
-"""LMCache, multi-process mode: its L2 tier in the store, in both forms that it loads by name.
+"""Serve as LMCache's L2 tier in multi-process mode, in both forms that it loads by name.
 
     native_plugin   NodeConnector   keys as text; an object's layout is not known, its length is
     plugin          NodeAdapter     shapes and dtypes are part of the namespace; status, listing

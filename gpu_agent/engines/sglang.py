@@ -1,4 +1,4 @@
-"""SGLang's HiCache: a storage backend behind its host pools (0.5.23).
+"""Serve as the storage backend of SGLang's HiCache (0.5.23).
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name":
     "kvstore",

@@ -1,5 +1,6 @@
-"""SGLang's UnifiedCacheLinker: KV straight between the GPU and the store, without a host tier
-(0.5.23).
+"""Move KV directly between the GPU and the store as SGLang's UnifiedCacheLinker (0.5.23).
+
+There is no host tier between them.
 
     --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic
     --unified-cache-external-linker-config '{"linker": "KVStoreLinker", "linker_module_path":

@@ -1,6 +1,4 @@
-"""Which weights an SGLang server has, from its own arguments: what both adapters ask the engine
-for.
-"""
+"""Read which weights an SGLang server has from its own arguments, for both adapters."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: a prompt's KV out of a model's cache, and into a fresh one.
+"""Save and load the KV cache of a Hugging Face transformers model.
 
     adapter.save(cache, tokens)            after a forward pass
     cache, n = adapter.load(tokens)        then model(ids[:, n:], cache=cache)

@@ -1,5 +1,4 @@
-"""Hugging Face transformers, continuous batching: KV out of its paged cache, and into it (5.19 and
-newer).
+"""Load and save the paged cache of Hugging Face transformers (continuous batching, 5.19 and newer).
 
     adapter.load(tokens)        before manager.add_request(tokens): its own prefix sharing then finds the blocks
     adapter.save(tokens)        after the request, or while others run

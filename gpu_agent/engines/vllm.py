@@ -1,4 +1,4 @@
-"""vLLM (0.30 and later): its connector, switched on with its own flags and without a patch.
+"""Connect vLLM (0.30 and later) by its own connector interface, without a patch.
 
     --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_connector_module_path":
     "gpu_agent.engines.vllm",

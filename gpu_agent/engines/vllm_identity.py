@@ -1,4 +1,4 @@
-"""vLLM: what its groups of caches say about which blocks a request needs.
+"""Read from vLLM's cache groups which blocks a request needs.
 
 Whose KV they are: `gpu_agent/identity/vllm.py`.
 """

@@ -1,5 +1,6 @@
-"""Messages that vLLM carries between scheduler and workers: orders there, reports and namespaces
-back.
+"""Define the messages that vLLM carries between scheduler and workers.
+
+Orders go to the workers; reports and namespaces come back.
 """
 
 from dataclasses import dataclass, field

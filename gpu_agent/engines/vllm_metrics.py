@@ -1,4 +1,4 @@
-"""vLLM's statistics and Prometheus metrics of the store: `vllm:kvstore_*`, counters all."""
+"""Export the store's counters through vLLM: `vllm:kvstore_*`."""
 
 from typing import Any
 

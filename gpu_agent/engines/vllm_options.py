@@ -1,5 +1,6 @@
-"""Options of the vLLM connector, checked at the engine's start: a later error would end a serving
-engine.
+"""Parse the options of the vLLM connector at the engine's start.
+
+An error that came later would end a serving engine.
 """
 
 from collections.abc import Mapping

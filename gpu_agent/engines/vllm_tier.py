@@ -1,4 +1,4 @@
-"""vLLM, second route: a tier behind vLLM's own CPU offloading (vLLM 0.32 and newer).
+"""Serve as a tier behind vLLM's own CPU offloading (vLLM 0.32 and newer).
 
     GPU <-> rows of the CPU tier (vLLM moves these) <-> store (we move these, a page per row)
 

@@ -1,5 +1,4 @@
-"""Whole pages of an engine's host memory, kept in the store: for an engine that has a CPU cache of
-its own and asks for a tier below it.
+"""Store whole pages of an engine's host memory, as the tier below the engine's own CPU cache.
 
     host memory [pages, page_nbytes] --- UnitCopies: whole rows --- Agent --- client
 

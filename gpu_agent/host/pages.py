@@ -1,5 +1,4 @@
-"""One pool of pages in host memory and its copies in the store: calls that wait, for engines whose
-own threads do the waiting.
+"""Store one pool of host pages with blocking calls, for engines that have threads of their own.
 
 When a call returns, nothing reads or writes the pool any more. Nothing raises for a store that is
 slow, wrong or away: that is False.

@@ -1,5 +1,4 @@
-"""Gather and scatter for pools in host memory whose units are large: one copy for each unit and
-plane, straight between the slot and the page.
+"""Gather and scatter host pools with large units: one copy per unit and plane, slot to page.
 
 `TorchTransfer` gathers a plane of all pages at once and copies the result into the pages: right for
 token slots, which are too small to be copied one by one, and twice the traffic for whole pages.

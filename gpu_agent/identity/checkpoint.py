@@ -1,4 +1,4 @@
-"""Name the weights that an engine serves, so that every process that serves the same says the same.
+"""Name the weights that an engine serves, equally in every process that serves them.
 
     a directory or a file       its last component, and a digest over its bytes
     a snapshot of a hub         its repository's name, and the commit

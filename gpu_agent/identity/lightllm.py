@@ -1,4 +1,4 @@
-"""Name the KV of LightLLM: what its start arguments say of a page of its CPU cache.
+"""Name the KV of LightLLM from its start arguments.
 
 Its page hashes are of token ids alone, so all that decides what the bytes are stands here, and
 whatever is not said by token ids is refused.

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: whose KV a model's cache holds, and which models' can not be shared.
+"""Name the KV of a transformers model, and refuse models whose KV cannot be shared.
 
 Nothing of transformers is imported: a model is asked for its attributes.
 """

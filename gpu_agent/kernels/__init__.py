@@ -1,4 +1,4 @@
-"""The staged pipeline and its CUDA kernels: `gpu_agent.transfer.Transfer` at the speed of the link.
+"""Move pages by CUDA kernels and the copy engine, at the speed of the link.
 
     cuda.py         CudaTransfer: what users make. With host_memory.py the only importers of cupy
     staged.py       StagedTransfer: chunks of a job, and what each does

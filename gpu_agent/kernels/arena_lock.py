@@ -1,6 +1,4 @@
-"""Page-locks the memory that pages lie in, in the background: the arena of the node that is used
-now.
-"""
+"""Page-lock the memory of the node's arena in the background."""
 
 import contextlib
 import ctypes

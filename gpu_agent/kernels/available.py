@@ -1,4 +1,4 @@
-"""Which transfer serves a device."""
+"""Choose the transfer for a device."""
 
 import logging
 import threading

@@ -1,4 +1,4 @@
-"""`CudaTransfer`: the staged pipeline on an NVIDIA GPU, through CuPy.
+"""Run the staged pipeline on an NVIDIA GPU, through CuPy.
 
 Needs the extra cuda12 or cuda13.
 """

@@ -1,4 +1,4 @@
-"""What the staged pipeline needs of a GPU. cuda.py is one; simulated.py is one for tests."""
+"""Define what the staged pipeline needs of a GPU; cuda.py and simulated.py implement it."""
 
 import contextlib
 import ctypes

@@ -1,5 +1,4 @@
-"""Two lanes of one direction: each a buffer in GPU memory and a stream that fills and drains it in
-turn.
+"""Run copies of one direction on two lanes, each a GPU buffer and a stream, in turn.
 
     gather     fill: kernel  slots -> buffer      drain: copies  buffer -> pages
     scatter    fill: copies  pages -> buffer      drain: kernel  buffer -> slots

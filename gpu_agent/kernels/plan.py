@@ -1,4 +1,4 @@
-"""What the kernels are told: a pool and its page layout as two tables of integers.
+"""Describe a pool and its page layout to the kernels, as two tables of integers.
 
 Pure arithmetic.
 

@@ -1,5 +1,4 @@
-"""A GPU that is none: streams that run in any order CUDA allows, and the kernels' arithmetic in
-Python.
+"""Simulate a GPU for tests: streams in any order that CUDA allows, and the kernels' arithmetic.
 
 For tests without a GPU. Work is only queued when it is enqueued; it runs when somebody waits, one
 step of a randomly chosen stream at a time. A wait that is missing in the pipeline, a buffer that is

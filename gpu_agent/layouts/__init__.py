@@ -1,5 +1,6 @@
-"""The engines' layouts (docs/layouts.md): one small function per kind of pool, from the engine's
-own tensors to a `KVPool`. No engine is imported here.
+"""View the KV tensors of each engine as a `KVPool` (docs/layouts.md).
+
+There is one small function per kind of pool. No engine is imported here.
 
 lightllm.py  sglang.py  vllm.py  --- group.py: what they have in common --- ../pool.py
 

@@ -1,5 +1,6 @@
-"""LightLLM: one tensor for all layers, `[layers, slots + 1, heads, dim]`, token slots handed out
-singly.
+"""View LightLLM's pools: one tensor for all layers, `[layers, slots + 1, heads, dim]`.
+
+The engine hands out single token slots.
 
 The last slot takes what padded requests write. It belongs to nobody, so the pools end before it and
 refuse its number. `manager_pool` makes the pool of any of LightLLM's memory managers.

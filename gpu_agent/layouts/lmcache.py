@@ -1,4 +1,4 @@
-"""LMCache: objects, not pools.
+"""Describe LMCache's objects, which lie in no pool.
 
 One object is a chunk of tokens of one KV rank and one object group, a flat run of bytes whose layer
 groups stand one after the other. Here is what its key and its shapes say.

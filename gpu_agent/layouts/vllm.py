@@ -1,5 +1,6 @@
-"""vLLM (0.29 and later): per layer a view `[blocks, heads, tokens, cell]` of one buffer, whatever
-the order of these dimensions and of the layers in memory.
+"""View vLLM's pools (0.29 and later): per layer a view `[blocks, heads, tokens, cell]`.
+
+The dimensions and the layers may have any order in memory.
 
 A page holds cells in the order of the view, not of the memory, so pools of all stride orders have
 the same layout and share their pages. With `BLHNC` and pages of one block, page and block are the

@@ -83,8 +83,9 @@ class OpenedEvents:
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"no handles of events: {error!r}") from error
         self._events: list[Fence] = [
-            torch.cuda.Event.from_ipc_handle(device, handle) for handle in raw
-        ]  # type: ignore[no-untyped-call]
+            torch.cuda.Event.from_ipc_handle(device, handle)  # type: ignore[no-untyped-call]
+            for handle in raw
+        ]
 
     def fence(self, number: int) -> Fence:
         """Return the event of that number.

@@ -1,4 +1,4 @@
-"""The command line.
+"""Implement the command line, `kvstore`.
 
 The only place that imports typer and rich (extra `cli`).
 """

@@ -1,6 +1,4 @@
-"""Run the commands for the disk tier of a node or of all members of a cluster: flush, scrub,
-recover, forget.
-"""
+"""Run the commands for the disk tier of nodes: flush, scrub, recover, forget."""
 
 from typing import Annotated
 

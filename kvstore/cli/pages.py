@@ -1,4 +1,4 @@
-"""Run the commands on pages that do not move their bytes: ls, stat, lookup, rm, verify, pin, unpin."""
+"""Run the commands on pages that move no bytes: ls, stat, lookup, rm, verify, pin, unpin."""
 
 import sys
 from itertools import islice

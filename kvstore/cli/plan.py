@@ -1,5 +1,4 @@
-"""Run `kvstore plan`: how much RAM and disk, from a trace, in a table, in sentences and as a
-picture.
+"""Run `kvstore plan`: recommend RAM and disk sizes from a trace, as table, text and picture.
 
 A picture is a PNG, or an HTML page that needs nothing else, with figures and words.
 """

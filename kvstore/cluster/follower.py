@@ -1,6 +1,4 @@
-"""A thread that hears of new views, from one member after the other: one for each client of a
-cluster, and none for a client of a node that is alone.
-"""
+"""Follow a cluster's views on one thread per client; a client of a single node has none."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""Check the way to one node, step by step, and which wires work from here.
+"""Check the connection to one node step by step, and which transports work from here.
 
 name -> TCP -> TLS -> certificate -> gRPC -> who this is there; then what the node tells of itself,
 and its clock

@@ -1,5 +1,4 @@
-"""A data directory, on the host where its node runs or is to run: `python -m
-kvstore.doctor.data_dir PATH`.
+"""Check a data directory on its node's host: `python -m kvstore.doctor.data_dir PATH`.
 
 Its own file there has no name, so that nothing is left whatever happens. Run as the user of the
 node.

@@ -1,4 +1,4 @@
-"""Check what nodes tell: of themselves, and of each other.
+"""Check what nodes report about themselves and about each other.
 
 One node: version, clock, RAM, disk, gateways, certificates. A cluster: one view, one registry, a
 near node. Pure: everything was asked before.

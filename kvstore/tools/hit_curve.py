@@ -1,5 +1,4 @@
-"""Compute the hits of an exact LRU of all sizes at once, and the most that any store could have
-hit.
+"""Compute the hits of exact LRU at all sizes at once, and the most that any policy could hit.
 
 A node ages a request's pages tail first (docs/decisions/0005), and a page stands for itself and all
 before it. So after every request, for each page p and the page q before it in its chain,

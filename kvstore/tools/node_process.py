@@ -1,4 +1,4 @@
-"""A node of our own in a child process: for `kvstore replay`, benchmarks, the demo and tests."""
+"""Run a node in a child process, for `kvstore replay`, benchmarks, demos and tests."""
 
 import importlib.util
 import os

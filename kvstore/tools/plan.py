@@ -1,5 +1,4 @@
-"""Plan stores of several sizes: what each would have been worth on a trace, and what it would have
-had to bear.
+"""Plan stores of several sizes: the hits on a trace, and the load on links and disks.
 
 RAM and disk are one stack of pages. What is committed to RAM goes to disk as well, and both age
 exactly (docs/decisions/0007): a page is in RAM if it is among the newest that RAM has room for, and

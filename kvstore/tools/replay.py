@@ -1,4 +1,4 @@
-"""Replays a trace against a node: what would a store of this size have been worth?
+"""Replay a trace against a node, to measure the hit rate of a store of its size.
 
 For each request, in order and one at a time (the order decides the hit rate):
 

@@ -1,5 +1,4 @@
-"""Read a trace once, and gather all that a plan is made from: exactly, or from a sample of the
-pages.
+"""Survey a trace in one pass, exactly or from a sample of its pages, for a capacity plan.
 
 A sample (SHARDS: Waldspurger et al. 2015) takes pages by a hash of their id, all uses of a page or
 none. What is left of a chain is a chain, so all that `kvstore.tools.hit_curve` says holds; a store

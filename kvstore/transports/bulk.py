@@ -1,4 +1,6 @@
-"""Send and receive pages over bulk TCP, client side: protobuf headers, then raw page bytes straight
+"""Send and receive pages over bulk TCP, client side: protobuf headers, then raw page bytes.
+
+Page bytes move directly between the caller's buffers and the socket.
 between the caller's buffers and the socket."""
 
 import contextlib

@@ -1,5 +1,4 @@
-"""Call a node over gRPC, client side: it works through proxies and from any language; pages cross
-in chunks."""
+"""Call a node over gRPC, client side: works through proxies; pages travel in chunks."""
 
 import contextlib
 import ctypes

@@ -1,5 +1,4 @@
-"""Map a node's arena into this process, and lend its slots: reserved to be written, acquired to be
-read.
+"""Map a node's arena into this process and lend its slots for reads and writes.
 
 The contexts of `kvstore.transports.shm` make and end slots. Views are released when the slot is not
 the client's any more, so that a use after that raises ValueError. What a caller made of a view and

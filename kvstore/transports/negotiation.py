@@ -1,5 +1,4 @@
-"""Negotiate the wire to a node: ask it what it offers (hello), then connect by the best wire that
-works.
+"""Negotiate the transport to a node: say hello, then connect by the best one that works.
 
 host:port           gRPC: hello   --> shared memory, or else bulk TCP, or else gRPC itself
     known before    frames: hello --> shared memory, or else bulk TCP;  gRPC: hello, if that fails

@@ -1,5 +1,4 @@
-"""Move one batch over several connections at a time: one moves no more than one core copies and
-hashes.
+"""Move one batch over several connections, because one connection uses only one core.
 
 On 16 cores a connection moves 3.5 GB/s and eight 14 to 19. On two cores the node has the other one:
 nothing is gained.

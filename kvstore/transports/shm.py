@@ -1,5 +1,6 @@
-"""Move pages through shared memory, client side: requests over a Unix socket, page bytes in the
-node's own memory, which is mapped here.
+"""Move pages through shared memory, client side: requests over a Unix socket, pages in place.
+
+The pages lie in the node's own memory, which is mapped here.
 
     put   {put} -> verdicts, offsets; write in place; {commit} -> reply
     get   {get} -> hits, checksums, offsets; read in place; {release}, not answered

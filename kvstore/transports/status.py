@@ -1,4 +1,4 @@
-"""Errors to and from the numeric codes of gRPC, which all wires carry.
+"""Convert errors to and from numeric gRPC codes, which all transports carry.
 
 Frames need no gRPC for them.
 """

@@ -1,5 +1,4 @@
-"""Send frames over TLS 1.3, configure a client's side of it, and explain in plain words why it
-failed.
+"""Send frames over TLS 1.3, configure the client's side, and explain failures in plain words.
 
     tls_ca, tls_cert, tls_key --> files --checked for each connection--> bulk: a context; gRPC: the
     bytes tls_name, or else the host --> the name that the node's certificate must have

@@ -1,4 +1,4 @@
-"""Unix sockets: who is at the other end, and frames that bring an open descriptor along."""
+"""Identify the peer of a Unix socket, and send descriptors with frames."""
 
 import array
 import os

@@ -1,6 +1,4 @@
-"""Views of the cluster by frames: long polls of `follow`, one after the other, on a connection of
-their own.
-"""
+"""Receive the cluster's views by frames: long polls of `follow` on a separate connection."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What the client needs of a way to a node.
+"""Define what the client needs of a transport.
 
 `shm.py`, `bulk.py` and `grpc_wire.py` are the three ways.
 """

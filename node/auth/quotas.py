@@ -1,4 +1,4 @@
-"""Limit how much of a node each tenant may have, and say what the node keeps for it.
+"""Limit how much of a node each tenant may use, and how much is reserved for it.
 
     ram=4GiB disk=40GiB pins=1000 held=1GiB connections=64 requests=1000/s bytes=1GiB/s
 

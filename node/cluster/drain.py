@@ -1,5 +1,4 @@
-"""A member that is to go: it owns nothing any more, is asked still, and goes through its pages
-until others have them.
+"""Drain a member: it owns nothing new, still answers, and hands its pages to their owners.
 
 The others fetch them (`rebalance.py`), because each of them knows best what it has room for. Here
 is looked what became of it: a page is handed when one of its owners has it.

@@ -1,5 +1,4 @@
-"""etcd, as far as a registry needs it: keys that are read, exchanged and watched, leases, TLS and a
-user's password.
+"""Use etcd as a registry needs it: reads, compare-and-swap, watches, leases, TLS, a password.
 
 Etcd --- one connection at a time, to the first endpoint that answers; the next one when it fails
 """

@@ -1,4 +1,4 @@
-"""Which cluster a node is a member of, and what it tells clients about it."""
+"""Know the cluster of a node, its members, and what clients are told about them."""
 
 import contextlib
 import ipaddress

@@ -1,6 +1,4 @@
-"""All that a member has to do with the others: who they are, what it hands to them, and what it
-fetches.
-"""
+"""Connect a member to the others: membership, replication, remote pages, rebalance."""
 
 import logging
 import time

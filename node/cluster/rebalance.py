@@ -1,4 +1,4 @@
-"""What this member owns and others have, brought here: the newest pages first.
+"""Fetch the pages that this member owns and others have, the newest first.
 
     others --list: which of mine?--> what is not here, newest first --get--> slots of the RAM tier
     --> visible

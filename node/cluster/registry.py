@@ -1,5 +1,4 @@
-"""The node in etcd: registered under a lease, told of the others by a watch, and of namespaces that
-were removed.
+"""Register the node in etcd under a lease, and watch the other members and removals.
 
     registry thread   lease kept alive, own key written; again from the start when etcd lost it
     watch thread      keys --roster--> view --> membership

@@ -1,4 +1,4 @@
-"""What is in etcd of a cluster, and the view that it makes.
+"""Interpret a cluster's keys in etcd, and derive the view from them.
 
 Pure: fed with what was read and what changed.
 

@@ -1,4 +1,4 @@
-"""The lower tier of pages that other members of the cluster have.
+"""Read pages from other members: the lower tier of a near node.
 
     find    keys  --> who may have them? --> they are asked at the same time --> sources: each key's members
     read    slots --> members send what they have, many pages at a time --> checked, reported as they arrive

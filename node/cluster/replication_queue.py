@@ -1,4 +1,4 @@
-"""Pages on their way to other members: a queue, and what becomes of each page at each target.
+"""Queue pages for other members, and track each page at each target.
 
 Pure: no threads, no sockets, and the clock is an argument.
 

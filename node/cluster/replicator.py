@@ -1,6 +1,4 @@
-"""Threads that carry pages to other members, from where they lie in RAM, in the order of the queue
-(`hand_over`).
-"""
+"""Send pages from RAM to other members on threads, in the order of the replication queue."""
 
 import logging
 import threading

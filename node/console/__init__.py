@@ -1,4 +1,4 @@
-"""The console: a page in a browser that shows what this node, and its cluster, are doing.
+"""Show in a browser what this node and its cluster are doing.
 
 In: connections that the metrics' port hands over because they ask for `/console/`. Out: the page's
 files, a stream of what is happening, pages looked up. Everything is asked of the service as any

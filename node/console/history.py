@@ -1,5 +1,4 @@
-"""Keep the last hour in numbers: a ring of samples of fixed size for the node, and for some
-tenants.
+"""Keep the last hour's figures in rings of fixed size, for the node and for some tenants.
 
 A sample is the change of counters since the one before, by second, and how much there is.
 """

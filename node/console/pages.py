@@ -1,4 +1,4 @@
-"""Look pages up for the console: which there are under a key, their layout, and their bytes.
+"""Look up pages for the console: their keys, layout and bytes.
 
 The node sends bytes as it does to any reader, and the browser decodes them: a get, with its gate,
 quotas and checksums.

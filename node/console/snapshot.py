@@ -1,5 +1,4 @@
-"""Make what watchers of the console are told, in JSON: this node's status, findings, and the
-cluster's members.
+"""Build the JSON that console users receive: status, findings and the cluster's members.
 
 A watcher sees the node's own status as far as it may. Findings are what `kvstore doctor` would say
 of what a node tells of itself. They look from the node: a client's host, its settings and its way

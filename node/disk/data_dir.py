@@ -1,4 +1,4 @@
-"""Open the data directory of a node: rows and extents, and one process at a time that touches them.
+"""Open a node's data directory, rows and extents, and lock it against other processes.
 
 data_dir/lock             held by the node: the directory is its own
 data_dir/keeper.lock      held while rows and extents are open, by the I/O process of the node

@@ -1,4 +1,4 @@
-"""Define what the disk tier asks of an open data directory.
+"""Define the interface of an open data directory.
 
 `node.disk.io_process` does it through an I/O process, `node.disk.data_dir` in the process that
 calls: that one, and that of tests. Everything raises OSError where the disk fails.

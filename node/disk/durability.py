@@ -1,4 +1,4 @@
-"""Make pages durable: offer them to the disk tier until it takes them, then a barrier."""
+"""Make pages durable: write them to the disk tier, then wait for a sync."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Use a data directory through an I/O process: rows and files to call as if they were here.
+"""Call rows and files of a data directory through the I/O process.
 
     ProcessStorage -- IoProcess -- two sockets -- node.disk.io_worker -- DataDir
        +-- rows    written, synced and scanned there

@@ -1,4 +1,4 @@
-"""Encode what a node and its I/O process say to each other, over Unix sockets of their own.
+"""Encode the messages between a node and its I/O process, over two Unix sockets.
 
     order := nbytes of the body u32 | number u64 | kind u8 | body
     reply := nbytes of the body u32 | number of the order u64 | outcome u8 | body

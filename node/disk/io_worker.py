@@ -1,4 +1,4 @@
-"""Run the I/O process of a node, which does all that a disk may hold up.
+"""Run the I/O process of a node, which makes every call that a disk may block.
 
 It maps the arena, opens the data directory, and does what the node orders: write these slots to
 those places, these rows, sync. A call of the disk that hangs, and RocksDB, whose binding keeps the

@@ -1,5 +1,4 @@
-"""Keep in RAM what the node knows of each page on disk: 56 to 63 bytes and its hash, in arrays
-instead of objects.
+"""Keep in RAM what the node knows of each page on disk: 56 to 63 bytes and its hash, in arrays.
 
     record r:  mark u32 | namespace u16 | offset u32 (x 4 KiB) | checksum 16
                older u32, newer u32 (LRU of its pool and slot size) | pool u16 | last use u32 s | expiry u32 s

@@ -1,4 +1,4 @@
-"""Read pages from disk: into arena slots, whole or in part, and beside them to be verified.
+"""Read pages from disk into arena slots, whole or in part, and verify them.
 
     begin -> read -> (bytes, checksum)       the record is in use from `begin` on: its place on disk stays as it is
     borrow -> verify

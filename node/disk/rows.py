@@ -1,4 +1,4 @@
-"""Keep the truth about what is on disk: small rows in RocksDB.
+"""Record in RocksDB which pages are on disk: one small row per page.
 
 The only file that imports rocksdict.
 

@@ -1,4 +1,4 @@
-"""Verify what is on disk: on demand, and slowly all the time."""
+"""Verify pages on disk, on demand and slowly in the background."""
 
 import threading
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""Write pages to disk behind the puts: a bounded queue of pages in RAM, and the one thread that
-takes them.
+"""Write pages to disk behind the puts: a bounded queue of pages in RAM, and one thread.
 
     offer -> [ page page page | barrier | page ... ] -> store(batch) -> release -> barrier: sync, pass
        +---> later, while the disk is full ----^

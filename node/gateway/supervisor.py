@@ -1,5 +1,4 @@
-"""Supervise the gateways of a node: hold the port, start them, send them state, restart those that
-end.
+"""Supervise a node's gateways: hold the port, start them, send state, restart ended ones.
 
 port (bound, not listening) --SO_REUSEPORT--> each gateway listens
 Gateways --> _Supervisor: a thread, which watches one process (or, embedded, one thread)

@@ -1,5 +1,4 @@
-"""Pool a gateway's connections to its node: Unix sockets that carry the frames of
-`kvstore.transports.frames`.
+"""Pool a gateway's connections to its node: Unix sockets that carry frames.
 
     call --> lease --> [on_behalf] request frame --> reply frame --> back to the pool
                        a call that ends in between closes the connection, and the node ends what it

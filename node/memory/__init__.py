@@ -1,4 +1,4 @@
-"""The RAM tier: which page is in which slot of the arena, who may not lose it, who goes next.
+"""Keep pages in RAM: slots of the arena, pins, eviction, promotion.
 
 in: keys from sessions, pages from the tier below (`lower_tier.py`); out: slots to write and read,
 pages to keep below.

@@ -1,4 +1,4 @@
-"""The RAM tier's memory: one anonymous shared-memory file, mapped once and cut up by offsets.
+"""Map the RAM tier's memory: one anonymous shared-memory file, divided by offsets.
 
 A memfd is not bound by the size of /dev/shm (64 MB in a container by default) and has no name that
 could outlive the process; another process on this host maps it through its descriptor. Where the

@@ -1,5 +1,7 @@
-"""Who gives up a slot: of the tenants as `accounts.py` says, and of the pages of one, or of all who
-have no quota, exact LRU within one size, and LRU across sizes by whole blocks.
+"""Choose the page that is evicted for a new one.
+
+Tenants are chosen as `tenant_usage.py` says. Within one tenant, or all without a quota, it is exact
+LRU within one slot size, and LRU across sizes by whole blocks.
 
     same size      the oldest page that nobody holds goes; exactly as many as are needed
     other sizes    if the oldest page of another slot size is older than ours, or none of ours may be

@@ -1,4 +1,4 @@
-"""What is in which tier, told page by page and in sums.
+"""Describe pages in all tiers, one by one and in sums.
 
 Changes nothing but pins that are over.
 """

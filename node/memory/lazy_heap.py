@@ -1,6 +1,4 @@
-"""Things in the order of a number that may change: when a pin ends, how old a size's oldest page
-is. Pure.
-"""
+"""Order things by a number that may change, such as the end of a pin. Pure."""
 
 import heapq
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Lock slices: work under the RAM tier's lock takes so many steps, then others get the lock.
+"""Slice work under the RAM tier's lock into steps, and let others in between.
 
     with the lock:  step step step ... (spent)     with the lock:  step step ...
     without it:                        let others, copy a page, or ask lower tiers

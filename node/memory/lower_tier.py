@@ -1,4 +1,4 @@
-"""The tiers below RAM: where pages that RAM lacks come from, and where pages in RAM are written to.
+"""Define the tiers below RAM, which pages are read from and written to.
 
     RAM --lacks--> disk --lacks--> other members --lacks--> ...
 

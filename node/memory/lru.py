@@ -1,4 +1,4 @@
-"""Use order of pages: an intrusive doubly linked list, O(1) per use and 16 bytes per page.
+"""Order pages by use: an intrusive doubly linked list, O(1) per use, 16 bytes per page.
 
 oldest -> ... -> newest          (a batch is touched tail -> head: its head ends up newest)
 """

@@ -1,4 +1,4 @@
-"""What the node knows about one page, apart from its bytes."""
+"""Describe a page in RAM, apart from its bytes."""
 
 from __future__ import annotations
 

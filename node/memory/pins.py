@@ -1,4 +1,4 @@
-"""When pins end, and how much RAM they may keep from others.
+"""Track pins: when they end, and how much RAM they keep from others.
 
 Pure: no clock of its own.
 """

@@ -1,5 +1,4 @@
-"""The order in which pages are evicted, in a pool for each tenant that has a quota and one for all
-others.
+"""Keep the eviction order in one pool per tenant with a quota, and one for all others.
 
 Of each slot size copies, then others, in order of use; and which size has the oldest. Not
 thread-safe: the tier's lock guards it. No call takes longer the more pages, sizes, holds or pins

@@ -1,4 +1,4 @@
-"""Pages on their way into RAM from lower tiers: one caller reads, any number wait for it.
+"""Bring pages into RAM from lower tiers: one caller reads, any number wait for it.
 
     find    which tier has it              without the lock
     begin   a slot, state LOADING          under the lock (`RamTier.acquire`)

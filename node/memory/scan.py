@@ -1,6 +1,4 @@
-"""Going through all slots of the arena, some at a time, and checking that the RAM tier's books
-agree. Pure.
-"""
+"""Visit all slots of the arena in slices, and check the RAM tier's invariants. Pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What each tenant has of a tier, and whose pages go first when room is needed.
+"""Account each tenant's use of a tier, and order tenants for eviction.
 
     over its quota      first, after a quota was lowered
     without a quota     then, all of them together as one: they have what the others leave

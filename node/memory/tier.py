@@ -1,5 +1,4 @@
-"""The RAM tier: which page is in which slot of the arena, which pages may not be evicted, which
-goes next.
+"""Keep pages in RAM: which page is in which slot, which are held, which is evicted next.
 
 It deals in offsets, never in bytes (`copy` moves a slot for it, `zero` clears one) and takes its
 clock as an argument, so the same code runs in a simulation. One lock, held for the length of a

@@ -1,4 +1,4 @@
-"""Where clients that send frames come in: accepted, given a place and a thread each, drained.
+"""Accept connections that carry frames, limit them, give each a thread, drain them.
 
 accept --> place --> thread: `Connection.serve`
            full: the longest idle leaves

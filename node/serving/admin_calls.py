@@ -1,6 +1,4 @@
-"""What a node is asked about its disk: to write all that is in RAM, to verify, to believe in it
-again.
-"""
+"""Serve administration: list pages, flush, scrub, recover, drain, rebalance."""
 
 import time
 from collections.abc import Callable, Sequence

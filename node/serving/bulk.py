@@ -1,4 +1,4 @@
-"""The bulk TCP wire, node side: page bytes straight between socket and arena.
+"""Serve bulk TCP: page bytes move directly between socket and arena.
 
 put   request -> verdicts -> page bytes -> commit -> reply       (reserved until commit)
 get   request -> reply + page bytes                              (held until sent)

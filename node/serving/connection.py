@@ -1,4 +1,4 @@
-"""One connection of a client that sends frames, node side, and the thread that serves it.
+"""Serve one connection that carries frames, on its own thread.
 
     first frame --> who it is --> session --> [ request --> reply ]... --> the client hangs up,
     stalls, breaks the rules

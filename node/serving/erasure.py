@@ -1,4 +1,4 @@
-"""Erases a tenant: removes its pages, zeroes them in RAM, destroys its keys, scans for the rest.
+"""Erase a tenant: remove its pages, zero them in RAM, destroy its keys, scan for the rest.
 
     remove   its namespaces in RAM and on disk; its pages in the writer's queue and on their way to
              other members

@@ -1,4 +1,4 @@
-"""Which prefixes are found most: a sketch of bounded size over a few of the lookups.
+"""Find the most requested prefixes: a sketch of bounded size over sampled lookups.
 
 About one lookup in `every` is looked at, at intervals that are made up as it goes, so that no
 pattern of requests hides from it. Of these the first page of what was found is counted: the head of

@@ -1,4 +1,4 @@
-"""HTTP server of a node, on the standard library's `http.server`.
+"""Serve HTTP with the standard library's `http.server`, within limits.
 
 Each connection has one thread and carries one request.
 

@@ -1,4 +1,4 @@
-"""What nobody may have too much of: connections, calls, bytes on their way.
+"""Limit connections, calls and bytes in flight, per peer and in total.
 
 Each has a cap in all and a share for one peer, half of it, so that no peer takes the last of
 anything (docs/operations.md, "Limits"). A tenant is one peer, wherever its callers are, and its

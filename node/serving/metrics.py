@@ -1,4 +1,4 @@
-"""Prometheus metrics: read from the node's own counters at every scrape."""
+"""Export Prometheus metrics from the node's own counters at every scrape."""
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""/metrics and /health over HTTP, and the way to the console on the same port.
+"""Serve /metrics, /health and the console on one HTTP port.
 
 Scrapes are answered from one text, made anew when it is older than ten times what making it took.
 So the node spends no more than a tenth of one core on it, however often clients scrape. /health

@@ -1,5 +1,4 @@
-"""What a node is asked, as a trace, while an administrator listens: which pages belong together,
-not what they are.
+"""Record requests as a trace while an administrator listens; pages are only numbered.
 
 lookup, put --- note ---> waiting --- record ---> ids that mean nothing without this recording's key
 

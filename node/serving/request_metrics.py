@@ -1,5 +1,4 @@
-"""What requests took, where gets found their pages, and how many bytes moved: in numbers, by
-operation, wire and tier.
+"""Count durations, tiers of gets, bytes and errors by operation and transport.
 
     the edge of a wire --> answered: how long; not answered: why      (connections.py, calls.py)
     begin_get          --> how long until all of its pages are in RAM, and where they were

@@ -1,4 +1,4 @@
-"""What each request means, the same for all wires.
+"""Implement each request, the same for all transports.
 
 Takes and returns the schema's messages; raises the errors of `kvstore.errors`.
 """

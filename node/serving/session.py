@@ -1,4 +1,4 @@
-"""Sessions: what a client's live connection holds at the node, freed when it ends, however it ends."""
+"""Track what a client's connection holds, and free it however the connection ends."""
 
 import contextlib
 import threading

@@ -1,5 +1,4 @@
-"""The shared-memory wire, node side: requests over a Unix socket; page bytes do not travel, the
-client maps the arena.
+"""Serve shared memory, node side: requests over a Unix socket; clients map the arena.
 
     put      request -> verdicts, offsets        the client writes in place
     commit   checksums -> reply

@@ -1,4 +1,4 @@
-"""What a node tells about itself, as messages."""
+"""Build the status messages of a node."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""What each tenant has of a node beside its quota, what it was refused, and its rates."""
+"""Enforce tenants' rates and quotas, and count what was refused."""
 
 import threading
 import time

@@ -1,5 +1,4 @@
-"""What a put promises beyond pages in this node's RAM: that they are on disk, and where else they
-are going to be.
+"""Acknowledge puts: wait for the disk and for replicas, as the request asks.
 
 put --> commit --> handed on to all owners of each page but this node, unless a member forwarded it
               |                               +--> ack_all: the answer waits until they have it

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,11 @@ from node.serving.bulk import BulkConnection
 NUMBERS = range(48)
 KB16, MB = 16 << 10, 1 << 20
 Addresses = dict[int, str]  # of members that are reached elsewhere than at their nodes, by number
+
+
+def is_quiet(node: Node) -> bool:
+    """Return whether no session is open and no page is held or written."""
+    return not (node.sessions.count or node.tier.held_count or node.tier.writing_count)
 
 
 def view_of(
@@ -89,11 +95,7 @@ def renewed(nodes: list[Node]) -> list[Node]:
     for node in nodes:  # links to the others are closed
         node.membership.become(View("fleet", 1, (Member("n9", "127.0.0.1:9"),)), "n9")
     for node in nodes:
-        wait_until(
-            lambda node=node: (
-                not (node.sessions.count or node.tier.held_count or node.tier.writing_count)
-            )
-        )  # type: ignore[misc]
+        wait_until(partial(is_quiet, node))
         for index in node.tier.namespaces.all():
             node.tier.remove_namespace(index.digest)
         remote = node.peers.remote_pages

@@ -1,4 +1,4 @@
-"""The module that LightLLM's disk cache imports, served by kvstore. docs/engines/lightllm.md.
+"""Provide the module that LightLLM's disk cache imports (docs/engines/lightllm.md).
 
 Nothing installs it: this folder's parent goes on PYTHONPATH of LightLLM's server, and only there.
 There it comes before an installed LightMem, which has the same name.
