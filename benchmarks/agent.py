@@ -8,7 +8,8 @@ one alone ("one batch"). limit: one big copy between page-locked memory and the 
 by CUDA events. Every loaded byte is compared. Aim: sustained at least 0.95 of the limit.
 
     python benchmarks/agent.py                 on a machine with an NVIDIA GPU and CuPy (a minute)
-    python benchmarks/agent.py --in-flight 4   as engines do, which wait for none: a worker's next batch is there
+    python benchmarks/agent.py --in-flight 4   as engines do, which wait for none: a worker's next
+                                               batch is there
     python benchmarks/agent.py --in-flight 3 --workers 3
     python benchmarks/agent.py --cpu           a CPU pool, small: proves the script
 """
@@ -36,7 +37,7 @@ WAIT_S = 60.0
 
 
 def copy_limit(work: Work, direction: str) -> float:
-    """GB/s of one copy of everything, page-locked."""
+    """Measure one copy of everything in page-locked memory; return GB/s."""
     if not torch.cuda.is_available():
         return float("nan")
     host = torch.empty(work.nbytes, dtype=torch.uint8, pin_memory=True)
@@ -69,17 +70,20 @@ class Moves:
         ]
 
     def forget(self) -> None:
+        """Remove all pages."""
         for keys in self.keys:
             self._client.remove(self._agent.namespace, keys)
 
     def save(self, keys: list[bytes]) -> Any:
+        """Begin to save a batch."""
         return self._agent.save(keys, self._tokens).done
 
     def load(self, keys: list[bytes]) -> Any:
+        """Begin to load a batch."""
         return self._agent.load(keys, self._tokens).done
 
     def run(self, direction: str, in_flight: int) -> float:
-        """GB/s over all batches, so many at a time."""
+        """Move all batches, some at a time, and return GB/s."""
         running: list[Any] = []
         begun = time.perf_counter()
         for keys in self.keys:
@@ -98,6 +102,7 @@ class Moves:
 def rows(
     client: Client, works: list[Work], args: argparse.Namespace, batches: int, repeats: int
 ) -> list[dict[str, Any]]:
+    """Return the table's rows."""
     found = []
     config = AgentConfig(pending_nbytes_max=1 << 36, workers=args.workers)
     for work in works:
@@ -123,7 +128,7 @@ def rows(
 
 
 def check(agent: Agent, moves: Moves, work: Work) -> None:
-    """Pages saved, slots poisoned, pages loaded: every byte as before, and nothing else written."""
+    """Check every byte of saved and loaded pages, and that nothing else is written."""
     expected = work.memory.clone()
     taken = torch.zeros(work.pool.planes[0].bits.shape[0], dtype=torch.bool)
     taken[work.units] = True
@@ -137,6 +142,7 @@ def check(agent: Agent, moves: Moves, work: Work) -> None:
 
 
 def row(work: Work, direction: str, name: str, speed: float, limit: float) -> dict[str, Any]:
+    """Return a row of the table."""
     known = limit == limit
     return {
         "work": work.name,
@@ -153,6 +159,7 @@ def row(work: Work, direction: str, name: str, speed: float, limit: float) -> di
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

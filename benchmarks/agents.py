@@ -4,7 +4,8 @@ Batches of 32 llama pages of new keys, two in flight at each agent; all agents s
 at the same time. Bare: one big copy between page-locked memory and each GPU, at the same time.
 GB/s: the sum over the GPUs of what each reached. Every loaded byte is compared before.
 
-    python benchmarks/agents.py                on a machine with several NVIDIA GPUs and CuPy (a minute)
+    python benchmarks/agents.py                on a machine with several NVIDIA GPUs and CuPy (a
+                                               minute)
     python benchmarks/agents.py --cpu          two CPU pools, small: proves the script
 """
 
@@ -29,7 +30,7 @@ STARTED_S = 120.0  # that the slowest may take to be ready
 
 
 def beside(number: int, device: str, address: str, together: Any, found: Any) -> None:
-    """One agent: what it saved and loaded in a second, and what bare copies did."""
+    """Run one agent; report its saves, loads and bare copies in GB/s."""
     on_gpu = device != "cpu"
     pages, batches = (BATCH_PAGES, BATCHES) if on_gpu else (2, 2)
     work = Work(SHAPES[0], device, pages * SHAPES[0].layout.page_nbytes)
@@ -60,6 +61,7 @@ def beside(number: int, device: str, address: str, together: Any, found: Any) ->
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

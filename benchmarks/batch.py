@@ -33,6 +33,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the batch."""
         return self.page_nbytes * len(self.pages)
 
 
@@ -51,14 +52,15 @@ class Batches:
 
     @property
     def nbytes(self) -> int:
-        """Of one batch."""
+        """Return the bytes of one batch."""
         return self.all[0].nbytes
 
     def cycle(self) -> Iterator[Batch]:
+        """Yield the batches in turns, without end."""
         return itertools.cycle(self.all)
 
     def forget(self, client: Client) -> None:
-        """Gives the node its memory back."""
+        """Remove what was stored."""
         for batch in self.all:
             client.remove(batch.namespace, batch.hashes)
 
@@ -67,7 +69,7 @@ Contender = Callable[[Batch], Samples]
 
 
 def turn(contender: Contender, cycle: Iterator[Batch], into_buffers: bool = True) -> Samples:
-    """Runs a contender a few times; the first time does not count.
+    """Run a contender a few times after a warm-up; check the bytes that come back.
 
     `into_buffers`: there the bytes come back.
     """
@@ -89,22 +91,26 @@ class NoChecksum:
         self._count = len(cuts(page_nbytes))
 
     def update(self, chunk: memoryview) -> None:
+        """Ignore the bytes."""
         pass
 
     def digest(self) -> bytes:
+        """Return zeros."""
         return bytes(LEAF_SUM_NBYTES * self._count)
 
 
 def put(client: Client, batch: Batch) -> None:
+    """Put a batch."""
     assert set(client.put(batch.namespace, batch.hashes, batch.pages)) == {PutOutcome.STORED}
 
 
 def get(client: Client, batch: Batch) -> None:
+    """Get a batch."""
     assert all(client.get(batch.namespace, batch.hashes, batch.buffers))
 
 
 def ours(client: Client, batch: Batch) -> Samples:
-    """One put and one get.
+    """Time one put and one get.
 
     The pages of the time before are removed first, so that each put really writes; they stay until
     then, so that the next batch gets slots of its own.

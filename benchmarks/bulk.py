@@ -45,7 +45,7 @@ LIMIT = "limit: sendall/recv_into"
 
 
 def serve_limit(port: int, page_nbytes: int, batch_count: int, flags: int) -> None:
-    """The other process: takes a batch, says so, sends it back when asked, until closed.
+    """Receive batches and send them back, as the other process, until closed.
 
     Each batch has a place of its own, as it has in a node.
     """
@@ -66,6 +66,7 @@ def serve_limit(port: int, page_nbytes: int, batch_count: int, flags: int) -> No
 
 
 def receive(sock: socket.socket, views: Sequence[memoryview], flags: int) -> None:
+    """Fill the views from a socket."""
     for view in views:
         while view:
             got = sock.recv_into(view, len(view), flags)
@@ -76,6 +77,7 @@ def receive(sock: socket.socket, views: Sequence[memoryview], flags: int) -> Non
 
 @contextlib.contextmanager
 def limit(batches: Batches, flags: int = 0) -> Iterator[Contender]:
+    """Yield a contender that uses plain sockets."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         args = (listener.getsockname()[1], batches.page_nbytes, len(batches.all), flags)
         process = multiprocessing.get_context("spawn").Process(
@@ -110,11 +112,13 @@ def limit(batches: Batches, flags: int = 0) -> Iterator[Contender]:
 
 
 def without_checksum(client: Client, batch: Batch) -> Samples:
+    """Run our side without checksums."""
     with mock.patch("kvstore.transports.bulk.Leaves", NoChecksum):
         return ours(client, batch)
 
 
 def rival(client: Any, batch: Batch) -> Samples:
+    """Run Redis."""
     keys = [batch.namespace.digest + prefix_hash for prefix_hash in batch.hashes]
     client.delete(*keys)
 
@@ -136,7 +140,7 @@ def rival(client: Any, batch: Batch) -> Samples:
 def page_rows(
     clients: dict[str, Client], redis: Any, batches: Batches, count: int, tick: Callable[[], None]
 ) -> list[Any]:
-    """Rows of one page size."""
+    """Return the rows of one page size."""
     with limit(batches) as plain, limit(batches, socket.MSG_WAITALL) as waitall:
         contenders: dict[str, Contender] = {
             LIMIT: plain,
@@ -164,9 +168,7 @@ def page_rows(
 def speed_rows(
     batches: Batches, samples: dict[str, Samples], limit: str, aimed: str, aim: float
 ) -> list[Any]:
-    """A row for each contender, beside `limit`; the one that is called `aimed` is held against the
-    aim.
-    """
+    """Return a row per contender, beside `limit`; the one named `aimed` is held against the aim."""
     seconds = {
         name: {op: median(values) for op, values in ops.items()} for name, ops in samples.items()
     }
@@ -182,6 +184,7 @@ def speed_rows(
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument(
         "--rounds",

@@ -1,6 +1,7 @@
 """Measure several client processes over bulk TCP, beside as many pairs of bare sockets.
 
-    bare       each process sends its pages to a process of its own and gets them back: `sendall` and `recv_into`, no
+    bare       each process sends its pages to a process of its own and gets them back: `sendall`
+               and `recv_into`, no
                node, no keys, no checksum
     bulk       each puts its pages into the one node and gets them back, as in bulk.py
 
@@ -30,7 +31,7 @@ WAIT_S = 120.0
 
 
 def work(address: str, page_nbytes: int, order: Any, barrier: Any, said: Any) -> None:
-    """One process: a turn of whichever is asked for, until None is."""
+    """Serve as one client process until None is asked for."""
     batches = Batches(page_nbytes, BATCH, MOVED_NBYTES)
     with (
         limit(batches) as bare,
@@ -57,7 +58,7 @@ def work(address: str, page_nbytes: int, order: Any, barrier: Any, said: Any) ->
 
 
 def speeds(name: str, orders: list[Any], said: Any, nbytes: int) -> dict[str, float]:
-    """GB/s of all together: of each its bytes in the time of its own calls, which run side by side."""
+    """Return the GB/s of all processes together, each by the time of its own calls."""
     for order in orders:
         order.put(name)
     spans = [said.get(timeout=WAIT_S) for _ in orders]
@@ -65,6 +66,7 @@ def speeds(name: str, orders: list[Any], said: Any, nbytes: int) -> dict[str, fl
 
 
 def rows(address: str, kib: int, processes: int, rounds: int) -> list[dict[str, Any]]:
+    """Return the table's rows."""
     context = multiprocessing.get_context("spawn")
     barrier, said = context.Barrier(processes), context.Queue()
     orders = [context.Queue() for _ in range(processes)]
@@ -101,6 +103,7 @@ def rows(address: str, kib: int, processes: int, rounds: int) -> list[dict[str, 
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument("--processes", type=int, default=8)
     options.add_argument("--rounds", type=int, default=5)

@@ -4,7 +4,8 @@
     stopped 5 s      n1, by SIGSTOP, then it goes on
     cut off 5 s      n1 hears and says nothing, to clients and members, as by a switch that failed
     deaf 5 s         it hears nothing, and what it says arrives
-    all in turn      n1 killed and started again after 5 s, empty; n2 stopped; n3 cut off; 10 s between them, to heal
+    all in turn      n1 killed and started again after 5 s, empty; n2 stopped; n3 cut off; 10 s
+                     between them, to heal
     ... on etcd      the same, but n1 is killed for good
 
 Every loaded byte is verified. `found of undisturbed`: pages that were stored when a request asked
@@ -53,6 +54,8 @@ Script = Callable[[Fleet], Callable[[], object]]
 
 
 def stopped(fleet: Fleet, member: str) -> Callable[[], None]:
+    """Return a fault that stops a member for a while."""
+
     def run() -> None:
         fleet.nodes[member].pause()
         time.sleep(FAULT_S)
@@ -62,6 +65,8 @@ def stopped(fleet: Fleet, member: str) -> Callable[[], None]:
 
 
 def cut(hosts: Hosts, place: Place, speaks: bool) -> Callable[[], None]:
+    """Return a fault that cuts a host off."""
+
     def run() -> None:
         hosts.cut(place, speaks=speaks)
         time.sleep(FAULT_S)
@@ -71,6 +76,8 @@ def cut(hosts: Hosts, place: Place, speaks: bool) -> Callable[[], None]:
 
 
 def in_turn(fleet: Fleet, hosts: Hosts, returns: bool) -> Callable[[], None]:
+    """Return all faults in turn."""
+
     def run() -> None:
         fleet.nodes["n1"].kill()
         time.sleep(FAULT_S)
@@ -84,6 +91,7 @@ def in_turn(fleet: Fleet, hosts: Hosts, returns: bool) -> Callable[[], None]:
 
 
 def scripts(hosts: Hosts | None) -> dict[str, Script]:
+    """Return the scripts of faults by name."""
     found: dict[str, Script] = {
         "none": lambda fleet: lambda: None,
         "n1 killed": lambda fleet: fleet.nodes["n1"].kill,
@@ -107,7 +115,7 @@ def trial(
     requests: Sequence[TraceRequest],
     tick: Callable[[], None],
 ) -> tuple[Trial, ReplayReport, float]:
-    """With new nodes; also the share of all pages asked for that n1 owns alone."""
+    """Run one trial with new nodes; return also the share of pages that n1 owns alone."""
     *places, beside = hosts.places if hosts else [HERE] * (NODES + 1)
     with contextlib.ExitStack() as stack:
         registry = stack.enter_context(contextlib.closing(EtcdProcess(beside))) if etcd else None
@@ -125,7 +133,7 @@ def trial(
 
 
 def share(fleet: Fleet, namespace: Namespace, requests: Sequence[TraceRequest]) -> float:
-    """Of the pages asked for, those that only n1 owns."""
+    """Return the share of the requested pages that only n1 owns."""
     with fleet.client() as client:
         view = client.view(TIMEOUT_S)
     assert view is not None
@@ -141,6 +149,7 @@ def rows(
     requests: Sequence[TraceRequest],
     tick: Callable[[], None],
 ) -> list[dict[str, Any]]:
+    """Return the table's rows."""
     shown: list[dict[str, Any]] = []
     calm = (0.0, 0)
     begins = int(AT * len(requests))
@@ -173,6 +182,7 @@ def rows(
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument(
         "trace", type=Path, nargs="?", help="JSONL, one request a line; default: chats nobody had"

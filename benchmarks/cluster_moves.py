@@ -3,7 +3,8 @@
 Computed, not run: the real views and placement, for a sample of pages; nothing is sent.
 
     join      one more member       it fetches its share from those who had it
-    leave     one is lost           what it had is copied from the other owners, or lost with one replica
+    leave     one is lost           what it had is copied from the other owners, or lost with one
+                                    replica
     drain     one is to go          its pages go to who owns them without it
     zone      all of a zone lost    as leave
 
@@ -32,6 +33,7 @@ AT_ONCE = 256  # pages placed between two looks at the progress
 
 
 def cluster(members: int, zones: int, replicas: int) -> View:
+    """Return a view of many members."""
     known = [
         Member(f"m{number}", f"host-{number}:7440", 1.0, f"z{number % zones}")
         for number in range(members)
@@ -40,7 +42,7 @@ def cluster(members: int, zones: int, replicas: int) -> View:
 
 
 def changes(view: View) -> Iterator[tuple[str, View, set[str]]]:
-    """(name, the view after, members that are lost) of each."""
+    """Yield (name, view after, lost members) of each change."""
     members = view.members
     joining = Member("new", "host-new:7440", 1.0, "z-new", State.JOINING)
     yield "join", replace(view, members=(*members, joining)), set()
@@ -53,6 +55,7 @@ def changes(view: View) -> Iterator[tuple[str, View, set[str]]]:
 
 
 def owners(placement: Placement, keys: list[bytes], tick: Any) -> list[tuple[str, ...]]:
+    """Return the owners of many keys."""
     found: list[tuple[str, ...]] = []
     for start in range(0, len(keys), AT_ONCE):
         found += placement.owners(NAMESPACE, keys[start : start + AT_ONCE])
@@ -61,7 +64,7 @@ def owners(placement: Placement, keys: list[bytes], tick: Any) -> list[tuple[str
 
 
 class Moved:
-    """Pages of the sample: which members give and take how many, and how many nobody has any more."""
+    """Count the sample's pages that members give and take, and those that are lost."""
 
     def __init__(
         self, before: list[tuple[str, ...]], after: list[tuple[str, ...]], lost: set[str]
@@ -82,11 +85,12 @@ class Moved:
 
     @property
     def count(self) -> int:
+        """Return the pages that moved."""
         return sum(self.taken.values())
 
     @property
     def busiest(self) -> float:
-        """Pages over the busiest link."""
+        """Return the pages over the busiest link."""
         return max(_busiest(self.given), _busiest(self.taken))
 
 
@@ -100,6 +104,7 @@ def _busiest(counts: "collections.Counter[str]") -> float:
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Return the table's rows."""
     drawn = random.Random(2)
     keys = [drawn.randbytes(32) for _ in range(args.sample)]
     scale, page_nbytes = args.pages / args.sample, args.page_mib * (1 << 20)
@@ -126,6 +131,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

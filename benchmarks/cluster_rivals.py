@@ -34,15 +34,18 @@ Make = Callable[[int, int], Any]
 
 
 def contenders(lacking: dict[str, str]) -> dict[str, Make]:
+    """Return the stores that can run here."""
     found: dict[str, Make] = {"kvstore": Ours, "Mooncake": Mooncake, "Redis Cluster": RedisCluster}
     return {name: make for name, make in found.items() if name not in lacking}
 
 
 def batch_of(nbytes: int) -> list[bytearray]:
+    """Return random pages."""
     return [bytearray(secrets.token_bytes(nbytes)) for _ in range(BATCH)]
 
 
 def keys_of(count: int) -> list[bytes]:
+    """Return random keys."""
     return [secrets.token_bytes(32) for _ in range(count)]
 
 
@@ -54,6 +57,7 @@ class Turns:
         self._pages, self._buffers = batch_of(nbytes), [bytearray(nbytes) for _ in range(BATCH)]
 
     def __call__(self) -> dict[str, list[float]]:
+        """Run one turn and return the seconds of its calls."""
         seconds: dict[str, list[float]] = {"put": [], "get": []}
         for _ in range(TURN):
             keys, taken, back = keys_of(BATCH), [], []
@@ -81,6 +85,7 @@ class Turns:
 def speeds(
     makes: dict[str, Make], mib: int, count: int, tick: Callable[[], None]
 ) -> list[dict[str, Any]]:
+    """Measure throughput of all stores."""
     nbytes = mib << 20
     stores = {name: make(nbytes, RAM_NBYTES) for name, make in makes.items()}
     try:
@@ -111,6 +116,7 @@ class Watch:
         self.longest_s = 0.0
 
     def __call__(self, call: Callable[[], list[bool]]) -> list[bool]:
+        """Make a call and note how long it took."""
         start = time.monotonic()
         try:
             return call()
@@ -122,6 +128,7 @@ class Watch:
 
 
 def killed(name: str, store: Any, kill: Callable[[], None]) -> dict[str, Any]:
+    """Measure what is lost when a server is killed."""
     pages, buffers = batch_of(1 << 20), [bytearray(1 << 20) for _ in range(BATCH)]
     kept = [keys_of(BATCH) for _ in range(KEPT_BATCHES)]
     assert all(all(store.put(keys, pages)) for keys in kept)
@@ -154,6 +161,7 @@ def killed(name: str, store: Any, kill: Callable[[], None]) -> dict[str, Any]:
 
 
 def kills(lacking: dict[str, str], replicas: int) -> list[dict[str, Any]]:
+    """Run all scenes with kills."""
     nbytes = 1 << 20
     scenes: dict[str, tuple[str, Callable[[], Any], str]] = {
         "kvstore, R=1, a node": ("kvstore", lambda: Ours(nbytes, RAM_NBYTES), "kill"),
@@ -187,6 +195,7 @@ def kills(lacking: dict[str, str], replicas: int) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
     options.add_argument(

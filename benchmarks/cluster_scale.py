@@ -1,7 +1,8 @@
 """Measure lookups of 256 keys and gets of 64 pages on a cluster, beside one node.
 
     1        a node that is alone
-    2, 4, 8  members of a cluster, each key with one owner, so that a call is divided among all of them
+    2, 4, 8  members of a cluster, each key with one owner, so that a call is divided among all of
+             them
 
 All are up at once and take turns; clients are processes, all in step; a turn's first call does not
 count. Every page that comes back is compared once, before the rounds. Speeds are sums over the
@@ -57,16 +58,16 @@ class Caller:
         return pages
 
     def lookup(self) -> None:
+        """Look up keys."""
         assert self._client.lookup(self._small, self._keys).prefix_pages == LOOKUP_KEYS
 
     def get(self) -> None:
+        """Get pages."""
         assert all(self._client.get(self._large, self._keys[:GET_PAGES], self._buffers))
 
 
 def work(addresses: dict[int, str], order: Any, barrier: Any, said: Any) -> None:
-    """A client process: turns of (contender, what, calls) until None is asked for; says seconds and
-    CPU seconds.
-    """
+    """Serve turns of (contender, operation, calls) until None; report seconds and CPU seconds."""
     callers = {count: Caller(address) for count, address in addresses.items()}
     while (asked := order.get()) is not None:
         count, op, calls = asked
@@ -79,6 +80,7 @@ def work(addresses: dict[int, str], order: Any, barrier: Any, said: Any) -> None
 
 
 def own_cpu_s() -> float:
+    """Return the CPU seconds of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -98,11 +100,13 @@ class Clients:
             process.start()
 
     def turn(self, count: int, op: str, calls: int) -> list[tuple[float, float]]:
+        """Run one turn in all processes."""
         for order in self._orders:
             order.put((count, op, calls))
         return [self._said.get(timeout=WAIT_S) for _ in self._orders]
 
     def close(self) -> None:
+        """Stop everything that was started."""
         for order in self._orders:
             order.put(None)
         for process in self._processes:
@@ -110,7 +114,7 @@ class Clients:
 
 
 def measured(clients: Clients, count: int, pids: list[int]) -> dict[str, float]:
-    """One turn: thousands of keys looked up a second, GB/s, and GB of pages for each CPU second."""
+    """Return one turn's keys per second, GB/s and GB per CPU second."""
     found = {}
     for op, calls in CALLS.items():
         clients.turn(count, op, 1)
@@ -124,6 +128,7 @@ def measured(clients: Clients, count: int, pids: list[int]) -> dict[str, float]:
 
 
 def row(count: int, turns: list[dict[str, float]], one: list[dict[str, float]]) -> dict[str, Any]:
+    """Return a row of the table."""
     found: dict[str, Any] = {"nodes": count}
     names = {"lookup": "lookup, 1000 keys/s", "get": "get GB/s", "get cpu": "GB per CPU s"}
     for op, name in names.items():
@@ -135,6 +140,7 @@ def row(count: int, turns: list[dict[str, float]], one: list[dict[str, float]]) 
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument("--nodes", default="1,2,4,8", help="contenders (%(default)s)")
     options.add_argument(

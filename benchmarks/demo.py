@@ -37,7 +37,7 @@ NODE_FLAGS = ("--ram-bytes", "1GiB", "--extent-bytes", "64MiB")
 
 
 def run_child(role: str, address: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Runs demo_process.py in a fresh interpreter; its result.
+    """Run demo_process.py in a fresh interpreter and return its result.
 
     Ends the demo with its words if it fails.
     """
@@ -60,7 +60,7 @@ def run_child(role: str, address: str, args: argparse.Namespace) -> dict[str, An
 
 @contextlib.contextmanager
 def step(text: str) -> Iterator[None]:
-    """Says on a terminal what is going on, and how long it took."""
+    """Show a step on a terminal, and how long it took."""
     shown = sys.stderr.isatty()
     if shown:
         print(f"  {text} ...", end="", file=sys.stderr, flush=True)
@@ -71,6 +71,7 @@ def step(text: str) -> Iterator[None]:
 
 
 def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the table's rows."""
     with_ms = result["lookup_ms"] + result["load_ms"] + result["prefill_with_ms"]
     return [
         (
@@ -109,6 +110,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def show(result: dict[str, Any]) -> None:
+    """Print the result."""
     title = "KV of process 1, loaded by process 2"
     if Table is None:
         width = max(len(name) for name, _ in rows(result))
@@ -121,9 +123,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def hints(result: dict[str, Any], address: str, folder: str) -> list[str]:
-    """Commands to look around with, as they can be typed here; writes the document's tokens into
-    `folder`.
-    """
+    """Return commands to look around with, and write the document's tokens to `folder`."""
     command = (
         "kvstore"
         if shutil.which("kvstore")
@@ -142,6 +142,7 @@ def hints(result: dict[str, Any], address: str, folder: str) -> list[str]:
 
 
 def demo(args: argparse.Namespace) -> int:
+    """Run the demo and return its exit status."""
     with contextlib.ExitStack() as stack:
         with step("starting a node with 1 GiB of RAM tier"):
             node = stack.enter_context(NodeProcess(*NODE_FLAGS))
@@ -185,6 +186,7 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the argument parser."""
     found = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -228,6 +230,7 @@ def status_of(run: Callable[[], int], name: str = "demo", *errors: type[Exceptio
 
 
 def main(argv: list[str]) -> int:
+    """Run the command line."""
     args = parser().parse_args(argv)
     return status_of(lambda: demo(args))
 

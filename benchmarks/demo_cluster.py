@@ -1,6 +1,7 @@
 """Run `make demo-cluster`: three nodes as one store, while nodes come and go.
 
-    this process   starts etcd and three nodes, then replays a trace against them: each request looks its pages
+    this process   starts etcd and three nodes, then replays a trace against them: each request
+                   looks its pages
                    up, loads the leading run, verifies every byte and stores the rest. Meanwhile
                    n1 is killed, and started again later
                    n2 is stopped for 5 s (SIGSTOP) and goes on
@@ -37,6 +38,8 @@ NODE_FLAGS = ("--log-level", "ERROR")
 
 
 def events(fleet: Fleet, joins: bool) -> list[Event]:
+    """Return the events of the demo."""
+
     def paused() -> None:
         fleet.nodes["n2"].pause()
         time.sleep(PAUSE_S)
@@ -51,7 +54,7 @@ def events(fleet: Fleet, joins: bool) -> list[Event]:
 
 
 def show(trial: Trial, report: ReplayReport) -> None:
-    """The plot over time, then the sums."""
+    """Plot the run over time and print the sums."""
     share = -(-len(trial.seconds) // COLUMNS)  # seconds that one column stands for
     columns = [
         merged(trial.seconds[start : start + share])
@@ -76,11 +79,13 @@ def show(trial: Trial, report: ReplayReport) -> None:
 
 
 def merged(seconds: Sequence[Second]) -> Second:
+    """Add up seconds."""
     fields = ("asked", "hit", "nbytes", "errors")
     return Second(*(sum(getattr(second, field) for second in seconds) for field in fields))
 
 
 def rows(trial: Trial, report: ReplayReport) -> list[tuple[str, str]]:
+    """Return the table's rows."""
     return [
         (
             "requests",
@@ -104,11 +109,12 @@ def rows(trial: Trial, report: ReplayReport) -> list[tuple[str, str]]:
 
 
 def good(trial: Trial, report: ReplayReport) -> bool:
+    """Return whether there were no errors, wrong pages or late calls."""
     return not trial.errors and not report.mismatches and trial.overdue_s <= LATE_S_MAX
 
 
 def etcd_here(args: argparse.Namespace) -> EtcdProcess | None:
-    """None, and the reason is told, if there is to be none."""
+    """Start etcd; return None, and say why, if there is to be none."""
     if not args.static and shutil.which(args.etcd):
         return EtcdProcess(program=args.etcd)
     why = (
@@ -121,6 +127,7 @@ def etcd_here(args: argparse.Namespace) -> EtcdProcess | None:
 
 
 def demo(args: argparse.Namespace) -> int:
+    """Run the demo and return its exit status."""
     requests: list[TraceRequest] = conversations(args.requests)
     if args.trace:
         requests = list(read_trace(args.trace, args.requests))
@@ -155,6 +162,7 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the argument parser."""
     found = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -179,6 +187,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
+    """Run the command line."""
     args = parser().parse_args(argv)
     return status_of(lambda: demo(args))
 

@@ -89,21 +89,21 @@ class Subject:
 
     @torch.inference_mode()
     def forward(self, ids: list[int], cache: DynamicCache) -> torch.Tensor:
-        """Logits `[len(ids), vocabulary]`; extends the cache."""
+        """Return logits `[len(ids), vocabulary]`, and extend the cache."""
         logits: torch.Tensor = self.model(
             torch.tensor([ids], device=self.device), **{cache_argument(self.model): cache}
         ).logits[0]
         return logits
 
     def generate(self, logits: torch.Tensor, cache: DynamicCache) -> list[int]:
-        """Greedy continuation after the last of `logits`."""
+        """Continue greedily after the last logits."""
         tokens = [int(logits[-1].argmax())]
         while len(tokens) < GENERATED_TOKENS:
             tokens.append(int(self.forward(tokens[-1:], cache)[-1].argmax()))
         return tokens
 
     def timed(self, call: Callable[[], Result]) -> tuple[Result, float]:
-        """(result, milliseconds), the GPU's work included."""
+        """Return (result, milliseconds), including the GPU's work."""
         self._wait()
         start = time.perf_counter()
         result = call()
@@ -147,7 +147,7 @@ def _pretrained(path: str, text: str) -> tuple[Any, list[int], list[int]]:
 
 
 def kv_digest(cache: DynamicCache, count: int) -> str:
-    """Of the bytes of the first `count` tokens' K and V: whether two processes have the same."""
+    """Digest the K and V of the first `count` tokens."""
     running = hashlib.sha256()
     for layer in cache.layers if count else ():
         for tensor in (layer.keys, layer.values):
@@ -228,6 +228,7 @@ ROLES = {"save": save_document, "answer": answer_question}
 
 
 def main(argv: list[str]) -> int:
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -38,7 +38,7 @@ VOCABULARY = 512
 
 @contextlib.contextmanager
 def step(text: str) -> Iterator[None]:
-    """Says on a terminal what is going on, with a clock that runs; nothing in a pipe."""
+    """Show a step with a running clock on a terminal."""
     start = time.perf_counter()
     if Console is None or not sys.stderr.isatty():
         yield
@@ -50,7 +50,7 @@ def step(text: str) -> Iterator[None]:
 
 
 def ask(model: Path, address: str, prompt: list[int], wait_pages: int) -> dict[str, Any]:
-    """A server's life: up, warm, one question, until it has stored `wait_pages` pages, down."""
+    """Start a server, ask one question, wait for `wait_pages` stored pages, and stop it."""
     # A second server that begins beside other work may wait longer than a user's would.
     config = store_config(address, lookup_timeout_s=10.0)
     with Server(model, config, max_model_len=len(prompt) + GENERATED_TOKENS) as server:
@@ -74,6 +74,7 @@ def ask(model: Path, address: str, prompt: list[int], wait_pages: int) -> dict[s
 
 
 def demo(args: argparse.Namespace) -> int:
+    """Run the demo and return its exit status."""
     blocks = args.tokens // BLOCK_TOKENS
     numbers = random.Random(0)
     prompt = [numbers.randrange(3, VOCABULARY) for _ in range(args.tokens)]
@@ -108,6 +109,7 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the table's rows."""
     first, second = result["first"], result["second"]
     faster = f"{first['ttft_s'] / second['ttft_s']:.1f}x"
     return [
@@ -130,6 +132,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def show(result: dict[str, Any]) -> None:
+    """Print the result."""
     lines = rows(result)
     if Table is None:
         print(*(f"{name:24}{one:>14}{two:>24}" for name, one, two in lines), sep="\n")
@@ -141,6 +144,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the argument parser."""
     found = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -154,6 +158,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
+    """Run the command line."""
     args = parser().parse_args(argv)
     return status_of(lambda: demo(args), "demo-vllm", ServerFailed)
 

@@ -1,9 +1,11 @@
 """Measure the disk tier, beside direct file I/O and beside RocksDB with the pages inside.
 
-    limit     as many threads doing `pwrite` and `pread` of the same sizes, from and to the same arena,
+    limit     as many threads doing `pwrite` and `pread` of the same sizes, from and to the same
+              arena,
               on preallocated files in the same directory, `O_DIRECT` where it works: no rows, no
               eviction, no checksum
-    tier      the node's disk tier in this process and its keeper: `store` in batches as its writer thread
+    tier      the node's disk tier in this process and its keeper: `store` in batches as its writer
+              thread
               makes them (slot, bytes, row), `begin` and `read` with verification of every page
     RocksDB   BlobDB and SST files, see disk_rivals.py
 
@@ -64,15 +66,18 @@ class Store(Protocol):
 
     pid: int
 
-    def write(self, pages: list[Page], gone: list[Page]) -> None: ...
-    def settle(self) -> None: ...
-    def close(self) -> None: ...
+    def write(self, pages: list[Page], gone: list[Page]) -> None:
+        """Write pages, after removing those that are gone."""
+
+    def settle(self) -> None:
+        """Wait until nothing is left to do."""
+
+    def close(self) -> None:
+        """Stop everything that was started."""
 
 
 class Pages:
-    """Pages of one size, number after number; their bytes lie in the arena, turn after turn the
-    same.
-    """
+    """Make pages of one size, numbered, with the same bytes in the arena each turn."""
 
     def __init__(self, arena: Arena, page_nbytes: int) -> None:
         self._arena = arena
@@ -84,7 +89,7 @@ class Pages:
         self.made: list[Page] = []
 
     def turn(self) -> list[Page]:
-        """The pages of one more turn."""
+        """Return the pages of one more turn."""
         nbytes = self._index.page_nbytes
         for slot in range(self.turn_count):
             page = Page(self._index, secrets.token_bytes(32), 0)
@@ -114,6 +119,7 @@ class BareFiles:
             os.fsync(self._fds[-1])
 
     def write(self, pages: list[Page], gone: list[Page]) -> None:
+        """Write pages, after removing those that are gone."""
         self._free += [self._where.pop(page.prefix_hash) for page in reversed(gone)]
         used = set()
         for page in pages:
@@ -129,15 +135,17 @@ class BareFiles:
             os.fdatasync(fd)
 
     def read(self, page: Page, offset: int) -> None:
+        """Read a page into the arena at an offset."""
         slot = self._where[page.prefix_hash]
         fd, within = self._fds[slot // self._per_file], slot % self._per_file * self._page_nbytes
         moved = os.preadv(fd, [self._arena.view(offset, self._page_nbytes)], within)
         assert moved == self._page_nbytes
 
     def settle(self) -> None:
-        """Nothing is left to do."""
+        """Wait until nothing is left to do."""
 
     def close(self) -> None:
+        """Stop everything that was started."""
         for fd in self._fds:
             os.close(fd)
 
@@ -156,7 +164,7 @@ class Tier:
         self._tier = DiskTier(kept, arena.view, queue_nbytes_max=0, vault=vault)
 
     def write(self, pages: list[Page], gone: list[Page]) -> None:
-        """What is gone the tier finds out for itself."""
+        """Write pages; the tier evicts by itself."""
         count = min(BATCH_PAGES_MAX, BATCH_NBYTES_MAX // self._page_nbytes)
         for start in range(0, len(pages), count):
             self._tier.store(pages[start : start + count])
@@ -166,6 +174,7 @@ class Tier:
         ) == ([True] * len(pages) + [False] * len(gone))
 
     def read(self, page: Page, offset: int) -> None:
+        """Read a page into the arena at an offset."""
         target = Page(page.namespace, page.prefix_hash, 0)
         target.offset = offset
         found = self._tier.reading.begin(page.namespace.digest, [page.prefix_hash])
@@ -175,9 +184,10 @@ class Tier:
         )
 
     def settle(self) -> None:
-        """Nothing is left to do."""
+        """Wait until nothing is left to do."""
 
     def close(self) -> None:
+        """Stop everything that was started."""
         assert not self._tier.check()
         self._tier.close()
 
@@ -195,6 +205,7 @@ class Written:
     def turn(
         self, name: str, store: Store, turns: Iterator[tuple[list[Page], list[Page]]]
     ) -> Samples:
+        """Run one turn and return its samples."""
         pages, gone = next(turns)
         before, start = written_nbytes(store.pid), time.perf_counter()
         store.write(pages, gone)
@@ -207,13 +218,14 @@ class Written:
         return {"turn": [seconds]}
 
     def ratio(self, name: str) -> float:
+        """Return written bytes per page byte."""
         return self.device_nbytes[name] / self.page_nbytes[name]
 
 
 def write_turns(
     stores: dict[str, Store], turns: list[tuple[list[Page], list[Page]]], tick: Callable[[], None]
 ) -> Any:
-    """(samples, bytes written) of turns that every store takes in the same order."""
+    """Run turns that every store takes in the same order; return samples and bytes written."""
     written = Written()
     contenders = {
         name: functools.partial(written.turn, name, store, iter(turns))
@@ -225,7 +237,7 @@ def write_turns(
 def read_turn(
     pool: ThreadPoolExecutor, threads: int, read: Callable[[Page, int], None], pages: list[Page]
 ) -> Samples:
-    """One turn's bytes, read in random order by several threads, each into its own slots."""
+    """Read one turn's bytes in random order on several threads."""
     nbytes = pages[0].namespace.page_nbytes
     chosen = random.sample(pages, TURN_NBYTES // nbytes)
 
@@ -241,6 +253,7 @@ def read_turn(
 def size_rows(
     directory: Path, arena: Arena, page_nbytes: int, nbytes: int, tick: Callable[[], None]
 ) -> list[Any]:
+    """Return the rows of one size."""
     pages = Pages(arena, page_nbytes)
     count, capacity = nbytes // TURN_NBYTES, nbytes // page_nbytes
     fill: list[tuple[list[Page], list[Page]]] = [(pages.turn(), []) for _ in range(count)]
@@ -285,6 +298,7 @@ def size_rows(
 def op_rows(
     page_nbytes: int, op: str, samples: dict[str, Samples], written: Written | None
 ) -> list[dict[str, Any]]:
+    """Return the rows of one operation."""
     seconds = {name: median(found["turn"]) for name, found in samples.items()}
     rows = []
     for name, spent in seconds.items():
@@ -305,6 +319,7 @@ def op_rows(
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     add_dir(options)
     options.add_argument(

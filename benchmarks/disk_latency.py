@@ -1,14 +1,17 @@
 """Measure gets from RAM while the disk tier writes at full rate, beside an idle node.
 
     idle             nobody else talks to the node with the disk
-    bare writes      another process writes as many bytes to the same file system with `O_DIRECT`, 1 MiB
+    bare writes      another process writes as many bytes to the same file system with `O_DIRECT`, 1
+                     MiB
                      a call, and does nothing else: what the disk's traffic costs a get on this
                      machine, whoever causes it
-    disk writes      another process has put pages, the disk is full, so that they wait in RAM until they
+    disk writes      another process has put pages, the disk is full, so that they wait in RAM until
+                     they
                      are due; now it flushes the node: all of them are written, as fast as the disk
                      can, each in the place of an older one, and there are no puts
     puts and disk    that process keeps putting new pages, and the disk writes as many
-    same puts, RAM   the same puts at the same rate to a node without a disk: what the load of serving
+    same puts, RAM   the same puts at the same rate to a node without a disk: what the load of
+                     serving
                      them costs by itself, on as many cores as this machine has
 
 A get asks for one page over the bulk wire; the pages are pinned in RAM, and the run fails if a
@@ -77,8 +80,7 @@ class Load(NamedTuple):
 
 
 class Order(NamedTuple):
-    """To the loading process: put so many bytes to this node as fast as you can, say so, then put
-    at this rate until told otherwise or, without a rate, flush."""
+    """Order the loading process to put bytes fast, report, then put at a rate or flush."""
 
     address: str
     first_nbytes: int
@@ -89,7 +91,7 @@ class Order(NamedTuple):
 
 
 def put_pages(pipe: Connection) -> None:
-    """Serves orders until it is told None; each is answered with a Load."""
+    """Serve orders until None; answer each with a Load."""
     loaders: dict[str, Putter] = {}
     while (order := pipe.recv()) is not None:
         putter = loaders.setdefault(order.address, Putter(order.address))
@@ -111,6 +113,7 @@ class Putter:
         self._pages = [os.urandom(LOAD_PAGE_NBYTES) for _ in range(BATCH)]
 
     def put(self, nbytes: int) -> None:
+        """Put so many bytes."""
         for _ in range(nbytes // (BATCH * LOAD_PAGE_NBYTES)):
             self._client.put(
                 self._namespace, [secrets.token_bytes(32) for _ in self._pages], self._pages
@@ -120,7 +123,7 @@ class Putter:
         return self._client.node_status().disk.nbytes_written
 
     def steady(self, put_nbytes_per_s: float, pipe: Connection) -> Load:
-        """Puts until something is received."""
+        """Put at a rate until something is received."""
         before, nbytes, step = self._written(), 0, BATCH * LOAD_PAGE_NBYTES
         begun = due = time.perf_counter()
         while not pipe.poll():
@@ -133,13 +136,14 @@ class Putter:
         return Load(nbytes / seconds, (self._written() - before) / seconds)
 
     def flush(self) -> Load:
+        """Flush the node."""
         before, begun = self._written(), time.perf_counter()
         self._client.flush()
         return Load(0.0, (self._written() - before) / (time.perf_counter() - begun))
 
 
 def write_bare(pipe: Connection, path: str) -> None:
-    """Writes FLUSHED_NBYTES for each order, until it is told None; each is answered with a Load."""
+    """Write to a file for each order until None."""
     fd = os.open(
         path,
         os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct_works(Path(path).parent) else 0),
@@ -160,6 +164,7 @@ def write_bare(pipe: Connection, path: str) -> None:
 
 @contextlib.contextmanager
 def process_of(work: Callable[..., None], *args: object) -> Iterator[Connection]:
+    """Run a function in a process; yield the pipe to it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, *args), daemon=True)
@@ -197,6 +202,7 @@ class Probe:
         assert self.client.get(namespace, [prefix_hash], [buffer]) == [True]
 
     def turn(self, is_over: Callable[[], bool]) -> Samples:
+        """Run gets until it is over."""
         samples: Samples = {size: [] for size in self._calls}
         for size in itertools.cycle(self._calls):
             if is_over():
@@ -206,16 +212,18 @@ class Probe:
 
 
 def after(seconds: float) -> Callable[[], bool]:
+    """Return a function that tells whether the time has passed."""
     end = time.perf_counter() + seconds
     return lambda: time.perf_counter() > end
 
 
 def quiet(probe: Probe) -> Samples:
+    """Run gets on an idle node."""
     return probe.turn(after(TURN_S))
 
 
 def flushing(probe: Probe, pipe: Connection, loads: list[Load]) -> Samples:
-    """A turn of gets while the disk tier writes and nobody puts."""
+    """Run gets while the disk tier writes and nobody puts."""
     pipe.send(Order(probe.address, FLUSHED_NBYTES))
     assert pipe.recv() == "ready"
     samples = probe.turn(pipe.poll)
@@ -224,7 +232,7 @@ def flushing(probe: Probe, pipe: Connection, loads: list[Load]) -> Samples:
 
 
 def beside(probe: Probe, pipe: Connection, loads: list[Load]) -> Samples:
-    """A turn of gets while another process writes to the disk."""
+    """Run gets while another process writes to the disk."""
     pipe.send("write")
     assert pipe.recv() == "ready"
     samples = probe.turn(pipe.poll)
@@ -233,7 +241,7 @@ def beside(probe: Probe, pipe: Connection, loads: list[Load]) -> Samples:
 
 
 def loaded(probe: Probe, pipe: Connection, put_nbytes_per_s: float, loads: list[Load]) -> Samples:
-    """A turn of gets while the loader puts to the same node."""
+    """Run gets while the loader puts to the same node."""
     pipe.send(Order(probe.address, PRIMED_NBYTES, put_nbytes_per_s))
     assert pipe.recv() == "ready"
     time.sleep(RAMP_S)
@@ -244,6 +252,7 @@ def loaded(probe: Probe, pipe: Connection, put_nbytes_per_s: float, loads: list[
 
 
 def rows(samples: dict[str, Samples], loads: dict[str, list[Load]]) -> list[dict[str, Any]]:
+    """Return the table's rows."""
     found = []
     for size in samples[IDLE]:
         idle, bare = (percentile(samples[name][size], 99) for name in (IDLE, BARE))
@@ -274,6 +283,7 @@ def rows(samples: dict[str, Samples], loads: dict[str, list[Load]]) -> list[dict
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     add_dir(options)
     options.add_argument(

@@ -1,6 +1,7 @@
 """Measure a range of a page on disk, beside the whole page.
 
-    bare range    `preadv` of 1 MiB with `O_DIRECT` from the node's own files, at random places: the limit
+    bare range    `preadv` of 1 MiB with `O_DIRECT` from the node's own files, at random places: the
+                  limit
     range         `get_ranges` of 1 MiB that is one leaf of the page
     page          `get` of the page
 
@@ -57,6 +58,7 @@ class Pages:
         self._page, self._range = bytearray(page_nbytes), bytearray(RANGE_NBYTES)
 
     def put(self, count: int) -> list[bytes]:
+        """Put a batch."""
         data = os.urandom(self._page_nbytes)
         hashes = [secrets.token_bytes(32) for _ in range(count)]
         for prefix_hash in hashes:
@@ -65,6 +67,7 @@ class Pages:
         return hashes
 
     def know(self, hashes: list[bytes]) -> None:
+        """Set the pages to read."""
         self._hashes = hashes
 
     def _on_disk_only(self) -> bytes:
@@ -74,6 +77,7 @@ class Pages:
         )
 
     def page(self) -> Samples:
+        """Time gets of whole pages."""
         return {
             "call": [
                 timed(functools.partial(self._get, self._on_disk_only())) for _ in range(CALLS)
@@ -81,6 +85,7 @@ class Pages:
         }
 
     def range(self) -> Samples:
+        """Time gets of ranges."""
         return {
             "call": [
                 timed(functools.partial(self._get_range, self._on_disk_only()))
@@ -99,10 +104,12 @@ class Pages:
         ]
 
     def close(self) -> None:
+        """Stop everything that was started."""
         self._client.close()
 
 
 def bare(paths: list[Path], memory: mmap.mmap, direct: bool) -> Samples:
+    """Time bare reads of ranges."""
     samples = []
     for path in random.choices(paths, k=CALLS):
         fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
@@ -115,6 +122,7 @@ def bare(paths: list[Path], memory: mmap.mmap, direct: bool) -> Samples:
 def size_rows(
     directory: Path, page_nbytes: int, count: int, tick: Callable[[], None]
 ) -> list[dict[str, Any]]:
+    """Return the rows of one size."""
     data = ("--data-dir", str(directory), "--disk-bytes", str(2 * PAGES_NBYTES))
     with NodeProcess(*FLAGS, *data) as node, mmap.mmap(-1, RANGE_NBYTES) as memory:
         pages = {wire: Pages(node.address, wire, page_nbytes) for wire in WIRES}
@@ -143,6 +151,7 @@ def size_rows(
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     add_dir(options)
     options.add_argument(

@@ -32,7 +32,7 @@ TIMEOUT_S = 60.0
 
 
 def unbounded(requests: Sequence[TraceRequest]) -> dict[str, Any]:
-    """Simulated: pages of a request's leading run that any earlier request had."""
+    """Simulate a store without limits."""
     seen: set[int] = set()
     asked = hit = 0
     for request in requests:
@@ -45,7 +45,7 @@ def unbounded(requests: Sequence[TraceRequest]) -> dict[str, Any]:
 def live(
     requests: Sequence[TraceRequest], name: str, flags: Sequence[str], tick: Callable[[], None]
 ) -> dict[str, Any]:
-    """Through a node whose RAM is one extent of exactly so many pages, and its disk another."""
+    """Replay through a node with exactly so many pages in RAM, and a disk."""
     ram = str(RAM_PAGES * PAGE_NBYTES)
     with (
         NodeProcess(
@@ -68,6 +68,7 @@ def live(
 
 
 def row(name: str, rate: float, asked: int, hit: int) -> dict[str, Any]:
+    """Return a row of the table."""
     return {
         "store": name,
         "prefix hit rate": f"{rate:.4f}",
@@ -82,6 +83,7 @@ def row(name: str, rate: float, asked: int, hit: int) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     add_dir(options)
     options.add_argument("trace", type=Path, metavar="TRACE", help="JSONL, one request a line")

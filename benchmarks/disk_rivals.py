@@ -47,6 +47,7 @@ class RocksPages:
         self._arena = arena
 
     def write(self, pages: list[Page], gone: list[Page]) -> None:
+        """Write pages, after removing those that are gone."""
         for page in gone:
             self._db.delete(page.prefix_hash, write_opt=self._no_wal)
         for page in pages:
@@ -55,7 +56,7 @@ class RocksPages:
         self._db.flush()
 
     def settle(self) -> None:
-        """Until the compactions that the writes made necessary are over."""
+        """Wait until the compactions are over."""
         end = time.monotonic() + SETTLE_S
         while (
             any(self._db.property_int_value(name) for name in _UNSETTLED) and time.monotonic() < end
@@ -63,7 +64,7 @@ class RocksPages:
             time.sleep(0.01)
 
     def read(self, page: Page, offset: int, verified: bool) -> None:
-        """Into the slot at `offset`.
+        """Read a page; `verified` uses RocksDB's checksum, else ours is checked.
 
         `verified`: RocksDB checks its own checksum; else we check ours.
         """
@@ -75,5 +76,6 @@ class RocksPages:
             assert checksum(value, page.namespace.seed(page.prefix_hash)) == page.checksum
 
     def close(self) -> None:
+        """Stop everything that was started."""
         with contextlib.suppress(OSError):
             self._db.close()

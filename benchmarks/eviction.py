@@ -28,7 +28,7 @@ AIM = 0.003
 
 
 def exact_lru(chains: Sequence[Sequence[int]], capacity: int) -> float:
-    """Pages found in a request's leading run, of all pages asked for."""
+    """Simulate exact LRU; return the hit rate."""
     used: OrderedDict[int, None] = OrderedDict()  # oldest first
     asked = hit = 0
     for chain in chains:
@@ -43,7 +43,7 @@ def exact_lru(chains: Sequence[Sequence[int]], capacity: int) -> float:
 
 
 def live(requests: Sequence[TraceRequest], capacity: int, tick: Callable[[], None]) -> ReplayReport:
-    """The same through a node of exactly this capacity."""
+    """Replay through a node of exactly this capacity."""
     with (
         throwaway_node(capacity, PAGE_NBYTES) as node,
         Client(client_config(address=node.address, timeout_s=60.0)) as client,
@@ -56,6 +56,7 @@ def live(requests: Sequence[TraceRequest], capacity: int, tick: Callable[[], Non
 def row(
     requests: Sequence[TraceRequest], capacity: int, name: str, tick: Callable[[], None]
 ) -> dict[str, Any]:
+    """Return a row of the table."""
     limit = exact_lru([request.hash_ids for request in requests], capacity)
     found = live(requests, capacity, tick)
     difference = found.prefix_hit_rate - limit
@@ -74,6 +75,7 @@ def row(
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument("trace", type=Path, metavar="TRACE", help="JSONL, one request a line")
     options.add_argument("--limit", type=int, help="only so many requests")

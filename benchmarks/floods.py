@@ -5,7 +5,8 @@ that look up 16 keys and get a page of 1 MiB over the bulk wire, shared memory a
 process of its own. They are measured
 
     quiet      alone
-    control    beside the same attackers that flood another process of this machine, which takes all they send
+    control    beside the same attackers that flood another process of this machine, which takes all
+               they send
     attack     beside the attackers at the node's gRPC port
 
 The node must stay inside the memory that docs/operations.md documents. If this machine lets us make
@@ -124,7 +125,7 @@ def during(seconds: float, stop: Callable[[], bool] = lambda: False) -> float:
 
 
 def latencies(calls: Calls) -> dict[str, dict[str, float | int | None]]:
-    """ms of the calls that succeeded, by wire and operation."""
+    """Return the latencies in ms of successful calls, by transport and operation."""
     found: dict[str, dict[str, float | int | None]] = {}
     for wire in WIRES:
         for op in OPS:
@@ -137,11 +138,12 @@ def latencies(calls: Calls) -> dict[str, dict[str, float | int | None]]:
 
 
 def failures(calls: Calls) -> dict[str, int]:
+    """Count failed calls by transport."""
     return {wire: sum(bool(call.error) for call in calls[wire]) for wire in WIRES}
 
 
 def status_of(address: str, mode: Mode) -> tuple[int, bytes] | None:
-    """(pid, instance) as a new gRPC connection is told; None: it is not served."""
+    """Return (pid, instance) as a new gRPC connection sees it; None without service."""
     settings = {"timeout_s": GRPC_TIMEOUT_S, "connect_timeout_s": GRPC_TIMEOUT_S, **mode.client}
     try:
         with Client(client_config(address=address, wire="grpc", **settings)) as client:
@@ -154,9 +156,7 @@ def status_of(address: str, mode: Mode) -> tuple[int, bytes] | None:
 def served_again(
     address: str, mode: Mode, since: float
 ) -> tuple[float | None, tuple[int, bytes] | None]:
-    """Seconds from then until a new connection over gRPC is served (None: not within AGAIN_S_MAX),
-    and by whom.
-    """
+    """Return the seconds until a new gRPC connection is served, and by whom."""
     while time.monotonic() - since < AGAIN_S_MAX:
         status = status_of(address, mode)
         if status is not None:
@@ -166,7 +166,7 @@ def served_again(
 
 
 def known_again(calls: Calls, since: float) -> float | None:
-    """The same for the client that was there before: until the first of its calls succeeds."""
+    """Return the seconds until the first success of the earlier client."""
     ends = [call.began + call.seconds for call in calls["grpc"] if not call.error]
     after = [end for end in ends if end >= since]
     return round(min(after) - since, 2) if after else None
@@ -235,13 +235,13 @@ def _attackers(attack: str, address: str, sources: str, mode: Mode, args: Any) -
 
 
 def _stop(node: Any) -> None:
-    """A node that has lost its way may not end by itself."""
+    """Stop a node that may not end by itself."""
     with contextlib.suppress(Exception):
         node.stop(20.0)
 
 
 def missed(found: dict[str, Any]) -> list[str]:
-    """The aims that were not met."""
+    """Return the aims that were missed."""
     wrong = []
     if not found["same node"]:
         wrong.append("node restarted")
@@ -277,7 +277,7 @@ COLUMNS += ("failed b/s/g", "again s", "aims")
 
 
 def shown(found: dict[str, Any]) -> dict[str, Any]:
-    """A line of the table."""
+    """Return a line of the table."""
     row: dict[str, Any] = {name: found[name] for name in ("mode", "attack", "from")}
     if "limit" not in found:  # not measured
         return row | dict.fromkeys(COLUMNS) | {"aims": "; ".join(found["missed"])}
@@ -298,6 +298,7 @@ def _ms(value: float | None) -> str:
 
 
 def cases(args: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield the cases to run."""
     for mode in args.modes.split(","):
         for attack in args.attacks.split(","):
             if mode == "open" and not ATTACKS[attack].tls:
@@ -307,6 +308,7 @@ def cases(args: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument("--modes", default=",".join(MODES), help="(%(default)s)")
     options.add_argument("--attacks", default=",".join(ATTACKS), help="(%(default)s)")

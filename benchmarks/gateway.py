@@ -1,7 +1,9 @@
 """Measure gRPC through gateway processes, of two checkouts in turns.
 
-    put, get      16 pages of 1 MiB over gRPC: one client, and --clients processes at a time; GB/s, 10^9 page bytes
-    lookup        of 16 keys, all stored, one client: p50, p99, and the processor time that a lookup costs the node and
+    put, get      16 pages of 1 MiB over gRPC: one client, and --clients processes at a time; GB/s,
+                  10^9 page bytes
+    lookup        of 16 keys, all stored, one client: p50, p99, and the processor time that a lookup
+                  costs the node and
                   its gateways (user and system)
     beside        lookups over the bulk wire while all clients put and get over gRPC
     start         from the spawn of the node to its line "ready"
@@ -99,7 +101,7 @@ def transfers(client: Client, batches: Batches, count: int) -> dict[str, float]:
 
 
 def work(address: str, order: Any, barrier: Any, said: Any) -> None:
-    """One of many clients, which says what ended it early."""
+    """Serve as one of many clients; report an early end."""
     try:
         _work(address, order, barrier, said)
     except (KVStoreError, threading.BrokenBarrierError) as error:
@@ -108,7 +110,7 @@ def work(address: str, order: Any, barrier: Any, said: Any) -> None:
 
 
 def _work(address: str, order: Any, barrier: Any, said: Any) -> None:
-    """Puts and gets in step with the others, or a load for some time, until None is asked for."""
+    """Put and get in step with the others, or load for some time, until None."""
     batches = Batches(PAGE_NBYTES, PAGES, MOVED_NBYTES)
     with Client(client_config(address=address, wire="grpc", timeout_s=WAIT_S)) as client:
         while (seconds := order.get()) is not None:
@@ -144,10 +146,12 @@ class Crowd:
         return self
 
     def ask(self, seconds: float) -> None:
+        """Ask all clients to run."""
         for order in self._orders:
             order.put(seconds)
 
     def answers(self) -> list[Any]:
+        """Return all answers. Raises what ended a client early."""
         answers = [self._said.get(timeout=WAIT_S) for _ in self._orders]
         if errors := [answer for answer in answers if isinstance(answer, Exception)]:
             raise RuntimeError(f"{len(errors)} of {len(answers)} clients failed: {errors[0]}")
@@ -177,6 +181,7 @@ class Lookups:
         return [timed(lookup) for _ in range(count)]
 
     def costs(self, client: Client, pid: int, wire: str) -> Iterator[tuple[str, float]]:
+        """Yield latencies and the CPU time per lookup."""
         self.run(client, LOOKUPS_WARM)
         processes = {"node": [pid], "gateways": gateways(pid)}
         before = {name: sum(map(cpu_s, pids)) for name, pids in processes.items()}
@@ -191,7 +196,7 @@ class Lookups:
 
 
 def measure_once(args: argparse.Namespace) -> dict[str, float]:
-    """All figures of the checkout that this process imports."""
+    """Return all figures of the checkout that this process imports."""
     assert Path(kvstore.__file__).is_relative_to(Path.cwd()), (
         f"{kvstore.__file__} is of another checkout"
     )
@@ -227,7 +232,7 @@ def measure_once(args: argparse.Namespace) -> dict[str, float]:
 def beside(
     node: NodeProcess, bulk: Client, lookups: Lookups, clients: int
 ) -> Iterator[tuple[str, float]]:
-    """What all clients together move, and how long lookups over bulk take meanwhile."""
+    """Yield what all clients move together, and the latency of lookups meanwhile."""
     with Crowd(node.address, clients) as crowd:
         crowd.ask(0)
         spans = crowd.answers()
@@ -275,7 +280,7 @@ def once(repo: Path, args: argparse.Namespace) -> dict[str, float]:
 
 
 def verdict(name: str, middle: dict[str, dict[str, float]]) -> str | None:
-    """Whether the aim of a figure is met; None: it has none."""
+    """Return whether a figure's aim is met; None without an aim."""
     after = middle["after"]
     if name == BESIDE:
         return f"<= {BESIDE_AIM:g} × alone: {_met(after[BESIDE] <= BESIDE_AIM * after[ALONE])}"
@@ -300,6 +305,7 @@ def _met(good: bool) -> str:
 def row(
     name: str, runs: dict[str, list[dict[str, float]]], middle: dict[str, dict[str, float]]
 ) -> dict[str, Any]:
+    """Return a row of the table."""
     found: dict[str, Any] = {"figure": name}
     for label, each in runs.items():
         values = [run[name] for run in each]
@@ -311,6 +317,7 @@ def row(
 
 
 def main(argv: Sequence[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument(
         "--repo", type=Path, help="another checkout, whose node and client are measured in turn"

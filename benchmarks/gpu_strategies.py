@@ -32,35 +32,38 @@ class NotedEvent(cupy.cuda.Event):
         self._device = device
 
     def record(self, stream: Any = None) -> None:
+        """Record the event and remember it."""
         super().record(stream)
         self._device.last[stream.ptr] = self
 
 
 class TimedDevice(CudaDevice):
-    """Knows when the first operation since `restart` began, at the price of one event, and when the
-    last one ended: the pipeline records an event behind each chunk, and its streams end in any
-    order.
-    """
+    """Time a transfer by an event before its first and after its last operation."""
 
     first: Any = None
 
     def restart(self) -> None:
+        """Forget the events of the last run."""
         self.first = None
         self.last: dict[int, Any] = {}
 
     def seconds(self) -> float:
+        """Return the seconds by CUDA events."""
         return (
             max(cupy.cuda.get_elapsed_time(self.first, last) for last in self.last.values()) / 1e3
         )
 
     def event(self) -> Any:
+        """Make an event."""
         return NotedEvent(self)
 
     def copy(self, targets: Any, sources: Any, nbytes: int, stream: Any, locked: bool) -> None:
+        """Copy and note the stream."""
         self._note(stream)
         super().copy(targets, sources, nbytes, stream, locked)
 
     def launch(self, kernel: str, launch: Launch, stream: Any) -> None:
+        """Launch and note the stream."""
         self._note(stream)
         super().launch(kernel, launch, stream)
 
@@ -85,16 +88,18 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self) -> None:
-        """What a server would make once."""
+        """Make what a server would make once."""
 
     @abc.abstractmethod
-    def gather(self) -> None: ...
+    def gather(self) -> None:
+        """Move slots to pages."""
 
     @abc.abstractmethod
-    def scatter(self) -> None: ...
+    def scatter(self) -> None:
+        """Move pages to slots."""
 
     def timed(self, move: Callable[[], None]) -> tuple[float, float]:
-        """Seconds by CUDA events, and by the wall clock to the end of the work."""
+        """Return the seconds by CUDA events and by the wall clock."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begun = time.perf_counter()
         with torch.cuda.stream(self.stream):
@@ -105,17 +110,20 @@ class Strategy(abc.ABC):
         return start.elapsed_time(end) / 1e3, time.perf_counter() - begun
 
     def run(self, move: Callable[[], None]) -> None:
-        """One move, ended on return."""
+        """Run one move to its end."""
         with torch.cuda.stream(self.stream):
             move()
         self.stream.synchronize()
 
 
 class Staged(Strategy):
+    """Use the staged transfer."""
+
     name = "staged pipeline"
     jobs = 2  # the agent's workers
 
     def prepare(self) -> None:
+        """Make what a server would make once."""
         self.device = TimedDevice(torch.device("cuda"))
         self.device.host = HOST
         self.device.restart()
@@ -123,12 +131,15 @@ class Staged(Strategy):
         self.table = self.work.table(self.units)
 
     def gather(self) -> None:
+        """Move slots to pages."""
         self.transfer.gather(self.work.pool, self.table, self.work.pages, None)
 
     def scatter(self) -> None:
+        """Move pages to slots."""
         self.transfer.scatter(self.work.pool, self.table, self.work.pages, None)
 
     def timed(self, move: Callable[[], None]) -> tuple[float, float]:
+        """Return the seconds of one move."""
         self.device.restart()
         begun = time.perf_counter()
         move()
@@ -137,23 +148,30 @@ class Staged(Strategy):
 
 
 class StagedLayerwise(Staged):
+    """Use the staged transfer, layer by layer."""
+
     name = "staged pipeline, layer by layer"
 
     def scatter(self) -> None:
+        """Move pages to slots."""
         self.transfer.scatter(
             self.work.pool, self.table, self.work.pages, None, placed=lambda *_: None
         )
 
 
 class TorchIndex(Strategy):
+    """Use torch's indexing."""
+
     name = "torch index + copy per page"
 
     def prepare(self) -> None:
+        """Make what a server would make once."""
         work = self.work
         self.staged = torch.empty((work.count, work.page_nbytes), dtype=torch.uint8, device="cuda")
         self.index = self.units.cuda()
 
     def gather(self) -> None:
+        """Move slots to pages."""
         for plane in self.work.pool.planes:
             start, nbytes = plane.piece.offset, plane.piece.nbytes
             rows = plane.bits[self.index].view(torch.uint8).view(self.work.count, nbytes)
@@ -162,6 +180,7 @@ class TorchIndex(Strategy):
             page.copy_(row, non_blocking=True)
 
     def scatter(self) -> None:
+        """Move pages to slots."""
         for page, row in zip(self.work.pages, self.staged, strict=True):
             row.copy_(page, non_blocking=True)
         for plane in self.work.pool.planes:
@@ -177,15 +196,18 @@ class CopyPerPage(Strategy):
     checked = False
 
     def prepare(self) -> None:
+        """Make what a server would make once."""
         self.staged = torch.empty(
             (self.work.count, self.work.page_nbytes), dtype=torch.uint8, device="cuda"
         )
 
     def gather(self) -> None:
+        """Move slots to pages."""
         for page, row in zip(self.work.pages, self.staged, strict=True):
             page.copy_(row, non_blocking=True)
 
     def scatter(self) -> None:
+        """Move pages to slots."""
         for page, row in zip(self.work.pages, self.staged, strict=True):
             row.copy_(page, non_blocking=True)
 
@@ -196,6 +218,7 @@ class Fragments(Strategy):
     name = "batched copies of per-layer fragments"
 
     def prepare(self) -> None:
+        """Make what a server would make once."""
         work = self.work
         self.units = work.runs
         self.device = CudaDevice(torch.device("cuda"))
@@ -211,9 +234,11 @@ class Fragments(Strategy):
         self.targets = [page.data_ptr() + offset for page in work.pages for _, offset in slices]
 
     def gather(self) -> None:
+        """Move slots to pages."""
         self._copy(self.targets, self.slots)
 
     def scatter(self) -> None:
+        """Move pages to slots."""
         self._copy(self.slots, self.targets)
 
     def _copy(self, targets: list[int], sources: list[int]) -> None:
@@ -224,11 +249,12 @@ class Fragments(Strategy):
 
 
 class Direct(Strategy):
-    """The same kernels with the pages themselves as targets: stores to and loads from host memory."""
+    """Run the same kernels directly on the pages in host memory."""
 
     name = f"direct kernel ({DIRECT_BLOCKS} blocks)"
 
     def prepare(self) -> None:
+        """Make what a server would make once."""
         self.device = CudaDevice(torch.device("cuda"), blocks=DIRECT_BLOCKS)
         self.plan = Plan(self.work.pool)
         self.tables = [self.plan.planes.cuda(), self.plan.tiles.cuda(), self.units.cuda()]
@@ -238,11 +264,13 @@ class Direct(Strategy):
         torch.cuda.synchronize()
 
     def gather(self) -> None:
+        """Move slots to pages."""
         self.device.launch(
             "gather", self.arguments, cupy.cuda.ExternalStream(self.stream.cuda_stream)
         )
 
     def scatter(self) -> None:
+        """Move pages to slots."""
         self.device.launch(
             "scatter", self.arguments, cupy.cuda.ExternalStream(self.stream.cuda_stream)
         )
@@ -254,10 +282,12 @@ class DirectFromHost(Direct):
     name = f"direct kernel ({DIRECT_BLOCKS} blocks), indices uploaded"
 
     def prepare(self) -> None:
+        """Make what a server would make once."""
         super().prepare()
         self.slots = self.units.pin_memory()
 
     def scatter(self) -> None:
+        """Move pages to slots."""
         self.tables[2].copy_(self.slots, non_blocking=True)
         super().scatter()
 
@@ -269,13 +299,16 @@ class Limit(Strategy):
     checked = False
 
     def prepare(self) -> None:
+        """Make what a server would make once."""
         self.staged = torch.empty(self.work.nbytes, dtype=torch.uint8, device="cuda")
         self.host = self.work.arena[: self.work.nbytes]
 
     def gather(self) -> None:
+        """Move slots to pages."""
         self.host.copy_(self.staged, non_blocking=True)
 
     def scatter(self) -> None:
+        """Move pages to slots."""
         self.staged.copy_(self.host, non_blocking=True)
 
 
@@ -293,10 +326,9 @@ BACKGROUND: tuple[type[Strategy], ...] = (Staged, CopyPerPage, Direct)
 
 
 def products() -> Iterator[tuple[str, Callable[[], float]]]:
-    """Matrix products as an engine makes them: a name, and a function that gives the seconds of
-    one.
+    """Yield matrix products as an engine makes them, with functions that time one.
 
-    They are replayed from a CUDA graph: what is measured is the GPU, not who holds Python's lock.
+    They are replayed from a CUDA graph, so that the GPU is measured and not Python's lock.
     """
     for name, sizes, count in (
         ("4096^3", (4096, 4096, 4096), 20),

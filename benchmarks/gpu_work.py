@@ -28,6 +28,7 @@ class Shape:
 
     @property
     def layout(self) -> PageLayout:
+        """Return the page layout."""
         planes = tuple(Plane(name, self.dtype, self.unit) for name in self.planes)
         return PageLayout(
             PAGE_TOKENS, (LayerGroup("attention", tuple(range(self.layers)), planes),)
@@ -43,11 +44,10 @@ SHAPES = (
 
 
 class Work:
-    """A pool on `device` with a quarter more slots than are used, and as many pages as fit
-    `nbytes`.
+    """Describe a pool with a quarter more slots than used, and pages of `nbytes` in all.
 
-    `units`: random token slots; `runs`: the same count, each page's tokens next to each other.
-    `pages`: buffers at random places of one shared mapping, `arena`.
+    `units` are random token slots; `runs` has each page's tokens next to each other. `pages` are
+    buffers at random places of one shared mapping, `arena`.
     """
 
     def __init__(self, shape: Shape, device: str, nbytes: int) -> None:
@@ -75,14 +75,15 @@ class Work:
 
     @property
     def nbytes(self) -> int:
-        """Payload of one move."""
+        """Return the payload of one move."""
         return self.count * self.page_nbytes
 
     def table(self, units: torch.Tensor) -> UnitTable:
+        """Return a unit table."""
         return self.pool.unit_table(units, self.count)
 
     def check_gather(self, gather: Callable[[], None], units: torch.Tensor) -> None:
-        """Fresh bytes in the pool, poison in the arena; AssertionError if a byte is wrong."""
+        """Check a gather with fresh bytes and a poisoned arena."""
         self.memory.copy_(random_bytes(len(self.memory), self.memory.device))
         self.arena.fill_(POISON)
         synchronize()
@@ -94,9 +95,7 @@ class Work:
         assert torch.equal(found, self.arena), f"{self.name}: gathered bytes are wrong"
 
     def check_scatter(self, scatter: Callable[[], None], units: torch.Tensor) -> None:
-        """Fresh bytes in the pages, poison in the pool, guards between; AssertionError if a byte is
-        wrong.
-        """
+        """Check a scatter with fresh bytes, a poisoned pool and guards between pages."""
         self.arena.copy_(random_bytes(len(self.arena), "cpu"))
         self.memory.fill_(POISON)
         synchronize()
@@ -109,7 +108,7 @@ class Work:
 
 
 def random_bytes(nbytes: int, device: str | torch.device) -> torch.Tensor:
-    """Drawn eight at a time; `nbytes` may end anywhere."""
+    """Return random bytes."""
     words = torch.randint(
         -(1 << 63), (1 << 63) - 1, (-(-nbytes // 8),), dtype=torch.int64, device=device
     )
@@ -117,6 +116,7 @@ def random_bytes(nbytes: int, device: str | torch.device) -> torch.Tensor:
 
 
 def synchronize() -> None:
+    """Wait for the GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -124,7 +124,7 @@ def synchronize() -> None:
 def wait_locked(
     client: Client, namespace: Namespace, stored: list[bytes], transfer: Transfer
 ) -> None:
-    """Until the node's arena is page-locked, for which an agent's first jobs do not wait."""
+    """Wait until the node's arena is page-locked."""
     end = time.monotonic() + LOCK_S
     with client.open_get(namespace, stored[:1]) as slots:
         while not transfer.host_memory(slots.arena.memory):

@@ -1,10 +1,13 @@
 """Measure put and get of 16 pages over gRPC, beside a bare gRPC stream in Python.
 
-    limit      a stream each way between this process and a server of its own: messages of the size of ours, whose only
+    limit      a stream each way between this process and a server of its own: messages of the size
+               of ours, whose only
                field is `bytes`, by generated code; they lie ready before the clock starts, and who
                gets one counts its bytes: no node, no keys, no checksum, no copy to any place
-    no codec   the same with the bytes themselves as messages, which generated code would copy twice at either end
-    gRPC       ours as it is: put reserves, sends and commits, get looks up, holds and sends; the page's checksum is
+    no codec   the same with the bytes themselves as messages, which generated code would copy twice
+               at either end
+    gRPC       ours as it is: put reserves, sends and commits, get looks up, holds and sends; the
+               page's checksum is
                made by the writer and verified by the reader; the bytes end in the node's slots, the
                caller's buffers
 
@@ -52,7 +55,7 @@ BARE = (None, None, lambda data: data, lambda m: m)
 
 
 def serve(pipe: Any, nbytes: int, batch_count: int, codec: bool) -> None:
-    """The other process.
+    """Serve as the other process, each batch from a place of its own.
 
     Each batch comes from a place of its own, as in a node.
     """
@@ -81,6 +84,7 @@ def serve(pipe: Any, nbytes: int, batch_count: int, codec: bool) -> None:
 
 @contextlib.contextmanager
 def stream(batches: Batches, codec: bool) -> Iterator[Contender]:
+    """Yield a contender that uses a bare gRPC stream."""
     spawned = multiprocessing.get_context("spawn")
     here, there = spawned.Pipe()
     process = spawned.Process(
@@ -113,7 +117,7 @@ def stream(batches: Batches, codec: bool) -> Iterator[Contender]:
 
 
 def page_rows(client: Client, batches: Batches, count: int, tick: Callable[[], None]) -> list[Any]:
-    """Rows of one page size."""
+    """Return the rows of one page size."""
     with stream(batches, codec=True) as bare, stream(batches, codec=False) as no_codec:
         turns = {
             LIMIT: functools.partial(turn, bare, batches.cycle(), into_buffers=False),
@@ -126,6 +130,7 @@ def page_rows(client: Client, batches: Batches, count: int, tick: Callable[[], N
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument(
         "--rounds",

@@ -62,6 +62,7 @@ class Backend:
         self._host = entry.host_pool
 
     def turn(self) -> Samples:
+        """Run one turn and return its samples."""
         tokens = [next(self._salts), *range(1, self._source.numel())]
         keys = self._engine.hashes(tokens)
         controller = self._engine.controller
@@ -89,11 +90,12 @@ class Backend:
         }
 
     def close(self) -> None:
+        """Stop everything that was started."""
         self._engine.detach()
 
 
 def copies(entry: Any, pages: int) -> Callable[[], Samples]:
-    """Within the pool, one page after the other, as a backup's and as a prefetch's bytes."""
+    """Return a contender that copies within the pool."""
     memory, half = entry.host_pool.kv_buffer, pages * PAGE_TOKENS
     other = torch.empty_like(memory[:, :half])
 
@@ -127,9 +129,7 @@ while True:
 
 @contextlib.contextmanager
 def tcp() -> Iterator[Callable[[], Samples]]:
-    """To a process that has received all of it, as the store's wire would without checksums, and
-    back.
-    """
+    """Yield a contender that sends to a process over TCP and receives it back."""
     memory = memoryview(bytearray(BATCH_NBYTES))
     chunks = [
         memory[start : start + CHUNK_NBYTES] for start in range(0, BATCH_NBYTES, CHUNK_NBYTES)
@@ -162,6 +162,7 @@ def tcp() -> Iterator[Callable[[], Samples]]:
 def backends(
     entries: dict[str, Any], pages: int, address: str, directories: dict[str, Path]
 ) -> Iterator[Any]:
+    """Yield the backends."""
     ours = harness.options(address, revision="1", load_timeout_s=60.0, save_timeout_s=60.0)
     made = {
         "this store, shm": Backend(entries["default"], pages, {**ours, "wire": "shm"}),
@@ -189,6 +190,7 @@ def backends(
 def measured(
     shape: tuple[int, int, int], directories: dict[str, Path], count: int
 ) -> dict[str, Samples]:
+    """Measure one shape."""
     layers, heads, dim = shape
     pages = BATCH_NBYTES // (2 * layers * PAGE_TOKENS * heads * dim * 2)
     slots = 2 * pages * PAGE_TOKENS
@@ -212,6 +214,7 @@ def measured(
 
 
 def main() -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument(
         "--dir", type=Path, default=Path("."), help="where `file` writes (%(default)s)"

@@ -4,7 +4,8 @@
 
 put     put of 64 pages over bulk TCP into one node
 near    get of 64 pages from a near node that has none of them: it fetches them from their owner
-hit     a hit of the block connector: scheduler, lookups and agents in processes of their own, a load.
+hit     a hit of the block connector: scheduler, lookups and agents in processes of their own, a
+        load.
         It is the path below `gpu_agent/engines/vllm.py`, which imports vLLM and is left out, so
         that a real vLLM hit touches the files of that adapter, too
 
@@ -78,14 +79,17 @@ class Recorder:
         self.seen = Seen()
 
     def install(self) -> None:
+        """Install the profiler hook."""
         threading.setprofile(self._hook)
         sys.setprofile(self._hook)
 
     def begin(self) -> None:
+        """Begin to record."""
         self.seen = Seen()
         self.on = True
 
     def end(self) -> Seen:
+        """End the recording and return it."""
         self.on = False
         return self.seen
 
@@ -105,6 +109,7 @@ class Recorder:
 
 
 def described(frame: FrameType) -> str:
+    """Describe a frame."""
     code = frame.f_code
     return f"{our_file(code.co_filename)} {getattr(code, 'co_qualname', code.co_name)}"
 
@@ -113,7 +118,7 @@ RECORDER = Recorder()
 
 
 def child(folder: str, descriptor: str) -> None:
-    """Be an agents' or lookups' process that records from SIGUSR1 to SIGUSR2."""
+    """Run a worker process that records from SIGUSR1 to SIGUSR2."""
     path = Path(folder) / f"{os.getpid()}.json"
 
     def end(*_: object) -> None:
@@ -138,9 +143,11 @@ class Children:
         self.command = [sys.executable, __file__, "--child", str(folder)]
 
     def pids(self) -> list[int]:
+        """Return the processes."""
         return [int(path.stem) for path in self.folder.glob("*.pid")]
 
     def begin(self) -> None:
+        """Make all processes record."""
         for pid in self.pids():
             os.kill(pid, signal.SIGUSR1)
 
@@ -158,6 +165,7 @@ class Children:
 
 
 def wait_until(holds: Callable[[], object]) -> None:
+    """Wait until a condition holds. Raises TimeoutError."""
     end = time.monotonic() + WAIT_S
     while not holds():
         if time.monotonic() > end:
@@ -217,10 +225,12 @@ def nodes(count: int) -> Iterator[list[Node]]:
 
 
 def client_of(node: Node, **settings: Any) -> Client:
+    """Return a client of a node."""
     return Client(ClientConfig(f"bulk://127.0.0.1:{node.bulk.port}", **settings))
 
 
 def pages_of_one_namespace() -> tuple[Namespace, list[bytes]]:
+    """Return a namespace and pages."""
     namespace = Namespace("journeys", opaque_layout(PAGE_NBYTES))
     return namespace, [secrets.token_bytes(PAGE_NBYTES) for _ in range(PAGES)]
 
@@ -325,6 +335,7 @@ class Engine:
         return tokens
 
     def step(self, prompts: dict[str, int], blocks: list[int]) -> Any:
+        """Run one step of the engine."""
         orders = self.scheduler.step(prompts, lambda _: [blocks])
         self.rank.begin(orders)
         self.rank.load(orders.loads)
@@ -358,6 +369,7 @@ class Engine:
         wait_until(lambda: self.step({}, blocks).finished)
 
     def close(self) -> None:
+        """Stop everything that was started."""
         self.rank.close()
         self.lookups.close()
         self.client.close()

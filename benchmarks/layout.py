@@ -60,6 +60,7 @@ class Source:
 
     @property
     def line_count(self) -> int:
+        """Return the number of lines."""
         return len(self.text.splitlines())
 
 
@@ -127,7 +128,7 @@ def words_of(path: Path) -> int:
 
 
 def members(node: ast.ClassDef) -> set[str]:
-    """Return the names of a class's methods, properties and fields, and of what its methods assign."""
+    """Return the names of a class's methods and fields, and of what its methods assign."""
     found: set[str] = set()
     for part in node.body:
         if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -191,6 +192,7 @@ def option_count(root: Path) -> int | None:
 
 
 def share(part: int, whole: int) -> str:
+    """Format a share in percent."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 

@@ -1,6 +1,7 @@
 """Measure LightLLM's CPU cache pages through its `light_mem` module, beside `memcpy`.
 
-    persist    create "w", until the pages may be reused (data_safe) and until they are stored (ready)
+    persist    create "w", until the pages may be reused (data_safe) and until they are stored
+               (ready)
     load       create "r", until ready
     query      what a request asks first, for all pages of the batch
     memcpy     the same rows copied into other memory, one after the other: no store, no checksum
@@ -32,14 +33,13 @@ POLL_S = 0.001
 
 
 def wait(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
     while not condition():
         time.sleep(POLL_S)
 
 
 class Shim:
-    """A pool of twice as many pages as a batch has: the first half is stored, the second half read
-    into.
-    """
+    """Use a pool of twice a batch: the first half is stored, the second half read into."""
 
     def __init__(self, wire: str, address: str, pages: int, page_nbytes: int) -> None:
         os.environ.update({"KVSTORE_ADDRESS": address, "KVSTORE_WIRE": wire, "KVSTORE_SALT": wire})
@@ -53,7 +53,7 @@ class Shim:
         self._pages, self._chains = pages, 0
 
     def round(self) -> dict[str, float]:
-        """Seconds of each step, with pages that the store does not have yet."""
+        """Return the seconds of each step with new pages."""
         self._chains += 1
         hashes = [(self._chains << 64) + number for number in range(self._pages)]
         began = time.perf_counter()
@@ -74,10 +74,13 @@ class Shim:
         return {"safe": safe, "persist": stored, "load": loaded, "query": asked}
 
     def close(self) -> None:
+        """Stop everything that was started."""
         self._service.close()
 
 
 def memcpy(memory: torch.Tensor, other: torch.Tensor) -> Callable[[], dict[str, float]]:
+    """Return a contender that copies memory."""
+
     def copy() -> None:
         for source, target in zip(memory, other, strict=False):
             target.copy_(source)
@@ -90,6 +93,8 @@ def memcpy(memory: torch.Tensor, other: torch.Tensor) -> Callable[[], dict[str, 
 
 
 def row(name: str, samples: list[dict[str, float]], nbytes: int) -> dict[str, Any]:
+    """Return a row of the table."""
+
     def rate(step: str) -> float | None:
         return (
             nbytes / median([sample[step] for sample in samples]) / 1e9
@@ -108,6 +113,7 @@ def row(name: str, samples: list[dict[str, float]], nbytes: int) -> dict[str, An
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--page-mib", type=int, default=8, help="size of a page (%(default)s)")

@@ -6,7 +6,8 @@ and two calls at a time; contenders are the adapters that LMCache makes of their
     kvstore, shm     native_plugin over shared memory with a node on this host
     kvstore, bulk    the same over TCP
     Redis            LMCache's own C++ connector, `resp`, 4 threads
-    lm://            the connector of LMCache's in-process mode, one call after the other, as it works
+    lm://            the connector of LMCache's in-process mode, one call after the other, as it
+                     works
 
 They take turns in one process; a turn is four times store, lookup and load of 32 new objects, of
 which the first does not count. After a turn the objects are deleted; `lm://` can not and
@@ -64,9 +65,7 @@ Contender = Callable[[], Samples]
 
 
 class Objects:
-    """Buffers to store from and to load into: the same for all contenders, other bytes in each
-    object.
-    """
+    """Hold the same buffers for all contenders, with other bytes in each object."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -81,17 +80,20 @@ class Objects:
         self._first = 0
 
     def new_keys(self) -> list[Any]:
+        """Return new keys."""
         self._first += KEYS * IN_FLIGHT
         return [
             data.make_object_keys(KEYS, key_offset=self._first + i * KEYS) for i in range(IN_FLIGHT)
         ]
 
     def check(self) -> None:
+        """Check that loaded bytes are the stored ones."""
         assert torch.equal(self._sent, self._received), "what came back is not what was stored"
         self._received.zero_()
 
 
 def adapter_turn(adapter: Any, objects: Objects) -> Samples:
+    """Run one turn through an adapter."""
     samples: Samples = {operation: [] for operation in OPERATIONS}
     keys = [objects.new_keys() for _ in range(TURN)]
     common = {"in_flight": IN_FLIGHT, "num_keys": KEYS, "rounds": 1, "log": lambda line: None}
@@ -133,6 +135,7 @@ class LmConnector(LMCServerConnector):
 
 
 async def lm_turn(connector: LmConnector, objects: Objects) -> Samples:
+    """Run one turn through an `lm://` connector."""
     samples: Samples = {operation: [] for operation in OPERATIONS}
     sources = [item for batch in objects.sources for item in batch]
     keys = [
@@ -161,6 +164,7 @@ async def lm_turn(connector: LmConnector, objects: Objects) -> Samples:
 
 @contextlib.contextmanager
 def lm_server() -> Iterator[int]:
+    """Run LMCache's own server."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port), "cpu"]
@@ -187,7 +191,7 @@ def lm_server() -> Iterator[int]:
 
 @contextlib.contextmanager
 def opened(spec: dict[str, Any]) -> Iterator[Any]:
-    """An adapter as LMCache makes it of its JSON."""
+    """Open an adapter as LMCache makes it from JSON."""
     config = parse_args_to_l2_adapters_config(SimpleNamespace(l2_adapter=[json.dumps(spec)]))
     adapter = create_l2_adapter(config.adapters[0])
     try:
@@ -197,6 +201,7 @@ def opened(spec: dict[str, Any]) -> Iterator[Any]:
 
 
 def ours(address: str, wire: str) -> dict[str, Any]:
+    """Return our adapter's options."""
     params = {
         "address": address,
         "wire": wire,
@@ -211,7 +216,7 @@ def ours(address: str, wire: str) -> dict[str, Any]:
 def size_rows(
     turns: dict[str, Callable[[Objects], Samples]], kib: int, count: int, tick: Callable[[], None]
 ) -> Any:
-    """Rows of one object size."""
+    """Return the rows of one size."""
     objects = Objects(kib << 10)
     contenders = {name: partial(turn, objects) for name, turn in turns.items()}
     samples = rounds(contenders, count, WARMUPS, tick)
@@ -234,6 +239,7 @@ def size_rows(
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument(
         "--rounds", type=int, default=5, help="turns of each contender per size (%(default)s)"

@@ -62,33 +62,39 @@ class Box:
             self.fill(self.keys)
 
     def open(self, page_nbytes: int) -> bytes:
+        """Open a namespace."""
         namespace = Namespace(model=f"pages of {page_nbytes}", layout=opaque_layout(page_nbytes))
         self.tier.open_namespace(namespace, namespace.digest)
         return namespace.digest
 
     def fill(self, keys: Sequence[bytes]) -> None:
+        """Store pages."""
         for start in range(0, len(keys), BATCH):
             self.now_ms += 1
             reservation = self.tier.reserve(self.digest, keys[start : start + BATCH], PAGE_NBYTES)
             self.tier.commit(reservation, [bytes(16)] * len(reservation.pages))
 
     def longest_s(self, work: Callable[[], object]) -> float:
+        """Return the longest time that the lock was held during some work."""
         lock = self.tier.lock = TimedLock()  # type: ignore[assignment]
         work()
         return lock.longest_s
 
 
 def fill(pages: int) -> float:
+    """Measure puts into an empty tier."""
     box = Box(pages, full=False)
     return box.longest_s(lambda: box.fill(box.keys))
 
 
 def reserve(pages: int) -> float:
+    """Measure a reservation in a full tier."""
     box = Box(pages)
     return box.longest_s(lambda: box.tier.reserve(box.digest, box.new, PAGE_NBYTES))
 
 
 def reserve_held(pages: int) -> float:
+    """Measure a reservation with most pages held."""
     box = Box(pages)
     for start in range(0, pages * 3 // 4, BATCH):  # the oldest
         held = box.tier.live_all(box.tier.namespace(box.digest), box.keys[start : start + BATCH])
@@ -97,12 +103,14 @@ def reserve_held(pages: int) -> float:
 
 
 def reserve_large(pages: int) -> float:
+    """Measure a reservation of large pages."""
     box = Box(pages)
     large = box.open(EXTENT_NBYTES)
     return box.longest_s(lambda: box.tier.reserve(large, box.new[:1], EXTENT_NBYTES))
 
 
 def reserve_pins_end(pages: int) -> float:
+    """Measure a reservation when many pins end."""
     box = Box(pages)
     for start in range(0, pages // 2, BATCH):
         box.tier.pin(box.digest, box.keys[start : start + BATCH], 1000)
@@ -111,11 +119,13 @@ def reserve_pins_end(pages: int) -> float:
 
 
 def remove(pages: int) -> float:
+    """Measure the removal of pages."""
     box = Box(pages)
     return box.longest_s(lambda: box.tier.remove(box.digest, box.keys))
 
 
 def remove_namespace(pages: int) -> float:
+    """Measure the removal of a namespace."""
     box = Box(pages)
     return box.longest_s(lambda: box.tier.remove_namespace(box.digest))
 
@@ -132,6 +142,7 @@ WORK = {
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument(
         "--pages", type=int, nargs="+", default=[16_384, 262_144], help="(%(default)s)"

@@ -39,7 +39,7 @@ class Subject:
         self.absent = [secrets.token_bytes(32) for _ in range(KEYS)]
 
     def turn(self, lookup: Callable[[list[bytes]], int]) -> Samples:
-        """Seconds of each call of `lookup`, which gives the number of keys found."""
+        """Return the seconds of each call of `lookup`, which returns how many keys were found."""
         assert (lookup(self.stored), lookup(self.absent)) == (KEYS, 0)
         return {
             "hit": [timed(functools.partial(lookup, self.stored)) for _ in range(CALLS)],
@@ -47,9 +47,11 @@ class Subject:
         }
 
     def ours(self, client: Client) -> Samples:
+        """Time our lookup."""
         return self.turn(lambda hashes: client.lookup(self.namespace, hashes).prefix_pages)
 
     def rival(self, client: Any) -> Samples:
+        """Time Redis."""
         keys = {
             id(hashes): [self.namespace.digest + h for h in hashes]
             for hashes in (self.stored, self.absent)
@@ -57,6 +59,7 @@ class Subject:
         return self.turn(lambda hashes: client.exists(*keys[id(hashes)]))
 
     def store(self, client: Client, redis: Any) -> None:
+        """Store the keys."""
         pages = [bytes(PAGE_NBYTES)] * KEYS
         client.put(self.namespace, self.stored, pages)
         if redis is not None:
@@ -69,6 +72,7 @@ class Subject:
 
 
 def rows(samples: dict[str, Samples]) -> list[dict[str, Any]]:
+    """Return the table's rows."""
     found = []
     for op in ("hit", "miss"):
         rival = percentile(samples["Redis EXISTS"][op], 50) if "Redis EXISTS" in samples else None
@@ -93,6 +97,7 @@ def rows(samples: dict[str, Samples]) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument(
         "--rounds", type=int, default=120, help=f"turns of {CALLS} calls each (%(default)s)"

@@ -46,13 +46,13 @@ REDIS_START_S = 10.0
 
 
 def percentile(seconds: Sequence[float], percent: int) -> float:
-    """The smallest latency that `percent` of the calls do not exceed."""
+    """Return the smallest latency that `percent` of the calls do not exceed."""
     ordered = sorted(seconds)
     return ordered[-(-percent * len(ordered) // 100) - 1]
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -64,7 +64,7 @@ def rounds(
     warmups: int,
     tick: Callable[[], None],
 ) -> dict[str, Samples]:
-    """Samples of each contender from `count` rounds, after `warmups` that do not count.
+    """Return each contender's samples from `count` rounds, after `warmups`.
 
     Each round begins with another contender and every other one runs backwards.
     """
@@ -86,9 +86,9 @@ def rounds(
 
 @contextlib.contextmanager
 def redis_client(notes: list[str]) -> Iterator[Any]:
-    """A client of a throwaway redis-server on loopback TCP that never writes to disk.
+    """Yield a client of a throwaway redis-server on loopback TCP without persistence.
 
-    Without redis-server or redis-py: None, and `notes` says what to install.
+    Without redis-server or redis-py it yields None, and `notes` says what to install.
     """
     program = shutil.which("redis-server")
     if program is None or redis is None:
@@ -150,10 +150,9 @@ def _wait_for_redis(client: Any) -> None:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[], None]]:
-    """A function to call after each of `total` steps; draws a bar if stderr is a terminal.
+    """Yield a function to call after each of `total` steps, which draws a bar on a terminal.
 
-    The bar is drawn by that call only: a thread that redraws it would take time from the calls that
-    are being measured.
+    Only that call draws: a thread that redraws would take time from the measured calls.
     """
     if Progress is None or not sys.stderr.isatty():
         yield lambda: None
@@ -164,7 +163,7 @@ def progress(total: int) -> Iterator[Callable[[], None]]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on.
+    """Describe the machine; `load` is the load average before the start.
 
     `load` is the load average before the start.
     """
@@ -211,6 +210,7 @@ class Report:
     machine: dict[str, Any] = field(default_factory=machine)
 
     def show(self, as_json: bool) -> None:
+        """Print the report."""
         if as_json:
             print(json.dumps(vars(self), ensure_ascii=False))
             return
@@ -240,7 +240,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def shown(value: object) -> str:
-    """A cell as the tables have it."""
+    """Format a table's cell."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -249,7 +249,7 @@ def shown(value: object) -> str:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """With --json; `doc` is the script's own description."""
+    """Return an argument parser with --json."""
     found = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )

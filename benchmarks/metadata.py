@@ -37,7 +37,7 @@ class Store:
         self._page = bytes(PAGE_NBYTES)
 
     def put(self, count: int) -> list[bytes]:
-        """Stores a batch under new random keys."""
+        """Store a batch under new random keys and return these."""
         hashes = [secrets.token_bytes(32) for _ in range(count)]
         assert set(self._client.put(self._namespace, hashes, [self._page] * count)) == {
             PutOutcome.STORED
@@ -45,16 +45,19 @@ class Store:
         return hashes
 
     def warm_up(self) -> None:
+        """Store and remove pages."""
         for hashes in [self.put(BATCH) for _ in range(WARMUP_PAGES // BATCH)]:
             self._client.remove(self._namespace, hashes)
 
     def fill(self, pages: int, tick: Callable[[], None]) -> None:
+        """Store pages."""
         for start in range(0, pages, BATCH):
             self.put(min(BATCH, pages - start))
             tick()
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument("--pages", type=int, default=200_000, help="pages to store (%(default)s)")
     args = options.parse_args(argv)

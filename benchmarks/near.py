@@ -1,10 +1,12 @@
 """Measure a client with a near node, beside one of a single node and one that asks owners.
 
     alone        one node, shared memory: put, get, and get in place (`open_get`) of 16 pages
-    near, held   two nodes, of which the first is near: the same of pages that it has, owned or copies
+    near, held   two nodes, of which the first is near: the same of pages that it has, owned or
+                 copies
     near, calm   the same, but what was put is handed on before it is read
     owner, bulk  the second node asked directly over bulk TCP: get
-    near, far    the first node asked for pages that only the second has: get, get in place. It forgets them before
+    near, far    the first node asked for pages that only the second has: get, get in place. It
+                 forgets them before
                  each call
     one page     the time of a get of one page, by each way
 
@@ -41,7 +43,7 @@ Call = Callable[[Client, Batch], None]
 
 
 def owned(client: Client, batch: Batch, member: str) -> list[bytes]:
-    """As many keys as the batch has, all of which this member owns."""
+    """Return as many keys as the batch has, all owned by this member."""
     view = client.view()
     assert view is not None
     drawn = [secrets.token_bytes(32) for _ in range(16 * len(batch.hashes))]
@@ -52,16 +54,18 @@ def owned(client: Client, batch: Batch, member: str) -> list[bytes]:
 
 
 def in_place(client: Client, batch: Batch) -> None:
+    """Get a batch in place."""
     with client.open_get(batch.namespace, batch.hashes) as slots:
         assert all(slots.hits)
 
 
 def one_page(client: Client, batch: Batch) -> None:
+    """Get one page."""
     assert client.get(batch.namespace, batch.hashes[:1], batch.buffers[:1]) == [True]
 
 
 def held(client: Client, nodes: Sequence[Client], batch: Batch, calm: bool = False) -> Samples:
-    """The client's node has what it was given.
+    """Time calls for pages that the client's node has; `nodes` forget them before.
 
     `nodes`: each alone, its own the first, to forget it before.
     """
@@ -77,6 +81,7 @@ def held(client: Client, nodes: Sequence[Client], batch: Batch, calm: bool = Fal
 
 
 def from_owner(client: Client, batch: Batch) -> Samples:
+    """Time gets from the owner."""
     return {
         "get": [timed(lambda: get(client, batch))],
         "one page": [timed(lambda: one_page(client, batch))],
@@ -84,7 +89,7 @@ def from_owner(client: Client, batch: Batch) -> Samples:
 
 
 def fetched(client: Client, near: Client, batch: Batch) -> Samples:
-    """`near`: the near node alone, which is to forget its copies."""
+    """Time gets of pages that the near node must fetch."""
 
     def anew(call: Call) -> list[float]:
         near.remove(batch.namespace, batch.hashes)
@@ -98,7 +103,7 @@ def fetched(client: Client, near: Client, batch: Batch) -> Samples:
 def rows(
     clients: dict[str, Client], page_nbytes: int, count: int, tick: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Of one page size.
+    """Return the rows of one page size.
 
     What only the second node has is put there by its own client.
     """
@@ -147,7 +152,7 @@ def rows(
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[list[NodeProcess]]:
-    """Of a cluster of their own."""
+    """Start a cluster of two nodes."""
     ports = free_ports(2)
     members = ",".join(f"n{number}=127.0.0.1:{port}" for number, port in enumerate(ports))
     with contextlib.ExitStack() as nodes:
@@ -167,6 +172,7 @@ def two_nodes() -> Iterator[list[NodeProcess]]:
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument(
         "--rounds", type=int, default=8, help="turns of each contender (%(default)s)"

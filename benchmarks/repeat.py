@@ -21,6 +21,7 @@ RUNS_MIN = 2
 
 
 def main() -> None:
+    """Run the command line."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def reports(command: list[str]) -> list[dict[str, Any]]:
-    """What one run reports: a JSON object for each of its tables."""
+    """Return the tables that one run reports."""
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}")
@@ -50,7 +51,7 @@ def reports(command: list[str]) -> list[dict[str, Any]]:
 
 
 def merged(same: list[dict[str, Any]]) -> Report:
-    """One table of several runs.
+    """Merge the tables of several runs.
 
     The notes are the first run's, each once.
     """
@@ -68,7 +69,7 @@ def merged(same: list[dict[str, Any]]) -> Report:
 
 
 def cell(values: list[Any]) -> Any:
-    """`values` of one cell in all runs, as one."""
+    """Merge a cell's values of all runs."""
     texts = [shown(value) for value in values]
     if len(set(texts)) == 1:
         return texts[0]

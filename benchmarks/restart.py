@@ -60,6 +60,7 @@ class Population:
         random.shuffle(self._offsets)
 
     def write(self, tick: Callable[[], None]) -> None:
+        """Write the rows."""
         namespace = Namespace(model="benchmark", layout=opaque_layout(self.page_nbytes))
         rows = Rows(self.directory / "rows", EXTENT_NBYTES)
         rows.write({1: namespace_message(namespace).SerializeToString()}, [], [])
@@ -77,7 +78,7 @@ class Population:
             yield PageRow(1, page_hash, offset, self.page_nbytes, used_s, used_s, 0, checksum)
 
     def scan(self) -> None:
-        """The limit: every row, checked, and nothing done with it."""
+        """Read and check every row: the limit."""
         rows = Rows(self.directory / "rows", EXTENT_NBYTES)
         assert (
             sum(parse_page_row(key, value) is not None for key, value in rows.pages()) == self.count
@@ -85,7 +86,7 @@ class Population:
         rows.close()
 
     def drop_cache(self) -> None:
-        """Takes the rows' files out of the page cache."""
+        """Drop the rows' files from the page cache."""
         for path in (self.directory / "rows").iterdir():
             fd = os.open(path, os.O_RDONLY)
             os.fsync(fd)
@@ -93,7 +94,7 @@ class Population:
             os.close(fd)
 
     def start(self) -> Start:
-        """Starts a node and stops it; every row must have become a page."""
+        """Start and stop a node; every row must have become a page."""
         begun = time.perf_counter()
         disk = ("--data-dir", str(self.directory), "--disk-bytes", str(self.capacity_nbytes))
         with NodeProcess(*NODE_FLAGS, *disk, "--disk-extent-bytes", str(EXTENT_NBYTES)) as node:
@@ -109,6 +110,7 @@ class Population:
 def rows_of(
     full: Population, empty: Population, starts: int, tick: Callable[[], None]
 ) -> list[dict[str, Any]]:
+    """Return the table's rows."""
     nothing = [empty.start() for _ in range(starts)]
     base_nbytes = median([start.nbytes for start in nothing])
     found = []
@@ -141,6 +143,7 @@ def rows_of(
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     add_dir(options)
     options.add_argument("--pages", type=int, default=1_000_000, help="rows (%(default)s)")

@@ -3,7 +3,8 @@
     store.put(keys, pages)    whether each was taken
     store.get(keys, buffers)  whether each came back
     store.forget(keys)        makes room, at once or later
-    store.kill()              SIGKILL to one server that holds pages; `kill_master()` where there is one
+    store.kill()              SIGKILL to one server that holds pages; `kill_master()` where there is
+                              one
 
 What they need beside this project: `rivals_missing`.
 """
@@ -48,21 +49,26 @@ class Ours:
         self._namespace = replay_namespace(page_nbytes)
 
     def put(self, keys: Sequence[bytes], pages: Sequence[bytearray]) -> list[bool]:
+        """Put a batch."""
         return [
             outcome is PutOutcome.STORED
             for outcome in self._client.put(self._namespace, keys, pages)
         ]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[bytearray]) -> list[bool]:
+        """Get a batch."""
         return self._client.get(self._namespace, keys, buffers)
 
     def forget(self, keys: Sequence[bytes]) -> None:
+        """Remove what was stored."""
         self._client.remove(self._namespace, keys)
 
     def kill(self) -> None:
+        """Kill one server."""
         self._fleet.nodes["n1"].kill()
 
     def close(self) -> None:
+        """Stop everything that was started."""
         self._client.close()
         self._fleet.close()
 
@@ -75,6 +81,7 @@ class Servers:
         self.running: list[subprocess.Popen[bytes]] = []
 
     def start(self, *command: str, ready: Callable[[], bool]) -> subprocess.Popen[bytes]:
+        """Start a server and wait until it is ready."""
         with (self.folder / f"{len(self.running)}.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder)
         self.running.append(process)
@@ -86,6 +93,7 @@ class Servers:
         return process
 
     def close(self) -> None:
+        """Stop everything that was started."""
         for process in self.running:
             process.kill()
             process.wait()
@@ -93,6 +101,7 @@ class Servers:
 
 
 def listens(port: int) -> bool:
+    """Return whether a port listens."""
     with contextlib.suppress(OSError), socket.create_connection((HERE_IP, port), 1.0):
         return True
     return False
@@ -105,7 +114,8 @@ class Mooncake:
 import pathlib, sys, time
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
-failed = store.setup(sys.argv[1], "P2PHANDSHAKE", int(sys.argv[2]), 64 << 20, "tcp", "", sys.argv[3])
+segment, staging = int(sys.argv[2]), 64 << 20
+failed = store.setup(sys.argv[1], "P2PHANDSHAKE", segment, staging, "tcp", "", sys.argv[3])
 pathlib.Path(sys.argv[4]).write_text(str(failed))
 time.sleep(86400)
 """
@@ -133,7 +143,7 @@ time.sleep(86400)
         return self._servers.start(sys.executable, "-c", self.SEGMENT, *words, ready=ready.exists)
 
     def _places(self, buffers: Sequence[bytearray]) -> list[int]:
-        """Their addresses, each made known to the transfer engine once."""
+        """Return the buffers' addresses, registered with the transfer engine once."""
         found = []
         for buffer in buffers:
             place = self._registered.get(id(buffer))
@@ -145,6 +155,7 @@ time.sleep(86400)
         return found
 
     def put(self, keys: Sequence[bytes], pages: Sequence[bytearray]) -> list[bool]:
+        """Put a batch."""
         sizes = [self._page_nbytes] * len(keys)
         return [
             code == 0
@@ -152,22 +163,26 @@ time.sleep(86400)
         ]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[bytearray]) -> list[bool]:
+        """Get a batch."""
         sizes = [self._page_nbytes] * len(keys)
         found = self._client.batch_get_into(names(keys), self._places(buffers), sizes)
         return [nbytes == self._page_nbytes for nbytes in found]
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """What was read is on lease for 5 s, and goes later."""
+        """Remove keys; those read within 5 s are on lease and go later."""
         self._old += keys
         self._old = [key for key in self._old if self._client.remove(key.hex()) != 0]
 
     def kill(self) -> None:
+        """Kill one server."""
         self._segments[0].kill()
 
     def kill_master(self) -> None:
+        """Kill the master."""
         self._master.kill()
 
     def close(self) -> None:
+        """Stop everything that was started."""
         self._servers.close()  # before the client, whose `close` would wait for the master
 
 
@@ -217,10 +232,12 @@ class RedisCluster:
                 time.sleep(0.2)
 
     def put(self, keys: Sequence[bytes], pages: Sequence[bytearray]) -> list[bool]:
+        """Put a batch."""
         calls = [("SET", key, memoryview(page)) for key, page in zip(keys, pages, strict=True)]
         return [answer is True or answer == b"OK" for answer in self._all(calls)]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[bytearray]) -> list[bool]:
+        """Get a batch."""
         answers = self._all([("GET", key) for key in keys])
         for answer, buffer in zip(answers, buffers, strict=True):
             if isinstance(answer, bytes):
@@ -228,10 +245,11 @@ class RedisCluster:
         return [isinstance(answer, bytes) for answer in answers]
 
     def forget(self, keys: Sequence[bytes]) -> None:
+        """Remove what was stored."""
         self._all([("DEL", key) for key in keys])
 
     def _all(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """In one pipeline; one by one if that raises, as it does when one of the servers is gone.
+        """Run commands in one pipeline, or one by one if that raises.
 
         Raises if none of them is answered.
         """
@@ -253,19 +271,22 @@ class RedisCluster:
             return error
 
     def kill(self) -> None:
+        """Kill one server."""
         self._servers.running[0].send_signal(signal.SIGKILL)
 
     def close(self) -> None:
+        """Stop everything that was started."""
         self._client.close()
         self._servers.close()
 
 
 def names(keys: Sequence[bytes]) -> list[str]:
+    """Return the keys as text."""
     return [key.hex() for key in keys]
 
 
 def rivals_missing() -> dict[str, str]:
-    """What is missing here for a rival, by its name."""
+    """Return what is missing here for a rival, by its name."""
     lacking = {}
     try:
         import mooncake.store  # noqa: F401

@@ -1,8 +1,10 @@
 """Measure put and get of 32 pages through shared memory beside `memcpy`, and a lookup.
 
-    memcpy     the pages copied into memory of the node's kind (a memfd, mapped and touched before), and
+    memcpy     the pages copied into memory of the node's kind (a memfd, mapped and touched before),
+               and
                from there into the buffers: no node, no keys, no checksum
-    shm        ours as it is: put reserves, copies, hashes and commits; get acquires, copies, hashes the
+    shm        ours as it is: put reserves, copies, hashes and commits; get acquires, copies, hashes
+               the
                copy and releases
     others     ours without the checksum, ours over bulk TCP
 
@@ -67,10 +69,12 @@ class Memcpy:
         self._memory[:] = bytes(nbytes)
 
     def put(self, batch: Batch) -> None:
+        """Put a batch."""
         for slot, page in zip(self._slots(batch), batch.pages, strict=True):
             copy(slot, memoryview(page))
 
     def get(self, batch: Batch) -> None:
+        """Get a batch."""
         for buffer, slot in zip(batch.buffers, self._slots(batch), strict=True):
             copy(memoryview(buffer), slot)
 
@@ -80,10 +84,12 @@ class Memcpy:
             yield self._memory[start : start + self._step]
 
     def __call__(self, batch: Batch) -> Samples:
+        """Time a copy in each direction."""
         return {"put": [timed(lambda: self.put(batch))], "get": [timed(lambda: self.get(batch))]}
 
 
 def without_checksum(client: Client, batch: Batch) -> Samples:
+    """Run our side without checksums."""
     with mock.patch("kvstore.transports.shm.Leaves", NoChecksum):
         return ours(client, batch)
 
@@ -91,7 +97,7 @@ def without_checksum(client: Client, batch: Batch) -> Samples:
 def copy_rows(
     clients: dict[str, Client], batches: Batches, count: int, tick: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Rows of one page size."""
+    """Return the rows of one page size."""
     contenders: dict[str, Contender] = {
         "memcpy": Memcpy(batches),
         "shm": functools.partial(ours, clients["shm"]),
@@ -121,7 +127,7 @@ def copy_rows(
 
 
 def together(pool: ThreadPoolExecutor, work: Sequence[Callable[[], object]]) -> float:
-    """Seconds from the start of the first to the end of the last, all begun at once."""
+    """Return the seconds from the first start to the last end of parallel work."""
     barrier = threading.Barrier(len(work))
 
     def run(call: Callable[[], object]) -> tuple[float, float]:
@@ -135,7 +141,7 @@ def together(pool: ThreadPoolExecutor, work: Sequence[Callable[[], object]]) -> 
 
 
 def each(call: Callable[[Batch], None], batches: Batches) -> Callable[[], None]:
-    """Work of one thread."""
+    """Return the work of one thread."""
 
     def work() -> None:
         for batch in batches.all:
@@ -147,7 +153,7 @@ def each(call: Callable[[Batch], None], batches: Batches) -> Callable[[], None]:
 def thread_rows(
     client: Client, threads: int, page_nbytes: int, count: int, tick: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Rows of one page size and so many threads."""
+    """Return the rows of one page size with several threads."""
     own = [Batches(page_nbytes, THREAD_BATCH, MOVED_NBYTES // threads) for _ in range(threads)]
     limits = [Memcpy(batches) for batches in own]
     work: dict[str, dict[str, list[Callable[[], None]]]] = {
@@ -197,6 +203,7 @@ def thread_rows(
 def question_rows(
     clients: dict[str, Client], count: int, tick: Callable[[], None]
 ) -> list[dict[str, Any]]:
+    """Return the rows of lookups."""
     batch = Batches(4096, KEYS).all[0]
     clients["shm"].put(batch.namespace, batch.hashes, batch.pages)
 
@@ -236,6 +243,7 @@ def question_rows(
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument(
         "--rounds", type=int, default=15, help="turns of each contender (%(default)s)"
@@ -283,6 +291,7 @@ def main(argv: list[str]) -> None:
 
 
 def counts(text: str) -> list[int]:
+    """Parse numbers separated by commas."""
     return [int(number) for number in text.split(",")]
 
 

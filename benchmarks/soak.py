@@ -25,6 +25,7 @@ AIM_NBYTES = 128 << 10
 
 
 def fill(client: Client, namespace: Namespace, pages: int) -> None:
+    """Store pages."""
     page = bytes(PAGE_NBYTES)
     for start in range(0, pages, BATCH):
         count = min(BATCH, pages - start)
@@ -32,6 +33,7 @@ def fill(client: Client, namespace: Namespace, pages: int) -> None:
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument(
         "--rounds", type=int, default=64, help="namespaces, one after the other (%(default)s)"

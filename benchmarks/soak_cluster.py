@@ -1,9 +1,11 @@
 """Run three nodes under mixed load and faults for half an hour; check bytes and growth.
 
-    load      THREADS threads of two clients (bulk, gRPC) look up, put (durable ones, some with a time to live), get,
+    load      THREADS threads of two clients (bulk, gRPC) look up, put (durable ones, some with a
+              time to live), get,
               get ranges, pin and remove pages of three sizes; namespaces come and go. All pages
               follow from their keys
-    faults    n1 is killed and started again; n2 is stopped for some seconds; strangers say half a frame to n3
+    faults    n1 is killed and started again; n2 is stopped for some seconds; strangers say half a
+              frame to n3
     looks     every LOOK_S: private memory, descriptors and threads of each node; calls and errors
 
 n2 and n3 live from the beginning to the end. Exit status 0 only if no byte was wrong, no call was
@@ -167,7 +169,7 @@ class Load:
 
 
 def some(rng: random.Random) -> tuple[Namespace, list[bytes]]:
-    """A namespace and a chain of it, by popularity."""
+    """Choose a namespace and a chain of it, by popularity."""
     nbytes = rng.choice(SIZES)
     first = min(rng.randrange(KEYS), rng.randrange(KEYS)) // CHAIN * CHAIN
     keys = [number.to_bytes(32, "big") for number in range(first, first + rng.randint(1, CHAIN))]
@@ -178,7 +180,7 @@ def some(rng: random.Random) -> tuple[Namespace, list[bytes]]:
 
 
 def faults(fleet: Fleet) -> Iterator[tuple[str, Callable[[], None]]]:
-    """One after the other, without end."""
+    """Yield faults one after the other, without end."""
 
     def killed() -> None:
         fleet.nodes["n1"].kill()
@@ -211,7 +213,7 @@ def faults(fleet: Fleet) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def look(pid: int) -> dict[str, float]:
-    """Of a process, as the kernel tells it."""
+    """Read a process's figures from the kernel."""
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     descriptors = len(list(Path(f"/proc/{pid}/fd").iterdir()))
@@ -223,6 +225,7 @@ def look(pid: int) -> dict[str, float]:
 
 
 def soak(args: argparse.Namespace) -> int:
+    """Run the soak and return the exit status."""
     end = time.monotonic() + args.minutes * 60
     looks: dict[str, dict[str, list[float]]] = {
         node: {what: [] for what in FLAT} for node in ("n2", "n3")
@@ -265,7 +268,7 @@ def told(
     calls: list[float],
     said: dict[str, str],
 ) -> int:
-    """The picture, the sums, and whether all is well."""
+    """Print picture and sums; return whether all is well."""
     grown = {
         f"{node}: {what}": growth(values)
         for node, found in looks.items()
@@ -311,12 +314,13 @@ def told(
 
 
 def growth(values: list[float]) -> float:
-    """From the second quarter to the last one."""
+    """Return the growth from the second quarter to the last."""
     quarter = max(1, len(values) // 4)
     return statistics.median(values[-quarter:]) - statistics.median(values[quarter : 2 * quarter])
 
 
 def picture(values: list[float]) -> str:
+    """Draw values as a line of text."""
     share = -(-len(values) // COLUMNS)
     columns = [
         statistics.mean(values[start : start + share]) for start in range(0, len(values), share)
@@ -325,6 +329,7 @@ def picture(values: list[float]) -> str:
 
 
 def main(argv: list[str]) -> int:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument("--minutes", type=float, default=30.0, help="%(default)s")
     options.add_argument(

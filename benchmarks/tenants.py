@@ -71,22 +71,26 @@ THREADS = 4
 
 
 def keys_of(rng: random.Random, count: int) -> list[bytes]:
+    """Return random keys."""
     return [rng.randbytes(32) for _ in range(count)]
 
 
 def flood(client: Client, rng: random.Random) -> None:
+    """Put and get as fast as possible."""
     some = keys_of(rng, 16)
     client.put(LOUD, some, [bytes(PAGE_NBYTES)] * 16)
     client.get(LOUD, some, [bytearray(PAGE_NBYTES) for _ in some])
 
 
 def pins(client: Client, rng: random.Random) -> None:
+    """Put and pin pages."""
     some = keys_of(rng, 16)
     client.put(LOUD, some, [bytes(PAGE_NBYTES)] * 16)
     client.pin(LOUD, some, 3600.0)
 
 
 def sizes(client: Client, rng: random.Random) -> None:
+    """Put pages of random sizes."""
     nbytes = rng.randrange(1, 200) * 2500
     client.put(
         dataclasses.replace(LOUD, layout=opaque_layout(nbytes)),
@@ -96,11 +100,13 @@ def sizes(client: Client, rng: random.Random) -> None:
 
 
 def descriptions(client: Client, rng: random.Random) -> None:
+    """Open namespaces with long descriptions."""
     space = dataclasses.replace(LOUD, salt=rng.randbytes(450).hex(), revision="r" * 1000)
     client.put(space, keys_of(rng, 1), [bytes(PAGE_NBYTES)])
 
 
 def scrubs(client: Client, rng: random.Random) -> None:
+    """Scrub and ask about many pages."""
     with contextlib.suppress(KVStoreError):
         client.scrub()
     client.lookup(LOUD, keys_of(rng, 2000))
@@ -108,7 +114,7 @@ def scrubs(client: Client, rng: random.Random) -> None:
 
 
 def silence(client: Client, rng: random.Random) -> None:
-    """Connections that say half of a frame."""
+    """Open connections that send half a frame."""
     host, _, port = client.config.address.partition(":")
     with contextlib.ExitStack() as stack:
         for _ in range(32):
@@ -121,7 +127,7 @@ ATTACKS = {each.__name__: each for each in (flood, pins, sizes, descriptions, sc
 
 
 def attack(name: str, address: str, token: str) -> None:
-    """Until it is killed."""
+    """Attack until killed."""
     os.nice(19)
 
     def run(number: int) -> None:
@@ -140,7 +146,7 @@ def attack(name: str, address: str, token: str) -> None:
 
 @contextlib.contextmanager
 def attacked(name: str, address: str, token: str) -> Iterator[None]:
-    """By processes, for as long as the context lasts; "alone": by none."""
+    """Run an attack within the block; "alone" runs none."""
     command = [sys.executable, __file__, "--attack", name, "--address", address]
     environment = {**os.environ, "KVSTORE_TOKEN": token}
     count = 0 if name == "alone" else ATTACKERS
@@ -161,7 +167,7 @@ def attacked(name: str, address: str, token: str) -> Iterator[None]:
 
 
 def turn(client: Client) -> dict[str, Any]:
-    """Hits, pages asked for, and seconds of each call, by operation."""
+    """Return hits, pages asked for, and the seconds of each call, by operation."""
     rng = random.Random(7)
     chains = [keys_of(rng, CHAIN_PAGES) for _ in range(CHAINS)]
     buffers = [bytearray(PAGE_NBYTES) for _ in range(CHAIN_PAGES)]
@@ -190,6 +196,7 @@ def turn(client: Client) -> dict[str, Any]:
 
 
 def cleared(operator: Client) -> None:
+    """Remove all namespaces."""
     for space, _ in operator.namespaces():
         operator.remove_namespace(space)
 
@@ -198,7 +205,7 @@ def cleared(operator: Client) -> None:
 
 
 def row(limits: str, name: str, turns: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians over rounds, of the ratios with their range."""
+    """Return a row of medians over rounds, with ranges."""
     alone, beside = turns["alone"], turns["beside"]
     worst = max(abs(a["hit rate"] - b["hit rate"]) for a, b in zip(alone, beside, strict=True))
     found: dict[str, Any] = {
@@ -225,6 +232,7 @@ def row(limits: str, name: str, turns: Mapping[str, Sequence[dict[str, Any]]]) -
 
 @contextlib.contextmanager
 def node_of(tokens: Mapping[str, str], limits: str, disk: bool) -> Iterator[NodeProcess]:
+    """Start a node."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lines = [
@@ -242,6 +250,7 @@ def node_of(tokens: Mapping[str, str], limits: str, disk: bool) -> Iterator[Node
 def measured(
     limits: str, attacks: Sequence[str], count: int, disk: bool, tick: Any
 ) -> list[dict[str, Any]]:
+    """Measure all attacks."""
     tokens = {name: new_token(name) for name in ("quiet", "loud")} | {"operator": new_token("all")}
     with contextlib.ExitStack() as stack:
         here, elsewhere = (
@@ -270,6 +279,7 @@ def measured(
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument(
         "--rounds", type=int, default=3, help="turns alone and beside each attack (%(default)s)"

@@ -1,7 +1,9 @@
 """Measure put and get of 16 pages with TLS, without, and through Python's own TLS socket.
 
-    limit      two Python processes, `sendall` and `recv_into` page by page, as in `bulk.py`: plain, and over `ssl`
-    bulk       ours as it is, plain and with TLS: encrypted in memory beside the socket (`kvstore.transports.tls`)
+    limit      two Python processes, `sendall` and `recv_into` page by page, as in `bulk.py`: plain,
+               and over `ssl`
+    bulk       ours as it is, plain and with TLS: encrypted in memory beside the socket
+               (`kvstore.transports.tls`)
     gRPC       ours as it is, plain and with TLS: gRPC's own library encrypts, in its threads
 
 TLS 1.3 with certificates on P-256 on both sides, made for this run. The contenders take turns as in
@@ -45,7 +47,7 @@ PLAIN = {
 
 
 def serve(port: int, page_nbytes: int, batch_count: int, cert: str, key: str) -> None:
-    """The other process, as in `bulk.py`."""
+    """Serve as the other process, as in `bulk.py`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
     places = [
@@ -67,6 +69,7 @@ def serve(port: int, page_nbytes: int, batch_count: int, cert: str, key: str) ->
 
 @contextlib.contextmanager
 def tls_sockets(batches: Batches, ca: str, pair: tuple[str, str]) -> Iterator[Contender]:
+    """Yield a contender that uses TLS sockets."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         args = (listener.getsockname()[1], batches.page_nbytes, len(batches.all), *pair)
         process = multiprocessing.get_context("spawn").Process(target=serve, args=args, daemon=True)
@@ -107,7 +110,7 @@ def page_rows(
     count: int,
     tick: Callable[[], None],
 ) -> list[dict[str, Any]]:
-    """Rows of one page size."""
+    """Return the rows of one page size."""
     with limit(batches) as plain, tls_sockets(batches, *files) as tls:
         contenders: dict[str, Contender] = {"sockets": plain, "sockets, TLS": tls}
         contenders |= {name: functools.partial(ours, client) for name, client in clients.items()}
@@ -137,7 +140,7 @@ def page_rows(
 
 @contextlib.contextmanager
 def busy(wanted: bool) -> Iterator[None]:
-    """A thread that runs Python all the time."""
+    """Run a thread that executes Python all the time."""
     stop = threading.Event()
 
     def run() -> None:
@@ -159,6 +162,7 @@ def busy(wanted: bool) -> Iterator[None]:
 def clients_of(
     plain: NodeProcess, secured: NodeProcess, files: dict[str, str], stack: Any
 ) -> dict[str, Client]:
+    """Return a client per transport, plain and with TLS."""
     clients = {}
     for name, wire in (("bulk", "bulk"), ("gRPC", "grpc")):
         for node, tls, suffix in ((plain, {}, ""), (secured, files, ", TLS")):
@@ -170,6 +174,7 @@ def clients_of(
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument(
         "--rounds",

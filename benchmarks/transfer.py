@@ -1,6 +1,7 @@
 """Measure how fast KV moves between a GPU pool and host pages, and what it costs other work.
 
-    python benchmarks/transfer.py                 on a machine with an NVIDIA GPU and CuPy (about two minutes)
+    python benchmarks/transfer.py                 on a machine with an NVIDIA GPU and CuPy (about
+                                                  two minutes)
     python benchmarks/transfer.py --cpu           the reference on the CPU, small: proves the script
 
 Every strategy's bytes are checked with fresh random data and poisoned destinations before it is
@@ -37,9 +38,7 @@ DIRECTIONS = ("gather", "scatter")
 
 
 def attempt(what: str, step: Callable[[], Any]) -> Any:
-    """The step's value; None and a message on stderr if it broke: the rest of the table is still
-    wanted.
-    """
+    """Run a step; on failure log it and return None, so that the rest of the table is made."""
     try:
         return step()
     except Exception:
@@ -50,6 +49,7 @@ def attempt(what: str, step: Callable[[], Any]) -> Any:
 def row(
     work: str, name: str, direction: str, gb_s: float, wall_gb_s: float | None, limit: float | None
 ) -> dict[str, Any]:
+    """Return a row of the table."""
     return {
         "work": work,
         "strategy": name,
@@ -64,7 +64,7 @@ def row(
 
 
 def gpu_rows(nbytes: int, runs: int) -> Iterator[dict[str, Any]]:
-    """One row per work, strategy and direction, then both directions at once."""
+    """Yield a row per work, strategy and direction, then both directions at once."""
     import gpu_strategies as gpu  # needs cupy and a GPU, which --cpu must not
 
     for shape in SHAPES:
@@ -76,6 +76,7 @@ def gpu_rows(nbytes: int, runs: int) -> Iterator[dict[str, Any]]:
 
 
 def work_rows(gpu: Any, work: Work, runs: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one work."""
     limits: dict[str, float] = {}
     for kind in gpu.STRATEGIES:
         strategy = attempt(f"{work.name}: {kind.name}", partial(kind, work))
@@ -97,13 +98,13 @@ def work_rows(gpu: Any, work: Work, runs: int) -> Iterator[dict[str, Any]]:
 
 
 def speeds(strategy: Any, direction: str, runs: int) -> tuple[float, float]:
-    """GB/s by CUDA events and by the wall clock."""
+    """Return GB/s by CUDA events and by the wall clock."""
     by_events, by_wall = seconds_of(strategy, direction, runs)
     return strategy.work.nbytes / by_events / 1e9, strategy.work.nbytes / by_wall / 1e9
 
 
 def seconds_of(strategy: Any, direction: str, runs: int) -> tuple[float, float]:
-    """Median seconds of a move by CUDA events and by the wall clock, after the check of the bytes."""
+    """Return median seconds of a checked move, by CUDA events and by the wall clock."""
     work, move = strategy.work, getattr(strategy, direction)
     if strategy.checked:
         getattr(work, f"check_{direction}")(lambda: strategy.run(move), strategy.units)
@@ -113,7 +114,7 @@ def seconds_of(strategy: Any, direction: str, runs: int) -> tuple[float, float]:
 
 
 def both_ways(kind: Any, work: Work) -> float:
-    """GB/s of both directions together, by the wall clock over many moves."""
+    """Return the GB/s of both directions together."""
     strategies = {direction: kind(work) for direction in DIRECTIONS}
     barrier = threading.Barrier(2 * kind.jobs + 1)
 
@@ -137,7 +138,7 @@ def both_ways(kind: Any, work: Work) -> float:
 
 
 def tiny_rows(runs: int) -> Iterator[dict[str, Any]]:
-    """Latency of a load of one page."""
+    """Yield the latency of a load of one page."""
     import gpu_strategies as gpu
 
     work = Work(next(shape for shape in SHAPES if shape.name == "tp8"), "cuda", 1)
@@ -159,7 +160,7 @@ def tiny_rows(runs: int) -> Iterator[dict[str, Any]]:
 
 
 def slowdown_rows(nbytes: int) -> Iterator[dict[str, Any]]:
-    """What matrix products lose while transfers run back to back."""
+    """Yield what matrix products lose while transfers run."""
     import gpu_strategies as gpu
 
     works = [Work(shape, "cuda", nbytes) for shape in SHAPES if shape.name in ("llama", "tp8")]
@@ -193,7 +194,7 @@ def slowdown_rows(nbytes: int) -> Iterator[dict[str, Any]]:
 def during(
     kind: Any, work: Work, direction: str, seconds: Callable[[], float]
 ) -> tuple[float, float]:
-    """Median seconds of a product while a strategy moves, and the GB/s it moved at meanwhile."""
+    """Return a product's median seconds during a strategy's moves, and their GB/s."""
     strategy = kind(work)
     stop, moving, moves = threading.Event(), threading.Event(), 0
 
@@ -222,7 +223,7 @@ def during(
 
 
 def cpu_rows(nbytes: int, runs: int) -> Iterator[dict[str, Any]]:
-    """The reference on a pool in CPU memory: the same checks and the same table."""
+    """Yield the rows of the reference on CPU memory."""
     transfer = TorchTransfer()
     for shape in SHAPES:
         work = Work(shape, "cpu", max(nbytes, 2 * shape.layout.page_nbytes))
@@ -243,6 +244,7 @@ def cpu_rows(nbytes: int, runs: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -6,7 +6,8 @@ before.
 
     cold       one forward pass over the prompt
     stored     lookup, load, then a forward pass over the last tokens
-    PCIe       payload over the speed of one big page-locked copy in the same run, as a share of the load
+    PCIe       payload over the speed of one big page-locked copy in the same run, as a share of the
+               load
 
     python benchmarks/ttft.py                 on a machine with an NVIDIA GPU (a minute)
     python benchmarks/ttft.py --cpu           a tiny model: proves the script
@@ -52,6 +53,7 @@ RUNS = 5
 
 
 def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return (seconds, result) of a call."""
     synchronize()
     begun = time.perf_counter()
     result = call()
@@ -60,7 +62,7 @@ def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def copy_gb_s(nbytes: int) -> float:
-    """Host to GPU, page-locked, by CUDA events."""
+    """Measure a page-locked copy to the GPU; return GB/s."""
     if not torch.cuda.is_available():
         return float("nan")
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -80,6 +82,7 @@ def copy_gb_s(nbytes: int) -> float:
 def measure(
     client: Client, adapter: TransformersAdapter, model: Any, tokens: int, runs: int
 ) -> dict[str, Any]:
+    """Measure one prompt length."""
     device = model.device
     ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=device)
     prompt = ids[0].tolist()
@@ -129,6 +132,7 @@ def measure(
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

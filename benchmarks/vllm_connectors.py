@@ -4,9 +4,12 @@
     store            ours, with a node on this host
     offloading       vLLM's own OffloadingConnector, its tier in the engine's RAM
     lmcache          LMCacheConnectorV1, LMCache in the engine's process with its memory there
-    lmcache-server   LMCacheMPConnector and `lmcache server` on this host, hits from the server's memory (L1)
-    lmcache-store    the same with our node as the server's L2 (docs/engines/lmcache.md): L1 is cleared before a hit
-    lmcache-lm       LMCacheConnectorV1 that keeps nothing itself: hits from LMCache's own remote server, lm://
+    lmcache-server   LMCacheMPConnector and `lmcache server` on this host, hits from the server's
+                     memory (L1)
+    lmcache-store    the same with our node as the server's L2 (docs/engines/lmcache.md): L1 is
+                     cleared before a hit
+    lmcache-lm       LMCacheConnectorV1 that keeps nothing itself: hits from LMCache's own remote
+                     server, lm://
 
 LMCache's have its defaults, except for sizes and ports.
 """
@@ -52,7 +55,7 @@ class Connector:
 
 
 def available(names: list[str]) -> list[str]:
-    """Of these, those that can run here; says which can not."""
+    """Return the connectors that can run here; print which cannot."""
     lacking = (
         [name for name in names if name.startswith("lmcache")]
         if not importlib.util.find_spec("lmcache")
@@ -67,9 +70,9 @@ def available(names: list[str]) -> list[str]:
 
 
 def connector(name: str, address: str, gib: int, stack: contextlib.ExitStack) -> Connector:
-    """`gib`: of RAM; `address`: of the node, which has as much.
+    """Start a connector; `gib` is its RAM, `address` the node's, which has as much.
 
-    What was started ends with `stack`.
+    What is started ends with `stack`.
     """
     if name == "none":
         return Connector(None)
@@ -106,7 +109,7 @@ def _lm_server() -> Iterator[int]:
 
 @contextlib.contextmanager
 def _lmcache_server(gib: int, address: str | None) -> Iterator[tuple[int, int]]:
-    """Its port and that of its HTTP frontend."""
+    """Run LMCache's server; yield its port and its HTTP port."""
     port, http_port, metrics_port = free_ports(3)
     flags = ["--host", "127.0.0.1", "--port", str(port), "--http-port", str(http_port)]
     flags += ["--prometheus-port", str(metrics_port), "--eviction-policy", "LRU"]
@@ -142,7 +145,7 @@ def _clear(http_port: int) -> None:
 
 @contextlib.contextmanager
 def _process(module: str, *arguments: str) -> Iterator[Callable[[], None]]:
-    """A function that ends the run, with what the process said, if it has ended."""
+    """Run a module; yield a function that fails if it has ended."""
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments], stdout=said, stderr=subprocess.STDOUT

@@ -5,8 +5,10 @@ computed does not matter), stays up on one GPU, and a node on the same host. One
 LMCache's are left out where it is not installed.
 
     computed   an engine without a connector
-    miss       computed, and saved behind it; skip: the same engine, a request that stays out of the store
-    hit        its own cache was emptied before, so that the KV comes from the store, or from where others keep it
+    miss       computed, and saved behind it; skip: the same engine, a request that stays out of the
+               store
+    hit        its own cache was emptied before, so that the KV comes from the store, or from where
+               others keep it
     local      a hit in its own cache
 
 Seconds are those of `LLM.generate` with one token. Throughput: requests of new prompts at once,
@@ -65,7 +67,7 @@ class Contender:
         self._connector = connector
 
     def first_tokens(self, prompts: Callable[[], list[int]]) -> Samples:
-        """Of one prompt of a length; `prompts()` makes another."""
+        """Return the seconds to the first token; `prompts()` makes another prompt."""
         prompt = prompts()
         self._forget()
         if self._connector.config is None:
@@ -81,6 +83,7 @@ class Contender:
         return found
 
     def throughput(self, prompts: Callable[[], list[int]]) -> Samples:
+        """Return the seconds of many requests."""
         self._forget()
         found = {"new": [self._seconds([prompts() for _ in range(REQUESTS)], ANSWER_TOKENS)]}
         if self._connector.skips:
@@ -91,7 +94,7 @@ class Contender:
         return found
 
     def _hit(self, prompt: list[int]) -> list[float]:
-        """Of ours, a prompt that is no hit ends the run; of others' it has no seconds."""
+        """Return the seconds of a hit; ours must hit, others may not."""
         found = self._engine.ask("generate", prompts=[prompt], max_tokens=1, logprobs=None)
         cached = found["requests"][0]["cached"] or 0
         if cached >= len(prompt) * 9 // 10:
@@ -110,7 +113,7 @@ class Contender:
         return float(found["seconds"])
 
     def _forget(self) -> None:
-        """The engine's own cache; blocks that are being saved are in it until they are."""
+        """Empty the engine's own cache."""
         end = time.monotonic() + SETTLED_S
         while not self._engine.ask("reset")["done"]:
             if time.monotonic() > end:
@@ -122,6 +125,7 @@ class Contender:
 def contenders(
     names: list[str], model: Path, node: NodeProcess, kv_gib: int, tier_gib: int, tokens_max: int
 ) -> Iterator[dict[str, Contender]]:
+    """Yield the engines to compare."""
     arguments: dict[str, Any] = {
         "model": str(model),
         "load_format": "dummy",
@@ -153,7 +157,7 @@ def contenders(
 
 
 def started(engines: dict[str, EngineHandle]) -> None:
-    """Waits for all of them; one with another's connector that does not start is left out."""
+    """Wait for all engines; leave out a rival's that does not start."""
     for name, engine in list(engines.items()):
         try:
             engine.start()
@@ -165,6 +169,7 @@ def started(engines: dict[str, EngineHandle]) -> None:
 
 
 def wait_agents(engine: EngineHandle) -> None:
+    """Wait for the agents."""
     end = time.monotonic() + SETTLED_S
     while not all(worker["ready"] for worker in engine.ask("agents")["workers"]):
         if time.monotonic() > end:
@@ -173,7 +178,7 @@ def wait_agents(engine: EngineHandle) -> None:
 
 
 def save_config(name: str, directory: Path) -> None:
-    """A Llama's configuration, without weights."""
+    """Write a Llama's configuration, without weights."""
     layers, hidden, within, heads, kv_heads, vocabulary = MODELS[name]
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -196,6 +201,7 @@ def save_config(name: str, directory: Path) -> None:
 
 
 def spread(samples: list[float], unit: float) -> str:
+    """Format the median and range of samples."""
     values = sorted(value * unit for value in samples)
     digits = 1 if values[0] < 100 else 0
     return f"{median(values):.{digits}f} ({values[0]:.{digits}f}–{values[-1]:.{digits}f})"
@@ -204,6 +210,7 @@ def spread(samples: list[float], unit: float) -> str:
 def first_token_rows(
     names: dict[str, Contender], tokens: int, count: int, new: Prompts, tick: Tick
 ) -> Iterator[Row]:
+    """Yield the rows of first tokens."""
     calls = {
         name: lambda one=one: one.first_tokens(lambda: new(tokens)) for name, one in names.items()
     }
@@ -217,6 +224,7 @@ def first_token_rows(
 def throughput_rows(
     names: dict[str, Contender], count: int, new: Prompts, tick: Tick
 ) -> Iterator[Row]:
+    """Yield the rows of throughput."""
     calls = {
         name: lambda one=one: one.throughput(lambda: new(PROMPT_TOKENS))
         for name, one in names.items()
@@ -238,6 +246,7 @@ def throughput_rows(
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     options = parser(__doc__)
     options.add_argument("--model", choices=MODELS, default="0.9b", help="(%(default)s)")
     options.add_argument(

@@ -33,7 +33,7 @@ class ServerFailed(Exception):
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process that runs vLLM on the CPU with this project."""
+    """Return the environment of a process that runs vLLM on the CPU with this project."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -49,7 +49,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def store_config(address: str, **options: Any) -> dict[str, Any]:
-    """What a user gives as --kv-transfer-config."""
+    """Return what a user gives as --kv-transfer-config."""
     return {
         "kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "gpu_agent.engines.vllm",
@@ -60,7 +60,7 @@ def store_config(address: str, **options: Any) -> dict[str, Any]:
 
 
 def save_llama(directory: Path, layers: int, hidden: int, vocabulary: int = 512) -> None:
-    """A Llama with random weights from a fixed seed, float32, heads of 64."""
+    """Save a Llama with random weights from a fixed seed, float32, heads of 64."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -138,7 +138,7 @@ class Server:
         )
 
     def wait_up(self) -> None:
-        """Raises ServerFailed."""
+        """Wait until the server is up. Raises ServerFailed."""
         end = time.monotonic() + UP_S
         while True:
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
@@ -151,12 +151,12 @@ class Server:
             time.sleep(0.2)
 
     def said(self) -> str:
-        """What it printed so far."""
+        """Return what it printed so far."""
         self._said.flush()
         return Path(f"/proc/self/fd/{self._said.fileno()}").read_text()
 
     def complete(self, prompt: Sequence[int], max_tokens: int = 8) -> Answer:
-        """Greedy, streamed, with nothing that needs a tokenizer."""
+        """Complete a prompt greedily, streamed, without a tokenizer."""
         body = {
             "model": "model",
             "prompt": list(prompt),
@@ -186,11 +186,11 @@ class Server:
         return Answer(tokens, ttft_s, cached_tokens)
 
     def forget(self) -> None:
-        """Empties the engine's own prefix cache; what the store has stays."""
+        """Empty the engine's own prefix cache; the store keeps its pages."""
         self._post("/reset_prefix_cache", {}).close()
 
     def metrics(self) -> dict[str, float]:
-        """Values by name, added up over labels."""
+        """Return the metrics by name, summed over labels."""
         with urllib.request.urlopen(f"{self._base}/metrics", timeout=ANSWER_S) as reply:
             lines = reply.read().decode().splitlines()
         found: dict[str, float] = {}
@@ -202,7 +202,7 @@ class Server:
         return found
 
     def wait_metric(self, name: str, value: float, timeout_s: float = 30.0) -> float:
-        """Until a counter has reached `value`; what it shows then or at the end of the time."""
+        """Wait until a counter has reached `value`, and return it."""
         end = time.monotonic() + timeout_s
         while True:
             found = self.metrics().get(name, 0.0)
@@ -211,9 +211,7 @@ class Server:
             time.sleep(0.1)
 
     def close(self, timeout_s: float = 60.0, how: signal.Signals = signal.SIGINT) -> int:
-        """As Ctrl-C does, or a service manager (SIGTERM); its exit status, that of a kill if it did
-        not end.
-        """
+        """End the server by a signal and return its exit status."""
         if self._process.poll() is None:
             self._process.send_signal(how)
         try:

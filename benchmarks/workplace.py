@@ -12,6 +12,7 @@ TMPFS = frozenset(("tmpfs", "ramfs", "devtmpfs"))
 
 
 def add_dir(options: argparse.ArgumentParser) -> None:
+    """Add the option --dir."""
     options.add_argument(
         "--dir", type=Path, default=Path("."), help="write under this directory (%(default)s)"
     )
@@ -19,7 +20,7 @@ def add_dir(options: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def workplace(directory: Path, needed_nbytes: int = 0) -> Iterator[Path]:
-    """A new directory under `directory`.
+    """Make a directory on a real disk with `needed_nbytes` free, or end with a message.
 
     Ends the benchmark with a message if that is memory instead of a disk or has not `needed_nbytes`
     free.
@@ -40,7 +41,7 @@ def workplace(directory: Path, needed_nbytes: int = 0) -> Iterator[Path]:
 
 
 def file_system(directory: Path) -> str:
-    """Its kind, as the mount table tells: 'ext4', 'xfs', 'overlay', ..."""
+    """Return the kind of file system: 'ext4', 'xfs', 'overlay', ..."""
     resolved = directory.resolve()
     found, kind = -1, "?"
     for line in Path("/proc/self/mounts").read_text().splitlines():
@@ -52,7 +53,7 @@ def file_system(directory: Path) -> str:
 
 
 def direct_works(directory: Path) -> bool:
-    """Whether the file system takes `O_DIRECT`."""
+    """Return whether the file system takes `O_DIRECT`."""
     try:
         os.close(os.open(directory / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
     except OSError:
@@ -61,10 +62,7 @@ def direct_works(directory: Path) -> bool:
 
 
 def written_nbytes(pid: int) -> int:
-    """Bytes that a process sent to storage since it began, as the kernel counts them: direct
-    writes, and pages of the page cache when they become dirty. The file system's journal is not in
-    it.
-    """
+    """Return the bytes that a process has sent to storage, without the journal."""
     for line in Path(f"/proc/{pid}/io").read_text().splitlines():
         if line.startswith("write_bytes:"):
             return int(line.split()[1])
@@ -72,7 +70,7 @@ def written_nbytes(pid: int) -> int:
 
 
 def private_nbytes(pid: int) -> int:
-    """Resident bytes of a process outside shared memory, that is outside a node's arena."""
+    """Return a process's resident bytes outside shared memory."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -80,6 +78,6 @@ def private_nbytes(pid: int) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of user and system time of all threads of a process."""
+    """Return the CPU seconds of all threads of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -28,6 +28,7 @@ NO_PIP = "has no pip; install it in an image of your own, FROM this one"
 
 
 def main(arguments: list[str]) -> int:
+    """Run the command line."""
     if not 1 <= len(arguments) <= 2 or (arguments[1:] or [""])[0] not in EXTRAS:
         return _failed(
             "say where the wheel is, and cuda12, cuda13 or nothing: add_agent.py /wheels cuda12"
@@ -87,9 +88,7 @@ def main(arguments: list[str]) -> int:
 
 
 def installed() -> dict[str, str]:
-    """Version of each distribution but our own that this Python sees; of several, of the one that
-    is imported.
-    """
+    """Return the versions of the distributions that this Python imports, without ours."""
     importlib.invalidate_caches()
     seen: dict[str, str] = {}
     for found in importlib.metadata.distributions():

@@ -24,7 +24,7 @@ LINES_MAX = 3
 
 
 def tool(*command: str) -> subprocess.CompletedProcess[str]:
-    """One of those beside this interpreter."""
+    """Run a tool beside this interpreter."""
     found = str(Path(sysconfig.get_path("scripts")) / command[0])
     return subprocess.run([found, *command[1:]], capture_output=True, text=True, check=False)
 
@@ -33,6 +33,7 @@ def tool(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def write_sbom(python: str, path: Path) -> Any:
+    """Write the list of packages."""
     path.parent.mkdir(parents=True, exist_ok=True)
     options = (
         "--output-reproducible",
@@ -50,7 +51,7 @@ def write_sbom(python: str, path: Path) -> Any:
 
 
 def licences(sbom: Any) -> list[str]:
-    """A line for each package."""
+    """Return a line per package."""
     lines = []
     for component in sorted(sbom["components"], key=lambda some: some["name"].lower()):
         named = [_licence(some) for some in component.get("licenses", [])]
@@ -70,7 +71,7 @@ def _licence(said: Any) -> str:
 
 
 def ask(*what: str) -> str:
-    """What pip-audit says, as JSON; empty if it could not ask."""
+    """Return pip-audit's JSON; empty if it could not ask."""
     done = tool(
         "pip-audit", "--format", "json", "--progress-spinner", "off", "--timeout", "15", *what
     )
@@ -78,7 +79,7 @@ def ask(*what: str) -> str:
 
 
 def verdict(said: str) -> tuple[int, list[str]]:
-    """(status, lines to tell) of one answer of pip-audit."""
+    """Return (status, lines) of an answer of pip-audit."""
     try:
         dependencies = [some for some in json.loads(said)["dependencies"] if some["name"] != OURS]
     except (ValueError, KeyError, TypeError):
@@ -110,6 +111,7 @@ def _mended(flaw: Any) -> str:
 
 
 def main(python: str, sbom: str, constraints: str) -> int:
+    """Run the command line."""
     made = write_sbom(python, Path(sbom))
     print(f"{len(made['components'])} packages in the image beside ours; {sbom} has them all\n")
     print(*licences(made), "", sep="\n")

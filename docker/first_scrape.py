@@ -2,10 +2,12 @@
 
     python first_scrape.py /secrets /prometheus /grafana HOST:PORT...
 
-/prometheus/prometheus.token   of all tenants (*), role read; /secrets/identities then knows it as compose-prometheus
+/prometheus/prometheus.token   of all tenants (*), role read; /secrets/identities then knows it as
+                               compose-prometheus
 /prometheus/ca.pem             a copy: whom Prometheus believes
 /prometheus/client.pem  .key   copies: what it shows, like all clients
-/prometheus/nodes.json         what it scrapes: each HOST:PORT whose HOST the nodes' certificate names
+/prometheus/nodes.json         what it scrapes: each HOST:PORT whose HOST the nodes' certificate
+                               names
 /grafana/admin.password        of Grafana's user admin
 
 It runs before each start of Prometheus, after first_start.py. A token and a password that are there
@@ -34,6 +36,7 @@ PASSWORD_NBYTES = 18
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the command line."""
     if len(arguments) < 4 or not all(arguments):
         return _failed(
             "say which folders and nodes: first_scrape.py /secrets /prometheus /grafana "
@@ -79,7 +82,7 @@ def _scraped(certificate: Path, nodes: Sequence[str]) -> list[str]:
 
 
 def _introduce(identities: Path, token_file: Path) -> None:
-    """The token comes last and says that it is known.
+    """Create the token of Prometheus; an identity without its token file is replaced.
 
     A run that was killed before that has left an identity whose token nobody has: it goes.
     """

@@ -3,7 +3,8 @@
     python first_start.py /secrets NAME...
 
 ca.pem  ca.key        an authority of its own
-node.pem  node.key    the nodes' certificate: for the NAMEs, hosts or addresses, and for localhost and 127.0.0.1
+node.pem  node.key    the nodes' certificate: for the NAMEs, hosts or addresses, and for localhost
+                      and 127.0.0.1
 client.pem client.key what all clients show: without it nobody gets as far as HTTP/2. It names
 nobody: tokens do
 operator.token        of all tenants (*), role admin
@@ -41,6 +42,7 @@ WHO = {
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the command line."""
     if len(arguments) < 2 or not all(arguments):
         return _failed(
             "say which folder, and by which names clients reach the nodes: first_start.py /secrets "
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _make(folder: Path, hosts: list[str]) -> list[str]:
-    """What was not there."""
+    """Make what is missing and return the names."""
     directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)  # one at a time, and `kvstore tokens` not meanwhile
@@ -93,9 +95,7 @@ def _found(folder: Path) -> list[str]:
 
 
 def _admit(folder: Path) -> list[str]:
-    """Without the authority's key, of an authority of one's own, nothing: then that makes clients'
-    certificates.
-    """
+    """Make the client's certificate, if the authority's key is here."""
     if not (folder / "ca.key").exists():
         print(
             f"{folder} has no client.pem, and no ca.key to make it with: clients show one of "
@@ -108,7 +108,7 @@ def _admit(folder: Path) -> list[str]:
 
 
 def _introduce(folder: Path) -> list[str]:
-    """Each with a token, a new one or that of a run before."""
+    """Make a token per role, or keep that of an earlier run."""
     made, lines = [], []
     for name, (tenant, role) in WHO.items():
         path = folder / f"{name}.token"

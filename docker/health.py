@@ -22,6 +22,7 @@ DEADLINE_S = 3.0  # below the 5 s after which Docker kills the check: then it wo
 
 
 def main() -> int:
+    """Run the command line."""
     try:
         config = load(NodeConfig, "KVSTORE_NODE", {})
     except ConfigError as error:

@@ -30,9 +30,7 @@ HEAD = """# The packages of {whose} with the hashes of their files, for pip --re
 
 
 def wanted() -> dict[str, tuple[str, list[str]]]:
-    """Return what each file is for, and what is asked for: the base install, the extras `node` and
-    `cli`, and the build's tools.
-    """
+    """Return what each lock file is for and its packages."""
     said = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, extras = said["project"], said["project"]["optional-dependencies"]
     image = [*project["dependencies"], *extras["node"], *extras["cli"]]
@@ -70,6 +68,7 @@ def resolved(python: str, processor: str, packages: Sequence[str]) -> list[dict[
 
 
 def locked(whose: str, packages: Sequence[str]) -> str:
+    """Return the pinned packages with their hashes."""
     hashes: dict[tuple[str, str], set[str]] = {}
     for python in PYTHONS:
         for processor in PROCESSORS:
@@ -91,6 +90,7 @@ def locked(whose: str, packages: Sequence[str]) -> str:
 
 
 def main() -> None:
+    """Run the command line."""
     if f"{sys.version_info[0]}.{sys.version_info[1]}" not in PYTHONS:
         sys.exit(f"run this with Python {', '.join(PYTHONS[:-1])} or {PYTHONS[-1]}")
     for name, (whose, packages) in wanted().items():

@@ -49,6 +49,7 @@ BUILT_S = int(os.environ.get("SOURCE_DATE_EPOCH") or 0)
 
 
 def main(environment: Path, target: Path) -> None:
+    """Run the command line."""
     library = Path(sysconfig.get_path("stdlib"))
     interpreter = Path(sys.executable).resolve()
     _copy_tree(environment, target, ("__pycache__",))
@@ -83,7 +84,7 @@ def main(environment: Path, target: Path) -> None:
 
 
 def _interpreters(environment: Path, interpreter: Path) -> Iterator[Path]:
-    """The interpreter, and each link on the way to it from the environment."""
+    """Yield the interpreter and each link on the way to it."""
     path = environment / "bin" / "python"
     while path.is_symlink():
         path = Path(os.path.normpath(path.parent / os.readlink(path)))
@@ -97,7 +98,7 @@ def _elf(folder: Path) -> Iterator[Path]:
 
 
 def _linked(path: Path) -> Iterator[Path]:
-    """Shared libraries, as this system finds them.
+    """Yield the shared libraries of a file, as this system finds them.
 
     One that is part of a package has been copied with it.
     """
@@ -118,7 +119,7 @@ def _by_name() -> Iterator[str]:
 
 
 def _copy(path: Path, target: Path) -> None:
-    """A file under its own name, and where links lead."""
+    """Copy a file under its own name, and what links lead to."""
     place = target / path.relative_to("/")
     if place.exists() or place.is_symlink():
         return

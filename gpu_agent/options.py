@@ -107,7 +107,7 @@ class Identity(PageKeyConfig):
         return keys.key_id if keys else ""
 
     def namespace(self, layout: PageLayout, facts: str, **shard: int) -> Namespace:
-        """Return the namespace of one shard (`tp_rank`, `tp_size`, ...); `facts` as of `facts_text`."""
+        """Return a shard's namespace (`tp_rank`, `tp_size`, ...); `facts` are of `facts_text`."""
         salt = f"{facts} salt={self.salt}" if self.salt else facts
         return Namespace(
             model=self.model,

@@ -1,8 +1,11 @@
 """Log one line when the store stops serving this engine, and one when it serves again.
 
-    served   --no answer-->           away      "the store failed, the engine recomputes until it is back"
-    any      --unknown credential-->  refused   "the store refuses this engine, which recomputes until it is served"
-    any      --a served request-->    served    "the store answers again", or "... serves this engine again"
+    served   --no answer-->           away      "the store failed, the engine recomputes until it is
+                                                back"
+    any      --unknown credential-->  refused   "the store refuses this engine, which recomputes
+                                                until it is served"
+    any      --a served request-->    served    "the store answers again", or "... serves this
+                                                engine again"
 
 Only a served request ends `away` and `refused`. Between two refusals the client's circuit breaker
 is open, which looks like a node that is away, so that does not end `refused`.

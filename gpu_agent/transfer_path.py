@@ -1,7 +1,8 @@
 """Move chunks of pages between slots and the store, in mapped memory or through a buffer.
 
     MappedPath      slots <-> the node's slots, mapped here           shared memory
-    BufferedPath    slots <-> page buffer <-> client's put and get    any transport, and sealed pages
+    BufferedPath    slots <-> page buffer <-> client's put and get    any transport, and sealed
+                                                                      pages
                     slots <-> client's put and get                    the same, for host memory
 
 Pages of a keyed namespace are sealed and checked in a buffer or in the engine's own memory. In the

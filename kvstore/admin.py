@@ -48,7 +48,7 @@ class Admin:
     """
 
     def __init__(self, config: ClientConfig) -> None:
-        """Check the TLS files and open nothing yet. Raises ConfigError for files that cannot be used."""
+        """Check the TLS files and open nothing yet. Raises ConfigError for unusable files."""
         check_tls(config)
         set_up_spans()
         self.config = config
@@ -354,7 +354,7 @@ class Admin:
         return cast(pb.DrainReply, self._only("drain", pb.DrainRequest(end=end), timeout_s))
 
     def sweep(self, dry: bool = False, timeout_s: float | None = None) -> pb.SweepReply:
-        """Make the named member fetch the pages that it owns but lacks; with `dry`, only list them."""
+        """Make the named member fetch owned pages that it lacks; `dry` only lists them."""
         return cast(pb.SweepReply, self._only("sweep", pb.SweepRequest(dry=dry), timeout_s))
 
     def record(
@@ -364,7 +364,7 @@ class Admin:
         end: bool = False,
         timeout_s: float | None = None,
     ) -> pb.RecordReply:
-        """Record the node's requests for some seconds, or fetch what was recorded since the last call.
+        """Record the node's requests for some seconds, or fetch the newly recorded ones.
 
         Raises Exhausted while another client records there.
         """
@@ -435,7 +435,7 @@ def _calls(op: str, request: Any) -> Call[Any]:
 def _asks(
     op: str, field: str, message: Any, namespace: Namespace, prefix_hashes: Sequence[bytes]
 ) -> Ask[bool]:
-    """Return a function that sends one call about keys to a node and reads `field` of its replies."""
+    """Return a function that sends a call about keys and reads `field` of the replies."""
 
     def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[bool]:
         hashes = select(prefix_hashes, indices)

@@ -3,7 +3,8 @@
 Large copies let the process's other threads run on. A page's bytes lie in one run of memory or in
 several, as in an engine's pool whose K and V are far apart, and travel one piece after the other:
 
-    a page     | piece 0 ... | piece 1 | piece 2 ....... |      buffers of the caller, in the page's order
+    a page     | piece 0 ... | piece 1 | piece 2 ....... |      buffers of the caller, in the page's
+                                                                order
     a slot     |                                         |      at a node it is one run
 """
 

@@ -97,7 +97,7 @@ class PemFiles:
         self._seen: list[tuple[int, ...]] | None = None
 
     def look(self) -> Pems:
-        """Return the certificates in force: what the files hold now, or held when they were last valid.
+        """Return the certificates in force: those in the files, or the last valid ones.
 
         Invalid files are logged. Raises ConfigError if they were never valid.
         """
@@ -140,7 +140,7 @@ class PemFiles:
         return pems
 
     def _read_pair(self) -> Pems:
-        """Read the certificate and key pair; retry shortly if one of the files was just replaced."""
+        """Read the certificate and its key; retry if one of the files was just replaced."""
         for _ in range(PAIR_TRIES - 1):
             try:
                 return self._read()
@@ -189,7 +189,8 @@ class PemFiles:
 
 def date(seconds: float) -> str:
     """Format seconds since 1970 as '2025-11-23 03:53:20 UTC'."""
-    return f"{datetime.datetime.fromtimestamp(int(seconds), datetime.timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+    when = datetime.datetime.fromtimestamp(int(seconds), datetime.timezone.utc)
+    return f"{when:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def system_roots() -> list[bytes]:

@@ -2,8 +2,8 @@
 
 The root is bound to the page's key.
 
-    page      | part 0 ....... | part 1 ....... | ... | last part ........... |     parts of `leaf_nbytes`, see `cuts`
-    leaf i    = xxh3_64 of part i                                                    made by any thread, or by a GPU
+    page      | part 0 ....... | part 1 ....... | ... | last part ........... |     see `cuts`
+    leaf i    = xxh3_64 of part i, made by any thread or by a GPU
     checksum  = xxh3_128 of all leaves, seeded with the key
 
 Made where a page is made and checked where it is used, so one checksum covers wire, RAM and disk. A

@@ -76,7 +76,7 @@ def setting(
 
 
 def secret(help: str) -> Any:
-    """Declare a field that only the environment sets: everybody on a host can read command lines."""
+    """Declare a field that only the environment sets: command lines are public on a host."""
     meta = {"help": help, "low": None, "high": None, "choices": (), "secret": True}
     return dataclasses.field(default="", repr=False, metadata=meta)
 

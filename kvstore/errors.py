@@ -7,8 +7,10 @@
     ├── Exhausted          a limit is reached now: recompute, perhaps try again later
     ├── Unavailable        no node answers: recompute; the client reconnects by itself
     ├── DeadlineExceeded   the answer came too late: recompute
-    ├── Unauthenticated    nobody is known by this credential: set a token or certificate that the node knows
-    ├── Forbidden          this identity may not do that: ask the operator for a role or tenant that may
+    ├── Unauthenticated    nobody is known by this credential: set a token or certificate that the
+                           node knows
+    ├── Forbidden          this identity may not do that: ask the operator for a role or tenant that
+                           may
     ├── ProtocolError      the peer speaks another version, or broke the framing
     └── ConfigError        a setting is out of range; ends the start
 

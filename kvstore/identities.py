@@ -1,6 +1,7 @@
 """Read and change the identities file: who may connect, their roles, and shared namespaces.
 
-    token        ci        tenant=team-a role=write hash=<SHA-256 of the token, 64 hex digits> models=llama-*,qwen-*
+    token        ci        tenant=team-a role=write hash=<SHA-256 of the token, 64 hex digits>
+                           models=llama-*,qwen-*
     certificate  gpu-7     tenant=team-a role=write expires=2027-01-01T00:00:00Z
     tenant       team-a    ram=40GiB disk=400GiB
     share        team-a    models=prompts-* with=team-b,team-c
@@ -85,7 +86,7 @@ class Principal:
 
     @property
     def share(self) -> str:
-        """Return the share that its connections, calls and bytes count to; empty for its address's."""
+        """Return the share that its use counts to; empty for its address's."""
         return "" if self.tenant == ALL else share_of(self.tenant)
 
 

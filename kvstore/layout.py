@@ -212,7 +212,7 @@ class PageLayout:
 
     @cached_property
     def canonical(self) -> bytes:
-        """Return the text whose SHA-256 is the fingerprint (docs/FORMAT.md, "Layout fingerprint")."""
+        """Return the text whose SHA-256 is the fingerprint (docs/FORMAT.md)."""
         lines = ["kvstore-layout-1", f"page_tokens={self.page_tokens}"]
         for group in self.groups:
             lines.append(f"group {group.name} layers={_join(group.layers)}")

@@ -134,7 +134,7 @@ def delimited(number: int, data: bytes | memoryview) -> bytes:
 
 
 def field_of(message: memoryview) -> tuple[int, memoryview]:
-    """Return (number, value) of a message's only field, a message or bytes; (0, empty) otherwise."""
+    """Return (number, value) of a message's only field; (0, empty) otherwise."""
     tag, start = _number(message, 0)
     nbytes, start = _number(message, start)
     whole = tag & 7 == 2 and start + nbytes == len(message)

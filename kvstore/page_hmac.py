@@ -2,7 +2,7 @@
 
 A keyed namespace's page is stored with its seal, a MAC for each part.
 
-    stored page  | part 0 | part 1 | ... | last part | MAC 0 | MAC 1 | ... | last MAC |      parts: `checksum.cuts`
+    stored page  | part 0 | part 1 | ... | last part | MAC 0 | MAC 1 | ... | last MAC |
                  |<--------- page_nbytes ----------->|<-------- seal_nbytes --------->|
 
     secret --+-- key id: in the namespace's description, says whose pages these are and nothing of
@@ -78,7 +78,7 @@ class Seals:
         )
 
     def fits(self, prefix_hash: bytes, arrived: Pieces, seal: memoryview) -> bool:
-        """Return whether the parts that arrived carry this key's HMACs for this page; count failures.
+        """Return whether the parts carry this key's HMACs for this page; count failures.
 
         `arrived` holds the parts in order.
         """
@@ -109,7 +109,7 @@ def sealed(page: Pieces, prefix_hash: bytes, seals: Seals | None) -> Pieces:
 
 
 def room(page: Pieces, seals: Seals | None) -> Pieces:
-    """Return the buffers that a stored page is received into: the caller's, and one for the HMACs."""
+    """Return the buffers for a stored page: the caller's, and one for the HMACs."""
     return page if seals is None else (*page, memoryview(bytearray(seals.nbytes)))
 
 

@@ -165,7 +165,7 @@ def begin(
 def begun(
     pool: Executor, function: Callable[..., Result], *arguments: Any
 ) -> "Future[Result] | None":
-    """Run a function on a thread of the pool; None if no thread takes it. Not for interrupted callers."""
+    """Run a function on a thread; None if no thread takes it. Not for interrupted callers."""
     done: Future[Result] = Future()
     return done if begin(done, pool, function, *arguments) else None
 

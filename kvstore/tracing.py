@@ -1,6 +1,6 @@
 """Carry a W3C trace context from the engine through every node.
 
-    engine --> agent --> client --> near node --> owner            each a span of one trace, if somebody records them
+    engine --> agent --> client --> near node --> owner     each a span of one trace
                                     near node --> disk
 
 The id of the trace is the request's id in all logs. Without one, which is the normal case, a

@@ -71,9 +71,9 @@ def hosts(pem: bytes) -> list[str]:
 
 
 def names_end_early(pem: bytes) -> bool:
-    """Return whether a name in a certificate contains a NUL.
+    r"""Return whether a name in a certificate contains a NUL.
 
-    gRPC ends a name there: `admin\\0.example` would be `admin`. True also for a certificate that
+    gRPC ends a name there: `admin\0.example` would be `admin`. True also for a certificate that
     can not be read.
     """
     try:

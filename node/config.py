@@ -325,11 +325,10 @@ class NodeConfig:
                 f"shm_trust={self.shm_trust} must be tenants' names, a,b,c; operators need none"
             )
         if self.insecurity and not self.insecure:
+            also = f", grpc_host={self.grpc_host}," if len(self._interfaces) > 1 else ""
             raise ConfigError(
-                f"host={self.host}{f', grpc_host={self.grpc_host},' if len(self._interfaces) > 1 else ''} lets others "
-                "reach this node, which has to know them then: set "
-                "identities, tls_cert and tls_key, or say --insecure by name if strangers may do "
-                "everything"
+                f"host={self.host}{also} lets others reach this node without authentication: set "
+                "identities, tls_cert and tls_key, or --insecure if strangers may do everything"
             )
 
     @property

@@ -32,12 +32,12 @@ UMASK = 0o077  # the files name tenants and prompt hashes: only the node's user 
 SWITCH_INTERVAL_S = 0.0001
 
 EXAMPLES = """examples:
-  kvstore-node                                     1 GiB of RAM on ports 7440 (gRPC), 7441 (bulk), 7442 (metrics)
+  kvstore-node        1 GiB of RAM; ports 7440 (gRPC), 7441 (bulk), 7442 (metrics)
   kvstore-node --ram-bytes 64GiB --host 10.0.0.5
   KVSTORE_NODE_RAM_BYTES=8GiB kvstore-node --log-level DEBUG
 
 Every flag can also be set by the environment: --ram-bytes is KVSTORE_NODE_RAM_BYTES.
-KVSTORE_NODE_TOKEN and KVSTORE_NODE_ETCD_PASSWORD have no flag, which everybody on the host could read.
+KVSTORE_NODE_TOKEN and KVSTORE_NODE_ETCD_PASSWORD have no flag: command lines are public.
 Settings for experts, which are not listed here: docs/operations.md, "Expert settings".
 exit status: 0 stopped by SIGTERM, SIGINT or SIGHUP, 2 a setting or an installed package is unusable
 """
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(group: "argparse._ActionsContainer", field: "dataclasses.Field[Any]") -> None:
-    """Add the flag of one setting, with its default and range in the unit that its name ends with."""
+    """Add the flag of one setting, with default and range in its unit."""
     meta, name = field.metadata, field.name
     flag = "--" + name.replace("nbytes", "bytes").replace("_", "-")
     if field.default is False:

@@ -33,7 +33,7 @@ def formatter(form: str) -> logging.Formatter:
 class TextLines(logging.Formatter):
     """Lines of text, with the request behind the message and before a traceback."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """Append the request id to the line."""
         trace = current()
         line = super().formatMessage(record)

@@ -322,7 +322,7 @@ class SlotAllocator:
         return list(found.values())
 
     def sparse(self, slot_nbytes: int) -> int | None:
-        """Return the emptiest of a few blocks whose slots fit into others; None if there is none."""
+        """Return the emptiest of a few blocks whose slots fit into others, or None."""
         kind = self._kinds.get(slot_nbytes)
         if kind is None or not kind.partial or kind.slot_count - kind.used_count < kind.per_block:
             return None

@@ -1,6 +1,6 @@
 """Serve a node's certificate on all ports; reload it within a second of a change.
 
-    tls_cert, tls_key, tls_client_ca --looked at each second--> gRPC | bulk | metrics: each new handshake
+    tls_cert, tls_key, tls_client_ca --each second--> gRPC | bulk | metrics: new handshakes
                                                             --> status, a metric, warnings: until
                                                             when
 

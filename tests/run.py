@@ -184,7 +184,7 @@ def test_tls() -> None:
 
 @target_in_venv
 def test_races() -> None:
-    """300 lives of the RAM tier, its users interleaved at random (1-2 minutes; LIVES=60 for less)"""
+    """300 lives of the RAM tier, users interleaved at random (2 minutes; LIVES=60)"""
     lives = os.environ.get("LIVES") or "300"
     run(
         PYTHON,
@@ -262,7 +262,7 @@ def test_clients() -> None:
 
 @target_in_venv
 def test_monitoring() -> None:
-    """alerts and dashboard, by promtool and a real Prometheus that scrapes three nodes (prometheus)"""
+    """alerts and dashboard with a real Prometheus and three nodes (prometheus)"""
     promtool, prometheus = (
         os.environ.get("PROMTOOL") or "promtool",
         os.environ.get("PROMETHEUS") or "prometheus",
@@ -566,7 +566,7 @@ def lmcache(version: str) -> None:
 
 @target
 def demo_vllm() -> None:
-    """real vLLM on this CPU: the second server answers from the first one's KV (2 minutes; 3.4 GB)"""
+    """real vLLM on this CPU answers from another server's KV (2 minutes; 3.4 GB)"""
     python = engine("vllm", "tests/engines/vllm/install.sh")
     run(python, "benchmarks/demo_vllm.py", *words("ARGS"), KVSTORE_NODE_PYTHON=PYTHON)
 

@@ -225,7 +225,9 @@ def is_file(name: str) -> bool:
 
 
 def is_module(name: str) -> bool:
-    """Return whether a dotted name begins with a module, and goes on with a name that stands in it."""
+    """Return whether a dotted name begins with a module, and goes on with a name that
+    stands in it.
+    """
     parts = name.split(".")
     for count in range(len(parts), 1, -1):
         path = "/".join(parts[:count])

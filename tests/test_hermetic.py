@@ -74,7 +74,8 @@ def test_process_is_as_every_other() -> None:
     assert (time.tzname[0], locale.getpreferredencoding(False).upper()) == ("UTC", "UTF-8")
     code = """
 import locale, os, signal, sys
-print(oct(os.umask(0)), sys.flags.dev_mode, sys.warnoptions, locale.getpreferredencoding(False).upper(),
+print(oct(os.umask(0)), sys.flags.dev_mode, sys.warnoptions,
+      locale.getpreferredencoding(False).upper(),
       sys.getfilesystemencoding(), signal.getsignal(signal.SIGHUP), os.path.expanduser("~"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

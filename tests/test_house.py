@@ -281,7 +281,9 @@ def run(code: str) -> str:
 
 
 def test_the_base_install_needs_three_packages_only() -> None:
-    """`import kvstore` with every other package hidden, as in an environment that has only these."""
+    """`import kvstore` with every other package hidden, as in an environment that has
+    only these.
+    """
     run(
         """
 import sys

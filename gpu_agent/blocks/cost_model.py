@@ -2,7 +2,8 @@
 
 Both costs are measured while the engine runs.
 
-    a step     seconds above one that ends a hit = a x tokens + b x sum of their places in their prompts
+    a step     seconds above one that ends a hit = a x tokens + b x sum of their places in their
+               prompts
     loads      seconds from order to end = c x loads + d x tokens
 
 Both are least squares in which what is old fades. A hit that would be slower than computing is none
@@ -209,7 +210,7 @@ class HitPolicy:
         self._away = 0  # ranks that can load nothing now
 
     def takes(self, start: int, end: int, alone: bool, granted: bool) -> bool:
-        """Return whether to load these tokens; `granted` says that the request was accepted before."""
+        """Return whether to load these tokens; `granted`: the request was accepted before."""
         if self._away or (self._worth and not self._worth.takes(start, end, alone)):
             return False
         return granted or self._loads_end()

@@ -254,7 +254,7 @@ class Request:
         return found, 0
 
     def _due(self, planned: int, block_tokens: int) -> int:
-        """Return at how many computed tokens there is more to save: one prompt block, several of an answer."""
+        """Return how many tokens must be computed until there is more to save."""
         following = (planned + 1) * block_tokens
         return (
             following

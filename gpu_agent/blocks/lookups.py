@@ -1,6 +1,7 @@
 """Look up the pages of each request once, in the background, and answer a scheduler that polls.
 
-    ask --- LookupBackend, one lookup per namespace --> answer   polls: None, None, the answer, the answer, ...
+    ask --- LookupBackend, one lookup per namespace --> answer
+    polls:  None, None, the answer, the answer, ...
      |                                                    ^
      +--- deadline, or too many pending: nothing stored --+
 

@@ -377,7 +377,7 @@ class BlockScheduler:
         self._lookups.ask(request.request_id, self._question(request), stands)
 
     def _stage(self, state: Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> int:
-        """Stage blocks; return how many found no room and are tried again while the request lives."""
+        """Stage blocks; return how many found no room and will be tried again."""
         if state.barred or state.loading:
             return 0
         found, left = state.plan(

@@ -9,11 +9,11 @@ prints), in the one process that owns its pool of CPU pages. It makes one servic
 gives pages to `create`. What it does about an exception, a slow answer or a wrong one, and what
 follows for us:
 
-    query raises        the request is never forwarded, and nobody is told      nothing raises, all is logged
-    create raises       its writer thread is dead                               a task that is done and has failed
-    a read is slow      the request waits                                       load_timeout_s, then Aborted
-    a page of it fails  the whole read is discarded                             found pages are held until then
-    a write is slow     its pages stay referenced                               a page is copied out, sent later
+    query raises        the request is never forwarded       nothing raises, all is logged
+    create raises       its writer thread is dead            a task that has failed
+    a read is slow      the request waits                    load_timeout_s, then Aborted
+    a page of it fails  the whole read is discarded          found pages are held until then
+    a write is slow     its pages stay referenced            a page is copied out, sent later
 
 Settings come from the environment (KVSTORE_*, KVSTORE_AGENT_*): LightLLM has no place for them.
 """
@@ -138,7 +138,7 @@ class PyLocalCacheService:
         return self._pages.active("save" if mode == "w" else "load")
 
     def abort(self, task: "ReadTask | WriteTask") -> None:
-        """Return when nobody touches the pages for this task any more, at its deadline at the latest.
+        """Return when nobody uses the pages for this task, at its deadline at the latest.
 
         LightLLM calls this after 120 s, and no deadline is as long, so there is nothing left to
         wait for.

@@ -136,7 +136,7 @@ class KVStoreHiCache(HiCacheStorage):
         self._register(host_pool_name, host_pool)
 
     def on_host_pools_registered(self) -> None:
-        """Check the pools. Raises ConfigError if the wrong interface is set for pages without a view."""
+        """Check the pools. Raises ConfigError if the interface does not fit them."""
         anchor = self._pools[PoolName.KV.value]
         if not anchor.flat and not self._interface_v1:
             raise ConfigError(
@@ -380,7 +380,7 @@ class KVStoreHiCache(HiCacheStorage):
     # ---- the rest --------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Make everything stored so far a miss for this engine; see `gpu_agent/weights_version.py`."""
+        """Make everything stored so far a miss (`gpu_agent/weights_version.py`)."""
         self._epochs.advance()
         with self._lock:
             old = list(self._pages.values())

@@ -1,13 +1,15 @@
 """Load and save the paged cache of Hugging Face transformers (continuous batching, 5.19 and newer).
 
-    adapter.load(tokens)        before manager.add_request(tokens): its own prefix sharing then finds the blocks
+    adapter.load(tokens)        before manager.add_request(tokens): its own prefix sharing then
+                                finds the blocks
     adapter.save(tokens)        after the request, or while others run
 
 A block of the paged cache is a page of the same layout that `transformers.py` stores, so that both
 share pages. The generation loop is paused only while block tables are looked at or changed, not
 while bytes move: meanwhile a request of ours, which the scheduler does not know, holds the blocks.
 
-    load    pause: take free blocks | pages travel | pause: give them their hashes, let go: they are cached
+    load    pause: take free blocks | pages travel | pause: give them their hashes, let go: they are
+            cached
     save    pause: hold the prefix  | pages travel | pause: let go
 """
 

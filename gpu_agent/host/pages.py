@@ -78,7 +78,7 @@ class HostPages:
         return self.present(hashes, self.agent.config.lookup_timeout_s)
 
     def load(self, hashes: Sequence[bytes], numbers: torch.Tensor, timeout_s: float) -> list[bool]:
-        """Load pages and return which are in the pool now, a leading run; other slots are undefined.
+        """Load pages and return which are in the pool now: a leading run.
 
         The others' slots hold nothing of meaning.
         """

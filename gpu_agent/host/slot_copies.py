@@ -169,7 +169,7 @@ class SlotSegments(SlotCopies):
 
 
 class _Runs(NamedTuple):
-    """Of one plane: where the runs of slot 0 begin in its memory, in the order of a unit's bytes."""
+    """Return where the runs of a plane's slot 0 begin in memory, in a unit's order."""
 
     space: str
     memory: memoryview

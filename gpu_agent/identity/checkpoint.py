@@ -16,7 +16,8 @@ A Hugging Face hub's cache on this machine:
 
     models--owner--name/refs/<branch, tag or pull request>   text: a commit
                         snapshots/<commit>/<file>            -> ../../blobs/<hash of the content>
-                        blobs/<hash>                         large files: SHA-256; small ones: git's SHA-1
+                        blobs/<hash>                         large files: SHA-256; small ones: git's
+                                                             SHA-1
 """
 
 import functools

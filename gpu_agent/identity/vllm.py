@@ -153,11 +153,12 @@ def _draft(vllm_config: Any, vouched: bool, from_hub: bool) -> str:
     if not draft.model or draft.model in (model.model, draft.method):
         return f"{draft.method}"
     revision = getattr(draft, "revision", None) or ""
-    return f"{draft.method}:{also_loaded(vouched, draft.model, revision, _cache(vllm_config, from_hub))}"
+    cache = _cache(vllm_config, from_hub)
+    return f"{draft.method}:{also_loaded(vouched, draft.model, revision, cache)}"
 
 
 # ---- the connector
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def namespaces(

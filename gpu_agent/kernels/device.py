@@ -38,7 +38,10 @@ class Launch(ctypes.Structure):
 
 
 class LeavesLaunch(ctypes.Structure):
-    """Arguments of "leaves" in leaves.cu, in their order; `table`, `base` and `out` are addresses."""
+    """Describe the arguments of "leaves" in leaves.cu, in their order.
+
+    `table`, `base` and `out` are addresses.
+    """
 
     _fields_ = (
         *_int64s("table", "base", "stride", "page_first", "page_count"),

@@ -2,7 +2,8 @@
 
 Pure arithmetic.
 
-    plane table   one row per plane slice: addresses and strides of the engine's tensor, the width of a
+    plane table   one row per plane slice: addresses and strides of the engine's tensor, the width
+                  of a
                   word, the shape of a unit as rows of contiguous bytes
     tile table    the flat page cut into pieces that one warp moves, none across two slices
 
@@ -133,7 +134,7 @@ class Chunk(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Where pages lie as they are, each one run of bytes: page of index i at `base + i * stride`."""
+    """Locate pages that are single runs: page i lies at `base + i * stride`."""
 
     space: str
     base: int
@@ -230,7 +231,7 @@ class Plan:
                 yield last._replace(layers=layers)
 
     def cut(self, span: Span, nbytes_max: int) -> Iterator[Span]:
-        """Yield the span in pieces whose staging row has at most `nbytes_max` bytes (4 KiB or more)."""
+        """Yield the span in pieces with staging rows of at most `nbytes_max` bytes (>= 4 KiB)."""
         first, end = span.tile_first, span.tile_first + span.tile_count
         while first < end:
             start = self._offsets[first]
@@ -242,7 +243,7 @@ class Plan:
     def _chunks(
         self, span: Span, page_first: int, page_end: int, buffer_nbytes: int
     ) -> Iterator[Chunk]:
-        """Yield the fewest, about equal chunks: enqueueing one costs as much as 3 MiB on the link."""
+        """Yield few, about equal chunks: enqueueing one costs as much as 3 MiB on the link."""
         count, pages_max = page_end - page_first, max(1, buffer_nbytes // span.row_nbytes)
         chunks = max(1, -(-count // pages_max))
         pages = max(1, -(-count // chunks))

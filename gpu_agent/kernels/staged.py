@@ -1,7 +1,7 @@
-"""`StagedTransfer`: slots <-- kernel --> buffers in GPU memory <-- copy engine --> pages in host
-memory.
-                   slots <-------------------- copy engine -----------------> pages, where a page is
-                   one run
+"""Move pages through GPU buffers: kernels gather and scatter, the copy engine crosses the link.
+
+    slots <-- kernel --> buffers in GPU memory <-- copy engine --> pages in host memory
+    slots <------------------ copy engine ------------------> pages that are one run each
 
 Kernels that store to host memory themselves fill the link no better and slow everything else on the
 GPU 1.5 to 21 times (H200); the copy engine does not. What a GPU can do is behind `Device`, and the

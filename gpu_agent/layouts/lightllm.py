@@ -138,9 +138,8 @@ def static_scales(manager: Any) -> str:
     scales = getattr(manager, "scales", None)
     if scales is None:
         return ""
-    return f"{list(scales.shape)}{checksum(byte_view(scales.detach().cpu().contiguous()), 0).hex()}".replace(
-        " ", ""
-    )
+    digest = checksum(byte_view(scales.detach().cpu().contiguous()), 0).hex()
+    return f"{list(scales.shape)}{digest}".replace(" ", "")
 
 
 def _by_layer(buffer: torch.Tensor, layers: int) -> torch.Tensor:

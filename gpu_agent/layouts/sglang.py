@@ -9,7 +9,8 @@ asks for the layout's name. The pool itself says where a page is, in one of two 
 
     page_view   get_data_page(index, flat=False)  a view of the page, with dtype, shape and strides.
                 Row-major it is the engine's flat page, so both of its interfaces share their bytes
-    segments    get_page_buffer_meta(indices)     addresses and lengths, where there is no such view:
+    segments    get_page_buffer_meta(indices)     addresses and lengths, where there is no such
+                                                  view:
                 K and V of different dims, state of Mamba, a buffer for each layer
 
 Dims of equal size look the same in any order, so the layout's name belongs into the salt.
@@ -43,7 +44,7 @@ def mha_pool(
     page_tokens: int,
     first_layer: int = 0,
 ) -> KVPool:
-    """View `MHATokenToKVPool`: `k_buffer` and `v_buffer` `L x [slots, heads, dim]`, fp8 as uint8."""
+    """View `MHATokenToKVPool`: K and V `L x [slots, heads, dim]`, fp8 as uint8."""
     layers = range(first_layer, first_layer + len(k_buffer))
     return pool_of(page_tokens, _attention("attention", Heads(k_buffer, v_buffer, layers), "token"))
 
@@ -145,7 +146,7 @@ def _pool(page_tokens: int, planes: dict[str, torch.Tensor]) -> KVPool:
 
 
 def _page_view(pool: Any, page_tokens: int, pages: int) -> torch.Tensor | None:
-    """View the pool's memory as `[pages, *shape of a page]` with any strides; None if impossible."""
+    """View the pool's memory as `[pages, *shape of a page]`; None if impossible."""
     try:
         first, second, last = (
             pool.get_data_page(page * page_tokens, flat=False)

@@ -3,12 +3,15 @@
     0                 4      5
     | body nbytes u32 | kind | body ... |          little endian, both processes run on one machine
 
-    SETUP     engine -> agents   JSON: configuration, the engine's tensors, the agents; answered by READY
+    SETUP     engine -> agents   JSON: configuration, the engine's tensors, the agents; answered by
+                                 READY
     ADD       engine -> agents   JSON: one more agent, after a change of the epoch
-    SAVE      engine -> agents   order, agent, event, deadline; keys; slot indices per index space; trace
+    SAVE      engine -> agents   order, agent, event, deadline; keys; slot indices per index space;
+                                 trace
     LOAD      engine -> agents   likewise
     RETIRE    engine -> agents   agent: it ends what it has and takes no more
-    ASK       engine -> agents   question, deadline; namespaces and keys per group: which pages are stored? trace
+    ASK       engine -> agents   question, deadline; namespaces and keys per group: which pages are
+                                 stored? trace
     TOUCH     engine -> agents   likewise: they are used
     CLOSE     engine -> agents   seconds: all end what they have, then the process ends
     READY     agents -> engine   when it became ready, on the monotonic clock
@@ -19,7 +22,8 @@
 
 Every length is checked before it is used. A peer that breaks the framing is ended.
 
-    EngineEnd    never waits: sends what the kernel takes and keeps the rest; returns frames that have come
+    EngineEnd    never waits: sends what the kernel takes and keeps the rest; returns frames that
+                 have come
     AgentsEnd    waits for frames, or for the engine's end; sends from any thread
 """
 

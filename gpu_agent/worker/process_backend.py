@@ -1,6 +1,7 @@
 """Send a rank's saves and loads to its agents' process, from the engine's side.
 
-    save ---> GATHERED ---> SAVED      each order ends once: by an answer, or when the process is gone,
+    save ---> GATHERED ---> SAVED      each order ends once: by an answer, or when the process is
+                                       gone,
     load -----------------> LOADED     because nothing reads or writes its blocks any more then
 
     save ---> staged ---> the process is ready ---> sent to it, with its whole deadline

@@ -95,7 +95,7 @@ class Authority:
         force: bool = False,
         since_days: float = 0.0,
     ) -> tuple[Path, Path]:
-        """Issue a node's certificate for these names and addresses; return (certificate, key) paths.
+        """Issue a node's certificate for these hosts; return (certificate, key) paths.
 
         The first host is its name. To other members the node is a client. `since_days` is how long
         the certificate has been valid already.

@@ -107,7 +107,7 @@ class Root(TyperGroup):
             )
 
     def _fail(self, message: str, code: ExitCode, kind: str = "") -> int:
-        """Print an error and return the code. `kind` is the error's class, or how the command ended."""
+        """Print an error and return the code; `kind` is the error's class."""
         message = " ".join(message.split())
         if self._as_json:
             message = json.dumps({"error": message, "kind": kind or code.name.title()})

@@ -93,7 +93,7 @@ def without(away: Away | None, remark: str = "") -> int:
 
 
 def away_json(away: Away | None) -> dict[str, Any]:
-    """Return the JSON field for members that failed; nothing for a node without a cluster (None)."""
+    """Return the JSON field for members that failed; empty without a cluster (None)."""
     return {} if away is None else {"away": sorted(away)}
 
 
@@ -171,7 +171,7 @@ def headline(view: View, statuses: Statuses) -> str:
 
 
 def sums(view: View, statuses: Statuses) -> list[str]:
-    """Return totals over the members that answered; restricted figures over those that told them."""
+    """Return totals over the members that answered, where they report a figure."""
     there, totals = answers(statuses), pb.Counters()
     for status in there:
         _add(totals, status.totals, ("prefix_hits", "pages_asked"))
@@ -285,7 +285,7 @@ def _sweeps(view: View, statuses: Statuses) -> str:
 
 
 def troubles(view: View, statuses: Statuses) -> list[str]:
-    """Return the problems of a cluster: silent members, unhealthy disks or registries, other views."""
+    """Return problems: silent members, unhealthy disks or registries, other views."""
     said: dict[str, None] = {}
     for member in view.members:
         status = statuses.get(member.address)

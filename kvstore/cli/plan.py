@@ -88,8 +88,9 @@ _DPI = 144
 _PICTURE_COLUMNS = ("RAM", "disk", "hit", "bound", "tokens saved", "GPU s saved")
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>kvstore plan</title>
-<style>body{{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}}svg{{width:100%;height:auto}}
-table{{border-collapse:collapse}}td,th{{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}}</style></head>
+<style>body{{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}}
+svg{{width:100%;height:auto}}table{{border-collapse:collapse}}
+td,th{{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}}</style></head>
 <body><h1>kvstore plan</h1><p>{about}</p>
 {svg}
 <ul>{words}</ul>

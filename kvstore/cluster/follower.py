@@ -115,7 +115,7 @@ class Follower:
             log.warning("the cluster's views are heard of with new connections only: %s", error)
 
     def _start(self) -> None:
-        """Start the thread where no signal handler can raise, so that it runs entirely or not at all."""
+        """Start the thread where no signal handler can raise: it runs or it does not."""
         with self._lock:
             if self._thread is not None or self._closed.is_set():
                 return
@@ -191,7 +191,7 @@ class Follower:
             self.outside.set()
 
     def _go_in(self) -> None:
-        """Wait until the thread may run and mark it as inside gRPC; a later `pause` waits for it."""
+        """Wait until the thread may run and mark it as inside gRPC."""
         while True:
             self._may_run.wait()
             with self._lock:

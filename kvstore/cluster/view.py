@@ -96,7 +96,7 @@ class Placement:
         return owners
 
     def _spread(self, ranked: list[int]) -> tuple[str, ...]:
-        """Choose the best-ranked members, each in another zone, then in any if zones are too few."""
+        """Choose the best-ranked members, in distinct zones as long as there are enough."""
         chosen: list[int] = []
         zones: set[str] = set()
         for member in ranked:

@@ -9,7 +9,8 @@ behind.
     checks.py         findings, and how checks are run: in parallel, each for a limited time
     host.py           this host, and the settings of this client
     connectivity.py   to one node: name, TCP, TLS, gRPC, and which wires work from here
-    members.py        what a node tells of itself, and what the members of a cluster tell of each other
+    members.py        what a node tells of itself, and what the members of a cluster tell of each
+                      other
     pages.py          pages put, read back, compared and removed; why nothing hits
     data_dir.py       a data directory, in a process of its own
 """

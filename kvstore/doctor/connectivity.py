@@ -40,7 +40,7 @@ _NO_ANSWER = (
 
 
 class Clock(NamedTuple):
-    """How far a node's clock is ahead of this host's, give or take half of what the question took."""
+    """Tell how far a node's clock is ahead, within half the duration of the question."""
 
     ahead_s: float
     within_s: float

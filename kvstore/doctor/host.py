@@ -136,7 +136,7 @@ class Host:
         return ok("memory", said)
 
     def shared_memory(self) -> Finding:
-        """Check shared memory: an arena is a memfd passed with a pidfd, /dev/shm does not matter."""
+        """Check shared memory: an arena is a memfd, so /dev/shm does not matter."""
         try:
             fd = os.memfd_create("kvstore-doctor", os.MFD_CLOEXEC)
             try:

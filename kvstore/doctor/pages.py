@@ -216,7 +216,7 @@ class Pages:
     # ---- and gone ------------------------------------------------------------------------
 
     def clean(self) -> Iterator[Finding]:
-        """Remove the test pages at all members, and the namespace if it is unused and that is allowed."""
+        """Remove the test pages at all members, and the namespace if possible."""
         with self._wake:
             self._over = True
             self._wake.wait_for(lambda: not self._busy, UNDER_WAY_S)

@@ -9,7 +9,7 @@ and it follows, with `distance` the number of pages that are newer when the requ
 
     a store of C pages has exactly those with distance < C           (LRU keeps what is newest)
     distances rise along a chain                                     (q is newer than p)
-    so of each request it has a leading run, and no page behind it   (the prefix condition holds by itself)
+    so of each request it has a leading run, and no page behind it
 
 What a request used and nobody since is the end of its chain: who uses a page uses all before it.
 The whole order is therefore one *run* for each request, newest request first, each head to tail,

@@ -1,7 +1,8 @@
 """Send and receive pages over bulk TCP, client side: protobuf headers, then raw page bytes.
 
 Page bytes move directly between the caller's buffers and the socket.
-between the caller's buffers and the socket."""
+between the caller's buffers and the socket.
+"""
 
 import contextlib
 import itertools
@@ -167,7 +168,7 @@ class BulkWire:
             pass
 
     def greet(self, deadline: Deadline) -> pb.HelloReply:
-        """Make the first connection to an unknown node in a version that both speak; return its hello.
+        """Make the first connection to a node in a common version; return its hello.
 
         All further connections are to the same run of the node. Raises what the node answers,
         Unavailable or ProtocolError.
@@ -308,7 +309,7 @@ class BulkWire:
         transfer: Callable[[Request, slice], Result],
         deadline: Deadline,
     ) -> list[Result | KVStoreError]:
-        """Transfer parts of a batch over one connection each and return what each returned or raised.
+        """Transfer each part of a batch over its own connection; return the results or errors.
 
         The part that ended last would be the newest, so the chain is touched as a whole: eviction
         must take its end before its head.

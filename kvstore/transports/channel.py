@@ -75,7 +75,7 @@ class CircuitBreaker:
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """Start closed. `chance` (0 to 1) shortens each pause, so that clients do not return together."""
+        """Start closed; `chance` (0 to 1) shortens pauses, so that clients spread out."""
         self._name = name
         self._pause_s_max = pause_s_max
         self._clock = clock
@@ -142,7 +142,7 @@ class NodeConnection:
     """
 
     def __init__(self, way: Negotiated, retry_at: float) -> None:
-        """Wrap a negotiated transport. `retry_at` is when to try a better one, in the clock's time."""
+        """Wrap a transport; `retry_at` is when to try a better one, in the clock's time."""
         self.way = way
         self.wire: Wire = way.wire
         self.limits: pb.Limits = way.hello.limits
@@ -352,7 +352,7 @@ class NodeChannel:
             self._drop(link)
 
     def _worth_repeating(self, lease: ConnectionLease, error: KVStoreError) -> bool:
-        """Return whether a failed first try may succeed on a new connection or with a reopened namespace."""
+        """Return whether a retry may succeed, on a new connection or a reopened namespace."""
         if isinstance(error, UnknownNamespace):
             lease.link.opened.clear()
             return True

@@ -156,7 +156,7 @@ class ConnectionPool(Generic[Socket]):
         return os.getpid() != self._pid
 
     def check_process(self) -> None:
-        """Raise InvalidRequest after a fork: two processes on one stream would mix their replies."""
+        """Raise InvalidRequest after a fork: two processes would mix their replies."""
         check_process(self._pid)
 
     def separate(self, deadline: Deadline) -> Socket:

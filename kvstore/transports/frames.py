@@ -117,7 +117,7 @@ class FrameSocket:
     holds = False  # whether the node may hold slots for it, as over shared memory
 
     def __init__(self, sock: socket.socket, version: int = PROTOCOL_VERSION) -> None:
-        """Wrap a connected socket. `version` is the protocol's until the peer answers in another one."""
+        """Wrap a connected socket; `version` is the protocol's, until the peer's is known."""
         sock.setblocking(True)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -140,7 +140,7 @@ class FrameSocket:
 
     @property
     def certificate(self) -> Mapping[str, Any]:
-        """Return the peer's verified certificate, as `getpeercert` does; empty if it showed none."""
+        """Return the peer's verified certificate, as of `getpeercert`; empty without one."""
         return {}
 
     def arm(self, seconds: float) -> None:
@@ -148,7 +148,7 @@ class FrameSocket:
         self._deadline = time.monotonic() + seconds
 
     def _set_timeouts(self, seconds: float) -> None:
-        """Set the socket's timeouts to somewhat less than that; early wake-ups look at the deadline.
+        """Set the socket's timeouts to somewhat less; early wake-ups check the deadline.
 
         Calls with about the same time left therefore set them once.
         """
@@ -166,7 +166,7 @@ class FrameSocket:
         return pack_fixed(len(header), payload_nbytes, self.version) + header
 
     def send(self, data: bytes | memoryview, at_once: bool = False) -> None:
-        """Send all bytes; with `at_once`, what fits without waiting is sent even past the deadline."""
+        """Send all bytes; `at_once` sends what needs no wait even past the deadline."""
         view = memoryview(data)
         nbytes = view.nbytes
         flags = socket.MSG_DONTWAIT if at_once else 0
@@ -182,7 +182,7 @@ class FrameSocket:
             self.torn = self.torn or 0 < view.nbytes < nbytes
 
     def recv_frame(self, header_nbytes_max: int) -> tuple[bytes, int]:
-        """Return (header, payload_nbytes) of the next frame; its payload is still to be received."""
+        """Return (header, payload_nbytes) of the next frame; the payload comes next."""
         while True:
             self._check_deadline("receive")
             if self._receive_ahead():
@@ -219,7 +219,7 @@ class FrameSocket:
         return True
 
     def _receive(self, view: memoryview, flags: int = 0) -> int:
-        """Receive at least one byte; 0 means that the peer hung up. Raises BlockingIOError on timeout.
+        """Receive a byte or more; 0 at the end. Raises BlockingIOError on timeout.
 
         BlockingIOError: the socket's timeout passed.
         """

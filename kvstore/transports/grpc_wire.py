@@ -287,7 +287,7 @@ class GrpcWire:
         return Followed(lambda: self._stub.Follow(request, timeout=seconds, metadata=told), end)
 
     def close(self) -> None:
-        """End the calls and close the channel; a forked child does nothing, as the channel is its parent's.
+        """End the calls and close the channel; in a forked child, do nothing.
 
         In a child of a fork it does nothing: the channel is the parent's.
         """

@@ -41,7 +41,7 @@ class ArenaMap:
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Map the arena behind `fd`, which stays the caller's. Raises ProtocolError if it does not fit.
+        """Map the arena behind `fd`, which stays the caller's. Raises ProtocolError.
 
         Raises ProtocolError if it is not an arena of `nbytes` bytes.
         """

@@ -5,7 +5,8 @@
 
 Frames and page bytes are encrypted in memory beside the socket:
 
-    send      page bytes --encrypt--> records --> socket      128 KiB at a time, 8 records a system call
+    send      page bytes --encrypt--> records --> socket      128 KiB at a time, 8 records a system
+                                                              call
     receive   socket --> records --decrypt--> the memory they are for
 
 Python's own TLS socket knows neither the kernel's timeouts nor MSG_WAITALL, takes two system calls
@@ -54,7 +55,7 @@ class TlsFrameSocket(FrameSocket):
     def __init__(
         self, sock: Any, context: ssl.SSLContext, name: str = "", version: int = PROTOCOL_VERSION
     ) -> None:
-        """Wrap a socket in TLS. `name` must be in the peer's certificate; without it the peer is a client."""
+        """Wrap a socket in TLS; `name` is the server's, empty if the peer is a client."""
         super().__init__(sock, version)
         self._encrypted, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
@@ -102,7 +103,7 @@ class TlsFrameSocket(FrameSocket):
         return moved
 
     def _flush(self, at_once: bool = False) -> None:
-        """Send all encrypted bytes; if that fails the connection is lost, as it cannot be resumed midway."""
+        """Send all encrypted bytes; a failure loses the connection."""
         if not self._to_send.pending:
             return
         try:
@@ -145,7 +146,7 @@ class TlsFrameSocket(FrameSocket):
         return moved
 
     def _fetch(self, wanted_nbytes: int = 0) -> bool:
-        """Receive more encrypted bytes. Raises BlockingIOError when the socket's timeout has passed.
+        """Receive more encrypted bytes. Raises BlockingIOError on timeout.
 
         BlockingIOError when the socket's timeout passed.
         """
@@ -159,7 +160,7 @@ class TlsFrameSocket(FrameSocket):
 
     @property
     def quiet(self) -> bool:
-        """Return whether nothing is waiting; decrypted bytes that nobody requested count as waiting."""
+        """Return whether nothing is waiting, neither in the socket nor decrypted."""
         return super().quiet and not self._tls.pending() and not self._encrypted.pending
 
 

@@ -136,7 +136,7 @@ class _File(logging.handlers.WatchedFileHandler):
         except OSError:  # a file that was moved away can not be begun anew
             self.handleError(record)
 
-    def handleError(self, record: logging.LogRecord) -> None:
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         if not self._failed:
             log.exception("the audit log can not be written; lines are lost")
         self._failed = True

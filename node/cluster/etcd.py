@@ -193,7 +193,7 @@ class Etcd:
     # ---- leases --------------------------------------------------------------------------
 
     def grant(self, ttl_s: int) -> tuple[int, int]:
-        """Return a new lease and its seconds, which may be more. Raises Unavailable if it has ended.
+        """Return a new lease and its seconds. Raises Unavailable if it has ended.
 
         Raises Unavailable for one that has ended already.
         """

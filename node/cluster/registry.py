@@ -2,7 +2,7 @@
 
     registry thread   lease kept alive, own key written; again from the start when etcd lost it
     watch thread      keys --roster--> view --> membership
-    removals thread   namespaces that others removed --> this node's tiers; that this one removed --> etcd
+    removals thread   others' removals --> this node's tiers; this node's --> etcd
 
 While etcd can not be asked the last view holds, and everything goes on with it.
 """
@@ -91,7 +91,7 @@ class Registry:
         removals: NamespaceTombstones,
         instance_at: Callable[[str], bytes],
     ) -> None:
-        """Prepare the registration; `instance_at` returns the instance id of the node at an address."""
+        """Prepare the registration; `instance_at` returns the instance id at an address."""
         self._instance_at = instance_at
         self._etcd = etcd
         self._identity = identity
@@ -371,7 +371,7 @@ class Registry:
     # ---- steps ---------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Read the cluster's settings, or write them if this node is first. Raises ConfigError on conflict.
+        """Read or write the cluster's settings. Raises ConfigError on conflict.
 
         Raises ConfigError if this node has others.
         """

@@ -3,7 +3,8 @@
 Pure: fed with what was read and what changed.
 
 /kvstore/NAME/config            {"replicas": 2, "base": 0}
-/kvstore/NAME/members/ID        {"address": "10.0.0.1:7440", "bulk_port": 7441, "state": "SERVING", "protocol": 4, ...}
+/kvstore/NAME/members/ID        {"address": "10.0.0.1:7440", "bulk_port": 7441, "state": "SERVING",
+                                "protocol": 4, ...}
 /kvstore/NAME/removed/DIGEST    {"removal": "9f..", "by": "n1", "erasure": "03.."}
 """
 

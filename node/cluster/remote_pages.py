@@ -1,7 +1,7 @@
 """Read pages from other members: the lower tier of a near node.
 
-    find    keys  --> who may have them? --> they are asked at the same time --> sources: each key's members
-    read    slots --> members send what they have, many pages at a time --> checked, reported as they arrive
+    find    keys  --> members that may have them, asked in parallel --> sources by key
+    read    slots --> members send many pages at a time --> verified, reported on arrival
 
 A member is asked without `near`, so that it asks nobody else. No lock of the RAM tier is taken
 here. Each member has one connection pool to each other member (`PeerLinks`), over the bulk wire.

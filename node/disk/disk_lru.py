@@ -180,7 +180,7 @@ class DiskPool:
         return self._links.used_s[record] if record else None
 
     def older_sizes(self, than_s: int | None, but: int, count: int) -> list[int]:
-        """Return other sizes whose oldest record is older than `than_s` (None: any), oldest first."""
+        """Return other sizes with an older oldest record (None: any), oldest first."""
         return self._ages.older(than_s, but, count)
 
     def eldest(self, size: int, count: int) -> Iterator[int]:

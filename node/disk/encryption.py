@@ -4,8 +4,10 @@
         wraps    in the row of each namespace: its description and its page key
                      which encrypts the bytes of its pages
 
-    units of a page    AES-256-XTS: as long as what it encrypts, and any change of it is noise in what comes out
-    wrapped keys       AES-256-GCM with a random nonce: what was changed, or moved to another row, is told
+    units of a page    AES-256-XTS: as long as what it encrypts, and any change of it is noise in
+                       what comes out
+    wrapped keys       AES-256-GCM with a random nonce: what was changed, or moved to another row,
+                       is told
 
 Who destroys that row has erased the namespace. Without the operator's key all is plain: `PLAIN`.
 The key is never logged, and no error says more of it than its length.

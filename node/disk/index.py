@@ -417,7 +417,7 @@ class DiskIndex:
             self.gone.add(namespace_key(number))
 
     def forget_some(self, digest: bytes, first: int) -> tuple[int, int]:
-        """Forget some pages of a namespace from record `first` on; return the count and the next record."""
+        """Forget some pages from record `first` on; return the count and the next record."""
         space, found = self.spaces.known(digest), 0
         if not self.spaces.counts[space]:
             return 0, self.records.number_end

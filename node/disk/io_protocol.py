@@ -10,11 +10,12 @@
     SYNC_ROWS
     TRIAL
     ALL_ROWS      first byte of their keys                            pairs
-    SOME_ROWS     nbytes u32 | first key                              pairs, about so many bytes; none: the end
+    SOME_ROWS     nbytes u32 | first key                              pairs, about so many bytes;
+                                                                      none: the end
     PURGE_ROWS    0 u32 | needles, as keys to delete                  files in which one is found
     CLOSE                                                             the process ends
 
-    slot := offset on disk | offset in the arena | nbytes | number of its key, from 1 on, or 0 | mark of its encryption
+    slot := offset on disk | offset in the arena | nbytes | key number, 0 for none | key mark
     pair := nbytes u16 | nbytes u32 | key | value        key to delete := nbytes u16 | key
 
 What an order brings comes in replies of outcome MORE; DONE, FAILED or REFUSED is the last one. Both

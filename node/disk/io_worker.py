@@ -132,7 +132,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     os.umask(
         0o077
-        # RocksDB's files name models, tenants and prompt hashes, and it leaves their mode to the umask
+        # RocksDB's files name models, tenants and hashes, and their mode follows the umask
     )
     task = Task.from_arguments(sys.argv[1:])
     logging.basicConfig(

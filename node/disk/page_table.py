@@ -1,7 +1,7 @@
 """Keep in RAM what the node knows of each page on disk: 56 to 63 bytes and its hash, in arrays.
 
     record r:  mark u32 | namespace u16 | offset u32 (x 4 KiB) | checksum 16
-               older u32, newer u32 (LRU of its pool and slot size) | pool u16 | last use u32 s | expiry u32 s
+               older u32, newer u32 (LRU) | pool u16 | last use u32 s | expiry u32 s
     hashes:    the whole prefix hash, and a byte for its length (`Hashes`)
     table:     record numbers by mark (`RecordTable`), at most 3/4 full
     slots:     the owner of each, u32

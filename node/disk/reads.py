@@ -1,6 +1,7 @@
 """Read pages from disk into arena slots, whole or in part, and verify them.
 
-    begin -> read -> (bytes, checksum)       the record is in use from `begin` on: its place on disk stays as it is
+    begin -> read -> (bytes, checksum)       the record is in use from `begin` on: its place on disk
+                                             stays as it is
     borrow -> verify
 
 Any thread; bytes are read and hashed without a lock. What is not what was written is dropped,
@@ -303,7 +304,7 @@ class Reading:
     # ---- verify --------------------------------------------------------------------------
 
     def borrow(self, row: PageRow) -> Borrowed | None:
-        """Return the page of a row, in use until `verify`; None if the row is of an earlier page."""
+        """Return a row's page, in use until `verify`; None for an earlier page's row."""
         with self._lock:
             space = self._index.spaces.values.get(row.namespace)
             record = self._find(space.digest, row.prefix_hash) if space is not None else 0

@@ -2,9 +2,11 @@
 
 The only file that imports rocksdict.
 
-    "F"                                   format version, extent bytes, and of an encrypted directory
+    "F"                                   format version, extent bytes, and of an encrypted
+                                          directory
                                           the mark of its key: "5 67108864 1f0ac5d2"
-    "N" u16be number                      a Namespace message, plain or wrapped (`node.disk.encryption`)
+    "N" u16be number                      a Namespace message, plain or wrapped
+                                          (`node.disk.encryption`)
     "P" u16be number, prefix hash         offset u64, slot nbytes u64, stored s u32, used s u32,
                                           expiry s u32, page checksum 16, its leaves 8 each if it
                                           has several, xxh3_64 of key and value before it u64

@@ -465,7 +465,7 @@ class DiskTier(LocalTier):
         self.on_health(False)
 
     def blame(self, doing: str, error: BaseException) -> None:
-        """Stop the tier for an error of the disk, but not for what the node itself has run out of."""
+        """Stop the tier for an error of the disk, but not for a shortage of the node."""
         if is_shortage(error):
             self._shortages.tell(doing, error)
         elif isinstance(error, OSError):

@@ -1,6 +1,6 @@
 """Write pages to disk behind the puts: a bounded queue of pages in RAM, and one thread.
 
-    offer -> [ page page page | barrier | page ... ] -> store(batch) -> release -> barrier: sync, pass
+    offer -> [ page page page | barrier | page ... ] -> store(batch) -> release -> sync
        +---> later, while the disk is full ----^
 
 A page in the queue is held in RAM by the tier that offered it, so the queue's bytes are bounded;

@@ -92,7 +92,7 @@ class Call:
                 self._task.cancel()
 
     def _give_up(self, reason: str) -> None:
-        """Cancel the call although a reply is being written, because the caller does not read it."""
+        """Cancel the call during a write that the caller does not read."""
         self.ended_because, self.untaken = self.ended_because or reason, True
         if self._task is not None:
             self._task.cancel()

@@ -3,12 +3,12 @@
 Whoever takes it over by a fault in gRPC gets neither the files of the node's user, nor the node's
 memory, nor the network.
 
-    files      read below the directories of Python and of shared libraries; write nothing     Landlock
-               change no modes, owners, times and attributes                                   seccomp
-    network    listen on the gRPC port (over IPv6 also on one that the system chooses)         Landlock
-               connect to nobody, no TCP Fast Open; no sockets but those of TCP                seccomp
-    processes  trace and signal no other                                                       both
-               change no limits, priorities and processors of others; run no programs          seccomp
+    files      Landlock   read Python's and shared libraries' directories; write nothing
+               seccomp    change no modes, owners, times and attributes
+    network    Landlock   listen on the gRPC port (over IPv6 also on one that the system chooses)
+               seccomp    connect to nobody, no TCP Fast Open; only TCP sockets
+    processes  both       trace and signal no other process
+               seccomp    change no other's limits, priority or processors; run no programs
 
 Left are names, sizes and times of files, memory and processor time, and new processes under the
 same rules.

@@ -356,7 +356,7 @@ class Servicer:
                 await self._send_frames(left, call, connection)
 
     async def _send_frames(self, left: int, call: Call, connection: NodeConnection) -> None:
-        """Forward page bytes that the node has framed, receiving one frame while sending another."""
+        """Forward framed page bytes, receiving one frame while sending another."""
         coming = asyncio.ensure_future(connection.payload(min(left, FRAME_NBYTES)))
         try:
             while True:

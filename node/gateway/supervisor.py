@@ -156,7 +156,7 @@ def import_paths() -> list[str]:
 
 
 class GatewayProcess:
-    """A gateway in a process of its own, with two inherited sockets and few environment variables."""
+    """Run a gateway in a process, with two inherited sockets and few variables."""
 
     def __init__(
         self, control: socket.socket, door: socket.socket, config: NodeConfig, held: Port
@@ -358,7 +358,7 @@ class Gateways:
         self._set_health({"": serving, SERVICE_NAME: serving})
 
     def set_disk_healthy(self, healthy: bool) -> None:
-        """Set the disk tier's health, reported separately: without disk the node serves from RAM."""
+        """Set the disk tier's health, reported separately from the node's."""
         self._set_health({DISK_NAME: healthy})
 
     def _set_health(self, good: dict[str, bool]) -> None:

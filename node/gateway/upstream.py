@@ -207,7 +207,7 @@ class NodeConnection:
             return 0
 
     async def _fail(self, error: ConnectionError) -> NoReturn:
-        """Raise the error that the node sent before it closed the connection, or else Unavailable."""
+        """Raise the error that the node sent before it hung up, or else Unavailable."""
         self._sock.setblocking(False)
         await self._reply("")
         raise Unavailable("the node ended this call") from error

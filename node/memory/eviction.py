@@ -4,11 +4,13 @@ Tenants are chosen as `tenant_usage.py` says. Within one tenant, or all without 
 LRU within one slot size, and LRU across sizes by whole blocks.
 
     same size      the oldest page that nobody holds goes; exactly as many as are needed
-    other sizes    if the oldest page of another slot size is older than ours, or none of ours may be
+    other sizes    if the oldest page of another slot size is older than ours, or none of ours may
+                   be
                    evicted, the coldest of the places where that size's oldest pages lie is cleared
                    and serves our size from now on
 
-    copies         of pages that other members own; they go before all others, and one goes for a new one
+    copies         of pages that other members own; they go before all others, and one goes for a
+                   new one
                    where they have their share
 
 Evicting only what is needed, and a chain's tail before its head, is worth more on public traces
@@ -140,7 +142,7 @@ class Compaction:
                 self._slots.free(target)
 
     def _count_elsewhere(self, size: int, pool: EvictionPool, wanted: int, loose: int) -> int:
-        """Count evictable pages of this size outside the area, up to `wanted`, within a few looks."""
+        """Count evictable pages of this size outside the area, up to `wanted`."""
         looked_at = islice(
             pool.oldest_first(size), min(loose + 2 * wanted, LOOKED_AT) + LOOKED_AT_LEAST
         )

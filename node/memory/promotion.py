@@ -2,7 +2,8 @@
 
     find    which tier has it              without the lock
     begin   a slot, state LOADING          under the lock (`RamTier.acquire`)
-    read    bytes into the slot            without the lock; a page that one tier fails at is asked of the next
+    read    bytes into the slot            without the lock; a page that one tier fails at is asked
+                                           of the next
     end     VISIBLE, or a miss for all     under the lock
 
 If only parts of a page are wanted, a tier that can reads these into a smaller slot, for that one
@@ -26,7 +27,8 @@ from node.memory.page import Counters, NamespaceIndex, Page, Space, State
 # Parts of a page, in a slot that has room for no more.
 #
 #     page    | 0 | 1 | 2 | 3 | 4 |       ranges lie in 1, 3 and 4
-#     slot    | 1 | 3 | 4 |               of one read, which nobody else can find; free when that ends
+#     slot    | 1 | 3 | 4 |               of one read, which nobody else can find; free when that
+#                                         ends
 #
 # What a checksum's leaf covers is the least that can be verified (`kvstore.checksum`), and what
 # is read from there begins and ends at multiples of SLOT_ALIGN_NBYTES.

@@ -2,7 +2,8 @@
 
     over its quota      first, after a quota was lowered
     without a quota     then, all of them together as one: they have what the others leave
-    within its quota    last, and only if the quotas together are more than there is: whoever has most of its own
+    within its quota    last, and only if the quotas together are more than there is: whoever has
+                        most of its own
 
 A tenant at its quota gives up its own oldest page for each new one. So nobody who is within its
 quota loses anything to another. Bytes are those of the blocks that a tenant's pages need when they
@@ -271,7 +272,7 @@ class TenantUsage(Generic[Pool]):
         return next(self.victims(asking)) if self._graded else self.shared
 
     def victims(self, asking: TenantAccount[Pool]) -> Iterator[Pool]:
-        """Yield pools to evict from for a page of `asking`, which is within its quota or has none."""
+        """Yield pools to evict from for a page of `asking`, which is within its quota."""
         for account in self._graded_from(OVER, OVER):
             yield account.pool
         yield self.shared

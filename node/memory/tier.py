@@ -488,7 +488,7 @@ class RamTier:
             release(acquired.sources.values())
 
     def _promote(self, acquired: Acquired, prefix_hash: bytes) -> Work[Page | None]:
-        """Return a page that has arrived, or one with a slot for this caller to fill; None: a miss."""
+        """Return an arrived page, or one with a slot for this caller to fill; None: a miss."""
         index, parts = acquired.index, acquired.parts
         while True:
             page = (

@@ -96,7 +96,7 @@ class SpareDescriptor:
                 self._fd = _open()
 
     def shed(self, listener: socket.socket) -> None:
-        """Accept a waiting connection and close it: left alone, `accept` would fail again at once."""
+        """Accept a waiting connection and close it, or `accept` would fail again at once."""
         with self.lent(), contextlib.suppress(OSError):
             listener.accept()[0].close()
 
@@ -117,7 +117,7 @@ def _open() -> int:
 
 
 def allow_descriptors(count: int) -> None:
-    """Let this process open `count` more descriptors than it may now, as far as it may decide that."""
+    """Raise the soft limit of descriptors by `count`, as far as possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= PLENTY:
         return
@@ -271,7 +271,7 @@ class Connection(abc.ABC):
     # ---- the loop ------------------------------------------------------------------------
 
     def serve(self, server: Door) -> None:
-        """Serve until the client closes (ConnectionError), stalls (TimeoutError) or breaks the rules."""
+        """Serve until the client closes (ConnectionError), stalls (TimeoutError) or errs."""
         with self.refusing():
             self.socket.arm(REQUEST_S_MAX)
             first = self.parse(*self.greet())

@@ -1,6 +1,7 @@
 """Let connections wait for the next view of the cluster (the `follow` frame).
 
-    connection thread   poll(its socket, the signal) until there is a view, the client hangs up, or time is over
+    connection thread   poll(its socket, the signal) until there is a view, the client hangs up, or
+                        time is over
     a new view          sets the signal, which wakes all waiters; later ones wait for a new signal
 
 Waiters sleep until something happens: nothing polls at an interval.

@@ -1,6 +1,7 @@
 """Serve the connections of a gateway, which forwards the calls of gRPC clients (`node.gateway`).
 
-    on_behalf   the caller of the requests that follow: address, token, names of its certificate; not answered
+    on_behalf   the caller of the requests that follow: address, token, names of its certificate;
+                not answered
     request     of that caller, as on the bulk wire; page bytes travel behind it
 
 Each request is admitted by the caller's credential, and counts to that caller's limits. A token

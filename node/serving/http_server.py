@@ -122,7 +122,7 @@ class Connection:
     def __init__(
         self, sock: socket.socket, peer: str, seconds: float, hurried: bool = False
     ) -> None:
-        """Wrap an accepted socket. A `hurried` one is served by the accepting thread, so briefly."""
+        """Wrap an accepted socket; a `hurried` one is served briefly by the acceptor."""
         self.sock = sock
         self.peer = peer
         self.hurried = hurried

@@ -313,7 +313,7 @@ class ConnectionSlot:
         return self._places.set_busy(self)
 
     def change(self, peer: str) -> None:
-        """Count the connection to another peer. Raises Exhausted, and changes nothing, at its limit.
+        """Count the connection to another peer. Raises Exhausted at its limit.
 
         Raises Exhausted, and stays where it is, if that has its share of busy ones.
         """

@@ -67,7 +67,7 @@ class Recorder:
         self._recording: _Recording | None = None
 
     def note(self, namespace: bytes, prefix_hashes: Sequence[bytes], stored: bool) -> None:
-        """Record a use of a chain; `stored` says that pages were used or stored without a lookup."""
+        """Record a use of a chain; `stored`: it was used or stored without a lookup."""
         with self._lock:
             recording, now = self._recording, self._clock_s()
             if recording is None or recording.is_abandoned(now):

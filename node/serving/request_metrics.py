@@ -177,7 +177,7 @@ class WireMetrics:
         return self._times.copy()
 
     def errors(self) -> dict[tuple[str, str], int]:
-        """Return errors by operation and code; internal ones also when zero, so that a rise shows."""
+        """Return errors by operation and code; internal ones also when zero."""
         with self._lock:
             return {(op, "internal"): 0 for op in self.times()} | self._errors
 

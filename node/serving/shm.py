@@ -144,7 +144,7 @@ class ShmServer(ConnectionServer):
                 del self._orphan_pages[connection]
 
     def stop(self, drain_s: float) -> None:
-        """Stop as the base class does; slots of processes that may still write are not waited for."""
+        """Stop; slots of processes that may still write are not waited for."""
         with contextlib.suppress(FileNotFoundError):  # somebody was quicker
             os.unlink(self.path)  # while we listen, nobody else can have put a socket of his there
         os.eventfd_write(self._stop_fd, 1)

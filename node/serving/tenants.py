@@ -21,7 +21,8 @@ from node.serving.status import in_range
 # steadily.
 #
 #     requests   one is taken for each, and one more for every KEYS keys; none left: refused
-#     bytes      what a request transfers or processes (`Charge`) is known when it has begun; in debt: refused
+#     bytes      what a request transfers or processes (`Charge`) is known when it has begun; in
+#                debt: refused
 #
 # Both may be in debt, so that a batch of any size can be had, and is paid for before the next one.
 #

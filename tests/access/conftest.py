@@ -13,7 +13,9 @@ from node.server import Node
 
 @pytest.fixture(scope="session")
 def people(tmp_path_factory: pytest.TempPathFactory) -> People:
-    """Of tenant team-a one of each role; `other` is an administrator of team-b, `operator` of all."""
+    """Of tenant team-a one of each role; `other` is an administrator of team-b,
+    `operator` of all.
+    """
     people = People(tmp_path_factory.mktemp("access") / "identities")
     people.join("revoked", "team-a", "admin")
     people.leave("revoked")

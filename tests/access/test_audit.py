@@ -42,7 +42,8 @@ def test_a_refusal_and_an_act_are_lines(
         reader.put(space, [KEY], [PAGE])
     act, refused = lines_of(path)
     assert {name: act[name] for name in ("what", "op", "who", "namespace")} == {
-        "what": "act", "op": "remove_namespace", "who": "admin", "namespace": space.digest.hex()[:8],
+        "what": "act", "op": "remove_namespace", "who": "admin",
+        "namespace": space.digest.hex()[:8],
     }  # fmt: skip
     assert (refused["what"], refused["op"], refused["who"]) == ("refused", "put", "read")
     assert refused["peer"] == act["peer"] == "127.0.0.1", (

@@ -1,8 +1,10 @@
 """Who may send which request: an RPC without a rule fails here.
 
-matrix    each identity sends each request of the schema to the service of a node, in this process. Callers are made
+matrix    each identity sends each request of the schema to the service of a node, in this process.
+          Callers are made
           as connections make them; no byte travels
-sample    32 of these over each wire: each request refused, each kind of rule and of refusal. Who a caller is, and
+sample    32 of these over each wire: each request refused, each kind of rule and of refusal. Who a
+          caller is, and
           whether it may be on that wire, is decided where the wire is
 """
 

@@ -1,4 +1,6 @@
-"""A cluster whose nodes ask who you are: members know each other by tokens, and clients by theirs."""
+"""A cluster whose nodes ask who you are: members know each other by tokens, and clients
+by theirs.
+"""
 
 import json
 from pathlib import Path

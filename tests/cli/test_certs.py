@@ -1,4 +1,6 @@
-"""`kvstore certs`: what it makes works between a node and a command, and is for nobody else's eyes."""
+"""`kvstore certs`: what it makes works between a node and a command, and is for nobody
+else's eyes.
+"""
 
 import stat
 import sys

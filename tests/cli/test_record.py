@@ -124,7 +124,8 @@ def test_neither_keys_nor_names_are_in_the_file(
     assert all(line["hash_ids"] == list(range(len(line["hash_ids"]))) for line in lines)
     assert all(0 <= number < 1000 for line in lines for number in line["hash_ids"])
     assert {key for line in lines for key in line} <= {
-        "timestamp", "input_length", "output_length", "hash_ids", "page_nbytes", "page_tokens", "stored",
+        "timestamp", "input_length", "output_length", "hash_ids", "page_nbytes", "page_tokens",
+        "stored",
     }  # fmt: skip
     assert lines[-1]["input_length"] == 12, "three pages of four tokens"
     assert space.model not in text

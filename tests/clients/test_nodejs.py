@@ -63,9 +63,11 @@ def test_its_bytes_are_the_golden_ones() -> None:
         """
 import { readFileSync } from "node:fs";
 const golden = JSON.parse(readFileSync(args[0]));
-const plane = ([name, dtype, unit_shape, unit_tokens]) => ({ name, dtype, unit_shape, unit_tokens });
+const plane = ([name, dtype, unit_shape, unit_tokens]) =>
+  ({ name, dtype, unit_shape, unit_tokens });
 const group = ([name, layers, planes]) => ({ name, layers, planes: planes.map(plane) });
-const layouts = golden.layouts.map(({ page_tokens, groups }) => ({ page_tokens, groups: groups.map(group) }));
+const layouts = golden.layouts.map(({ page_tokens, groups }) =>
+  ({ page_tokens, groups: groups.map(group) }));
 const { first_token, token_count, page_tokens } = golden.prefix_hashes;
 const tokens = Array.from({ length: token_count }, (_, i) => first_token + i);
 const page = Buffer.from(Array.from({ length: 256 * golden.checksum.times }, (_, i) => i % 256));
@@ -74,7 +76,8 @@ const sum = await kv.checksum(digest, Buffer.from(golden.checksum.prefix_hash, "
 console.log(JSON.stringify({
   nbytes: layouts.map(kv.pageNbytes),
   fingerprints: layouts.map((layout) => kv.layoutFingerprint(layout).toString("hex")),
-  digest: digest.toString("hex"), hashes: kv.prefixHashes(tokens, page_tokens).map((hash) => hash.toString("hex")),
+  digest: digest.toString("hex"),
+  hashes: kv.prefixHashes(tokens, page_tokens).map((hash) => hash.toString("hex")),
   leaves: (await kv.leaves(page)).toString("hex"), checksum: sum.toString("hex") }));
 """,
         str(GOLDEN),
@@ -96,9 +99,11 @@ def test_what_one_language_stores_the_other_reads(shared_node: NodeProcess) -> N
         found = node_js(
             """
 const client = new kv.Client(args[0]);
-const namespace = await client.open({ model: "shared", salt: args[1], layout: kv.opaqueLayout(Number(args[2])) });
+const namespace = await client.open(
+  { model: "shared", salt: args[1], layout: kv.opaqueLayout(Number(args[2])) });
 const [page] = await client.get(namespace, [Buffer.from(args[3], "hex")]);
-const verdicts = await client.put(namespace, [Buffer.from(args[4], "hex")], [Buffer.from(page).reverse()]);
+const verdicts = await client.put(
+  namespace, [Buffer.from(args[4], "hex")], [Buffer.from(page).reverse()]);
 console.log(JSON.stringify({ verdicts, page: page.toString("hex") }));
 client.close();
 """,
@@ -119,11 +124,13 @@ def test_bytes_of_another_key_are_a_miss(shared_node: NodeProcess) -> None:
     found = node_js(
         """
 const client = new kv.Client(args[0]);
-const namespace = await client.open({ model: "mixed up", salt: args[1], layout: kv.opaqueLayout(1000) });
+const namespace = await client.open(
+  { model: "mixed up", salt: args[1], layout: kv.opaqueLayout(1000) });
 const [one, two] = [Buffer.alloc(32, 1), Buffer.alloc(32, 2)];
 await client.put(namespace, [one, two], [Buffer.alloc(1000, 1), Buffer.alloc(1000, 2)]);
 const stub = client.stub;
-client.stub = { Get: (request, options) => stub.Get({ ...request, prefix_hashes: [two] }, options) };
+client.stub = { Get: (request, options) =>
+  stub.Get({ ...request, prefix_hashes: [two] }, options) };
 const [page] = await client.get(namespace, [one]);
 console.log(JSON.stringify(page));
 stub.close();

@@ -136,7 +136,9 @@ class Life:
     # ---- faults --------------------------------------------------------------------------
 
     def _break(self) -> None:
-        """One thing after the other, so that never more than one member's memory is lost at a time."""
+        """One thing after the other, so that never more than one member's memory is lost
+        at a time.
+        """
         while not self.quiet:
             self.world.sleep(self.rng.uniform(1.0, 4.0))
             self.breaking = True

@@ -112,7 +112,9 @@ def test_calls_that_fail_together_are_one_outage(breaker: CircuitBreaker, clock:
 def test_a_failure_that_took_long_is_followed_by_a_pause_that_takes_longer(
     breaker: CircuitBreaker, clock: Clock
 ) -> None:
-    """Doubling from 0.1 s alone, callers of a node that hangs would wait for it most of the time."""
+    """Doubling from 0.1 s alone, callers of a node that hangs would wait for it most of
+    the time.
+    """
     for cost_s, paused_s in ((1.0, 4.0), (5.0, 10.0)):
         breaker.failure(TimeoutError(), cost_s)
         assert pause_s(breaker, clock) == pytest.approx(paused_s, abs=PAUSE_S_MIN / 2)

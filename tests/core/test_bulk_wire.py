@@ -208,7 +208,9 @@ def hello(instance_id: bytes = b"") -> bytes:
 
 
 def test_a_connection_to_another_run_of_the_node_is_not_used(bulk_port: ServeBulk) -> None:
-    """The port is another node's by now, or the node's after a restart that gRPC has not noticed."""
+    """The port is another node's by now, or the node's after a restart that gRPC has not
+    noticed.
+    """
 
     def talk(connection: FrameSocket) -> None:
         for answer in (hello(b"another!"), GOOD_LOOKUP):

@@ -146,7 +146,9 @@ def test_a_key_that_the_group_can_read_is_warned_of(
 def test_a_key_of_another_user_may_be_lent_to_our_group_for_reading(
     placed: Placed, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a secret's files are, root's and mode 0440 by fsGroup: there is no other way to read them."""
+    """As a secret's files are, root's and mode 0440 by fsGroup: there is no other way to
+    read them.
+    """
     monkeypatch.setattr(os, "geteuid", lambda: os.stat(placed.key).st_uid + 1)
     placed.key.chmod(0o440)
     placed.files.look()

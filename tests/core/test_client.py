@@ -224,7 +224,9 @@ def test_batches_larger_than_the_limits_are_split(narrow: Client, namespace: Nam
 def test_more_keys_than_can_be_asked_for_in_time_are_no_failure_of_the_node(
     narrow: Client, namespace: Namespace, ask: str
 ) -> None:
-    """Others go on asking it: a prompt of a million tokens must not take the store away from them."""
+    """Others go on asking it: a prompt of a million tokens must not take the store away
+    from them.
+    """
     narrow.open(namespace)
     many = [number.to_bytes(16, "big") for number in range(500_000)]
     with pytest.raises(Exhausted, match="keys were answered in 1 s"):

@@ -1,4 +1,6 @@
-"""When a connection may be used again after what was said on it, and by which name its end is told."""
+"""When a connection may be used again after what was said on it, and by which name its
+end is told.
+"""
 
 import pytest
 

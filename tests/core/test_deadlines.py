@@ -269,7 +269,9 @@ def test_a_better_wire_that_hangs_leaves_a_call_the_time_to_go_over_grpc(
 def test_a_call_in_a_great_hurry_is_no_evidence_against_its_node(
     fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or whoever gives a call less than a node needs has it left alone by all others of its client."""
+    """Or whoever gives a call less than a node needs has it left alone by all others of
+    its client.
+    """
     monkeypatch.setattr(NodeChannel, "_check_liveness", lambda link: None)
     with Client(ClientConfig(address=fake_node.address, wire="grpc", timeout_s=10.0)) as client:
         assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1

@@ -1,4 +1,6 @@
-"""Files that are believed: what they must be, however one comes to be another while it is opened."""
+"""Files that are believed: what they must be, however one comes to be another while it
+is opened.
+"""
 
 import os
 import stat
@@ -45,7 +47,9 @@ def test_what_is_open_to_others_is_told_what_to_close(
 
 
 def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
-    """A pipe with a writer, which could be read from; without one to open it could wait for ever."""
+    """A pipe with a writer, which could be read from; without one to open it could wait
+    for ever.
+    """
     os.mkfifo(tmp_path / "pipe", 0o600)
     writer = os.open(tmp_path / "pipe", os.O_RDWR)
     try:

@@ -1,4 +1,6 @@
-"""The link to a node: which wire it takes, when it connects again, when it leaves the node alone."""
+"""The link to a node: which wire it takes, when it connects again, when it leaves the
+node alone.
+"""
 
 import logging
 import threading

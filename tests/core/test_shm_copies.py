@@ -39,7 +39,9 @@ def changing_the_source(owner: bytearray) -> Copying:
 def test_a_page_that_its_writer_changes_meanwhile_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The slot has neither the old page nor the new one: who hashed the slot would vouch for that."""
+    """The slot has neither the old page nor the new one: who hashed the slot would vouch
+    for that.
+    """
     page, slot = bytearray(os.urandom(NBYTES)), memoryview(bytearray(NBYTES))
     monkeypatch.setattr(shm, "copying", changing_the_source(page))
     assert _write_page(slot, (memoryview(page),)) != leaves(slot)

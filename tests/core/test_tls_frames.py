@@ -1,4 +1,6 @@
-"""Frames over TLS beside Python's own TLS socket, and ends of connections that TLS makes different."""
+"""Frames over TLS beside Python's own TLS socket, and ends of connections that TLS makes
+different.
+"""
 
 import contextlib
 import random

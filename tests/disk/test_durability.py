@@ -20,7 +20,9 @@ STORED = PutOutcome.STORED
 def test_a_tier_that_works_again_at_once_does_not_acknowledge_what_it_lost(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if an operator's recover came between the failed write and the look at the tier's state."""
+    """As if an operator's recover came between the failed write and the look at the
+    tier's state.
+    """
     node = nodes.start()
     client = nodes.connect(node)
     monkeypatch.setattr(node.disk, "poison", lambda reason: None)

@@ -1,4 +1,6 @@
-"""Rows of pages that are gone, however many at once: they are deleted, and nobody waits for that."""
+"""Rows of pages that are gone, however many at once: they are deleted, and nobody waits
+for that.
+"""
 
 import time
 from typing import Any
@@ -30,7 +32,9 @@ def expire(node: Any, count: int) -> list[bytes]:
 def test_millions_that_are_gone_at_once_are_deleted_without_holding_the_lock(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The RAM tier waits for that lock: gets from RAM stood still for as long as all of them took."""
+    """The RAM tier waits for that lock: gets from RAM stood still for as long as all of
+    them took.
+    """
     node = nodes.start()
     deleted: list[list[bytes]] = []
     write = node.disk.rows.write
@@ -140,7 +144,9 @@ def test_removing_a_namespace_without_pages_looks_at_no_records(
 def test_others_have_their_turn_while_a_namespace_goes(
     nodes: Nodes, pages: Pages, others_run: OthersRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who lets go of a lock and takes it again at once has it again: nobody else is awake by then."""
+    """Who lets go of a lock and takes it again at once has it again: nobody else is
+    awake by then.
+    """
     node = nodes.start()
     pages.put(nodes.connect(node), pages.keys(1), durable=True)
     monkeypatch.setattr(node.disk._index, "forget_some", lambda digest, first: (0, first + 16))

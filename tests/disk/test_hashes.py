@@ -60,7 +60,7 @@ def test_a_put_of_a_hash_that_starts_like_a_page_on_disk_is_stored(
     assert client.node_status().disk.pages_corrupt == 0
 
 
-def test_hashes_of_one_batch_that_start_alike_are_all_on_disk_listed_scrubbed_and_there_after_a_restart(
+def test_hashes_with_one_prefix_are_stored_listed_scrubbed_and_restored(
     nodes: Nodes, pages: Pages, alike: list[bytes]
 ) -> None:
     node = nodes.start()

@@ -1,4 +1,6 @@
-"""Quotas of the disk: who floods loses his own pages, and nobody who is within his quota loses any."""
+"""Quotas of the disk: who floods loses his own pages, and nobody who is within his quota
+loses any.
+"""
 
 import random
 import time

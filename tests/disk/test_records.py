@@ -410,7 +410,9 @@ def test_a_segment_that_a_start_fills_is_split_before_it_is_full() -> None:
 
 
 def test_records_come_and_go_without_growth() -> None:
-    """The table keeps no tombstones, which would have filled it twice, and numbers are used again."""
+    """The table keeps no tombstones, which would have filled it twice, and numbers are
+    used again.
+    """
     records = PageTable(1 << 24, 1 << 20)
     stored = []
     for i in range(4096):

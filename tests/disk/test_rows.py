@@ -228,7 +228,9 @@ def test_a_sync_of_the_rows_asks_rocksdb_for_the_medium(rows: Rows) -> None:
 
 
 def test_a_flipped_bit_in_the_database_never_yields_a_changed_row(tmp_path: Path) -> None:
-    """RocksDB refuses the file, or the row's own checksum does; what is read is what was written."""
+    """RocksDB refuses the file, or the row's own checksum does; what is read is what was
+    written.
+    """
     rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
     wanted = [row(number) for number in range(50)]
     rows.write({1: b"n"}, wanted, [])

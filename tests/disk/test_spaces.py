@@ -38,7 +38,7 @@ def test_durable_pages_stay_when_their_namespace_was_forgotten_empty_and_came_ba
     assert len({message for _, message in rows}) == len(rows) == 2, "one row each"
 
 
-def test_a_namespace_that_was_forgotten_while_its_rows_could_not_be_written_is_there_after_a_restart(
+def test_namespace_forgotten_while_rows_fail_is_there_after_a_restart(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The batch that was to give it a number failed, or reached the log all the same."""

@@ -1,4 +1,6 @@
-"""What is synced: a directory that a node makes, and what a sync that failed had taken upon itself."""
+"""What is synced: a directory that a node makes, and what a sync that failed had taken
+upon itself.
+"""
 
 import errno
 import mmap

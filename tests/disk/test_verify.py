@@ -1,4 +1,6 @@
-"""Verifying pages: on disk beside the arena, so that it needs no room there and nobody goes for it."""
+"""Verifying pages: on disk beside the arena, so that it needs no room there and nobody
+goes for it.
+"""
 
 import pytest
 from disk_nodes import FaultyLayer, Nodes, Pages

@@ -67,7 +67,9 @@ def _lines() -> list[bytes]:
 
 
 def strangers() -> Target:
-    """Without a token that is known: an answer is a refusal, whatever is sent, and nothing changes."""
+    """Without a token that is known: an answer is a refusal, whatever is sent, and
+    nothing changes.
+    """
     return _of(b"", lambda reply: reply.WhichOneof("op") == "error")
 
 

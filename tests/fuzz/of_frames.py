@@ -1,4 +1,6 @@
-"""Bulk and shared-memory connections: every byte that a client sends, answered by a real service."""
+"""Bulk and shared-memory connections: every byte that a client sends, answered by a real
+service.
+"""
 
 import contextlib
 import os

@@ -51,7 +51,9 @@ class Bites:
 
 
 def scratch() -> Path:
-    """A directory for files that are parsed, in memory where there is one; gone with the process."""
+    """A directory for files that are parsed, in memory where there is one; gone with the
+    process.
+    """
     found = tempfile.TemporaryDirectory(
         prefix="kvstore-fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     )

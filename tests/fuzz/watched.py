@@ -2,7 +2,8 @@
 
 A target may answer, or raise what its caller is told of. Everything else is found:
 
-    crash    another exception, an error that the node itself logged with its traceback, or a lie: AssertionError
+    crash    another exception, an error that the node itself logged with its traceback, or a lie:
+             AssertionError
     hang     more than CPU_S of processor time
     memory   more than GROWN_NBYTES at once, or an allocation that the process may not have
     state    after a batch, what `check` of a node says

@@ -1,4 +1,6 @@
-"""Connections of a gateway to its node: how many, and what happens where there is none to be had."""
+"""Connections of a gateway to its node: how many, and what happens where there is none
+to be had.
+"""
 
 import os
 import resource

@@ -97,7 +97,9 @@ def test_admit_gives_nothing_but_its_answer(secure: tuple[Node, Rogue, str]) -> 
 
 
 def test_of_a_frame_with_two_fields_one_counts(secure: tuple[Node, Rogue, str]) -> None:
-    """A caller's credential and a request in one frame: the request is of whoever was named before."""
+    """A caller's credential and a request in one frame: the request is of whoever was
+    named before.
+    """
     whose = pb.OnBehalfRequest(address="192.0.2.1:5", authorization=f"Bearer {secure[2]}")
     both = pb.BulkRequest(on_behalf=whose).SerializeToString()
     both += pb.BulkRequest(list_namespaces=pb.ListNamespacesRequest()).SerializeToString()

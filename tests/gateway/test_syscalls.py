@@ -46,8 +46,12 @@ to = ("127.0.0.1", port)
 REFUSED = {
     "TCP": lambda: on(socket.socket(), lambda sock: sock.connect(to)),
     "TCP, fast": lambda: on(socket.socket(), lambda sock: sock.sendto(b"x", FASTOPEN, to)),
-    "TCP, fast, message": lambda: on(socket.socket(), lambda sock: sock.sendmsg([b"x"], (), FASTOPEN, to)),
-    "MPTCP": lambda: on(socket.socket(type=socket.SOCK_STREAM, proto=MPTCP), lambda sock: sock.connect(to)),
+    "TCP, fast, message": lambda: on(
+        socket.socket(), lambda sock: sock.sendmsg([b"x"], (), FASTOPEN, to)
+    ),
+    "MPTCP": lambda: on(
+        socket.socket(type=socket.SOCK_STREAM, proto=MPTCP), lambda sock: sock.connect(to)
+    ),
     "UDP": lambda: on(socket.socket(type=socket.SOCK_DGRAM), lambda sock: sock.sendto(b"x", to)),
     "Unix": lambda: on(socket.socket(socket.AF_UNIX), lambda sock: sock.connect(path)),
     "signal": lambda: os.kill(victim, 0),
@@ -60,7 +64,9 @@ REFUSED = {
     "times": lambda: os.utime(file),
 }
 ALLOWED = {
-    "listen": lambda: on(socket.socket(), lambda sock: (sock.bind(("127.0.0.1", 0)), sock.listen())),
+    "listen": lambda: on(
+        socket.socket(), lambda sock: (sock.bind(("127.0.0.1", 0)), sock.listen())
+    ),
     "listen to IPv6": lambda: on(socket.socket(socket.AF_INET6), lambda sock: None),
     "talk": lambda: (ours.sendmsg([b"x"]), ours.send(b"x"), theirs.recv(2)),
     "thread": thread,

@@ -66,9 +66,7 @@ class Clocked(HitPolicy):
         return self.takes(0, 100, alone=False, granted=False)
 
 
-def test_hits_are_none_for_as_long_as_a_load_hung_and_twice_as_long_after_the_next_up_to_a_minute() -> (
-    None
-):
+def test_hits_pause_as_long_as_a_load_hung_and_twice_as_long_after_the_next() -> None:
     """What `docs/engines/vllm.md` says.
 
     The breaker's own pauses, a tenth of a second and up, passed for it.

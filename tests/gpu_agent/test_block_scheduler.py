@@ -275,7 +275,9 @@ def test_an_engine_that_computes_for_others_does_not_wait_for_an_answer(stores: 
 
 
 def test_a_reset_renews_the_epoch_of_both_sides(stores: MakeStore) -> None:
-    """R2: the ranks learn of it with their next orders, and a load ordered before brings nothing."""
+    """R2: the ranks learn of it with their next orders, and a load ordered before brings
+    nothing.
+    """
     store = stores()
     request = FakeRequest("r", TOKENS)
     store.save(request, [1, 2, 3, 4, 5])

@@ -214,7 +214,9 @@ def test_the_slots_of_a_save_are_not_given_back_before_its_last_batch_is_read(
 def test_the_next_part_of_a_load_is_fetched_while_one_is_placed(
     shm_client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One after the other, the link would be idle while the store is asked and pages are verified."""
+    """One after the other, the link would be idle while the store is asked and pages are
+    verified.
+    """
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 2 * token_pool.layout.page_nbytes)
     fetched = threading.Semaphore(0)
     fetch = gpu_agent.transfer_path.MappedPath.fetch

@@ -10,7 +10,8 @@ from gpu_agent.kernels import interrupts
 ENGINE = """
 import os, queue, runpy, signal, sys, threading
 
-interrupts_kept = runpy.run_path(sys.argv[2])["interrupts_kept"]  # without torch, which takes seconds
+# Without torch, which takes seconds.
+interrupts_kept = runpy.run_path(sys.argv[2])["interrupts_kept"]
 
 requests = queue.Queue()
 signal.signal(signal.SIGTERM, lambda *_: (print("obeyed", flush=True), os._exit(0)))

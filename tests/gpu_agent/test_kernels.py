@@ -114,14 +114,17 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
 struct uint4 { unsigned x, y, z, w; };
 struct Index { int x; };
 static Index threadIdx, blockIdx, blockDim, gridDim;
-static unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((unsigned long long)a * b) >> 32); }
+static unsigned __umulhi(unsigned a, unsigned b) {
+    return (unsigned)(((unsigned long long)a * b) >> 32);
+}
 using std::min;
 #include "transfer.cu"
 extern "C" void run(int is_gather, const long long* a) {
   blockDim.x = 64, gridDim.x = 3;
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++)
     for (threadIdx.x = 0; threadIdx.x < blockDim.x; threadIdx.x++)
-      (is_gather ? gather : scatter)((const Plane*)a[0], (const Tile*)a[1], (const i64*)a[2], (const i64*)a[3],
+      (is_gather ? gather : scatter)((const Plane*)a[0], (const Tile*)a[1], (const i64*)a[2],
+                                     (const i64*)a[3],
                                      a[4], a[5], a[6], a[7], a[8], a[9], a[10]);
 }
 """

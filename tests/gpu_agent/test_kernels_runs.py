@@ -68,7 +68,9 @@ def test_a_page_larger_than_a_chunk_is_copied_in_pieces(
 
 
 def test_what_the_engine_has_of_a_page_is_left_alone(token_pool: KVPool, seed: int) -> None:
-    """Part of a page goes by a kernel, and so does a page that is put together from several places."""
+    """Part of a page goes by a kernel, and so does a page that is put together from
+    several places.
+    """
     device = SimulatedDevice(seed)
     assert run_of(token_pool) is None
     pages = list(torch.randint(0, 256, (2, token_pool.layout.page_nbytes), dtype=torch.uint8))

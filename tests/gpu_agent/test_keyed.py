@@ -1,4 +1,6 @@
-"""An agent of a keyed namespace: nothing travels in place, and a page without its seal ends a load."""
+"""An agent of a keyed namespace: nothing travels in place, and a page without its seal
+ends a load.
+"""
 
 import uuid
 from collections.abc import Iterator

@@ -206,7 +206,9 @@ ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
 class Dims(NamedTuple):
-    """Layers, blocks, heads, tokens, cell: their sizes, or the elements from one index to the next."""
+    """Layers, blocks, heads, tokens, cell: their sizes, or the elements from one index
+    to the next.
+    """
 
     L: int
     B: int

@@ -64,7 +64,9 @@ def test_the_shapes_alone_give_the_layout() -> None:
 
 
 def test_a_shard_is_a_pool_of_its_local_heads() -> None:
-    """The heads of a rank in a tensor of their own and as a slice of all heads give the same page."""
+    """The heads of a rank in a tensor of their own and as a slice of all heads give the
+    same page.
+    """
     whole = [torch.randn(32, 4, 8) for _ in range(4)]
     units = torch.randperm(32)[:16]
     for rank in range(2):

@@ -37,7 +37,9 @@ from kvstore.tools.node_process import NodeProcess
 
 
 class Damaging(SimulatedDevice):
-    """Flips a bit of what arrives, in the copy of this number from now on that is a page's or more."""
+    """Flips a bit of what arrives, in the copy of this number from now on that is a
+    page's or more.
+    """
 
     spoilt = -1
 

@@ -1,4 +1,6 @@
-"""The kernel in leaves.cu against the xxHash library, on fresh random bytes, into poisoned memory."""
+"""The kernel in leaves.cu against the xxHash library, on fresh random bytes, into
+poisoned memory.
+"""
 
 import uuid
 

@@ -113,7 +113,9 @@ def test_an_old_answer_stands_until_there_is_another(fake: FakeClient) -> None:
 
 
 def test_r7_after_the_deadline_nothing_is_stored(fake: FakeClient) -> None:
-    """R7: a store that hangs costs a request its deadline, and requests after it next to nothing."""
+    """R7: a store that hangs costs a request its deadline, and requests after it next to
+    nothing.
+    """
     fake.gate.clear()
     lookups = Lookups(ThreadLookups(fake), 2.0)  # type: ignore[arg-type]
     began = time.monotonic()

@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,10 +234,8 @@ def test_a_hung_node_costs_deadlines_and_a_killed_one_nothing(scope: Namespace) 
         stack.enter_context(NodeProcess(*flags, "--port", port))  # empty, at the same address
         for store, names in objects:
             sources, targets = contents(4), empty(4)
-            assert eventually(
-                lambda: PutOutcome.STORED in store.put(names, sources).result(WAIT_S).values
-            )  # noqa: B023
-            assert eventually(lambda: all(store.get(names, targets).result(WAIT_S).values))  # noqa: B023
+            assert eventually(partial(is_stored, store, names, sources))
+            assert eventually(partial(is_loaded, store, names, targets))
             assert torch.equal(torch.stack(targets), torch.stack(sources))
 
 
@@ -267,6 +266,14 @@ def stands_still(node: NodeProcess) -> bool:
 
 def signal_node(node: NodeProcess, number: signal.Signals) -> None:
     os.kill(node.pid, number)
+
+
+def is_stored(store: Any, names: Any, sources: Any) -> bool:
+    return PutOutcome.STORED in store.put(names, sources).result(WAIT_S).values
+
+
+def is_loaded(store: Any, names: Any, targets: Any) -> bool:
+    return all(store.get(names, targets).result(WAIT_S).values)
 
 
 def eventually(condition: Any) -> bool:

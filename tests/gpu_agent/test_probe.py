@@ -76,7 +76,9 @@ SEGV = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
 
 
 def test_another_process_maps_and_reads_memory_of_this_one() -> None:
-    """The whole way, with memory of a CPU: two processes, the description, the marks, what is read."""
+    """The whole way, with memory of a CPU: two processes, the description, the marks,
+    what is read.
+    """
     found = probe._ipc(CPU)
     assert (found.state, found.found) == (
         State.OK,

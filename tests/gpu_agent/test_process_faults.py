@@ -287,7 +287,9 @@ def test_an_engine_that_stood_still_does_not_end_a_process_that_answers(
 def test_orders_that_nobody_takes_never_hold_the_engine_up(
     homes: MakeHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than a socket holds, to a process that reads nothing: kept up to a limit, then dropped."""
+    """More than a socket holds, to a process that reads nothing: kept up to a limit,
+    then dropped.
+    """
     monkeypatch.setattr(frames, "UNSENT_NBYTES_MAX", 1 << 20)
     home, _ = homes("127.0.0.1:9", [sys.executable, "-c", TALKER])
     (agent,) = home.agents(None)
@@ -380,7 +382,8 @@ import sys, time, torch
 sys.path.insert(0, sys.argv[1])
 from test_process_faults import AgentConfig, ProcessBackend, ClientConfig, keys, place
 config = AgentConfig(staging_nbytes=1 << 16)
-homes = [ProcessBackend([place()], ClientConfig(address=sys.argv[2]), config, sys.argv[3:]) for _ in range(2)]
+client = ClientConfig(address=sys.argv[2])
+homes = [ProcessBackend([place()], client, config, sys.argv[3:]) for _ in range(2)]
 for home in homes:
     home.agents(None)[0].save(keys(3), [1, 2, 3])
 print(*(home._child.pid for home in homes), flush=True)

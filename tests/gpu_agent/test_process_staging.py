@@ -33,7 +33,9 @@ NEVER_READY = "import time; time.sleep(600)"
 
 
 class Played:
-    """The agents' process, played by the test: the other end of its socket, and what it was given."""
+    """The agents' process, played by the test: the other end of its socket, and what it
+    was given.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock

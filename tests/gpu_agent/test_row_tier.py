@@ -88,7 +88,9 @@ def test_rows_of_stored_pages_are_told_at_once_and_never_read(
 def test_a_row_that_was_given_back_is_not_read_even_if_its_page_is_gone(
     make: Make, request: pytest.FixtureRequest, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The node loses a page between the question and the save, and the engine has reused its row."""
+    """The node loses a page between the question and the save, and the engine has reused
+    its row.
+    """
     memory, hashes = random_memory(), chain(request.node.name, 3)
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
     pages = make(memory)

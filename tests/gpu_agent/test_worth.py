@@ -29,7 +29,9 @@ class Engine:
         load_token_s: float = 0.0,
         eager_s: float = 0.0,
     ) -> None:
-        """`eager_s`: of a step with more than one token of a prompt, for which there is no graph."""
+        """`eager_s`: of a step with more than one token of a prompt, for which there is
+        no graph.
+        """
         self.eager_s = eager_s
         self.worth = LoadCostModel()
         self.token_s, self.late_s, self.load_s, self.load_token_s = (

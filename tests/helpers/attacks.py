@@ -44,7 +44,9 @@ CANCEL = struct.pack(">I", 8)
 
 
 class Inbox:
-    """What a connection has received, as far as conversations care: how much the peer lets it send."""
+    """What a connection has received, as far as conversations care: how much the peer
+    lets it send.
+    """
 
     def __init__(self) -> None:
         self.heard = self.pongs = 0  # bytes; answers to pings
@@ -109,7 +111,9 @@ def repeated(piece: bytes) -> bytes:
 
 @functools.cache
 def endless_fields() -> tuple[bytes, bytes]:
-    """A call that begins, and CONTINUATION frames full of header fields, none of which is the last."""
+    """A call that begins, and CONTINUATION frames full of header fields, none of which
+    is the last.
+    """
     begin = GREETING + http2.frame(HEADERS, 0, 1, http2.block(http2.call_fields(HELLO)))
     fields = b"".join(http2.field(f"x-{number:03}", "v" * 100) for number in range(140))
     return begin, repeated(http2.frame(CONTINUATION, 0, 1, fields[:FRAME_NBYTES_MAX]))

@@ -112,7 +112,9 @@ def gateways(pid: int) -> list[int]:
 
 
 class Watch:
-    """Looks at the memory of a node and of its gateways, 20 times a second, on a thread of its own."""
+    """Looks at the memory of a node and of its gateways, 20 times a second, on a thread
+    of its own.
+    """
 
     def __init__(self, pid: int, limit_nbytes: int = LIMIT_NBYTES) -> None:
         self._pid, self._limit_nbytes = pid, limit_nbytes

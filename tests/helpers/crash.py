@@ -1,7 +1,8 @@
 """Crash harness: kills a node with SIGKILL at random moments under mixed load, again and again on
 the same data directory, and looks at what is left each time.
 
-    python tests/helpers/crash.py --cycles 300        KVSTORE_SEED=... repeats a choice of operations
+    python tests/helpers/crash.py --cycles 300        KVSTORE_SEED=... repeats a choice of
+                                                      operations
 
 Per cycle: a node in a child process, `THREADS` clients that put (durable or not, with or without a
 time to live), get, remove, pin and flush pages of three sizes; SIGKILL; then a node in this process

@@ -7,10 +7,13 @@
     {"do": "settle"}                          steps the idle engine until it has nothing more to do
     {"do": "reset", "connector": false}       forgets the engine's own prefix cache
     {"do": "arm", "faults": [{...}]}          see engine_faults.py
-    {"do": "report"}                          calls of the store per kind in each process, faults that struck
+    {"do": "report"}                          calls of the store per kind in each process, faults
+                                              that struck
     {"do": "metrics"} {"do": "cache"} {"do": "chain", "prompt": [token, ...]}
-    {"do": "blocks", "prompt": [token, ...]}  digests of the prompt's full blocks in the engine's own cache
-    {"do": "agents"}                          where each worker's agents live, and their process if they have one
+    {"do": "blocks", "prompt": [token, ...]}  digests of the prompt's full blocks in the engine's
+                                              own cache
+    {"do": "agents"}                          where each worker's agents live, and their process if
+                                              they have one
 
 The first answer tells that the engine is up. Whatever the engine itself prints goes to stderr.
 """

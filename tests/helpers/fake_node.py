@@ -77,7 +77,9 @@ class FakeNode(pb_grpc.KVStoreServicer):
 
 
 class BulkPort:
-    """Accepts bulk connections and lets `talk(connection)` deal with each in a thread of its own."""
+    """Accepts bulk connections and lets `talk(connection)` deal with each in a thread of
+    its own.
+    """
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk

@@ -1,7 +1,9 @@
 """Clients that do no harm, beside those that do: how long their calls take, which fail, and whether
 bytes are right.
 
-    python innocents.py '{"wire": "bulk", "address": "127.0.0.1:7440", ...}'    fields of ClientConfig, and `pause_s`
+    python innocents.py '{"wire": "bulk", "address": "127.0.0.1:7440", ...}'
+
+The JSON has fields of ClientConfig, and `pause_s`.
 
 As a process it prints `ready` when its pages are stored, the calls since the last time for each
 line that it reads (a JSON list of Call), and ends with its standard input.

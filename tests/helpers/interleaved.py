@@ -262,7 +262,9 @@ class Life:
             self.done["cancelled"] += 1
 
     def _in_turns(self, work: Work[T]) -> Task[T]:
-        """As the tier's own does it, with turns of any length, and others between any two of them."""
+        """As the tier's own does it, with turns of any length, and others between any
+        two of them.
+        """
         self._at_work += 1
         try:
             return (yield from self._turns(work))

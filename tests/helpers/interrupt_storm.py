@@ -94,7 +94,9 @@ class Calls:
                     assert buffer == content(one, self.nbytes), "wrong bytes"
 
     def reuse_buffers(self) -> None:
-        """A call has ended, so they are somebody else's, who writes something else: it must stay."""
+        """A call has ended, so they are somebody else's, who writes something else: it
+        must stay.
+        """
         theirs = b"\xee" * self.nbytes
         for buffer in self.buffers:
             buffer[:] = theirs

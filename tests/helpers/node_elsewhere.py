@@ -1,4 +1,6 @@
-"""A plugin of pytest (`make test-oldest`): nodes run on another interpreter, KVSTORE_NODE_PYTHON."""
+"""A plugin of pytest (`make test-oldest`): nodes run on another interpreter,
+KVSTORE_NODE_PYTHON.
+"""
 
 import os
 

@@ -147,7 +147,9 @@ class Fleet:
         return Client(client_config(**chosen))
 
     def start(self, member: str) -> NodeProcess:
-        """Again, after it was killed or stopped: at the same address, with the same data directory."""
+        """Again, after it was killed or stopped: at the same address, with the same data
+        directory.
+        """
         place, port = self._places[member]
         flags = [
             "--member",

@@ -179,7 +179,8 @@ ADAPTERS = {
                 ]
             },
             "multimodal": {
-                "hash": "tests/engines/lmcache/test_images.py::test_an_image_is_in_the_hash_by_its_identifier"
+                "hash": "tests/engines/lmcache/test_images.py"
+                "::test_an_image_is_in_the_hash_by_its_identifier"
             },
             "draft layers": {"namespace": [{"options": {"kv_format": "vllm 0.33 bf16 eagle@r1"}}]},
         },

@@ -11,8 +11,10 @@ and loses what it was to save.
 For many moments of this the files are made as the power may leave them (`recorded.py`). A tier
 opens that, with RocksDB's own recovery. What must hold:
 
-    every page that is found             has exactly bytes that were put under its key, no older than
-    acknowledged, durable or flushed     what was found then, which is found, unless it was removed since
+    every page that is found             has exactly bytes that were put under its key, no older
+                                         than
+    acknowledged, durable or flushed     what was found then, which is found, unless it was removed
+                                         since
     removed, then flushed                is not found
     check(), rows                        have nothing to say
 

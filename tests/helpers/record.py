@@ -1,8 +1,11 @@
 """Records what is promised: `make golden` the names, by hand the rest.
 
-python tests/helpers/record.py names          golden/names: what is new is promised, what is gone is not any more
-python tests/helpers/record.py conversation   golden/protocol-N.json, wires-N.json: when PROTOCOL_VERSION was raised
-python tests/helpers/record.py data-dir       golden/data-dir-N*.tar.gz: when FORMAT_VERSION was raised
+python tests/helpers/record.py names          golden/names: what is new is promised, what is gone is
+                                              not any more
+python tests/helpers/record.py conversation   golden/protocol-N.json, wires-N.json: when
+                                              PROTOCOL_VERSION was raised
+python tests/helpers/record.py data-dir       golden/data-dir-N*.tar.gz: when FORMAT_VERSION was
+                                              raised
 """
 
 import contextlib

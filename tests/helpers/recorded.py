@@ -1,7 +1,8 @@
 """What a tier asked of its files, in order, and what a power loss at any moment of that leaves of
 them.
 
-    recorded   write begins, ends | sync begins, ends, fails | file made, allocated | rows written, synced
+    recorded   write begins, ends | sync begins, ends, fails | file made, allocated | rows written,
+               synced
 
 What a sync covers is there; of everything else any sectors of 512 bytes are: writes are not in
 order, and may be torn. Rows are a prefix of RocksDB's log, torn too. A file whose directory was not

@@ -112,7 +112,9 @@ class WithHandshake(Silent):
 
 
 class FailsToLoad(Silent):
-    """Promises the first tokens of every prompt once, within the step, and brings garbage for them."""
+    """Promises the first tokens of every prompt once, within the step, and brings
+    garbage for them.
+    """
 
     TOKENS = 32
     tables: ClassVar[list[list[int]]] = []  # that are being loaded

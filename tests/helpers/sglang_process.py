@@ -4,7 +4,8 @@
 
     {"do": "generate", "prompts": [[token, ...], ...], "salts": [text or null, ...], "max_tokens":
     8}
-    {"do": "reset"}                           forgets the engine's own caches, on the GPU and in host memory
+    {"do": "reset"}                           forgets the engine's own caches, on the GPU and in
+                                              host memory
     {"do": "chain", "prompt": [token, ...]}   SGLang's names of the full pages of a prompt
 
 The first answer tells that the engine is up. Whatever the engine itself prints goes to stderr. It

@@ -145,7 +145,9 @@ class StormEngine:
             )
 
     def abort(self, req: Req) -> None:
-        """As `Scheduler.abort_request`: at once while it waits, else when its next result is seen."""
+        """As `Scheduler.abort_request`: at once while it waits, else when its next
+        result is seen.
+        """
         if req in self.waiting:
             self.waiting.remove(req)
             self.cache.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)
@@ -360,7 +362,9 @@ class StormEngine:
             self.cache.evict_host(host_tokens)
 
     def known_pages(self) -> dict[bytes, list[int]]:
-        """Return the right values of every page of every request's tokens, by its key in the store."""
+        """Return the right values of every page of every request's tokens, by its key in
+        the store.
+        """
         pages = {}
         for req in self.everything:
             known = [*req.origin_input_ids, *req.output_ids]

@@ -193,14 +193,13 @@ def messages() -> Tree:
     repeated = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
     found: Tree = {}
     for message in file.message_type:
-        found[message.name] = {
-            str(
-                field.number
-            ): f"{'repeated ' * (field.label == repeated)}{field.type_name[1:] or types[field.type]} {field.name}"
-            for field in message.field
-        }
-    for kind in file.enum_type:
-        found[kind.name] = {str(value.number): value.name for value in kind.value}
+        found[message.name] = {}
+        for field in message.field:
+            prefix = "repeated " * (field.label == repeated)
+            kind = field.type_name[1:] or types[field.type]
+            found[message.name][str(field.number)] = f"{prefix}{kind} {field.name}"
+    for values in file.enum_type:
+        found[values.name] = {str(value.number): value.name for value in values.value}
     for service in file.service:
         for method in service.method:
             streams = ("stream " * method.client_streaming, "stream " * method.server_streaming)

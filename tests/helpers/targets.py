@@ -1,4 +1,6 @@
-"""The targets of the Makefile and of tests/run.py, and what a target would run, without running it."""
+"""The targets of the Makefile and of tests/run.py, and what a target would run, without
+running it.
+"""
 
 import importlib.util
 import re

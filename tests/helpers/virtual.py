@@ -162,7 +162,9 @@ class World:
 
 
 class Network:
-    """Requests that may be lost, late or doubled, between hosts that may be down, paused or apart."""
+    """Requests that may be lost, late or doubled, between hosts that may be down, paused
+    or apart.
+    """
 
     def __init__(
         self, world: World, lost: float = 0.0, late: float = 0.0, doubled: float = 0.0
@@ -177,7 +179,9 @@ class Network:
     def call(
         self, source: str, target: str, serve: Callable[[], Result], deadline: Deadline
     ) -> Result:
-        """What `serve` returns or raises at the target, if it and its answer come through in time."""
+        """What `serve` returns or raises at the target, if it and its answer come
+        through in time.
+        """
         world, answers, signal = self.world, list[Any](), Signal(self.world)
 
         def arrived(answer: Any) -> None:

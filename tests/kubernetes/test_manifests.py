@@ -418,7 +418,9 @@ def test_the_policy_lets_in_engines_members_and_prometheus_by_the_ports_that_are
 def test_no_service_becomes_a_setting_by_the_variables_that_kubernetes_makes_of_it(
     composed: Overlay,
 ) -> None:
-    """A service `kvstore-node` would set KVSTORE_NODE_PORT=tcp://... in every pod of its namespace."""
+    """A service `kvstore-node` would set KVSTORE_NODE_PORT=tcp://... in every pod of its
+    namespace.
+    """
     made = set()
     for service in composed.of_kind("Service"):
         stem = service["metadata"]["name"].upper().replace("-", "_")

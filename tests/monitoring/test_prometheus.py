@@ -37,7 +37,9 @@ QUIET = {
     "Pages handed on, fetched, dropped D": "likewise",
     "Gateways that serve, ended in an hour B": "nobody floods them",
 }
-"""Queries that answer with a number, which may be 0 here, and why. All others must tell of the traffic."""
+"""Queries that answer with a number, which may be 0 here, and why. All others must tell of the
+traffic.
+"""
 MAY_BE_PENDING = {
     "KVStoreTenantAtQuota": "team-b asks for more pins than it has",
     "KVStoreRefusesStrangers": "it flushes, which it may not",

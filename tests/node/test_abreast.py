@@ -1,4 +1,6 @@
-"""One batch over several connections: the same bytes, the same answers, and no thread left behind."""
+"""One batch over several connections: the same bytes, the same answers, and no thread
+left behind.
+"""
 
 import concurrent.futures
 import os
@@ -270,7 +272,9 @@ def test_a_process_that_was_forked_off_is_told_and_does_not_wait(
 
 
 def test_a_process_that_was_forked_off_waits_for_no_thread_of_its_parent() -> None:
-    """A cluster's members are asked by such threads, before any of their wires says what is wrong."""
+    """A cluster's members are asked by such threads, before any of their wires says what
+    is wrong.
+    """
     threads = ParallelTransfer()
     threads.run([os.getpid, os.getpid])
     time.sleep(0.1)  # until the thread is idle, and would be given more

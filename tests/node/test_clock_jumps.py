@@ -75,9 +75,12 @@ def node(start_node: StartNode, tmp_path: Path, wall: WallClock) -> Iterator[Nod
     wall.ahead_s = 0.0
 
 
+FOREVER = Keep()
+
+
 def put(
-    client: Client, space: Namespace, keys: list[bytes], keep: Keep = Keep()
-) -> list[PutOutcome]:  # noqa: B008
+    client: Client, space: Namespace, keys: list[bytes], keep: Keep = FOREVER
+) -> list[PutOutcome]:
     return client.put(
         space, keys, [page_content(space.digest, key, PAGE_NBYTES) for key in keys], keep
     )
@@ -131,7 +134,9 @@ def test_page_that_was_written_by_a_wrong_clock_does_not_outlive_its_time(
     wall: WallClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its expiry lies days ahead after a restart with the right clock: how old it is, nobody knows."""
+    """Its expiry lies days ahead after a restart with the right clock: how old it is,
+    nobody knows.
+    """
     wall.ahead_s, keys = 3 * DAY_S, KEYS[:2]
     monkeypatch.setattr(
         "node.clock._EPOCH_S", time.clock_gettime(time.CLOCK_BOOTTIME) - wall()

@@ -198,7 +198,9 @@ def test_look_ups_are_few_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch)
 def test_who_has_left_leaves_nothing_behind_until_a_collection(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node collects seldom: replies of megabytes stayed, as fast as somebody could ask for them."""
+    """A node collects seldom: replies of megabytes stayed, as fast as somebody could ask
+    for them.
+    """
     met: list[weakref.ref[Any]] = []
 
     def noted(kind: Any) -> Any:
@@ -227,7 +229,9 @@ def test_who_has_left_leaves_nothing_behind_until_a_collection(
 def test_reads_that_hang_keep_nobody_from_looking_up_and_acting(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two pages that somebody looked at on a disk that hung took both threads, until it answered."""
+    """Two pages that somebody looked at on a disk that hung took both threads, until it
+    answered.
+    """
     go, share = threading.Event(), CONSOLE_CALLS_MAX // 2
 
     def wait(*_: Any) -> Response:

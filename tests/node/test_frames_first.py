@@ -371,7 +371,8 @@ from kvstore import Client, ClientConfig, Namespace, opaque_layout
 
 space = Namespace("without grpc", opaque_layout(4096))
 keys = [bytes([number]) * 32 for number in range(6)]
-with Client(ClientConfig(address=sys.argv[1], wire=sys.argv[2], timeout_s=30.0, connect_timeout_s=20.0)) as client:
+times = {"timeout_s": 30.0, "connect_timeout_s": 20.0}
+with Client(ClientConfig(address=sys.argv[1], wire=sys.argv[2], **times)) as client:
     client.put(space, keys, [bytes([number]) * 4096 for number in range(6)])
     buffers = [bytearray(4096) for _ in keys]
     assert client.get(space, keys, buffers) == [True] * 6

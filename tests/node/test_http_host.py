@@ -51,7 +51,9 @@ def test_metrics_of_an_open_node_refuse_a_host_that_a_stranger_may_own(
 def test_scrapes_and_probes_by_address_service_or_own_name_are_served(
     node: Node, path: str
 ) -> None:
-    """A kubelet and Prometheus' discovery call pods by address, a compose file names its services."""
+    """A kubelet and Prometheus' discovery call pods by address, a compose file names its
+    services.
+    """
     for host in (
         "127.0.0.1:7442",
         "10.0.0.7:7442",

@@ -306,7 +306,9 @@ def test_a_scrape_for_which_no_thread_can_be_started_is_answered(
 def test_who_takes_a_text_slowly_has_a_time_for_all_of_it(
     dial: Callable[[int], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that takes a few bytes now and then would keep its connection as long as it likes."""
+    """A client that takes a few bytes now and then would keep its connection as long as
+    it likes.
+    """
     monkeypatch.setattr("node.serving.http_server.HTTP_REPLY_S_MAX", 0.5)
     large = Answer("text/plain", 0, lambda: bytes(64 << 20))
     server = MetricsServer("127.0.0.1", 0, lambda headers, asker: large, lambda: True)

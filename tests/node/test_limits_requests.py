@@ -50,7 +50,9 @@ class Blocked:
 
 
 def refused(call: Callable[[], object]) -> None:
-    """A node that is alone has nobody to move pages to, and not everything can be begun by chance."""
+    """A node that is alone has nobody to move pages to, and not everything can be begun
+    by chance.
+    """
     with contextlib.suppress(InvalidRequest):
         call()
 

@@ -30,7 +30,9 @@ def test_a_static_list() -> None:
 
 
 def test_a_view_is_put_into_words_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the most members that takes milliseconds, and every hello waits in the one event loop."""
+    """With the most members that takes milliseconds, and every hello waits in the one
+    event loop.
+    """
     membership, first, second = Membership(TEXT, "n2"), pb.HelloReply(), pb.HelloReply()
     membership.tell(first)
     monkeypatch.setattr("kvstore.cluster.view.view_message", None)

@@ -1,4 +1,6 @@
-"""Puts through a near node that are answered when the owners have the pages, or have them on disk."""
+"""Puts through a near node that are answered when the owners have the pages, or have
+them on disk.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""A node's settings, alone and as `kvstore-node` takes them from its command line and environment."""
+"""A node's settings, alone and as `kvstore-node` takes them from its command line and
+environment.
+"""
 
 import dataclasses
 import logging

@@ -1,4 +1,6 @@
-"""Quotas of the RAM: who floods loses his own pages, and nobody who is within his quota loses any."""
+"""Quotas of the RAM: who floods loses his own pages, and nobody who is within his quota
+loses any.
+"""
 
 import contextlib
 import random

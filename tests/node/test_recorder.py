@@ -132,7 +132,9 @@ def test_who_was_away_for_too_long_is_told_so_and_not_given_a_trace_with_a_hole(
 def test_of_one_that_was_left_alone_nothing_stays(
     recorder: Recorder, clock: Clock, ms: int
 ) -> None:
-    """Neither its key nor some 50 MiB of what waits, also if its time was over before it was left."""
+    """Neither its key nor some 50 MiB of what waits, also if its time was over before it
+    was left.
+    """
     begin(recorder, ms)
     gone = weakref.ref(kept := Kept(KEYS))
     recorder.note(SPACE.digest, kept, stored=False)

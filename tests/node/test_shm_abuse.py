@@ -157,7 +157,8 @@ for line in sys.stdin:
     sock.connect(sys.argv[1])
     connection = DescriptorSocket(sock)
     connection.arm(5.0)
-    connection.send_frame_with(os.pidfd_open(os.getpid()), pb.BulkRequest(hello=pb.HelloRequest()).SerializeToString())
+    hello = pb.BulkRequest(hello=pb.HelloRequest()).SerializeToString()
+connection.send_frame_with(os.pidfd_open(os.getpid()), hello)
     connection.recv_frame_with(1 << 20)
     for request in line.split():
         connection.send_frame(bytes.fromhex(request))
@@ -318,7 +319,8 @@ from kvstore.deadline import Deadline
 from kvstore.transports.shm import ShmWire
 from node.server import Node
 os.setuid(12345)
-wire = ShmWire({str(path)!r}, {node.service.instance_id!r}, ClientConfig(shm_dir={str(path.parent)!r}))
+config = ClientConfig(shm_dir={str(path.parent)!r})
+wire = ShmWire({str(path)!r}, {node.service.instance_id!r}, config)
 while input():
     try:
         wire.connect(Deadline(5))

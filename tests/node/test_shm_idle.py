@@ -10,7 +10,9 @@ from node.server import Node
 def test_idle_connections_that_had_to_leave_are_no_failure(
     node: Node, connect: Connect, pages: Pages
 ) -> None:
-    """Over bulk the call would be said again in any case; here the link was dropped, and made anew."""
+    """Over bulk the call would be said again in any case; here the link was dropped, and
+    made anew.
+    """
     client, shm = connect(node, "shm"), node.shm
     assert shm is not None
     pages.put(client, pages.keys(1))

@@ -31,13 +31,14 @@ address, model, what = sys.argv[1:]
 namespace = Namespace(model=model, layout=opaque_layout(65536))
 keys = lambda first: [n.to_bytes(32, "big") for n in range(first, first + 4)]
 client = Client(ClientConfig(address=address, wire="shm"))
-context = client.open_get(namespace, keys(0)) if what == "held" else client.open_put(namespace, keys(100))
+held = what == "held"
+context = client.open_get(namespace, keys(0)) if held else client.open_put(namespace, keys(100))
 slots = context.__enter__()
 print("ready", *slots.offsets, flush=True)
 for line in sys.stdin:
     match line.split():
         case ["hangup"]:
-            # As close() of one thread under another that still writes: the socket goes, the process lives.
+            # As close() under a thread that still writes: the socket goes, the process lives.
             slots._lease.connection._sock.shutdown(socket.SHUT_RDWR)
         case ["write", value]:
             for view in slots.pages:
@@ -59,7 +60,8 @@ for line in sys.stdin:
         case ["fork"]:
             if os.fork() == 0:
                 sys.stdin.close()
-                os.write(1, b"mapped\\n" if "kvstore-arena" in open("/proc/self/maps").read() else b"unmapped\\n")
+                maps = open("/proc/self/maps").read()
+os.write(1, b"mapped\\n" if "kvstore-arena" in maps else b"unmapped\\n")
                 while True:
                     os.read(int(os.environ["WAIT_FD"]), 1) or os._exit(0)
     os.write(1, b"done\\n")  # in one piece, whatever the buffering
@@ -292,7 +294,9 @@ def test_a_draining_node_lets_a_writer_finish(
 def test_a_node_stops_without_those_that_do_not_let_go(
     stopping_node: Callable[..., Node], connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
-    """Their slots are not given to anybody while the rest of the node drains; the memory is theirs."""
+    """Their slots are not given to anybody while the rest of the node drains; the memory
+    is theirs.
+    """
     node = stopping_node(drain_s=0.1)
     pages.put(connect(node), pages.keys(0, 1, 2, 3))
     spawn(node, pages, "held")

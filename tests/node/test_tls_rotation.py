@@ -160,7 +160,9 @@ def test_a_nodes_certificate_is_renewed_under_load(
 def test_an_authority_is_replaced_under_load(
     node: Node, files: Files, ours: Authority, tmp_path: Path, wire: str
 ) -> None:
-    """Both are believed for a while; then who still shows a certificate of the old one is kept out."""
+    """Both are believed for a while; then who still shows a certificate of the old one
+    is kept out.
+    """
     new = found(tmp_path / "new", "new")
     with Load(node, wire, files, Pages) as load:
         files.trust(ours, new)

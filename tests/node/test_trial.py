@@ -1,4 +1,6 @@
-"""Replays during which nodes die: the harness of the demo, the benchmarks and the tests of faults."""
+"""Replays during which nodes die: the harness of the demo, the benchmarks and the tests
+of faults.
+"""
 
 import time
 from pathlib import Path

@@ -21,7 +21,9 @@ def test_r06_a_writer_that_fails_in_the_middle_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
     fails_after: int,
 ) -> None:
-    """Whatever was sent before: pages become visible by the commit only, all of a batch together."""
+    """Whatever was sent before: pages become visible by the commit only, all of a batch
+    together.
+    """
     node = start_node(ram_nbytes=16 << 20, extent_nbytes=4 << 20)
     client = connect(node, wire)
     chain = Pages("large", 1 << 20)

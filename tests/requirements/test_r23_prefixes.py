@@ -1,4 +1,6 @@
-"""R23: prefix-aware eviction and longest-prefix query: a chain loses its end before its beginning."""
+"""R23: prefix-aware eviction and longest-prefix query: a chain loses its end before its
+beginning.
+"""
 
 from collections.abc import Iterator
 

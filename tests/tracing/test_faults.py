@@ -1,4 +1,6 @@
-"""An engine's tracing that is broken: what is traced is done all the same, and the engine starts."""
+"""An engine's tracing that is broken: what is traced is done all the same, and the
+engine starts.
+"""
 
 import logging
 import sys

@@ -72,7 +72,9 @@ def modules() -> Iterator[None]:
 
 
 class Server:
-    """`client` and `worker` are LightLLM's; `match` is its handling of a request before the router."""
+    """`client` and `worker` are LightLLM's; `match` is its handling of a request before
+    the router.
+    """
 
     def __init__(self, kind: str, arguments: dict[str, Any], patch: pytest.MonkeyPatch) -> None:
         from lightllm.server.multi_level_kv_cache import cpu_cache_client
@@ -99,7 +101,9 @@ class Server:
         self._hash = compute_token_list_hash
 
     def hashes(self, seed: int, pages: int) -> list[int]:
-        """Of a prompt whose pages are `pages` long; prompts of one seed are prefixes of each other."""
+        """Of a prompt whose pages are `pages` long; prompts of one seed are prefixes of
+        each other.
+        """
         tokens = [seed * 100_003 + number for number in range(pages * PAGE_TOKENS + 1)]
         return list(self._hash(tokens, PAGE_TOKENS))
 

@@ -235,7 +235,9 @@ def test_a_load_of_which_nothing_is_there_is_no_success(
 def test_the_writer_thread_outlives_restarts_of_the_node(
     start_node: Make, make_server: Make, tmp_path: Path
 ) -> None:
-    """R11: pages on disk hit again, and new ones are stored, without anything being done about it."""
+    """R11: pages on disk hit again, and new ones are stored, without anything being done
+    about it.
+    """
     flags = ("--data-dir", str(tmp_path / "data"), "--disk-bytes", "256MiB")
     node = start_node(*flags)
     ports = ("--port", node.address.rpartition(":")[2], "--bulk-port", str(node.bulk_port))

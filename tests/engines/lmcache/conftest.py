@@ -121,7 +121,9 @@ def spec() -> Callable[..., dict[str, Any]]:
 
 
 class Driver:
-    """An adapter with its polls: every call waits for its own event, as LMCache's controllers do."""
+    """An adapter with its polls: every call waits for its own event, as LMCache's
+    controllers do.
+    """
 
     def __init__(self, adapter: Any) -> None:
         self.adapter = adapter

@@ -1,4 +1,6 @@
-"""SGLang on a CPU: a stub for torchvision, the harness, and engines attached to a node of our own."""
+"""SGLang on a CPU: a stub for torchvision, the harness, and engines attached to a node
+of our own.
+"""
 
 import importlib.util
 import os
@@ -69,7 +71,9 @@ def config(shared_node: NodeProcess) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of small pools, too, are sent from there and received there, where they are not mapped."""
+    """Pages of small pools, too, are sent from there and received there, where they are
+    not mapped.
+    """
     monkeypatch.setattr("gpu_agent.host.slot_copies.PIECE_NBYTES_MIN", 1)
 
 

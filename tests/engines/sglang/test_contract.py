@@ -368,7 +368,9 @@ def test_the_engines_random_failures_and_delays(
 def test_nothing_is_compiled_or_started_at_a_first_request(
     engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R22: from our side; SGLang builds its own hash at its first use, which the fixtures have had."""
+    """R22: from our side; SGLang builds its own hash at its first use, which the
+    fixtures have had.
+    """
     made = engine(mha())
 
     def refuse(*args: Any, **_: Any) -> None:

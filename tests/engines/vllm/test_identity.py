@@ -57,7 +57,9 @@ def test_a_salt_is_in_the_hash() -> None:
 
 
 def test_a_lora_is_in_the_hash_by_name_and_path() -> None:
-    """And not by its weights: the connector lets such requests pass by, the tier refuses to start."""
+    """And not by its weights: the connector lets such requests pass by, the tier refuses
+    to start.
+    """
     found = [
         hashes(lora_request=LoRARequest(name, 1, path))
         for name, path in (("a", "/x"), ("b", "/x"), ("a", "/y"))

@@ -234,7 +234,9 @@ def test_a_slow_lookup_delays_only_its_own_request(
 def test_a_slow_save_delays_nothing_and_keeps_its_blocks(
     mode: str, plain: Engines, writer: EngineHandle, victim: EngineHandle
 ) -> None:
-    """Its request has ended long before; what others write meanwhile does not get into its pages."""
+    """Its request has ended long before; what others write meanwhile does not get into
+    its pages.
+    """
     prompts = [prompt(390 + 10 * len(mode) + i, 100) for i in range(3)]
     expected = answers(plain().alone(*prompts))
     reconnect(victim)

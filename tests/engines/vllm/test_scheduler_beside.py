@@ -233,7 +233,9 @@ def test_min_tokens_that_is_no_number_is_refused_at_the_start(make: Engines, whe
 def test_calls_through_a_wrapper_or_a_generator_of_the_outer_one_are_recognised(
     make: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tracer may wrap our methods, and the outer connector may ask its connectors in a generator."""
+    """A tracer may wrap our methods, and the outer connector may ask its connectors in a
+    generator.
+    """
     ours = adapter.KVStoreConnector.get_handshake_metadata
 
     def traced(*args: Any, **kwargs: Any) -> Any:

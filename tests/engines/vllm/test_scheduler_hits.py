@@ -100,7 +100,9 @@ def test_a_prompt_computed_in_chunks_is_stored_wholly(make: Engines) -> None:
 def test_a_preempted_request_is_loaded_again(
     make: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Contract 12.2: at least one preemption and one load, of what the request itself has stored."""
+    """Contract 12.2: at least one preemption and one load, of what the request itself
+    has stored.
+    """
     monkeypatch.setattr(scheduler, "REFRESH_S", 0.02)
     monkeypatch.setattr("gpu_agent.engines.vllm.HOLD_S", 0.0)  # few blocks, and soon needed again
     monkeypatch.setattr("gpu_agent.engines.vllm.PINNED_SHARE", 2)

@@ -111,7 +111,9 @@ def test_a_partial_hit(
 def test_generated_tokens_are_stored_too(
     pair: tuple[SGLangHandle, SGLangHandle], fleet: dict[str, SGLangHandle], store: RestartableNode
 ) -> None:
-    """A conversation's next turn finds the answer's pages, which were computed a token at a time."""
+    """A conversation's next turn finds the answer's pages, which were computed a token
+    at a time.
+    """
     writer, reader = pair
     seed = seed_of(writer, fleet, 30)
     first = prompt(seed, 500)

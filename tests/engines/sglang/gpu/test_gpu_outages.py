@@ -41,7 +41,9 @@ def prompts(seed: int) -> list[list[int]]:
 def hits_again(
     engine: SGLangHandle, known: list[list[int]], expected: list[dict[str, object]]
 ) -> None:
-    """The node is back with what it had on disk, and nothing that was stored in between is wrong."""
+    """The node is back with what it had on disk, and nothing that was stored in between
+    is wrong.
+    """
     for one in known:
         wait_hit(engine, one)
     found = engine.alone(*known)
