@@ -40,10 +40,11 @@ def work(address: str, page_nbytes: int, order: Any, barrier: Any, said: Any) ->
         contenders = {"bare": bare, "bulk": lambda batch: ours(client, batch)}
         while (name := order.get()) is not None:
             cycle, contender, spans = batches.cycle(), contenders[name], []
+            # Both are done each time; the way that is not timed is beside the point
             for way in (
                 "put",
                 "get",
-            ):  # both are done each time; the way that is not timed is beside the point
+            ):
                 batch = next(cycle)
                 for buffer in batch.buffers:
                     buffer[:] = bytes(page_nbytes)

@@ -98,9 +98,8 @@ def _busiest(counts: "collections.Counter[str]") -> float:
     if not counts:
         return 0.0
     most, total = max(counts.values()), sum(counts.values())
-    return (
-        most if most > total / 2 else total / len(counts)
-    )  # among many, the sample's most says nothing
+    # Among many, the sample's most says nothing
+    return most if most > total / 2 else total / len(counts)
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

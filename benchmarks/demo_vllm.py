@@ -55,9 +55,8 @@ def ask(model: Path, address: str, prompt: list[int], wait_pages: int) -> dict[s
     config = store_config(address, lookup_timeout_s=10.0)
     with Server(model, config, max_model_len=len(prompt) + GENERATED_TOKENS) as server:
         server.wait_up()
-        server.complete(
-            [7] * 16
-        )  # a process's first request is slow; this one is too short to be stored
+        # A process's first request is slow; this one is too short to be stored
+        server.complete([7] * 16)
         answer = server.complete(prompt, GENERATED_TOKENS)
         stored = server.wait_metric("vllm:kvstore_pages_saved_total", wait_pages)
         found = server.metrics()

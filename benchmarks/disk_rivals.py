@@ -68,9 +68,8 @@ class RocksPages:
 
         `verified`: RocksDB checks its own checksum; else we check ours.
         """
-        [value] = self._db.get(
-            [page.prefix_hash], read_opt=self._reads[verified]
-        )  # a list: releases the GIL
+        # A list: releases the GIL
+        [value] = self._db.get([page.prefix_hash], read_opt=self._reads[verified])
         self._arena.view(offset, page.namespace.page_nbytes)[:] = value
         if not verified:
             assert checksum(value, page.namespace.seed(page.prefix_hash)) == page.checksum

@@ -145,9 +145,8 @@ async def lm_turn(connector: LmConnector, objects: Objects) -> Samples:
         start = time.perf_counter()
         for key, item in zip(keys, sources, strict=True):
             await connector.put(key, item)
-        assert await connector.exists(
-            keys[-1]
-        )  # puts are not answered; this is, when they are done
+        # Puts are not answered; this is, when they are done
+        assert await connector.exists(keys[-1])
         stored = time.perf_counter()
         assert all([await connector.exists(key) for key in keys])
         found = time.perf_counter()

@@ -34,9 +34,8 @@ from kvstore.tools.replay import replay_namespace
 TIMEOUT_S = 1.0  # of a call, where a store lets it be said
 START_S = 20.0
 HERE_IP = "127.0.0.1"
-os.environ.setdefault(
-    "GLOG_minloglevel", "3"
-)  # Mooncake's client tells of every page that it lacks
+# Mooncake's client tells of every page that it lacks
+os.environ.setdefault("GLOG_minloglevel", "3")
 
 
 class Ours:

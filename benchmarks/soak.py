@@ -73,9 +73,8 @@ def main(argv: list[str]) -> None:
             private.append(client.node_status().rss_nbytes)
             tick()
     report.rows += [{"round": n, "private, KiB": nbytes >> 10} for n, nbytes in enumerate(private)]
-    quarter = max(
-        1, len(private) // 4
-    )  # what the first rounds take, later ones use again; it goes up and down
+    # What the first rounds take, later ones use again; it goes up and down
+    quarter = max(1, len(private) // 4)
     growth = (max(private[-quarter:]) - max(private[-2 * quarter : -quarter])) // quarter
     verdict = "met" if growth <= AIM_NBYTES else "missed"
     report.notes.append(

@@ -36,11 +36,12 @@ from kvstore.cli.authority import Authority
 from kvstore.tools.node_process import NodeProcess
 
 PAGE_KIB = (1024, 4096)
+# Beside what each is held
 PLAIN = {
     "sockets, TLS": "sockets",
     "bulk, TLS": "bulk",
     "gRPC, TLS": "gRPC",
-}  # beside what each is held
+}
 
 
 # ---- Python's own TLS --------------------------------------------------------------------

@@ -236,9 +236,8 @@ def throughput_rows(
         for op, seconds in samples.items():
             what = f"{name}, all skip" if op == "skip" else name
             rate = spread([tokens / value for value in seconds], 1e-3)
-            beside = [
-                one / value for one, value in zip(bare, seconds, strict=False)
-            ]  # in the same round
+            # In the same round
+            beside = [one / value for one, value in zip(bare, seconds, strict=False)]
             ratio = (
                 f"{median(beside):.2f} ({min(beside):.2f}–{max(beside):.2f})" if beside else None
             )

@@ -19,9 +19,10 @@ import tempfile
 from pathlib import Path
 
 OURS = "kvstore-llm"
+# That pip reads
 VERSION = re.compile(
     r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9.]+)?"
-)  # that pip reads
+)
 EXTRAS = ("", "cuda12", "cuda13")
 TRIED = "import gpu_agent, kvstore; print('kvstore-llm', kvstore.__version__)"
 NO_PIP = "has no pip; install it in an image of your own, FROM this one"

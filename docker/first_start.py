@@ -34,11 +34,12 @@ from kvstore.secrets import DEFAULT_TENANT, token_of, write_whole
 CA_NAME, DAYS = "kvstore compose CA", 3650.0  # nobody is there to renew them
 HERE = ("localhost", "127.0.0.1")
 CLIENT = "client"
+# (tenant, role)
 WHO = {
     "operator": (ALL, "admin"),
     "member": (ALL, "node"),
     "engine": (DEFAULT_TENANT, "write"),
-}  # (tenant, role)
+}
 
 
 def main(arguments: Sequence[str]) -> int:

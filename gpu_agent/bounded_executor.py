@@ -43,9 +43,8 @@ class BoundedExecutor(Generic[Result]):
         self._workers = workers
         self._pending_nbytes_max = pending_nbytes_max
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for _ in range(
-            workers
-        ):  # as many as jobs can run; written once, so that the memory is really there
+        # As many as jobs can run; written once, so that the memory is really there
+        for _ in range(workers):
             self._buffers.put(torch.empty(buffer_shape, dtype=torch.uint8).zero_())
         self._executor = ThreadPool(workers, f"kvstore-{name}")
         self._lock = threading.Lock()

@@ -264,9 +264,8 @@ class LoadTask:
     def _place(self, path: TransferPath, part: range, fetched: Fetched) -> int:
         skip = self._skip_tokens - part.start * self.pages.namespace.layout.page_tokens
         placed = self._placed if part.stop == len(self.pages) else None
-        return path.place(
-            fetched, max(0, skip), placed
-        )  # it skips less than a page, of the first part
+        # It skips less than a page, of the first part
+        return path.place(fetched, max(0, skip), placed)
 
 
 class _PathLost(Exception):

@@ -403,9 +403,8 @@ class _LeafHashes:
         nbytes = sum(page.nbytes for page in pages)
         self._cuts = cuts(pages[0].nbytes) if pages else ()
         wanted = min(max(nbytes // HASHED_TASKS, HASHED_NBYTES_MIN), HASHED_NBYTES_MAX)
-        self._step = (
-            max(1, wanted * len(pages) * len(self._cuts) // nbytes) if nbytes else 1
-        )  # parts of a task
+        # Parts of a task
+        self._step = max(1, wanted * len(pages) * len(self._cuts) // nbytes) if nbytes else 1
         # page -> for each of its parts the task that hashes it, and the part's index in the task
         self._tasks: dict[int, list[tuple[concurrent.futures.Future[list[bytes]], int]]] = {}
 

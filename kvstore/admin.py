@@ -387,9 +387,8 @@ class Admin:
         return self._fan_out.one(_calls(op, request), None, self._deadline(timeout_s), op)
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
-        check_process(
-            self._pid
-        )  # before any lock, which a thread of the parent may hold for ever here
+        # Before any lock, which a thread of the parent may hold for ever here
+        check_process(self._pid)
         return Deadline(self.config.timeout_s if timeout_s is None else timeout_s)
 
 

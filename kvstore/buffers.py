@@ -48,9 +48,8 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-_python = ctypes.PyDLL(
-    None
-)  # our own, because `ctypes.pythonapi` and its functions' types are everybody's
+# Our own, because `ctypes.pythonapi` and its functions' types are everybody's
+_python = ctypes.PyDLL(None)
 _export, _release = _python.PyObject_GetBuffer, _python.PyBuffer_Release
 _export.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
 _release.argtypes = (ctypes.c_void_p,)

@@ -51,9 +51,8 @@ class Pems:
             try:
                 with open(fd, "wb", closefd=False) as both:
                     both.write(self.key + b"\n" + self.chain)
-                context.load_cert_chain(
-                    f"/proc/self/fd/{fd}", password=""
-                )  # nobody is asked for one
+                # Nobody is asked for one
+                context.load_cert_chain(f"/proc/self/fd/{fd}", password="")
             finally:
                 os.close(fd)
         return context
@@ -164,9 +163,8 @@ class PemFiles:
     def _private(self) -> bytes:
         key, about = read_guarded(self._key, _OTHERS, FILE_NBYTES_MAX), look_at(self._key)
         mode = stat.S_IMODE(about.st_mode)
-        lent = about.st_uid != os.geteuid() and not mode & (
-            stat.S_IWGRP | stat.S_IXGRP
-        )  # a secret's, by fsGroup
+        # A secret's, by fsGroup
+        lent = about.st_uid != os.geteuid() and not mode & (stat.S_IWGRP | stat.S_IXGRP)
         if mode & stat.S_IRWXG and not lent:
             path = path_of(self._key)
             log.warning("%s is open to its group (mode %04o); chmod 600 %s", self._key, mode, path)

@@ -42,9 +42,8 @@ GRPC_CHUNK_NBYTES = 1 << 20
 GET_PIECES_MAX = 1 << 16
 GET_RANGES_MAX = 1 << 12  # of one get: to parse more would keep a node from serving others
 
-_PORT = re.compile(
-    "[0-9]{1,5}"
-)  # `int` takes other digits, too, and neither all that are called so nor thousands
+# `int` takes other digits, too, and neither all that are called so nor thousands
+_PORT = re.compile("[0-9]{1,5}")
 _URL = re.compile(
     r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^/?#@]*@)?(?P<place>[^/?#]*).*", re.DOTALL
 )
@@ -150,9 +149,8 @@ def check_settings(config: Any) -> None:
         if meta.get("choices") and value not in meta["choices"]:
             raise ConfigError(f"{field.name}={value!r} must be one of {', '.join(meta['choices'])}")
         low, high = meta.get("low"), meta.get("high")
-        if (low is not None and not value >= low) or (
-            high is not None and not value <= high
-        ):  # NaN is neither
+        # NaN is neither
+        if (low is not None and not value >= low) or (high is not None and not value <= high):
             raise ConfigError(f"{field.name}={value} is outside {low}..{high}")
 
 
@@ -341,9 +339,8 @@ def check_no_url(name: str, address: str) -> None:
         place = url["place"].strip()
         port = "" if re.search(r":\d+$", place) else f":{GRPC_PORT}"
         remedy = f"write {place or 'host'}{port}, without {url['scheme']}://"
-    shown = (
-        address.replace(url["user"], "...@") if url["user"] else address
-    )  # it may hold a password
+    # It may hold a password
+    shown = address.replace(url["user"], "...@") if url["user"] else address
     raise ConfigError(f"{name}={shown!r} is a URL, not host:port: {remedy}")
 
 

@@ -186,9 +186,8 @@ _HITS_TAG = _varint(pb.GetReply.DESCRIPTOR.fields_by_name["hits"].number << 3 | 
 _CHUNK_TAG = _varint(pb.GetFrame.DESCRIPTOR.fields_by_name["chunk"].number << 3 | 2)
 _DATA_TAG = _varint(pb.PageChunk.DESCRIPTOR.fields_by_name["data"].number << 3 | 2)
 
-FRAME_NBYTES = (
-    len(chunk_head(GRPC_CHUNK_NBYTES)) + GRPC_CHUNK_NBYTES
-)  # of a frame with a whole chunk
+# Of a frame with a whole chunk
+FRAME_NBYTES = len(chunk_head(GRPC_CHUNK_NBYTES)) + GRPC_CHUNK_NBYTES
 
 
 def add_counts(total: pb.NamespaceInfo, more: pb.NamespaceInfo) -> None:

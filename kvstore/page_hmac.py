@@ -126,10 +126,11 @@ class SealedRanges:
         self._ranges = list(ranges)
         self.numbers = sorted(parts_of(page_nbytes, self._ranges))
         self.runs: list[tuple[int, int]] = []  # (offset, nbytes)
+        # Of each part: where its first byte is in what arrives
         at, self.nbytes = (
             dict[int, int](),
             0,
-        )  # of each part: where its first byte is in what arrives
+        )
         for number in self.numbers:
             start, end = cuts(page_nbytes)[number]
             at[number], self.nbytes = self.nbytes, self.nbytes + end - start

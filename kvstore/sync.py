@@ -169,9 +169,8 @@ class LeaseTable(Generic[Thing]):
         """
         if self._collected:
             self.reclaim()
-        reference = weakref.ref(
-            holder, self._collected.append
-        )  # called from C: no handler runs in it
+        # Called from C: no handler runs in it
+        reference = weakref.ref(holder, self._collected.append)
         with self._lock:
             if len(self._held) < self._count_max:
                 self._held[reference] = thing
@@ -318,9 +317,8 @@ class _Helper:
 
     def __init__(self) -> None:
         self.tasks: SimpleQueue[tuple[_Helper, _Task] | None] = SimpleQueue()
-        collected = weakref.ref(
-            self, partial(self.tasks.put, None)
-        )  # called from C: no handler runs in it
+        # Called from C: no handler runs in it
+        collected = weakref.ref(self, partial(self.tasks.put, None))
         start_new_thread(_serve, (self.tasks, collected))
 
 

@@ -48,9 +48,8 @@ class ThreadPool(Executor):
         job = functools.partial(_do, [done], functools.partial(function, *arguments, **named))
         if self._pid != os.getpid():
             raise RuntimeError("the threads of this pool are in the process that was forked")
-        with (
-            self._lock
-        ):  # while a thread is started, too: nobody may count on one that then can not be had
+        # While a thread is started, too: nobody may count on one that then can not be had
+        with self._lock:
             if self._closed:
                 raise RuntimeError("cannot schedule new futures after shutdown")
             self._grow()

@@ -156,9 +156,8 @@ def _made(name: str) -> Trace:
     return Trace(digest[:TRACE_NBYTES], digest[TRACE_NBYTES : TRACE_NBYTES + SPAN_NBYTES], True)
 
 
-_known = functools.lru_cache(1024)(
-    _made
-)  # a step of an engine names some of its requests again and again
+# A step of an engine names some of its requests again and again
+_known = functools.lru_cache(1024)(_made)
 
 
 def span(name: str, kind: str = "internal", **attributes: Any) -> Span:

@@ -239,9 +239,8 @@ def main() -> None:
     node.stop()
     otel.flush()
     logging.shutdown()
-    os._exit(
-        0
-    )  # a thread of a pool may still hang in a read of the disk, and Python would wait for it
+    # A thread of a pool may still hang in a read of the disk, and Python would wait for it
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -91,9 +91,8 @@ class SeldomCollections:
             pause_s = time.monotonic() - start
             interval_s = min(INTERVAL_S_MAX, max(self._interval_s_min, pause_s / PAUSE_SHARE))
             if self._trim is not None:
-                self._trim(
-                    ctypes.c_size_t(0)
-                )  # what was freed goes back to the system; others run meanwhile
+                # What was freed goes back to the system; others run meanwhile
+                self._trim(ctypes.c_size_t(0))
 
     def stop(self) -> None:
         """End the thread and restore the thresholds."""

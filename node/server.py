@@ -181,9 +181,8 @@ class Node:
             ) from error
 
     def _open_ports(self, config: NodeConfig) -> None:
-        with (
-            contextlib.ExitStack() as opened
-        ):  # a start that fails leaves no port and no file behind
+        # A start that fails leaves no port and no file behind
+        with contextlib.ExitStack() as opened:
             own = self.certificates
             self.bulk = BulkServer(
                 config.host,

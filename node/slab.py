@@ -119,12 +119,12 @@ class SlotAllocator:
         ):
             self.level_max += 1
         self.unit_nbytes = extent_nbytes >> self.level_max
-        self._blocks: list[Block | None] = [None] * (
-            region_nbytes // self.unit_nbytes
-        )  # by unit, each of them
+        # By unit, each of them
+        self._blocks: list[Block | None] = [None] * (region_nbytes // self.unit_nbytes)
+        # Starts
         self._free: list[OrderedDict[int, None]] = [
             OrderedDict() for _ in range(self.level_max + 1)
-        ]  # starts
+        ]
         for start in range(len(self._blocks) - (1 << self.level_max), -1, -(1 << self.level_max)):
             self._free[-1][start] = None
         self._closed: set[int] = set()  # units

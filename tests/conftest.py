@@ -24,9 +24,8 @@ from waiting import OthersRun
 from kvstore import Client, ClientConfig, DeadlineExceeded, Unavailable, checksum
 from kvstore.tools.node_process import NodeProcess
 
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # before torch is imported: a worker has a core, and a second thread would wait
+# Before torch is imported: a worker has a core, and a second thread would wait
+if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How much later than its deadline a call may return.
 LATE_S = 0.25

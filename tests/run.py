@@ -614,6 +614,7 @@ def gpu_engine(name: str, version: str) -> None:
     need_gpu(
         f"cupy, torch, {name}, rocksdict, pytest, xdist", f"and in {sys.executable}: {packages}"
     )
+    # A node for each file
     parallel = (
         "-p",
         "no:benchmark",
@@ -621,7 +622,7 @@ def gpu_engine(name: str, version: str) -> None:
         "4",
         "--dist",
         "loadfile",
-    )  # a node for each file
+    )
     on_gpu(sys.executable, "-m", "pytest", *parallel, f"tests/engines/{name}/gpu", *words("ARGS"))
 
 

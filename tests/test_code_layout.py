@@ -97,9 +97,8 @@ def test_fragment_is_told_by_its_first_word(
 def test_layout_of_this_tree_has_a_figure_in_each_row(
     layout: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        layout, "measure", functools.cache(layout.measure)
-    )  # it takes seconds, and is printed twice
+    # It takes seconds, and is printed twice
+    monkeypatch.setattr(layout, "measure", functools.cache(layout.measure))
     layout.main(["--json"])
     rows = json.loads(capsys.readouterr().out)
     assert all(row["now"] != "-" for row in rows.values())

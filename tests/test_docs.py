@@ -94,10 +94,11 @@ def test_every_flag_of_a_node_has_its_variable() -> None:
         variable = "KVSTORE_NODE" + name[1:].replace("-", "_").upper()
         if isinstance(field.default, str) and not field.metadata["choices"]:
             value = "there" if field.name == "shm_trust" else "/there"  # tenants, and paths
+            # A key is for a data directory only
             given = OPEN | {
                 "KVSTORE_NODE_DATA_DIR": "/there",
                 variable: value,
-            }  # a key is for a data directory only
+            }
             assert getattr(load(NodeConfig, "KVSTORE_NODE", {}, given), field.name) == value
         else:
             with pytest.raises(ConfigError, match=f"{variable}|{field.name}"):
@@ -208,9 +209,8 @@ FILES = {path.name for path in ROOT.iterdir() if path.is_file()} | {
 }
 FOLDERS = {parent.as_posix() for name in FILES for parent in Path(name).parents}
 MADE = {"member.json", "plan.html", "config.json", "dist/sbom.json"}  # by nodes, commands and users
-NAMING = [
-    path for path in LINKING if "decisions" not in path.parts and path.name != "CHANGELOG.md"
-]  # no history
+# No history
+NAMING = [path for path in LINKING if "decisions" not in path.parts and path.name != "CHANGELOG.md"]
 SUFFIXES = "py|pyi|cu|js|mjs|html|css|svg|json|yaml|toml|md"
 
 

@@ -338,9 +338,8 @@ assert kvstore.Client and kvstore.__version__
 )
 def test_importing_a_package_loads_no_strangers(module: str, strangers: set[str]) -> None:
     code = f"import sys; import {module}; print(*{{m.partition('.')[0] for m in sys.modules}})"
-    if (
-        module == "gpu_agent"
-    ):  # without torch itself: it takes seconds, and what it loads is its own
+    # Without torch itself: it takes seconds, and what it loads is its own
+    if module == "gpu_agent":
         code = (
             "import sys; from unittest.mock import MagicMock; sys.modules['torch'] = "
             f"MagicMock(); {code}"

@@ -111,17 +111,19 @@ class LoadCostModel:
 
     def __init__(self) -> None:
         self._computing, self._loading = Line(), Line()
+        # Steps without a prompt, and with a few tokens of one
         self._answering, self._short = (
             Usual(),
             Usual(),
-        )  # steps without a prompt, and with a few tokens of one
+        )
         self._steps: dict[int, _Step] = {}
         self._ended_at = 0.0
         self._prompts_at = 0.0  # when the newest step with a prompt in it ended
+        # When loads were looked at before that; steps that overlap tell one step late
         self._looks = (
             0.0,
             0.0,
-        )  # when loads were looked at before that; steps that overlap tell one step late
+        )
         self._loaded_at = 0.0  # when the newest load did
         self._beside = 0  # tokens of prompts in the newest step
         self._slow = 0  # hits that seemed slow since one of them was taken

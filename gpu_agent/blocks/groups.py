@@ -228,9 +228,8 @@ class Request:
 
         Returned blocks count as planned; the others are found again next time.
         """
-        tokens = min(
-            computed_tokens, len(self.request.block_hashes) * hash_tokens
-        )  # no drafts, no placeholders
+        # No drafts, no placeholders
+        tokens = min(computed_tokens, len(self.request.block_hashes) * hash_tokens)
         full = [
             min(tokens // group.block_tokens, len(table))
             for group, table in zip(groups, tables, strict=True)

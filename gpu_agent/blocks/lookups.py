@@ -41,9 +41,8 @@ THREADS = 4
 _PAUSE_S = 0.0002
 PENDING_MAX = 1024  # requests that wait for an answer; more are told that nothing is stored
 TOUCHED_TOGETHER = 16  # requests
-TOUCHED_KEYS_MAX = (
-    1 << 16
-)  # keys of a touch, unless one request has more: 2 MiB of a frame's 16 MiB
+# Keys of a touch, unless one request has more: 2 MiB of a frame's 16 MiB
+TOUCHED_KEYS_MAX = 1 << 16
 OUTAGE_WAIT_S = (
     0.05  # how long a request waits when the last call failed: enough for a store that is back
 )
@@ -223,9 +222,8 @@ class Lookups:
         if wanted:
             with request(request_id):
                 done = self._backend.look_up(question, self._timeout_s)
-                done.add_done_callback(
-                    carried(self._ended)
-                )  # it may end while another is asked about
+                # It may end while another is asked about
+                done.add_done_callback(carried(self._ended))
         else:
             done.set_result(nothing)
         self._pending[request_id] = _Pending(done, nothing, time.monotonic() + wait_s, stands)

@@ -91,9 +91,8 @@ class BlockRank:
         self._step = 0
         self._loads: list[_Load] = []
         self._saves: dict[int, list[SaveJob]] = {}  # whose blocks are still being read
-        self._read: queue.SimpleQueue[int] = (
-            queue.SimpleQueue()
-        )  # save jobs of which a part was read
+        # Save jobs of which a part was read
+        self._read: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._outcomes: list[tuple[BlockAgent, SaveJob]] = []
         self._reported = Report(0)
 
@@ -154,9 +153,8 @@ class BlockRank:
 
     def report(self) -> Report:
         """Return the report for the scheduler since the last one."""
-        for number in {
-            self._read.get_nowait() for _ in range(self._read.qsize())
-        }:  # of thousands under way a few
+        # Of thousands under way a few
+        for number in {self._read.get_nowait() for _ in range(self._read.qsize())}:
             if number in self._saves and all(job.gathered.done() for job in self._saves[number]):
                 del self._saves[number]
                 self._reported.acknowledged[number] = 1

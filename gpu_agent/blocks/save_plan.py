@@ -66,15 +66,12 @@ class Report:
     """What one rank, or several together, did beside a step."""
 
     step: int
-    acknowledged: dict[int, int] = field(
-        default_factory=dict
-    )  # save job -> ranks that have read its blocks
-    finished: dict[str, int] = field(
-        default_factory=dict
-    )  # load of a request -> ranks that ended it
-    failed: set[str] = field(
-        default_factory=set
-    )  # requests with a load that brought less than ordered
+    # Save job -> ranks that have read its blocks
+    acknowledged: dict[int, int] = field(default_factory=dict)
+    # Load of a request -> ranks that ended it
+    finished: dict[str, int] = field(default_factory=dict)
+    # Requests with a load that brought less than ordered
+    failed: set[str] = field(default_factory=set)
     away: int = 0  # ranks where every load would fail now
 
     def add(self, other: "Report") -> "Report":

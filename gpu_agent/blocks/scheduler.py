@@ -156,10 +156,11 @@ class BlockScheduler:
         state = self._requests.get(request.request_id)
         if state is None or state.loading:
             return
+        # Also of one that was never asked about again, for a load of it failed
         state.scheduled, self._quiet = (
             False,
             0,
-        )  # also of one that was never asked about again, for a load of it failed
+        )
         if self._lookups.age_s(request.request_id) is not None:
             self._lookups.drop(request.request_id)
             self._plan_anew(state)
@@ -192,9 +193,8 @@ class BlockScheduler:
         saves = self._plan.orders()
         self._plan.begin(self._step)
         loads, self._loads = self._loads, []
-        scarce = (
-            self._plan.scarce()
-        )  # then a request may be thrown out, and comes back with what is stored
+        # Then a request may be thrown out, and comes back with what is stored
+        scarce = self._plan.scarce()
         prompts, short = list[tuple[int, int]](), False
         if (
             self._quiet
@@ -268,9 +268,8 @@ class BlockScheduler:
         if state.loading:
             self._ended[request.request_id] = state
             return
-        if (
-            state.scheduled
-        ):  # else another connector may still be loading blocks that count as computed
+        # Else another connector may still be loading blocks that count as computed
+        if state.scheduled:
             self._drop(self._stage(state, request.num_computed_tokens, tables))
         if not state.barred:
             self._lookups.touch(request.request_id, self._question(request))

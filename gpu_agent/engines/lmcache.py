@@ -230,11 +230,12 @@ class NodeAdapter(L2AdapterInterface):
 
         LMCache calls it since 0.5.7.
         """
+        # Not in 0.5.6
         from lmcache.v1.distributed.api import (
             MemoryResidency,
             MemorySegment,
             MemoryTags,
-        )  # not in 0.5.6
+        )
 
         return MemoryTags(MemorySegment.STORAGE, MemoryResidency.REMOTE)
 

@@ -142,9 +142,8 @@ class KVStoreLinker(UnifiedCacheLinker):
         self._queued: dict[str, tuple[list[bytes], torch.Tensor]] = {}
         self._batches: dict[int, tuple[LayerBatch, list[tuple[LoadJob, int]]]] = {}
         self._offloads = ThreadPool(1, "kvstore-offload")
-        self._offloads.submit(
-            lambda: None
-        )  # has its thread start now: later, if none can be had, that would raise
+        # Has its thread start now: later, if none can be had, that would raise
+        self._offloads.submit(lambda: None)
         self._pending: deque[concurrent.futures.Future[bool]] = deque()
         with contextlib.suppress(KVStoreError):  # the first request need not connect
             self._client.open(namespace, 2.0)
@@ -276,9 +275,8 @@ class KVStoreLinker(UnifiedCacheLinker):
         self._pending.clear()
         self.layer_done_counter.reset()
         version = weight_version()
-        if (
-            version != self._version
-        ):  # R2: the engine flushes after an update, and this is how we hear of it
+        # R2: the engine flushes after an update, and this is how we hear of it
+        if version != self._version:
             self._version = version
             self._epochs.advance()
             self._agent.close()

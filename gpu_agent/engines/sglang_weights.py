@@ -38,9 +38,10 @@ def weights_of(identity: Identity, args: Any) -> tuple[Identity, dict[str, Any]]
     config = model_config(args)
 
     def native() -> bool:
+        # Where it is asked for, the server has it already
         from sglang.srt.models.registry import (
             ModelRegistry,
-        )  # where it is asked for, the server has it already
+        )
 
         return any(map(ModelRegistry.is_arch_supported, config.get("architectures") or ()))
 

@@ -94,9 +94,8 @@ class PagedAdapter:
             return self._load(list(tokens))
 
     def _load(self, ids: list[int]) -> int:
-        hashes = prefix_hashes(
-            ids[:-1], self._page_tokens
-        )  # a model needs a token to compute its next from
+        # A model needs a token to compute its next from
+        hashes = prefix_hashes(ids[:-1], self._page_tokens)
         stored = self._agent.lookup(hashes)
         if not stored:
             return 0
@@ -129,9 +128,8 @@ class PagedAdapter:
         request_id = f"kvstore-save-{next(self._numbers)}"
         with self._held(request_id) as jobs:
             with self._paused():
-                here = self._cache.search_prefix_match(
-                    request_id, [*ids, 0]
-                )  # it leaves the last token out
+                # It leaves the last token out
+                here = self._cache.search_prefix_match(request_id, [*ids, 0])
                 units = self._units(request_id, here) if here else torch.empty(0, dtype=torch.int64)
             pages = here // self._page_tokens
             job = self._agent.save(hashes[:pages], units)

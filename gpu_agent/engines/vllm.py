@@ -169,9 +169,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def unregister_kv_caches(self) -> None:
         """Wait until nothing reads or writes the KV cache."""
-        if (
-            self._rank
-        ):  # before the memory goes away (sleep mode); it comes back at the same addresses
+        # Before the memory goes away (sleep mode); it comes back at the same addresses
+        if self._rank:
             self._rank.drain()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -268,9 +267,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
             logger.warning(told, len(ours), ranks)
             self._held, self._others.beside = RankNamespaces(ranks), True
-            self._lookups = (
-                self._lookups or self._made_lookups()
-            )  # its process takes seconds, no step may wait for it
+            # Its process takes seconds, no step may wait for it
+            self._lookups = self._lookups or self._made_lookups()
 
     def _open(self, held: list[Held]) -> None:
         """Start to use the store: all ranks have reported."""
@@ -405,9 +403,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request."""
-        return self.request_finished_all_groups(
-            request, (block_ids,)
-        )  # beside a connector of one group
+        # Beside a connector of one group
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

@@ -79,9 +79,8 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc, unu
         tiers = (
             vllm_config.kv_transfer_config.kv_connector_extra_config.get("secondary_tiers") or ()
         )
-        for tier in (
-            tiers if role is KVConnectorRole.SCHEDULER else ()
-        ):  # who has a tier, and when weights are loaded
+        # Who has a tier, and when weights are loaded
+        for tier in tiers if role is KVConnectorRole.SCHEDULER else ():
             if tier.get("module_path") == __name__:
                 check_tier_groups(kv_cache_config)
                 tier |= told(vllm_config, tier)

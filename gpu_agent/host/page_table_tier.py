@@ -77,9 +77,8 @@ def row_pool(memory: torch.Tensor, page_tokens: int) -> KVPool:
             f"host memory must be a contiguous uint8 CPU tensor, not {memory.dtype} with strides "
             f"{list(memory.stride())} on {memory.device}"
         )
-    tokens = min(
-        page_tokens, PAGE_TOKENS_MAX
-    )  # nobody looks into the page; a hybrid model's may be that long
+    # Nobody looks into the page; a hybrid model's may be that long
+    tokens = min(page_tokens, PAGE_TOKENS_MAX)
     return pool_of(
         tokens, GroupView("host", (0,), {"page": [memory]}, unit_tokens=tokens, space=_SPACE)
     )

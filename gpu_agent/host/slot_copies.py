@@ -72,9 +72,8 @@ class SlotCopies(TorchTransfer):
         summed: Summed | None = None,
     ) -> None:
         """Copy pages into slots; see `Transfer.scatter`."""
-        if (
-            placed or skip_tokens
-        ):  # by layers, or parts of a page: not what whole host pages are for
+        # By layers, or parts of a page: not what whole host pages are for
+        if placed or skip_tokens:
             return super().scatter(pool, units, pages, fence, skip_tokens, placed, ready)
         check_pages(pool, units, pages)
         rows = slots_of(pool, units)

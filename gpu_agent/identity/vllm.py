@@ -138,9 +138,8 @@ def model_facts(vllm_config: Any, vouched: bool, from_hub: bool = True) -> dict[
     if vllm_config.speculative_config:
         facts["draft"] = _draft(vllm_config, vouched, from_hub)
     if length_dependent(config):
-        facts["max_len"] = (
-            model.max_model_len
-        )  # longrope is chosen once, by how long a prompt may be
+        # Longrope is chosen once, by how long a prompt may be
+        facts["max_len"] = model.max_model_len
     return facts
 
 

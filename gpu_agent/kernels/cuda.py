@@ -50,9 +50,8 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         self.host = HostMemory()
         self._blocks = blocks
-        self._waits: queue.SimpleQueue[tuple[Any, Any]] = (
-            queue.SimpleQueue()
-        )  # streams and events for those who wait
+        # Streams and events for those who wait
+        self._waits: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         torch.empty(1, device=self.device)  # torch makes the GPU's context, as the engine would
         self.batch = BatchCopy()
         with self.active():
@@ -81,15 +80,13 @@ class CudaDevice:
 
     def event(self) -> Any:
         """Make an event."""
-        return cupy.cuda.Event(
-            block=True, disable_timing=True
-        )  # waiting threads sleep: the engine needs the cores
+        # Waiting threads sleep: the engine needs the cores
+        return cupy.cuda.Event(block=True, disable_timing=True)
 
     def memory(self, nbytes: int) -> Any:
         """Allocate device memory."""
-        return cupy.cuda.Memory(
-            nbytes
-        )  # not from torch's cache, whose blocks other streams may still use
+        # Not from torch's cache, whose blocks other streams may still use
+        return cupy.cuda.Memory(nbytes)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Allocate page-locked host memory."""
@@ -163,9 +160,8 @@ class CudaDevice:
         """Launch a kernel by the driver's own call, several times faster than CuPy's."""
         blocks = max(1, min(self._blocks, launch.blocks))
         first, step = ctypes.addressof(launch), ctypes.sizeof(ctypes.c_int64)
-        arguments = array(
-            "Q", range(first, first + ctypes.sizeof(launch), step)
-        )  # the address of each
+        # The address of each
+        arguments = array("Q", range(first, first + ctypes.sizeof(launch), step))
         driver.launchKernel(
             self._kernels[kernel],
             blocks,

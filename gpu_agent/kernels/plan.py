@@ -191,9 +191,8 @@ class Plan:
         page, row = 0, self.whole.row_nbytes
         if page_count * row > buffer_nbytes:
             if row > buffer_nbytes // 4:
-                tile = bisect_left(
-                    self._offsets, buffer_nbytes // 4
-                )  # behind the last: a page is less than its row
+                # Behind the last: a page is less than its row
+                tile = bisect_left(self._offsets, buffer_nbytes // 4)
                 yield from self._split(0, min(tile, len(self.tiles)), buffer_nbytes)
                 page = 1
             else:
@@ -346,9 +345,8 @@ def _tiles(plane: int, nbytes: int, word: int, row_words: int) -> tuple[torch.Te
     """Return the tiles (plane, row, column, words) of a slice, and the byte where each starts."""
     words = nbytes // word
     count = -(-words // (WARP_THREADS * LOADS[word]))
-    tile_words = (
-        -(-words // (count * WARP_THREADS)) * WARP_THREADS
-    )  # about equal: the longest sets the pace
+    # About equal: the longest sets the pace
+    tile_words = -(-words // (count * WARP_THREADS)) * WARP_THREADS
     first = torch.arange(0, words, tile_words, dtype=torch.int64)
     fields = (
         torch.full_like(first, plane),

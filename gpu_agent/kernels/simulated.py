@@ -142,9 +142,8 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Make the stream wait for an event."""
-        version = (
-            event.recorded
-        )  # an event that was never recorded is no reason to wait, as in CUDA
+        # An event that was never recorded is no reason to wait, as in CUDA
+        version = event.recorded
         self.steps.append(lambda: event.happened >= version)
 
     def synchronize(self) -> None:

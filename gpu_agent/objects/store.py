@@ -59,9 +59,8 @@ class ObjectMover:
 
     def put(self, part: Part, values: list[PutOutcome | None]) -> None:
         """Put a part's objects."""
-        views: dict[bytes, memoryview] = dict(
-            zip(part.hashes, part.views, strict=True)
-        )  # each once
+        # Each once
+        views: dict[bytes, memoryview] = dict(zip(part.hashes, part.views, strict=True))
         timeout_s = part.deadline.remaining()
         outcomes = self._client.put(
             part.namespace, list(views), list(views.values()), timeout_s=timeout_s

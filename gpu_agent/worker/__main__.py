@@ -53,9 +53,8 @@ def main(descriptor: int) -> None:
         ):
             raise ProtocolError("no setup by the process that started this one")
         if setup.get("outlived"):  # by the thread that started us, until the engine ends
-            ctypes.CDLL(None).prctl(
-                _PR_SET_PDEATHSIG, signal.SIGKILL
-            )  # for one that dies while we are stopped
+            # For one that dies while we are stopped
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         sys.setswitchinterval(SWITCH_S)
         logging.getLogger().setLevel(setup.get("log_level", logging.WARNING))
         _trace()

@@ -64,9 +64,8 @@ _NAMESPACE = struct.Struct("<H")
 _ANSWER = struct.Struct("<QIB")  # question, status, groups
 _COUNT = struct.Struct("<I")
 _INDEX_NBYTES = 8
-_TRACES = range(
-    0, (REQUESTS_MAX + 1) * PACKED_NBYTES, PACKED_NBYTES
-)  # bytes of a trace: none, or of each request
+# Bytes of a trace: none, or of each request
+_TRACES = range(0, (REQUESTS_MAX + 1) * PACKED_NBYTES, PACKED_NBYTES)
 
 
 class Kind(enum.IntEnum):

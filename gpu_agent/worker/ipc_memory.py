@@ -114,9 +114,8 @@ def described_pools(pools: Iterable[KVPool]) -> tuple[list[Any], list[Any], list
         views = []
         for plane in pool.planes:
             storage = plane.bits.untyped_storage()
-            if (
-                storage._cdata not in numbers
-            ):  # not its address: that changes when memory becomes shared
+            # Not its address: that changes when memory becomes shared
+            if storage._cdata not in numbers:
                 numbers[storage._cdata] = len(storages)
                 storages.append(described_storage(storage, inherited))
             views.append(

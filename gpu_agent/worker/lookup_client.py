@@ -23,9 +23,8 @@ from kvstore.sync import Future
 from kvstore.tracing import packed_now
 from kvstore.transports.status import from_status
 
-NAMESPACES_MAX = (
-    1 << 14
-)  # named to one process: a shard of each group, again after each change of the epoch
+# Named to one process: a shard of each group, again after each change of the epoch
+NAMESPACES_MAX = 1 << 14
 NAMED = 64  # to a new process at its start, the last ones; others when they are asked about
 
 
@@ -116,9 +115,8 @@ class ProcessLookups:
                     kind, frames.Question(self._next, until, groups, packed_now())
                 )
             )
-            if (
-                kind is Kind.ASK and alone
-            ):  # of many at once each would wake the process: those go with the next poll
+            # Of many at once each would wake the process: those go with the next poll
+            if kind is Kind.ASK and alone:
                 self._child.poll()
         except (Exhausted, InvalidRequest) as error:  # it was not asked
             self._end(self._next).set_exception(error)

@@ -61,9 +61,8 @@ class LookupWorker:
             self._namespaces.append(parse_namespace(bytes.fromhex(facts["namespace"])))
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"no namespace: {error!r}") from error
-        self._lookups.open(
-            self._namespaces[-1:], _OPEN_S
-        )  # so that the first request need not wait for it
+        # So that the first request need not wait for it
+        self._lookups.open(self._namespaces[-1:], _OPEN_S)
 
     def _ask(self, kind: Kind, asked: frames.Question) -> None:
         try:

@@ -115,9 +115,8 @@ class WorkerProcess:
         self._closed = False
         self._failed = False  # the process of the last start never became ready
         self.ready = False
-        self.startup_seconds: deque[float] = deque(
-            maxlen=STARTS_MAX
-        )  # until it was ready; the delegate removes them
+        # Until it was ready; the delegate removes them
+        self.startup_seconds: deque[float] = deque(maxlen=STARTS_MAX)
 
     @property
     def awaited(self) -> bool:

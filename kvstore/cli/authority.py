@@ -116,9 +116,8 @@ class Authority:
         uses: list[x509.ObjectIdentifier],
         alternatives: x509.SubjectAlternativeName | None = None,
     ) -> tuple[x509.Certificate, Any]:
-        if (
-            _name(name) == self.certificate.subject
-        ):  # it would look signed by itself, and not be believed
+        # It would look signed by itself, and not be believed
+        if _name(name) == self.certificate.subject:
             raise ConfigError(f"{name!r} is the name of the authority itself; choose another")
         key = ec.generate_private_key(ec.SECP256R1())
         builder = (

@@ -144,9 +144,8 @@ def replay_command(
     with contextlib.ExitStack() as stack:
         address, tls = run.address, dict[str, str]()
         if address is None:
-            tls = dict.fromkeys(
-                ("tls_ca", "tls_cert", "tls_key", "tls_name"), ""
-            )  # whatever other nodes speak
+            # Whatever other nodes speak
+            tls = dict.fromkeys(("tls_ca", "tls_cert", "tls_key", "tls_name"), "")
             capacity = CAPACITY_PAGES if capacity_pages is None else capacity_pages
             address = stack.enter_context(throwaway_node(capacity, page_nbytes)).address
         elif capacity_pages is not None:

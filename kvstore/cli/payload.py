@@ -133,9 +133,8 @@ def _destination(
         return
     assert output is not None
     try:
-        file = output.open(
-            "wb", buffering=0
-        )  # nothing is left for the end, where nobody could say what is wrong
+        # Nothing is left for the end, where nobody could say what is wrong
+        file = output.open("wb", buffering=0)
     except OSError as error:
         raise InvalidRequest(f"can not write {output}: {error.strerror}") from error
 

@@ -23,9 +23,8 @@ from kvstore.transports.channel import NodeConnection
 
 # So long before a caller's deadline a node ends its waiting for the disk, at least.
 WAIT_MARGIN_S = 0.05
-_OUTCOMES = {
-    outcome.value: outcome for outcome in PutOutcome
-}  # to call the enum takes ten times as long
+# To call the enum takes ten times as long
+_OUTCOMES = {outcome.value: outcome for outcome in PutOutcome}
 NEAR_SHARE = 0.8  # of the time that is left, for what a near node asks of others
 SCRATCH_NBYTES = 64 << 20  # of parts of sealed pages, in which the ranges that are wanted lie
 

@@ -46,9 +46,8 @@ class _Forks:
         end = time.monotonic() + FORK_S_MAX
         for follower in there:
             follower.pause()
-        inside = [
-            follower for follower in there if not follower.outside.is_set()
-        ]  # nobody goes in any more
+        # Nobody goes in any more
+        inside = [follower for follower in there if not follower.outside.is_set()]
         for follower in inside:
             follower.outside.wait(max(0.0, end - time.monotonic()))
         if inside:
@@ -125,9 +124,8 @@ class Follower:
 
     def close(self) -> None:
         """Cancel the stream and end the thread."""
-        if (
-            self._pid != os.getpid()
-        ):  # after a fork there is no thread, and one of the parent's may have the lock
+        # After a fork there is no thread, and one of the parent's may have the lock
+        if self._pid != os.getpid():
             return
         with self._lock:
             self._closed.set()

@@ -163,9 +163,8 @@ class Nodes:
             except ProtocolError:
                 raise
             except KVStoreError as error:
-                tried = (
-                    link.failure_count > failures
-                )  # or its breaker refuses at once, and so is this to do
+                # Or its breaker refuses at once, and so is this to do
+                tried = link.failure_count > failures
                 if tried and self._ask_records(address, limit):
                     return
                 if last:
@@ -205,9 +204,8 @@ class Nodes:
     @property
     def some_fail(self) -> bool:
         """Return whether a node fails while another, which is connected to, does not."""
-        known = [
-            (link.failing, link.wire_name != "none") for link in self.all().values()
-        ]  # once: it may change
+        # Once: it may change
+        known = [(link.failing, link.wire_name != "none") for link in self.all().values()]
         return any(failing for failing, _ in known) and any(
             there and not failing for failing, there in known
         )
@@ -293,9 +291,8 @@ class Nodes:
                     "not of one"
                 )
             view = view.with_ports(known)
-            if known and (
-                known.number > view.number or known == view
-            ):  # fixed lists have one number: the last told
+            # Fixed lists have one number: the last told
+            if known and (known.number > view.number or known == view):
                 return
             self._view = view.after(known)
             addresses = {member.address for member in view.members} | {*self._addresses}

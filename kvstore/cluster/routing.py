@@ -23,11 +23,12 @@ Answer = TypeVar("Answer")
 Outcome = TypeVar("Outcome")
 AskMember = Callable[[str, list[int], Deadline], list[Answer]]  # (member, indices of keys, limit)
 Together = Callable[[Sequence[Callable[[], list[Answer]]]], Sequence[list[Answer] | KVStoreError]]
+# Of a member that could not be asked at all
 SILENT = (
     Unavailable,
     DeadlineExceeded,
     ProtocolError,
-)  # of a member that could not be asked at all
+)
 # Of a member's: another one may still answer. The rest is the caller's mistake, wherever it asks.
 ELSEWHERE = (*SILENT, Exhausted)
 Away = dict[str, KVStoreError]  # by member: why it could not be asked

@@ -54,9 +54,8 @@ class Connectivity:
 
     def __init__(self, address: str, config: ClientConfig) -> None:
         self.address = address
-        self.config = replace(
-            config, address=address, direct=True
-        )  # whatever a cluster says: this node
+        # Whatever a cluster says: this node
+        self.config = replace(config, address=address, direct=True)
         self.scheme, self.host, self.port, _ = parse_address(address)
         self.found: tuple[str, ...] = ()  # its IP addresses that answer
         self.hello: pb.HelloReply | None = None

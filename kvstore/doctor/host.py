@@ -30,9 +30,8 @@ MIB = 1 << 20
 DESCRIPTORS_FEW = 4096  # a node has one for each connection, and two for each extent of its disk
 MEMORY_LOW_NBYTES = 512 << 20  # what a node needs beside its RAM tier
 SHMEM_ENABLED = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
-_TIMEX = struct.Struct(
-    "@Ixxxxqqqqi"
-)  # struct timex of 64-bit Linux, up to its status: modes, offset, freq, errors
+# Struct timex of 64-bit Linux, up to its status: modes, offset, freq, errors
+_TIMEX = struct.Struct("@Ixxxxqqqqi")
 _TIMEX_NBYTES = 256
 _UNSYNCHRONISED = 0x40
 

@@ -16,10 +16,11 @@ from kvstore.doctor.host import ends
 from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
 
+# Certificates of `kvstore certs` are valid from five minutes before on
 CLOCK_WARN_S, CLOCK_FAIL_S = (
     2.0,
     300.0,
-)  # certificates of `kvstore certs` are valid from five minutes before on
+)
 QUEUE_FULL_SHARE = 0.9
 STREAK_MIN = 3  # ends of gateways within a minute, which are no accident
 SETTLE_S = 1.0  # a view that has just changed reaches everybody within that

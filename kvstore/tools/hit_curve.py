@@ -136,9 +136,8 @@ class Curve:
     """
 
     def __init__(self) -> None:
-        self._change = array(
-            "q", bytes(8 * GROW)
-        )  # of how many pages have a distance, from one distance to the next
+        # Of how many pages have a distance, from one distance to the next
+        self._change = array("q", bytes(8 * GROW))
         self._end = 0  # beyond all distances
         self._short: list[tuple[int, float]] = []  # (distance, tokens) of pages that are not full
         self._hits: array[int] | None = None  # by size, made when it is first asked for

@@ -58,9 +58,8 @@ class NodeProcess:
         if self._said.closed:
             return self._last_words
         size = os.fstat(self._said.fileno()).st_size
-        return os.pread(self._said.fileno(), size, 0).decode(
-            errors="replace"
-        )  # its place in the file is the node's
+        # Its place in the file is the node's
+        return os.pread(self._said.fileno(), size, 0).decode(errors="replace")
 
     @property
     def running(self) -> bool:
@@ -86,9 +85,8 @@ class NodeProcess:
     def _end(self, how: signal.Signals, timeout_s: float) -> int:
         if self._process.poll() is None:
             self._process.send_signal(how)
-            self._process.send_signal(
-                signal.SIGCONT
-            )  # one that somebody stopped would not see the first
+            # One that somebody stopped would not see the first
+            self._process.send_signal(signal.SIGCONT)
         try:
             return self._process.wait(timeout_s)
         finally:

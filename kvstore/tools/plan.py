@@ -28,9 +28,8 @@ COPIES = (1, 2, 3)
 NEAR_SHARE = 0.5  # `--copies-share` of a node, unless it says otherwise
 NEAR_SHARE_MAX = 0.99
 SIZE_NBYTES_MAX = 1 << 60
-_OCTAVES = range(
-    10, 61
-)  # sizes that are looked at without being asked for: powers of two, and half as much again
+# Sizes that are looked at without being asked for: powers of two, and half as much again
+_OCTAVES = range(10, 61)
 
 
 @dataclass(frozen=True)

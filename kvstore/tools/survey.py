@@ -38,9 +38,8 @@ _MASK = (1 << 64) - 1
 LOOKED_AT = 2000  # requests, to find the size of a page
 LEAST, MOST = 1e-9, 1e15  # of what is said: sums and products of such stay finite
 PAGE_NBYTES_MAX = 1 << 40
-TOKEN_NBYTES = (
-    128 << 10
-)  # of a model of 32 layers with 8 KV heads of 128, two bytes each (Llama 3 8B)
+# Of a model of 32 layers with 8 KV heads of 128, two bytes each (Llama 3 8B)
+TOKEN_NBYTES = 128 << 10
 _DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 

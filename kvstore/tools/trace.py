@@ -202,9 +202,8 @@ class Chains:
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
         self._before = array("q")
-        self._deep = array(
-            "q"
-        )  # pages before each, as far as they were known when it was first there
+        # Pages before each, as far as they were known when it was first there
+        self._deep = array("q")
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -230,9 +229,8 @@ class Chains:
         """Extend a chain by the pages that are known to precede it."""
         seen, head = set(numbers), []
         number = self._before[numbers[0]]
-        while (
-            number != _UNKNOWN and number not in seen
-        ):  # keys that are no chains may go in a circle
+        # Keys that are no chains may go in a circle
+        while number != _UNKNOWN and number not in seen:
             head.append(number)
             seen.add(number)
             number = self._before[number]

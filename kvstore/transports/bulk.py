@@ -217,9 +217,8 @@ class BulkWire:
         if worse or len(failed) == len(found) or (failed and (request.durable or request.ack_all)):
             raise (worse or failed)[0]
         verdicts: list[int] = []
-        for part, said in zip(
-            parts, found, strict=True
-        ):  # a part that found no space is no failure of the others
+        # A part that found no space is no failure of the others
+        for part, said in zip(parts, found, strict=True):
             verdicts += (
                 [pb.FULL] * (part.stop - part.start) if isinstance(said, KVStoreError) else said
             )

@@ -316,9 +316,8 @@ class NodeChannel:
         """
         with tracing.span("kvstore.call", "client", address=self.address):
             deadline.remaining()  # a caller who comes too late says nothing about the node
-            check_process(
-                self._pid
-            )  # first: in a child of a fork a lock may be taken by a thread that is not there
+            # First: in a child of a fork a lock may be taken by a thread that is not there
+            check_process(self._pid)
             if self._retired:
                 self._close_retired()
             self._breaker.enter()
@@ -534,9 +533,8 @@ class NodeChannel:
 
     def close(self) -> None:
         """Close idle connections now, and those in use when their call ends."""
-        if (
-            os.getpid() != self._pid
-        ):  # in a child of a fork: a lock may be taken by a thread that is not there
+        # In a child of a fork: a lock may be taken by a thread that is not there
+        if os.getpid() != self._pid:
             if self._link:
                 self._link.way.close()
             return

@@ -35,9 +35,8 @@ Socket = TypeVar("Socket", bound=FrameSocket)
 Granted = TypeVar("Granted", bound="Lease[Any]")
 
 _NUMBERS = {field.name: field.number for field in pb.BulkRequest.DESCRIPTOR.fields}
-TRACED_NBYTES_MAX = (
-    63 << 10
-)  # a header over 64 KiB is one operation and nothing else (docs/FORMAT.md)
+# A header over 64 KiB is one operation and nothing else (docs/FORMAT.md)
+TRACED_NBYTES_MAX = 63 << 10
 
 
 class Refused(Exception):
@@ -120,9 +119,8 @@ class ConnectionPool(Generic[Socket]):
         if not held:
             lease.fresh = True
             try:
-                held.append(
-                    run_in_helper_thread(partial(self._connect, deadline))
-                )  # descriptors come and go there
+                # Descriptors come and go there
+                held.append(run_in_helper_thread(partial(self._connect, deadline)))
             except Exception as error:
                 self.raise_named(error, deadline)
                 raise
@@ -331,9 +329,8 @@ def request_header(op: str, request: Any) -> bytes:
     trace = current()
     if trace is None or len(header) > TRACED_NBYTES_MAX:
         return header
-    return (
-        header + pb.BulkRequest(trace=trace.packed()).SerializeToString()
-    )  # a message may come in parts
+    # A message may come in parts
+    return header + pb.BulkRequest(trace=trace.packed()).SerializeToString()
 
 
 def parse_reply(op: str, header: bytes) -> Any:

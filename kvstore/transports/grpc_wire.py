@@ -132,9 +132,8 @@ class GrpcWire:
             ("grpc.enable_http_proxy", 0),
         ]
         pems = None if tls is None else tls.pems()
-        named = (
-            () if tls is None else (("grpc.ssl_target_name_override", tls.name),)
-        )  # also of who is called by an address
+        # Also of who is called by an address
+        named = () if tls is None else (("grpc.ssl_target_name_override", tls.name),)
 
         def channel() -> grpc.Channel:
             if pems is None:
@@ -198,9 +197,8 @@ class GrpcWire:
             with stream.whole(
                 self._put(iter(outbox), timeout=deadline.remaining(), metadata=told)
             ) as replies:
-                replies.add_done_callback(
-                    outbox.end
-                )  # nothing waits for a stream that the node or the time ended
+                # Nothing waits for a stream that the node or the time ended
+                replies.add_done_callback(outbox.end)
                 outbox.put(pb.PutFrame(begin=request).SerializeToString())
                 verdicts = list(next(replies).begin.verdicts)
                 if len(verdicts) != len(pages):
@@ -323,9 +321,8 @@ class Followed:
         except ValueError as error:
             raise _translated(error) from error
         except grpc.RpcError as error:
-            if (
-                error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
-            ):  # which is how it ends when all is well
+            # Which is how it ends when all is well
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise _translated(error) from error
         finally:
             self.cancel()

@@ -56,9 +56,8 @@ class ArenaMap:
             raise ProtocolError(
                 "the node passed a file that is no arena: it can not be sealed"
             ) from error
-        if (
-            not seals & fcntl.F_SEAL_SHRINK
-        ):  # reading behind the end of a file that shrank kills the reader
+        # Reading behind the end of a file that shrank kills the reader
+        if not seals & fcntl.F_SEAL_SHRINK:
             raise ProtocolError("the node passed an arena that could shrink under its readers")
         self.nbytes = nbytes
         self._map = mmap.mmap(fd, nbytes)

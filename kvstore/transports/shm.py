@@ -183,9 +183,8 @@ class ShmWire:
                 try:
                     yield slots
                 except BaseException:
-                    with contextlib.suppress(
-                        InvalidRequest
-                    ):  # a view in use: what ended the context says more
+                    # A view in use: what ended the context says more
+                    with contextlib.suppress(InvalidRequest):
                         slots.end()
                     raise
                 slots.end()

@@ -30,9 +30,8 @@ from kvstore.transports.frames import FrameSocket
 # Encrypted and sent, or received, at a time. Each connection that has moved pages keeps three times
 # as much memory.
 STEP_NBYTES = 128 << 10
-RECORD_NBYTES = (
-    17 << 10
-)  # the largest record of TLS: until pages come, no more is received at a time
+# The largest record of TLS: until pages come, no more is received at a time
+RECORD_NBYTES = 17 << 10
 # What a node without a place says in place of its part of a handshake, which would cost what the
 # limit saves: a record (alert, TLS 1.2 as in all records, 2 bytes) with a fatal `internal_error`,
 # which RFC 8446 has for a lack of memory.

@@ -78,9 +78,8 @@ class DescriptorSocket(FrameSocket):
         frame = pack_fixed(len(header), 0, self.version) + header
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         sent = 0
-        while (
-            not sent
-        ):  # the descriptor goes with the first byte, so only a first byte is waited for here
+        # The descriptor goes with the first byte, so only a first byte is waited for here
+        while not sent:
             self._check_deadline("send")
             try:
                 sent = self._sock.sendmsg([frame], rights)

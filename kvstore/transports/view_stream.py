@@ -71,9 +71,8 @@ class FrameViews:
                 if left_s <= 0 or self._cancelled:
                     return
                 view = self._ask(left_s, Deadline(left_s + ANSWER_S))
-                if (
-                    not _is_one(view) and self._end - time.monotonic() > EARLY_S
-                ):  # and so it would go on all the time
+                # And so it would go on all the time
+                if not _is_one(view) and self._end - time.monotonic() > EARLY_S:
                     raise ProtocolError("a node that was to wait for a view did not wait")
         finally:
             self.cancel()

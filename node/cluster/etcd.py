@@ -119,9 +119,8 @@ class Etcd:
 
     def __init__(self, endpoints: Sequence[str], access: Access) -> None:
         self.endpoints = list(endpoints)
-        self.pulse: Callable[[], None] = lambda: (
-            None
-        )  # before each try; may raise to end what is asked
+        # Before each try; may raise to end what is asked
+        self.pulse: Callable[[], None] = lambda: None
         self._access = access
         access.credentials()  # raises
         self._turn = threading.Lock()  # of who connects
@@ -169,10 +168,11 @@ class Etcd:
             key=prefix.encode(), range_end=_behind(prefix), start_revision=revision
         )
         connection = self._connected()
+        # Else one that is cut off from the others is silent
         metadata = (
             *connection.metadata,
             ("hasleader", "true"),
-        )  # else one that is cut off from the others is silent
+        )
         replies = connection.watch.Watch(
             iter([pb.WatchRequest(create_request=create)]), metadata=metadata
         )
@@ -306,10 +306,11 @@ class _Connection:
     def __init__(self, endpoint: str, credentials: grpc.ChannelCredentials | None) -> None:
         options = [
             ("grpc.max_receive_message_length", ANSWER_NBYTES_MAX),
+            # None: an answer is as large as it looks
             (
                 "grpc.compression_enabled_algorithms_bitset",
                 1,
-            ),  # none: an answer is as large as it looks
+            ),
             ("grpc.use_local_subchannel_pool", 1),  # starts without the pause of the one before
             ("grpc.enable_http_proxy", 0),
         ]

@@ -181,9 +181,8 @@ def with_port(told: str, port: int, scheme: str = "") -> str:
         return told
     check_no_url("advertise", told)
     named = told.rpartition(":")[2].isdigit() and (told.count(":") == 1 or "]:" in told)
-    bare = told.count(":") > 1 and not told.startswith(
-        "["
-    )  # an IPv6 address, as a pod is told its own
+    # An IPv6 address, as a pod is told its own
+    bare = told.count(":") > 1 and not told.startswith("[")
     address = told if named else scheme + (f"[{told}]:{port}" if bare else f"{told}:{port}")
     try:
         split_address(address)
@@ -302,21 +301,20 @@ class Membership:
     def __init__(self, cluster: str, member: str, replicas: int = 0) -> None:
         """Prepare the membership. `replicas` is that of a fixed list; 0 means 1."""
         self.member = member
-        self.joining = cluster.startswith(
-            ETCD_SCHEME
-        )  # no view yet, and nobody may think that there is no cluster
+        # No view yet, and nobody may think that there is no cluster
+        self.joining = cluster.startswith(ETCD_SCHEME)
         self.view: View | None = None
         if cluster and not self.joining:
             self.view = _listed(cluster, replicas)
+        # How it is, and who is apart
         self.registry: Callable[[], tuple[str, list[str]]] = lambda: (
             "static",
             [],
-        )  # how it is, and who is apart
+        )
         self.announcer: Callable[[State], None] | None = None  # None: a fixed list
         self._announced: State | None = None
-        self._lock = (
-            threading.Lock()
-        )  # held while listeners are told, so that none hears of an older view last
+        # Held while listeners are told, so that none hears of an older view last
+        self._lock = threading.Lock()
         self._listeners: list[Listener] = []
         if not cluster and (member or replicas):
             named = f"member={member}" if member else f"replicas={replicas}"

@@ -104,10 +104,11 @@ class Registry:
         self._stop = threading.Event()
         self._self: Registered | None = None
         self._lease, self._lease_s = 0, float(terms.lease_s)
+        # Revision and value of our key; 0: it is not there
         self._written: tuple[int, bytes] = (
             0,
             b"",
-        )  # revision and value of our key; 0: it is not there
+        )
         self._troubles: dict[str, tuple[float, str]] = {}  # by thread: since when, what
         self._settle_at = (
             0.0  # until then the last view holds: members register again that an etcd has lost
@@ -183,9 +184,8 @@ class Registry:
         while True:
             self._settle()
             self._roster.reset(self._etcd.read(self._roster.prefix))
-            if self._number() >= applied or (
-                anew and applied > BASE_MAX
-            ):  # beyond BASE_MAX it can not be raised
+            # Beyond BASE_MAX it can not be raised
+            if self._number() >= applied or (anew and applied > BASE_MAX):
                 return anew
             if not anew:
                 log.warning(
@@ -349,9 +349,8 @@ class Registry:
         with self._lock:
             mine = self._roster.entries.get(self._roster.member_key(self._identity.member))
             self._removals.heard(self._roster.removals(self._removals.seen), self._number())
-        if self._written[0] and not self._is_own(
-            mine
-        ):  # somebody removed or took it, or the lease ended
+        # Somebody removed or took it, or the lease ended
+        if self._written[0] and not self._is_own(mine):
             self._written = (0, b"")
             self._wake.set()
         self._tell()

@@ -282,9 +282,8 @@ class NamespaceTombstones:
         self._remove = remove
         self._settle = settle
         self._erase = erase
-        self._to_erase = list(
-            identity.to_erase
-        )  # namespaces that are removed here already, in an earlier life perhaps
+        # Namespaces that are removed here already, in an earlier life perhaps
+        self._to_erase = list(identity.to_erase)
         self._wake = threading.Condition()
         self._done: OrderedDict[bytes, None] = OrderedDict()  # names of removals
         self._records: list[_Record] = []

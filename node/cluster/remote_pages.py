@@ -39,9 +39,8 @@ log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
 THREADS_MAX = 32  # beside those that ask
-FETCHED_NBYTES = (
-    64 << 20
-)  # of one member at a time: what has come by then is there, whatever becomes of the rest
+# Of one member at a time: what has come by then is there, whatever becomes of the rest
+FETCHED_NBYTES = 64 << 20
 CONNECTIONS_MAX = 4  # of each link
 TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 2.0
@@ -233,9 +232,8 @@ class RemotePages(LowerTier):
 
         def ask(member: str, places: list[int], limit: Deadline) -> list[bool]:
             def call(link: NodeConnection, limit: Deadline) -> None:
-                left = [
-                    place for place in places if place not in done
-                ]  # the link may have been made anew
+                # The link may have been made anew
+                left = [place for place in places if place not in done]
                 some = min(step, batch_pages_max(namespace.stored_nbytes, link.limits))
                 for start in range(0, len(left), some):
                     if gone():

@@ -24,10 +24,11 @@ BATCH_PAGES_MAX = 64
 BATCH_NBYTES_MAX = 16 << 20
 PAGES_MAX = 1 << 16  # in the queue
 PATIENCE_S = 60.0  # for a target that is away, full or refuses
+# Between two tries of a target that failed, twice as long each time
 PAUSE_S_MIN, PAUSE_S_MAX = (
     0.1,
     2.0,
-)  # between two tries of a target that failed, twice as long each time
+)
 # targets that failed, served at a time: they may hang, and others are not to wait behind them
 FAILING_MAX = 2
 REFUSALS_MAX = 4  # of a page by its targets: who just joined is unknown to some for a moment

@@ -61,9 +61,8 @@ class DataDir:
             make_directory(path, layer)
             self._lock = take_lock(path / "keeper.lock", LOCK_WAIT_S)
             undo.callback(release_lock, self._lock)
-            self.rows = Rows(
-                path / "rows", extent_nbytes, keep_own_extents, key_mark
-            )  # first: they know what the extents are
+            # First: they know what the extents are
+            self.rows = Rows(path / "rows", extent_nbytes, keep_own_extents, key_mark)
             undo.callback(self.rows.close)
             self.extent_nbytes = self.rows.extent_nbytes
             self.extent_count = disk_nbytes // self.extent_nbytes
@@ -100,9 +99,8 @@ class DataDir:
 
     def _unmap(self) -> None:
         self._arena.release()
-        with contextlib.suppress(
-            BufferError
-        ):  # an error that is still looked at holds a view; then it goes with that
+        # An error that is still looked at holds a view; then it goes with that
+        with contextlib.suppress(BufferError):
             self._map.close()
 
     def close(self) -> None:

@@ -95,9 +95,8 @@ class Durability:
         """
         self._barrier(wait)
         self._save(self._inventory.unsaved(), wait, self._unsafe_in_ram)
-        if (
-            self.disk.unsafe_count
-        ):  # another may have stored a page that has left RAM before we looked
+        # Another may have stored a page that has left RAM before we looked
+        if self.disk.unsafe_count:
             self._barrier(wait)
 
     def _save(

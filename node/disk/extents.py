@@ -250,9 +250,8 @@ class ExtentFiles:
         try:
             self._layer.allocate(fd, self._extent_nbytes)
         except OSError:
-            os.ftruncate(
-                fd, had_nbytes
-            )  # a full file system gets back what was found for half an extent
+            # A full file system gets back what was found for half an extent
+            os.ftruncate(fd, had_nbytes)
             raise
         self._allocated.add(number)
 

@@ -463,9 +463,8 @@ class DiskIndex:
         if page.state is not State.VISIBLE or self.records.find(number, page.prefix_hash):
             return 0
         size = page.namespace.slot_nbytes
-        if (
-            size > self.records.slots.extent_nbytes
-        ):  # of a directory older than the RAM: all would go for it in vain
+        # Of a directory older than the RAM: all would go for it in vain
+        if size > self.records.slots.extent_nbytes:
             self.counters.pages_refused += 1
             return 0
         record = self.records.reserve(number, page.prefix_hash, size)
@@ -522,9 +521,8 @@ class DiskIndex:
                 removed.append((number, prefix_hash))
                 self.records.cancel(record)
         for number, prefix_hash in removed:
-            if not self.records.find(
-                number, prefix_hash
-            ):  # else the key was stored anew in this batch
+            # Else the key was stored anew in this batch
+            if not self.records.find(number, prefix_hash):
                 self.gone.add(page_key(number, prefix_hash))
         self.medium.wrote(written, gone)
 

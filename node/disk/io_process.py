@@ -50,9 +50,8 @@ RECOVER_S = 30.0
 # A list or a scrub waits so long for a disk that hangs. A client waits longer by default: else it
 # would take the node for one that hangs, and leave it alone.
 QUESTION_S = 4.0
-QUESTION_NBYTES = (
-    16 << 10
-)  # of the first answer, because a scrub looks at a few rows; then twice as many, up to
+# Of the first answer, because a scrub looks at a few rows; then twice as many, up to
+QUESTION_NBYTES = 16 << 10
 QUESTION_NBYTES_MAX = 1 << 20
 ORDER_KEYS_MAX = 1 << 14  # rows to delete with one order
 

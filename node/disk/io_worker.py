@@ -32,9 +32,8 @@ from node.disk.io_protocol import Broken, Channel, Kind, Opened, Outcome, Task
 
 log = logging.getLogger(__name__)
 
-STREAM_NBYTES = (
-    64 << 10
-)  # of one reply to ALL_ROWS: a few fit into the socket, so that both sides work
+# Of one reply to ALL_ROWS: a few fit into the socket, so that both sides work
+STREAM_NBYTES = 64 << 10
 DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -88,9 +88,8 @@ class Read:
     def leaves(self, files: PageFiles, place: DiskLocation, page_nbytes: int) -> bytes:
         """Return the leaves of a page that is read only to be verified."""
         end, found = slot_nbytes(page_nbytes), Leaves(page_nbytes)
-        memory = memoryview(
-            mmap.mmap(-1, min(end, VERIFIED_NBYTES))
-        )  # page-aligned, as O_DIRECT needs it
+        # Page-aligned, as O_DIRECT needs it
+        memory = memoryview(mmap.mmap(-1, min(end, VERIFIED_NBYTES)))
         for start in range(0, end, VERIFIED_NBYTES):
             view = memory[: end - start]
             if not self._piece(files, place, start, view):

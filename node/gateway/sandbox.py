@@ -48,12 +48,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 # Linux's numbers for a filter of system calls (linux/seccomp.h, linux/bpf_common.h).
 _SET_SECCOMP, _FILTER = 22, 2  # of prctl
+# Where in seccomp_data; the low half of each argument comes first
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = (
     0,
     4,
     16,
-)  # where in seccomp_data; the low half of each argument comes first
+)
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # 1: EPERM
+# Codes of BPF
 _LOAD, _AND, _EQUALS, _AT_LEAST, _ANY_BIT, _RETURN = (
     0x20,
     0x54,
@@ -61,7 +63,7 @@ _LOAD, _AND, _EQUALS, _AT_LEAST, _ANY_BIT, _RETURN = (
     0x35,
     0x45,
     0x06,
-)  # codes of BPF
+)
 _X32 = 0x40000000  # from here on numbers of another ABI of x86-64
 _MSG_FASTOPEN = 0x20000000
 _AF_INET, _AF_INET6, _SOCK_STREAM, _SOCK_TYPE_BITS, _IPPROTO_TCP = 2, 10, 1, 0xF, 6

@@ -48,10 +48,11 @@ READY_S_MAX = 120.0  # a start, also on a machine that is very busy
 # a gateway that says nothing for so long hangs, and is ended; on a busy machine it may wait
 SILENT_S_MAX = 15.0
 LEAVE_S = 1.0  # to end after it was told to
+# Before one is started anew; doubled while they end within STREAK_S
 PAUSE_S, PAUSE_S_MAX = (
     0.05,
     0.5,
-)  # before one is started anew; doubled while they end within STREAK_S
+)
 STREAK_S = 60.0
 CONNECTIONS_MAX = 4096
 PACKAGES = ("grpc_health", "grpc_reflection")  # of the extra `node`, which only a gateway imports
@@ -101,9 +102,8 @@ class Port:
             ) from error
         second = self._socket(host)
         second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        with contextlib.suppress(
-            OSError
-        ):  # for a minute after another program that did not share the port
+        # For a minute after another program that did not share the port
+        with contextlib.suppress(OSError):
             second.bind((host, self.number))
 
     def _socket(self, host: str) -> socket.socket:
@@ -254,9 +254,8 @@ class Gateways:
         self._held = None if self.host == "none" else Port(self.host, config.port)
         self.port = self._held.number if self._held else 0  # 0: there is no gRPC
         self.calls = GatewayCalls(service, config.grpc_threads)
-        self._lock = (
-            threading.RLock()
-        )  # around a change and its telling, so that what is told last is so
+        # Around a change and its telling, so that what is told last is so
+        self._lock = threading.RLock()
         self._health = {"": False, SERVICE_NAME: False}
         self._view: View | None = None
         self._stopping = threading.Event()

@@ -28,9 +28,8 @@ from node.serving.limits import ON_BEHALF_NBYTES_MAX
 HEADER_NBYTES_MAX = MESSAGE_NBYTES_MAX + 64  # the largest message, and the frame's own fields
 RECEIVE_NBYTES = 64 << 10  # asked for where a reply begins
 INLINE_NBYTES_MAX = 256 << 10  # page bytes that are moved by the event loop: a thread costs more
-BUFFER_NBYTES = (
-    4 << 20
-)  # asked of the system for each direction; it gives what its own limit allows
+# Asked of the system for each direction; it gives what its own limit allows
+BUFFER_NBYTES = 4 << 20
 SEARCHED_MAX = 8  # idle connections that are searched for one that asked for the same caller last
 KEPT_MAX = 16  # idle connections that stay; the others are closed a while after they were used
 

@@ -258,9 +258,8 @@ class Eviction:
         self._slots = slots
         self._forget = forget
         self._zero = zero
-        self.to_zero: set[Page] = (
-            set()
-        )  # removed pages: their slots are zeroed before other pages get them
+        # Removed pages: their slots are zeroed before other pages get them
+        self.to_zero: set[Page] = set()
         self.zeroed_nbytes = 0
         self.turn = StepBudget()
         self.order = UseOrder(slots, self.turn)
@@ -400,9 +399,8 @@ class Eviction:
         if self.order.expire_pins(now_ms):
             return True
         for pool in dict.fromkeys((self._accounts.shared, account.pool)):
-            for area in self._slots.areas(
-                self._slots.level(size)
-            ):  # the last resort, in turns like all the rest
+            # The last resort, in turns like all the rest
+            for area in self._slots.areas(self._slots.level(size)):
                 if (yield from self._clearing.clear(area, pool)):
                     return True
         return False

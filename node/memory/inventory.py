@@ -49,9 +49,8 @@ class Inventory:
         tier = self._tier
 
         def some(hashes: Sequence[bytes]) -> list[PageInfo]:
-            now_ms = (
-                tier.clock_ms()
-            )  # not before: others use pages while this one waits for the lock
+            # Not before: others use pages while this one waits for the lock
+            now_ms = tier.clock_ms()
             index = tier.namespaces.find(digest)
             tier.eviction.order.expire_pins(now_ms)
             return [self._info(index, prefix_hash, now_ms) for prefix_hash in hashes]
@@ -127,9 +126,8 @@ class Inventory:
             hashes.extend(h for h in found if h > after and h.startswith(key_prefix))
 
         self._tier.scan(self._tier.namespace(digest), collect)
-        hashes = list(
-            _sifted(iter(hashes), wanted)
-        )  # outside the lock: who owns a page may take half a millisecond
+        # Outside the lock: who owns a page may take half a millisecond
+        hashes = list(_sifted(iter(hashes), wanted))
         # Sorting happens outside the lock; a page that goes meanwhile, or that is not committed
         # yet, is left out below. It still counts here, or the reply would look like the last one.
         in_ram = heapq.nsmallest(limit + 1, set(hashes))

@@ -104,9 +104,8 @@ class LruList:
     def __init__(self) -> None:
         self._root = root = Page.__new__(Page)  # sentinel: root.newer is the oldest page
         root.newer = root.older = root
-        self._aside: HeldEntries[Page] = (
-            HeldEntries()
-        )  # held pages that would be in the way of who looks for the oldest
+        # Held pages that would be in the way of who looks for the oldest
+        self._aside: HeldEntries[Page] = HeldEntries()
         self.count = 0  # those aside included
 
     def push_newest(self, page: Page) -> None:

@@ -268,9 +268,8 @@ class Namespaces:
         self._count_max = count_max
         self._page_nbytes_max = page_nbytes_max
         self._by_digest: dict[bytes, NamespaceIndex] = {}
-        self.account_of: Callable[
-            [str], TenantAccount[Any]
-        ]  # of a tenant, in the RAM tier that these are of
+        # Of a tenant, in the RAM tier that these are of
+        self.account_of: Callable[[str], TenantAccount[Any]]
         # The owner whose share a namespace counts to, by its tenant and the peer that opened it;
         # empty: no owner.
         self.owner_of: Callable[[str, str], str] = lambda tenant, peer: peer

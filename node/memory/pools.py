@@ -212,9 +212,8 @@ class EvictionPool:
 
     def _oldest_ms(self, size: int) -> int | None:
         page = self.oldest(size)
-        if (
-            page is None and not self._turn.over
-        ):  # all are held: the first that is given back says so
+        # All are held: the first that is given back says so
+        if page is None and not self._turn.over:
             self._lists[size].is_known = False
         return rank_ms(page) if page is not None else None
 

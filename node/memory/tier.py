@@ -38,9 +38,8 @@ from node.memory.scan import Counted, PageScan, SlotScan, violations
 from node.memory.tenant_usage import Limits
 from node.slab import SlotAllocator
 
-KEYS_A_SLICE = (
-    STEPS // 4
-)  # each may take others: a page that goes for it, a place that is looked for
+# Each may take others: a page that goes for it, a place that is looked for
+KEYS_A_SLICE = STEPS // 4
 
 
 class RamTier:
@@ -119,9 +118,8 @@ class RamTier:
                 (p.used_ms, p) for p in pages if p.namespace.account in changed
             ),
         )
-        moving.sort(
-            key=lambda entry: entry[0], reverse=True
-        )  # each goes before those that were used later
+        # Each goes before those that were used later
+        moving.sort(key=lambda entry: entry[0], reverse=True)
         split_in_slices(self.lock, self._order.regroup, moving)
 
     # ---- lookup --------------------------------------------------------------------------
@@ -559,9 +557,8 @@ class RamTier:
             index.account.check_pins(
                 sum(page is not None and page not in self._order.pins for page in pages)
             )
-            below = self.below.pin(
-                digest, prefix_hashes, -(-ttl_ms // 1000)
-            )  # may be exhausted too
+            # May be exhausted too
+            below = self.below.pin(digest, prefix_hashes, -(-ttl_ms // 1000))
             for page in pages:
                 if page is not None:
                     self._order.pin(page, now_ms + ttl_ms)
@@ -614,9 +611,8 @@ class RamTier:
         """
         index = self.namespace(digest)
         removed = self._remove_all(index, zero) + self.below.remove_namespace(digest)
-        self._remove_all(
-            index, zero
-        )  # what was loaded from below meanwhile, which is counted already
+        # What was loaded from below meanwhile, which is counted already
+        self._remove_all(index, zero)
         return removed
 
     def _remove_all(self, index: NamespaceIndex, zero: bool) -> int:

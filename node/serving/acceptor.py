@@ -75,9 +75,8 @@ class ConnectionServer(abc.ABC):
     # ---- accept --------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        waiting = (
-            select.poll()
-        )  # `accept` alone would not wait when descriptors are short, but fail in a loop
+        # `accept` alone would not wait when descriptors are short, but fail in a loop
+        waiting = select.poll()
         waiting.register(self._listener, select.POLLIN)
         while not self._stopping:
             waiting.poll()

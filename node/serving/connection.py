@@ -240,9 +240,8 @@ class Connection(abc.ABC):
                 )
             return now
 
-        share = (
-            "" if self.maps_arena else gate.access.share(principal)
-        )  # a process has a share of its own
+        # A process has a share of its own
+        share = "" if self.maps_arena else gate.access.share(principal)
         self.caller = replace(self.caller, peer=share or self.peer, who=still, at=self.peer)
         if share:
             self.peer = share
@@ -321,9 +320,8 @@ class Connection(abc.ABC):
         return error
 
     def _wait_request(self) -> Request | None:
-        self.socket.arm(
-            self.stall_s
-        )  # a slow reply before may have left less, and waiting would spin
+        # A slow reply before may have left less, and waiting would spin
+        self.socket.arm(self.stall_s)
         try:  # as in `refusing`, which costs a microsecond
             frame = self.socket.wait_frame(self.header_nbytes_max, self.stall_s)
             return None if frame is None else self.parse(*frame)
@@ -386,9 +384,8 @@ class Connection(abc.ABC):
         return True
 
     def _answer(self, op: str, request: Any) -> Any:
-        if op in LONG_CALLS or (
-            op == "lookup" and request.near
-        ):  # few, and they may wait, for the disk or for nodes
+        # Few, and they may wait, for the disk or for nodes
+        if op in LONG_CALLS or (op == "lookup" and request.near):
             return self.service.call(op, request, self.caller)
         turns, peer = self.service.turns, self.peer
         turns.begin(peer)

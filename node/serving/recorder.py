@@ -21,9 +21,8 @@ from kvstore.pb import kvstore_pb2 as pb
 from node.memory.page import NamespaceIndex
 
 RECORD_MS_MAX = 24 * 3600 * 1000
-WAITING_PAGES_MAX = (
-    1 << 19
-)  # some 50 MiB of keys; what comes beyond is dropped: 5 s of 100,000 pages a second
+# Some 50 MiB of keys; what comes beyond is dropped: 5 s of 100,000 pages a second
+WAITING_PAGES_MAX = 1 << 19
 REPLY_PAGES_MAX = 1 << 17  # 1 MiB of ids, made in 0.2 s
 USE_PAGES = 4  # what a use takes besides, in pages
 ABANDONED_S = 60.0  # nobody has asked for so long: it ends
@@ -89,9 +88,8 @@ class Recorder:
             return self._begin(request.ms)
         with self._lock:
             recording, now = self._recording, self._clock_s()
-            if recording is not None and recording.is_abandoned(
-                now
-            ):  # what came meanwhile may not have been noted
+            # What came meanwhile may not have been noted
+            if recording is not None and recording.is_abandoned(now):
                 recording = self._recording = None
                 self.on = False
             if recording is None or recording.name != request.recording:
@@ -99,9 +97,8 @@ class Recorder:
                     "this recording is over: it was ended, or nobody asked for it for a minute"
                 )
             if request.end:
-                recording.end_s = min(
-                    recording.end_s, now
-                )  # else it may come faster than it is fetched
+                # Else it may come faster than it is fetched
+                recording.end_s = min(recording.end_s, now)
             uses = self._take(recording)
             over = not recording.waiting and (request.end or now > recording.end_s)
             if over:

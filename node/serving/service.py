@@ -90,9 +90,8 @@ class Service:
         listing = Listing(self._inventory, self.cluster, config.batch_keys_max)
         self.recorder = Recorder(tier.namespace)
         self.heat = HotPrefixes()
-        self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: (
-            None
-        )  # of a namespace, and its name
+        # Of a namespace, and its name
+        self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None
         self.durability = Durability(tier, disk, config.flush_s)
         self._verifying = Verifying(tier, self.content, self.durability)
         disk_calls = DiskCalls(self.durability, lambda: self.draining)
@@ -170,10 +169,11 @@ class Service:
             self.tenants.begin(principal, request)
             if self.draining:
                 raise Unavailable("this node is draining and takes no new pages")
+            # A list is faster to go through
             hashes, page_nbytes = (
                 request.prefix_hashes[:],
                 request.page_nbytes,
-            )  # a list is faster to go through
+            )
             check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
             self._check_nbytes(len(hashes) * page_nbytes)
             self.promises.check(request)
@@ -298,9 +298,8 @@ class Service:
             hello.shm_refused = self.gate.access.why_no_arena(principal)
             if not hello.shm_refused:
                 hello.shm_socket, hello.arena_nbytes = self.shm_status().socket, self._arena.nbytes
-        if (
-            request.protocol_version or not self.membership.joining
-        ):  # who only asks may be this node itself
+        # Who only asks may be this node itself
+        if request.protocol_version or not self.membership.joining:
             self.membership.tell(hello)
         return hello
 
@@ -423,9 +422,8 @@ class Service:
         check_removal(request.removal)
         removed = self._tier.remove_namespace(request.namespace)
         with self._tier.lock:
-            self._tier.namespaces.close(
-                request.namespace
-            )  # unless somebody puts pages into it: who asks opens it anew
+            # Unless somebody puts pages into it: who asks opens it anew
+            self._tier.namespaces.close(request.namespace)
         self.on_removed(request.namespace, request.removal)
         return pb.RemoveNamespaceReply(removed=removed)
 
@@ -474,9 +472,8 @@ class _Edge:
             raise self._unexpected(error) from error
 
     def _unexpected(self, error: Exception) -> KVStoreError:
-        trace = current() or named(
-            os.urandom(8).hex()
-        )  # so that the log and who asked name the same
+        # So that the log and who asked name the same
+        trace = current() or named(os.urandom(8).hex())
         with within(trace):
             log.error("%s failed", self._op, exc_info=error)
         what = f"{self._op} failed inside the node ({type(error).__name__})"

@@ -169,9 +169,8 @@ class Session:
             bytes
         ] = []  # of its pages, those that must be durable when it is committed
         self.wait = Wait(0.0, caller.gone)  # for that
-        self.loading: Callable[[], AbstractContextManager[None]] = (
-            contextlib.nullcontext
-        )  # around what waits for disk
+        # Around what waits for disk
+        self.loading: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def reserve(
         self,
@@ -301,9 +300,8 @@ class Session:
                 promotion.cancel(acquired)
                 raise
             pages = promotion.read(acquired, self.gone)
-        if (
-            self.tier == PEER and acquired.loads
-        ):  # they came in any order: the chain's end must go before its head
+        # They came in any order: the chain's end must go before its head
+        if self.tier == PEER and acquired.loads:
             self._tier.lookup(acquired.digest, acquired.prefix_hashes, touch=True)
         return pages
 

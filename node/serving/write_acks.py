@@ -69,9 +69,8 @@ class WriteAcks:
         """
         session.put_request = request
         session.promised = []
-        if (
-            request.durable or request.ack_all
-        ):  # what is or will be stored; not another's, or what has no room
+        # What is or will be stored; not another's, or what has no room
+        if request.durable or request.ack_all:
             session.wait = self._durability.begin_wait(request.wait_ms, session.gone)
             verdicts = zip(request.prefix_hashes, result.verdicts, strict=True)
             session.promised = [

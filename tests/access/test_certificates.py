@@ -24,9 +24,8 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> People:
     people = People(tmp_path_factory.mktemp("certificates") / "identities")
     people.join("operator", ALL, "admin")
     people.join("engine", "team-a", "write")
-    people.say(
-        "certificate team-a tenant=team-a role=write"
-    )  # the name in the certificate of `authorities`
+    # The name in the certificate of `authorities`
+    people.say("certificate team-a tenant=team-a role=write")
     people.say("certificate fd00::1 tenant=team-a role=read")
     return people
 

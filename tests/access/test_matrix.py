@@ -37,10 +37,11 @@ REQUESTS = {
     for field in pb.BulkRequest.DESCRIPTOR.fields
     if field.message_type
 }
+# Nobody but a gateway of the node may send them, on a socket of its own
 GATEWAYS_OPS = (
     "admit",
     "on_behalf",
-)  # nobody but a gateway of the node may send them, on a socket of its own
+)
 OPS = [op for op in REQUESTS.values() if op not in GATEWAYS_OPS]
 PARTS = ("commit", "release")  # of a put and a get that were let in
 KEY = b"k" * 32
@@ -74,6 +75,7 @@ NEEDS = {
     Role.WRITE: "put commit remove pin unpin",
     Role.ADMIN: "remove_namespace reflection",
 }
+# For administrators of all tenants
 OF_NODE = [
     "flush",
     "scrub",
@@ -82,7 +84,7 @@ OF_NODE = [
     "sweep",
     "record",
     "forget",
-]  # for administrators of all tenants
+]
 ROLE_OF = {op: role for role, ops in NEEDS.items() for op in ops.split()} | dict.fromkeys(
     OF_NODE, Role.ADMIN
 )

@@ -124,10 +124,11 @@ def sizes(town: Town) -> None:
 def holds(town: Town) -> None:
     with contextlib.ExitStack() as held:
         for start in range(0, 640, 64):
+            # Each has a few connections
             loud, some = (
                 town.client("loud", "shm"),
                 keys(*range(start, start + 64)),
-            )  # each has a few connections
+            )
             with contextlib.suppress(Exhausted):
                 put(loud, LOUD, some)
                 held.enter_context(loud.open_get(LOUD, some))

@@ -62,9 +62,8 @@ def test_every_command_prints_one_json_value_with_json(
         ran = kvstore(name, *given, "--json")
         assert (ran.code, ran.stderr) == (0, ""), name
         assert isinstance(ran.json, dict | list), name
-        assert kvstore("--json", name, *given).code in (0, 1), (
-            name
-        )  # 1: already removed, not pinned any more
+        # 1: already removed, not pinned any more
+        assert kvstore("--json", name, *given).code in (0, 1), name
 
 
 def test_every_command_has_help_with_an_example(kvstore: Kvstore) -> None:

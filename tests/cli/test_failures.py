@@ -158,9 +158,8 @@ def test_two_namespaces_of_one_model_must_be_told_apart(
     ran = kvstore("ls", "-m", space.model)
     assert ran.code == 2
     assert "2 namespaces fit" in one_line(ran)
-    assert (
-        kvstore("ls", "-m", space.model, "-n", other.digest.hex()[:12]).code == 1
-    )  # found, and empty
+    # Found, and empty
+    assert kvstore("ls", "-m", space.model, "-n", other.digest.hex()[:12]).code == 1
 
 
 def test_a_file_that_can_not_be_written_is_named(

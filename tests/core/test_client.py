@@ -213,12 +213,13 @@ def test_batches_larger_than_the_limits_are_split(narrow: Client, namespace: Nam
 
 @pytest.mark.parametrize(
     ("narrow", "ask"),
+    # All by the same loop
     [
         ("shm", "lookup"),
         ("bulk", "lookup"),
         ("grpc", "lookup"),
         ("bulk", "pin"),
-    ],  # all by the same loop
+    ],
     indirect=["narrow"],
 )
 def test_more_keys_than_can_be_asked_for_in_time_are_no_failure_of_the_node(
@@ -328,10 +329,11 @@ def test_a_page_that_was_stored_under_a_wrong_checksum_is_a_miss_and_goes(
         assert put(client, namespace, keys_of(1)) == [PutOutcome.STORED]
     assert client.lookup(namespace, keys_of(1)).prefix_pages == 1
     buffers = [bytearray(PAGE), bytearray(PAGE)]
+    # The key twice, reported once
     assert client.get(namespace, keys_of(1) * 2, buffers) == [
         False,
         False,
-    ]  # the key twice, reported once
+    ]
     assert client.stats.corrupt_pages == 2
     assert client.lookup(namespace, keys_of(1)).prefix_pages == 0
     assert put(client, namespace, keys_of(1)) == [PutOutcome.STORED]

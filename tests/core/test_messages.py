@@ -64,9 +64,8 @@ def test_what_is_not_just_a_chunk_is_left_to_protobuf() -> None:
     whole = pb.PutFrame(chunk=pb.PageChunk(data=b"page bytes")).SerializeToString()
     begin = pb.PutFrame(begin=pb.PutRequest(namespace=b"n" * 16)).SerializeToString()
     empty = pb.PutFrame(chunk=pb.PageChunk()).SerializeToString()
-    more = (
-        pb.PageChunk(data=b"page").SerializeToString() + b"\x50\x01"
-    )  # a field that a later version may have
+    # A field that a later version may have
+    more = pb.PageChunk(data=b"page").SerializeToString() + b"\x50\x01"
     later = whole[:1] + bytes([len(more)]) + more
     assert pb.PutFrame.FromString(later).chunk.data == b"page"
     for frame in (

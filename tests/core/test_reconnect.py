@@ -168,9 +168,8 @@ def test_a_node_that_talks_a_lot_is_not_stopped_by_it(node: Restartable) -> None
     process = node.process
     with Client(ClientConfig(address=process.address, timeout_s=30.0)) as client:
         put(client, keys_of(1))
-        for _ in range(
-            800
-        ):  # the node logs a line of 120 bytes when each ends; a pipe takes 64 KiB
+        # The node logs a line of 120 bytes when each ends; a pipe takes 64 KiB
+        for _ in range(800):
             with socket.create_connection(("127.0.0.1", process.bulk_port)) as sock:
                 sock.settimeout(5.0)
                 sock.sendall(b"this is no frame")

@@ -284,9 +284,8 @@ def test_other_threads_run_while_an_arena_is_entered(
     monkeypatch.setattr("kvstore.transports.mapped_memory._POPULATE_STEP_NBYTES", 1 << 30)
     fd, stop = arena_fd(64 << 20), Event()
     stop.set()
-    maps = iter(
-        [ArenaMap(fd, 64 << 20) for _ in range(50)]
-    )  # which keeps them: others run while one is unmapped
+    # Which keeps them: others run while one is unmapped
+    maps = iter([ArenaMap(fd, 64 << 20) for _ in range(50)])
     assert others_run(lambda: next(maps).populate(stop))
     os.close(fd)
 

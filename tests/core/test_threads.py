@@ -114,6 +114,5 @@ def test_pool_whose_thread_can_not_start_shuts_down_at_once(
     ended.start()
     ended.join(10)
     assert not ended.is_alive()
-    assert (
-        refused.value.__traceback__ is not None
-    )  # it is held until here, with all that its frames refer to
+    # It is held until here, with all that its frames refer to
+    assert refused.value.__traceback__ is not None

@@ -41,9 +41,8 @@ def made(
     return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-@pytest.mark.parametrize(
-    "year", [2049, 2050]
-)  # DER has two forms of a time, before 2050 and from then on
+# DER has two forms of a time, before 2050 and from then on
+@pytest.mark.parametrize("year", [2049, 2050])
 def test_dates_are_seconds_of_unix_time(year: int) -> None:
     utc = datetime.timezone.utc
     ends = datetime.datetime(year, 12, 31, 23, 59, 58)

@@ -134,9 +134,8 @@ def test_a_key_that_is_destroyed_makes_noise_of_what_was_copied_before(
     client = nodes.connect(node)
     gone = of(Pages, "gone")
     gone.put(client, gone.keys(1), durable=True)
-    node = nodes.restart(
-        node, **settings
-    )  # its row is in a file that RocksDB does not write again by itself
+    # Its row is in a file that RocksDB does not write again by itself
+    node = nodes.restart(node, **settings)
     client = nodes.connect(node)
     spaces = node.disk._index.spaces
     number = spaces.known(gone.digest)

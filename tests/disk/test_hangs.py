@@ -120,9 +120,8 @@ def test_a_start_on_a_disk_that_hangs_ends_after_a_time_and_says_why(
 def test_rows_that_do_not_come_at_the_start_leave_a_ram_node(
     fault: Fault, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "node.disk.io_process.START_S", 4.0
-    )  # on a busy machine a keeper needs two to begin
+    # On a busy machine a keeper needs two to begin
+    monkeypatch.setattr("node.disk.io_process.START_S", 4.0)
     fault.plant("scan", "hang")
     node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")))
     node.start()
@@ -159,9 +158,8 @@ def test_a_scrub_that_hangs_in_a_read_does_not_hold_up_a_stop(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.scrub.STOP_S", 0.2)
-    monkeypatch.setattr(
-        "node.disk.scrub.ROUND_PAUSE_S", 0.05
-    )  # the first round may come before the page
+    # The first round may come before the page
+    monkeypatch.setattr("node.disk.scrub.ROUND_PAUSE_S", 0.05)
     node = nodes.start(scrub_nbytes_per_s=1 << 30)
     pages.put(nodes.connect(node), pages.keys(1), durable=True)
     layer.reading.clear()

@@ -64,10 +64,11 @@ def test_while_one_hangs_pages_on_disk_are_misses_and_those_in_ram_are_there(
         [*on_disk, *in_ram]
     )
     assert [stat.on_disk for stat in client.stat(pages.namespace, on_disk)] == [True, True]
+    # A durable put of theirs has nothing to wait for
     assert node.disk.safe(pages.digest, on_disk) == [
         True,
         True,
-    ]  # a durable put of theirs has nothing to wait for
+    ]
     layer.reading.set()
     first.join(10.0)
     assert pages.get(client, on_disk) == [True, True]
@@ -131,9 +132,8 @@ def test_a_large_page_that_comes_is_no_read_that_hangs(nbytes: int, verified: bo
             found = read.leaves(files, DiskLocation(8192, None), nbytes)
         else:
             found = read.page(files, DiskLocation(8192, None), memoryview(bytearray(end)), nbytes)
-        clock.now += (
-            HANGS_S + 1.0
-        )  # as long as what comes behind it takes, that is no fault of the disk
+        # As long as what comes behind it takes, that is no fault of the disk
+        clock.now += HANGS_S + 1.0
         assert not reads.hang
     assert found == leaves(bytes(nbytes))
     assert not any(files.hung)

@@ -397,10 +397,11 @@ def test_a_segment_that_a_start_fills_is_split_before_it_is_full() -> None:
 
     `check` does not look.
     """
+    # All of the segment of even ones
     marks = [
         0,
         *((number * 0x9E3779B1 & 0xFFFFFFFE) for number in range(1, 1001)),
-    ]  # all of the segment of even ones
+    ]
     table = RecordTable(marks.__getitem__)
     table.expect(1000)
     table.fill(range(1, 1001))

@@ -53,9 +53,8 @@ def test_what_no_sync_had_covered_when_the_keeper_ended_is_forgotten(
     disk = kept.disk
     assert disk is not None
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "node.disk.writer.IDLE_S", 60.0
-        )  # from the next wait on nothing is synced without need
+        # From the next wait on nothing is synced without need
+        patch.setattr("node.disk.writer.IDLE_S", 60.0)
         pages.put(client, pages.keys(1), durable=True)
         pages.put(client, pages.keys(2))
         wait_until(lambda: disk.present(pages.digest, pages.keys(2)) == [True])

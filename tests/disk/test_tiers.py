@@ -379,9 +379,8 @@ def test_a_time_to_live_goes_on_over_a_restart(
     assert client.stat(pages.namespace, keys)[1].ttl_ms > 1000 * 3600 * 24 * 365
     nodes.stop(node)
     since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-    monkeypatch.setattr(
-        "node.clock._EPOCH_S", since_boot_s - 2_500_000_000
-    )  # a process that starts then
+    # A process that starts then
+    monkeypatch.setattr("node.clock._EPOCH_S", since_boot_s - 2_500_000_000)
     node = nodes.start()
     client = nodes.connect(node)
     assert pages.get(client, keys[:1]) == [False]

@@ -64,9 +64,8 @@ def test_a_writer_is_not_told_of_tiers_and_leaves_no_page(
     assert found.failed == set()
     assert found.of("memory and disk").state is State.SKIPPED
     assert found.of("clock", group="what").state is State.OK
-    assert (
-        found.of("disk", group="pages").state is State.SKIPPED
-    )  # the node itself says that it has none
+    # The node itself says that it has none
+    assert found.of("disk", group="pages").state is State.SKIPPED
     assert "its name stays" in found.of("removed").found
     assert node.tier.visible_count == 0
 

@@ -22,9 +22,8 @@ from typing import Any
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 INPUTS = 1_000_000
-MORE_NBYTES = (
-    1 << 30
-)  # of addresses, than a target has at its start: no input may ask for as much at once
+# Of addresses, than a target has at its start: no input may ask for as much at once
+MORE_NBYTES = 1 << 30
 PARSERS = ("kvstore", "node")  # what is guided by
 
 

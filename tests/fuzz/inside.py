@@ -16,9 +16,8 @@ from node.server import Node
 
 PAGE_NBYTES = 4096
 SPACE = Namespace("fuzz", opaque_layout(PAGE_NBYTES))
-OTHERS = Namespace(
-    "others", opaque_layout(PAGE_NBYTES), tenant="team-b"
-)  # of another tenant, with pages of SECRET
+# Of another tenant, with pages of SECRET
+OTHERS = Namespace("others", opaque_layout(PAGE_NBYTES), tenant="team-b")
 SECRET = b"\x5a" * PAGE_NBYTES
 KEYS = [bytes([number]) * 32 for number in range(8)]
 STORED = 4  # of them

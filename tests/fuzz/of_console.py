@@ -23,9 +23,8 @@ def console() -> Target:
 
     def once(data: bytes) -> None:
         answer = http_reply(server, ScriptedSocket(data))
-        ok = answer.startswith(
-            b"HTTP/1.1 200 "
-        )  # a refusal names the namespace that it was asked for
+        # A refusal names the namespace that it was asked for
+        ok = answer.startswith(b"HTTP/1.1 200 ")
         assert not ok or OTHERS.digest.hex().encode() not in answer, "told of another tenant"
         assert SECRET[:64] not in answer, "a page of another tenant"
         told = ok and (b"application/" in answer or b"event-stream" in answer)

@@ -95,9 +95,8 @@ def _socket(scripted: ScriptedSocket) -> Any:
 
 def serve(connection: Any, server: Any) -> None:
     try:
-        with contextlib.suppress(
-            ConnectionResetError
-        ):  # the script's end; a broken rule is ConnectionAbortedError
+        # The script's end; a broken rule is ConnectionAbortedError
+        with contextlib.suppress(ConnectionResetError):
             connection.serve(server)
     finally:
         connection.close()

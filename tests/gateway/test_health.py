@@ -38,9 +38,8 @@ def test_a_node_that_hangs_does_not_serve_until_it_goes_on(process: NodeProcess)
         began = time.monotonic()
         stop(process.pid)
         assert next(watch).status == NOT_SERVING
-        assert time.monotonic() - began > SILENT_S_MAX - 1.0, (
-            "a node may be late"
-        )  # it told so at most 0.5 s before
+        # It told so at most 0.5 s before
+        assert time.monotonic() - began > SILENT_S_MAX - 1.0, "a node may be late"
         assert status() == NOT_SERVING
         process.resume()
         assert next(watch).status == SERVING

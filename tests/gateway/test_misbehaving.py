@@ -158,9 +158,8 @@ def test_one_that_never_ends_a_line_is_ended_before_it_fills_the_node(fake: Fake
     )
     wait_until(lambda: len(fake.pids) == 2)
     wait_until(lambda: not is_running(fake.pids[0]))
-    assert (
-        int(Path(f"{fake.seen}.sent").read_text() or 0) < 16 << 20
-    )  # it may have been killed while it wrote
+    # It may have been killed while it wrote
+    assert int(Path(f"{fake.seen}.sent").read_text() or 0) < 16 << 20
     assert ends(node) == 1
 
 

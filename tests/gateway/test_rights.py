@@ -47,9 +47,8 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Crew:
     made.join("a", "team-a", "write")
     made.join("b", "team-b", "write")
     made.join("late", "team-a", "write")
-    made.say(
-        "certificate team-a tenant=team-a role=write"
-    )  # the name in the certificate of `authorities`
+    # The name in the certificate of `authorities`
+    made.say("certificate team-a tenant=team-a role=write")
     return made
 
 

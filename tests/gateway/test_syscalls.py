@@ -110,12 +110,13 @@ def test_calls_that_no_gateway_makes_are_refused(tmp_path: Path) -> None:
         victim.stdin.close()
     assert done.returncode == 0, done.stderr
     before, after, refused = json.loads(done.stdout)
+    # A system may have none of it
     hard_here = {
         "MPTCP",
         "TCP, fast",
         "TCP, fast, message",
         "listen to IPv6",
-    }  # a system may have none of it
+    }
     assert {name for name, became in before.items() if became != "done"} <= hard_here
     assert {name for name, became in after.items() if became == 1} == set(refused)
     assert all(after[name] == before[name] for name in after if name not in refused)

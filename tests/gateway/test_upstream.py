@@ -266,9 +266,8 @@ def test_page_bytes_come_whole_to_a_gateway_that_was_stopped_for_a_while() -> No
         assert receiver.stdout.readline() == "begins\n"
         ours.sendall(bytes(PART_NBYTES))
         wait_until(lambda: unread(ours) == 0)
-        time.sleep(
-            0.05
-        )  # it waits in the kernel for the others: only the experiment is weaker if it does not yet
+        # It waits in the kernel for the others: only the experiment is weaker if it does not yet
+        time.sleep(0.05)
         stop(receiver.pid)
         os.kill(receiver.pid, signal.SIGCONT)
         ours.sendall(bytes(WHOLE_NBYTES - PART_NBYTES))

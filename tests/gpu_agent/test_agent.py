@@ -214,10 +214,11 @@ def test_a_node_that_dies_under_a_load_leaves_a_correct_count(
             assert agent.save(hashes(), source).done.result(WAIT_S).stored == 6
             loaded = agent.load(hashes(), target).done.result(WAIT_S)
             count = loaded.pages
+            # The second part may have been fetched by then
             assert (count, loaded.loaded) in (
                 (1, 1),
                 (5, 5),
-            )  # the second part may have been fetched by then
+            )
             assert loaded.error
             assert agent.lookup(hashes()) == 0
     assert torch.equal(pages_at(token_pool, target)[:count], expected[:count])
@@ -263,9 +264,8 @@ def test_slots_are_free_before_the_pages_are_stored(
         return leaf(part)
 
     monkeypatch.setattr(client, "put", gated_put)
-    monkeypatch.setattr(
-        "gpu_agent.transfer_path.leaf", gated_leaf
-    )  # in place, that comes before the commit
+    # In place, that comes before the commit
+    monkeypatch.setattr("gpu_agent.transfer_path.leaf", gated_leaf)
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 1 << 20)
     expected = pages_at(token_pool, torch.arange(48))
     with Agent(client, namespace, token_pool) as agent:
@@ -327,9 +327,8 @@ def test_a_job_that_waited_past_its_deadline_ends_without_moving_anything(
     client: Client, namespace: Namespace, token_pool: KVPool
 ) -> None:
     transfer = GatedTransfer()
-    config = AgentConfig(
-        workers=1, save_timeout_s=0.5
-    )  # enough to come as far as the gate on a busy machine
+    # Enough to come as far as the gate on a busy machine
+    config = AgentConfig(workers=1, save_timeout_s=0.5)
     with Agent(client, namespace, token_pool, config, transfer) as agent:
         first, second = (agent.save(hashes(salt=i), torch.arange(48)) for i in (0, 1))
         assert transfer.entered.wait(WAIT_S)

@@ -167,9 +167,8 @@ def test_memory_that_can_not_be_unlocked_stays_mapped_when_the_lock_is_gone(
 def test_memory_of_an_earlier_run_that_can_not_be_unlocked_stays_mapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        arena_lock.log, "warning", lambda *_: None
-    )  # a record of it would hold the memory, too
+    # A record of it would hold the memory, too
+    monkeypatch.setattr(arena_lock.log, "warning", lambda *_: None)
     first, second, lock = memory(), memory(), ArenaLock(Keeping(1), contextlib.nullcontext)
     mapped = weakref.ref(first.obj)
     lock_down(lock, first)

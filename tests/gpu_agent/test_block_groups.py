@@ -41,22 +41,19 @@ def test_a_block_of_several_hashes_has_the_last_as_its_key() -> None:
 def test_a_prefix_ends_before_the_first_gap_of_a_full_group() -> None:
     groups = [BlockGroup(16)]
     assert longest_prefix(groups, [[True, True, False, True]], 0, 64, 16) == 32
-    assert (
-        longest_prefix(groups, [[False, True, True, True]], 16, 64, 16) == 64
-    )  # the engine has the gap
+    # The engine has the gap
+    assert longest_prefix(groups, [[False, True, True, True]], 16, 64, 16) == 64
     assert longest_prefix(groups, [[True] * 4], 0, 63, 16) == 48  # a token must be left
-    assert (
-        longest_prefix(groups, [[True] * 4], 8, 64, 16) == 8
-    )  # the engine's part ends within a block
+    # The engine's part ends within a block
+    assert longest_prefix(groups, [[True] * 4], 8, 64, 16) == 8
 
 
 def test_a_window_group_may_have_gaps_behind_its_window() -> None:
     groups = [BlockGroup(16), BlockGroup(16, window_tokens=31)]
     full, window = [True] * 8, [False] * 4 + [True] * 4
     assert longest_prefix(groups, [full, window], 0, 128, 16) == 128
-    assert (
-        longest_prefix(groups, [full[:5] + [False] * 3, window], 0, 128, 16) == 0
-    )  # 80 needs block 3
+    # 80 needs block 3
+    assert longest_prefix(groups, [full[:5] + [False] * 3, window], 0, 128, 16) == 0
     assert list(loaded_blocks(groups[1], 0, 128)) == [6, 7]
     assert list(loaded_blocks(groups[1], 112, 128)) == [7]
     assert list(loaded_blocks(groups[0], 112, 128)) == [7]
@@ -109,9 +106,8 @@ def test_what_a_group_has_to_save_is_what_its_table_has_and_the_store_has_not() 
             expected = [i for i in range(first, end) if table[i] != NULL_BLOCK and not stored[i]]
             assert list(unsaved_blocks(table, some, first, end)) == expected
     assert unsaved_blocks([5] * 9, bytes(3), 2, 9) == range(2, 9)
-    assert unsaved_blocks([5] * 9, b"\1\1\0", 2, 9) == range(
-        2, 9
-    )  # what is there in front of it takes nothing from that
+    # What is there in front of it takes nothing from that
+    assert unsaved_blocks([5] * 9, b"\1\1\0", 2, 9) == range(2, 9)
 
 
 def test_where_there_is_no_room_for_all_a_shorter_prefix_is_whole() -> None:

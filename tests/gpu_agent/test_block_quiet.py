@@ -169,9 +169,8 @@ def test_a_request_that_joins_a_quiet_step_is_looked_at() -> None:
     request.num_computed_tokens = 40
     side.step({"r": 1}, tables, True)
     request.num_computed_tokens = 41
-    side.admit(
-        FakeRequest("s", list(range(100, 117)), BLOCK - 1), tables["s"]
-    )  # all but a token of it is cached
+    # All but a token of it is cached
+    side.admit(FakeRequest("s", list(range(100, 117)), BLOCK - 1), tables["s"])
     side.step({"r": 1, "s": 1}, tables, True)
     request.num_computed_tokens = 42
     assert [part.blocks for parts in side.step({"r": 1}, tables, True) for part in parts] == [[11]]

@@ -26,10 +26,11 @@ def test_blocks_without_room_are_due_in_the_next_step() -> None:
     assert state.plan(groups, 16, 20, tables, 8) == ([range(1)], 0)
     state.request = FakeRequest("r", list(range(50)))
     assert state.due_tokens > 50
+    # Blocks were scarce, or it was not due
     assert state.plan(groups, 16, 50, tables, 1) == (
         [range(1, 2)],
         1,
-    )  # blocks were scarce, or it was not due
+    )
     assert state.due_tokens <= 50
     assert state.plan(groups, 16, 50, tables, 1) == ([range(2, 3)], 0)
 

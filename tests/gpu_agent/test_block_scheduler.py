@@ -386,9 +386,8 @@ def test_layers_of_one_kind_are_a_group_named_for_it() -> None:
 
 def test_a_view_in_any_order_of_memory_makes_the_same_page() -> None:
     """`BLHNC` packs the layers of a block together; the page's bytes do not change."""
-    packed = torch.randint(
-        0, 256, (8, 2, 2, 16, 4), dtype=torch.uint8
-    )  # [blocks, layers, heads, tokens, cell]
+    # [blocks, layers, heads, tokens, cell]
+    packed = torch.randint(0, 256, (8, 2, 2, 16, 4), dtype=torch.uint8)
     views = {f"layers.{layer}": packed[:, layer] for layer in (0, 1)}
     apart = {name: view.contiguous() for name, view in views.items()}
     pools = [table_pool(some, 8, 16) for some in (views, apart)]

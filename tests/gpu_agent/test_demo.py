@@ -69,9 +69,8 @@ def test_a_second_process_answers_the_same_from_loaded_pages(
                 return process.save_document(subject, client)
 
     monkeypatch.setattr(demo, "run_child", run_child)
-    monkeypatch.setattr(
-        demo, "NODE_FLAGS", ("--ram-bytes", "16MiB")
-    )  # a node writes all of its memory at its start
+    # A node writes all of its memory at its start
+    monkeypatch.setattr(demo, "NODE_FLAGS", ("--ram-bytes", "16MiB"))
     status = demo.main([*SMALL, "--text", str(text), "--json"])
     said = capsys.readouterr()
     assert (status, said.err, roles) == (0, "", ["save", "answer"]), said.out

@@ -33,9 +33,8 @@ class Rank:
         packed = torch.randint(
             0, 256, (BLOCKS, 2, 2, BLOCK, cell), dtype=torch.uint8, device=device
         )
-        self.views = [
-            {f"layers.{i}": packed[:, i] for i in (0, 1)}
-        ]  # all layers of a block together
+        # All layers of a block together
+        self.views = [{f"layers.{i}": packed[:, i] for i in (0, 1)}]
         apart = torch.randn((2, BLOCKS, 1, BLOCK, 4), device=device).bfloat16()
         self.views.append({f"layers.{i}": apart[i] for i in (0, 1)})
         pools = [table_pool(views, BLOCKS, BLOCK) for views in self.views]
@@ -88,9 +87,8 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
         pytest.param((LocalBackend, "cpu", 8), id="threads"),
         pytest.param((ProcessBackend, "cpu", 8), id="process"),
         pytest.param((ProcessBackend, "cuda", 8), id="process-gpu", marks=GPU),
-        pytest.param(
-            (ProcessBackend, "cuda", 1 << 14), id="process-gpu-runs", marks=GPU
-        ),  # pages of 1 MiB, no kernel
+        # Pages of 1 MiB, no kernel
+        pytest.param((ProcessBackend, "cuda", 1 << 14), id="process-gpu-runs", marks=GPU),
     ],
 )
 def rank(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Rank]:

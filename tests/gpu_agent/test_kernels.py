@@ -182,11 +182,12 @@ def test_quotients_are_exact_in_32_bits() -> None:
         ((4, 128), (256, 1), (256, ((4, 512),))),  # K heads beside V heads
         ((2, 4, 6), (64, 6, 1), (48, ((2, 128),))),
         ((2, 4, 6), (48, 12, 1), (12, ((8, 24),))),  # two dimensions become one
+        # [H, N, C] of [N, H, C] memory
         (
             (8, 16, 128),
             (128, 1024, 1),
             (256, ((16, 2048), (8, 256))),
-        ),  # [H, N, C] of [N, H, C] memory
+        ),
         ((4, 3), (1, 4), (2, ((3, 8), (4, 2)))),  # transposed: rows of one element
     ],
 )
@@ -278,10 +279,11 @@ def test_the_link_waits_for_a_small_chunk_only() -> None:
     assert sizes == [(0, 6144), (1, 6144), (2, 4096), (2, 2048)]
     one_tile = plan_of(1, 1, Plane("x", "uint8", (1600,)))
     assert [c.span.nbytes for c in one_tile.gather_chunks(4, 4096)] == [1600, 1600, 1600]
+    # The quarter is more than a page, not than its row
     for cut in (
         one_tile.gather_chunks,
         one_tile.scatter_chunks,
-    ):  # the quarter is more than a page, not than its row
+    ):
         assert [c.span.nbytes for c in cut(5, 4 * 1601)] == [1600, 1600, 1600]
 
 
@@ -333,9 +335,8 @@ def test_any_layout_moves_as_the_reference_moves_it(
     assert torch.equal(whole, expected)
     fresh = list(torch.randint(0, 256, (5, nbytes), dtype=torch.uint8))
     storages = [[storage_bytes(p.bits) for p in each.planes] for each in (pool, other)]
-    for mine, theirs in zip(
-        *storages, strict=True
-    ):  # the same bytes before, also between the units
+    # The same bytes before, also between the units
+    for mine, theirs in zip(*storages, strict=True):
         theirs.copy_(mine)
     transfer.scatter(pool, table, fresh, None, skip, placed=(lambda *_: None) if seed % 2 else None)
     TorchTransfer().scatter(other, table, fresh, None, skip)
@@ -366,9 +367,8 @@ def test_pages_anywhere_are_reached_through_a_table(token_pool: KVPool, kernel: 
 def test_offsets_beyond_2_gib(kernel: Kernel) -> None:
     layout = PageLayout(4, (LayerGroup("g", (0,), (Plane("x", "uint8", (1152,)),)),))
     slots = (5 << 30) // 1152
-    pool = KVPool(
-        layout, {("g", 0, "x"): torch.empty((slots, 1152), dtype=torch.uint8)}
-    )  # touched at a few places
+    # Touched at a few places
+    pool = KVPool(layout, {("g", 0, "x"): torch.empty((slots, 1152), dtype=torch.uint8)})
     far = torch.tensor([slots - 1, 1_900_000, 3_800_000, 7])
     fresh = [torch.randint(0, 256, (4 * 1152,), dtype=torch.uint8)]
     StagedTransfer(SimulatedDevice(0, kernel)).scatter(pool, pool.unit_table(far, 1), fresh, None)

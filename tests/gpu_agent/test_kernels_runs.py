@@ -18,9 +18,8 @@ def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "RUN_NBYTES_MIN", 1)
 
 
-@pytest.mark.parametrize(
-    "chunk_nbytes", [4096, 9000, 1 << 20]
-)  # a page is 2304 bytes: cut, or several together
+# A page is 2304 bytes: cut, or several together
+@pytest.mark.parametrize("chunk_nbytes", [4096, 9000, 1 << 20])
 @pytest.mark.parametrize("count", [1, 2, 11])
 def test_blocks_are_copied_as_they_lie(
     chunk_nbytes: int, count: int, seed: int, monkeypatch: pytest.MonkeyPatch

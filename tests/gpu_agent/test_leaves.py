@@ -134,9 +134,8 @@ def test_jobs_at_a_time_have_memory_of_their_own_for_them() -> None:
 
 
 def test_not_of_pages_that_are_no_words() -> None:
-    memory = torch.zeros(
-        (4, 1, 2, 16, 13), dtype=torch.uint8
-    )  # 416 bytes a page, every second at a multiple of 8
+    # 416 bytes a page, every second at a multiple of 8
+    memory = torch.zeros((4, 1, 2, 16, 13), dtype=torch.uint8)
     pool = table_pool({"layers.0": memory[:, 0]}, 4, 16)
     assert pool.layout.page_nbytes % 8 == 0
     assert StagedTransfer(SimulatedDevice(0), 4096).makes_leaves(pool)

@@ -181,9 +181,8 @@ def test_an_outage_is_a_miss_and_is_logged_once(
         assert answered(lookups, f"r{number}") == (bytes(4),)
     fake.error = None
     end = time.monotonic() + 10
-    while (
-        lookups._outage.error
-    ):  # until an answer came, a request waits OUTAGE_WAIT_S only: it may miss
+    # Until an answer came, a request waits OUTAGE_WAIT_S only: it may miss
+    while lookups._outage.error:
         assert time.monotonic() < end
         lookups.ask("s", [([namespace("a")], KEYS)])
         answered(lookups, "s")

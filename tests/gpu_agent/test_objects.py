@@ -125,9 +125,8 @@ def test_what_another_process_stored_is_found_without_knowing_its_size(
     other.put(names_of(scope, 3, 77)[2:], contents(1, 77)).result(WAIT_S)
     other.close()
     end = time.monotonic() + WAIT_S
-    while (
-        store.exists(unknown).result(WAIT_S).values != [True] * 3
-    ):  # asked for at most every two seconds
+    # Asked for at most every two seconds
+    while store.exists(unknown).result(WAIT_S).values != [True] * 3:
         assert time.monotonic() < end
         time.sleep(0.1)
     assert store.remove([*unknown, unknown[0]]).result(WAIT_S).values == [NBYTES, NBYTES, 77, 0]

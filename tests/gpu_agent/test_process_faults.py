@@ -72,9 +72,8 @@ def until(reached: Callable[[], bool], home: ProcessBackend | None = None) -> No
         if home is not None:
             began = time.monotonic()
             home.poll()
-            assert (
-                time.monotonic() - began < 5.0
-            )  # never as long as anything that it could wait for
+            # Never as long as anything that it could wait for
+            assert time.monotonic() - began < 5.0
         time.sleep(0.05)
 
 

@@ -145,9 +145,8 @@ def test_a_process_that_may_have_no_more_memory(homes: Any) -> None:
     assert save.done.result().stored == 20
     pid = home._child.pid
     assert pid is not None
-    resource.prlimit(
-        pid, resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY)
-    )  # less than it has: nothing more
+    # Less than it has: nothing more
+    resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
     jobs = [
         agent.load(chain, list(range(21, 41))),
         agent.save(keys(20), blocks),

@@ -133,9 +133,8 @@ def test_a_process_that_owes_nothing_is_not_asked_what_it_said(
     for _ in range(50):
         asker.poll()
     assert listens <= 2
-    done = asker.touch(
-        [([NAMESPACE], keys(1))], 5.0
-    )  # goes with the next poll, and nobody waits for its answer
+    # Goes with the next poll, and nobody waits for its answer
+    done = asker.touch([([NAMESPACE], keys(1))], 5.0)
     listens = 0
     for _ in range(50):
         asker.poll()

@@ -167,10 +167,11 @@ def test_the_head_of_a_held_chain_is_evicted_last() -> None:
     """
     memory = random_memory(40)
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
+    # No more than half of a node can be pinned
     held, others = (
         chain("held", 6),
         chain("others", 18),
-    )  # no more than half of a node can be pinned
+    )
     with (
         NodeProcess("--ram-bytes", "256KiB", "--extent-bytes", "64KiB") as node,
         Client(ClientConfig(address=node.address)) as client,
@@ -245,9 +246,8 @@ def test_a_hung_node_costs_each_call_its_deadline_and_settled_memory_is_left_alo
         deadline = time.monotonic() + 15
         while not any(pages.present(hashes[:3])) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert (
-            pages.present(hashes) == [True] * 3 + [False] * 3
-        )  # the reused rows were stored as nobody's page
+        # The reused rows were stored as nobody's page
+        assert pages.present(hashes) == [True] * 3 + [False] * 3
         pages.close()
         assert pages.check() == []
 

@@ -121,9 +121,8 @@ def test_a_key_under_way_is_not_staged_twice() -> None:
     pins = Pins()
     plan = plan_of(pins)
     plan.stage("a", blocks(1))
-    plan.stage(
-        "b", [Part(0, [b"key1"], [7]), Part(1, [b"key1"], [8])]
-    )  # the same tokens in another block; another group
+    # The same tokens in another block; another group
+    plan.stage("b", [Part(0, [b"key1"], [7]), Part(1, [b"key1"], [8])])
     assert pins.held == [1, 8]
 
 

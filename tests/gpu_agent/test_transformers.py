@@ -23,9 +23,8 @@ from gpu_agent.options import AgentConfig
 from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes, tracing
 
 WAIT_S = 60.0
-PATIENT = AgentConfig(
-    lookup_timeout_s=30.0, load_timeout_s=60.0, save_timeout_s=60.0
-)  # a busy machine answers late
+# A busy machine answers late
+PATIENT = AgentConfig(lookup_timeout_s=30.0, load_timeout_s=60.0, save_timeout_s=60.0)
 TOKENS = torch.tensor([[(7 * i) % 500 + 5 for i in range(100)]])
 SIZES = {
     "vocab_size": 512,

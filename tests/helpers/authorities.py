@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    # Which not every environment of an engine's tests can import
     from kvstore.cli.authority import (
         Authority,
-    )  # which not every environment of an engine's tests can import
+    )
 
 HERE = ("localhost", "127.0.0.1", "::1")
 

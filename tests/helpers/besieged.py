@@ -59,9 +59,10 @@ def mode_of(name: str, folder: Path) -> Mode:
     """
     if name == "open":
         return Mode(name)
+    # Needs the package cryptography, which an open node does not
     from kvstore.cli.authority import (
         Authority,
-    )  # needs the package cryptography, which an open node does not
+    )
 
     authority = Authority.found(folder, "besieged", 10)
     cert, key = (str(path) for path in authority.node("node", ("localhost", "127.0.0.1"), 10))

@@ -105,9 +105,8 @@ class Store:
             assert time.monotonic() < end
             self.step()
             time.sleep(0.001)
-        concurrent.futures.wait(
-            [job.done for _, job in self.rank._outcomes], 10
-        )  # read before; stored now
+        # Read before; stored now
+        concurrent.futures.wait([job.done for _, job in self.rank._outcomes], 10)
 
     def save(self, request: FakeRequest, blocks: list[int]) -> None:
         """Computes a request that hits nothing, and returns when its blocks are stored."""

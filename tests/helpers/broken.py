@@ -38,7 +38,6 @@ _LOOSER = {
     "optional": lambda was, now: now or not was,
     "low": lambda was, now: now is None or (was is not None and now <= was),
     "high": lambda was, now: now is None or (was is not None and now >= was),
-    "choices": lambda was, now: (
-        was.keys() <= now.keys() if was else not now
-    ),  # none: whatever one likes
+    # None: whatever one likes
+    "choices": lambda was, now: was.keys() <= now.keys() if was else not now,
 }

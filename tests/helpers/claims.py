@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from kvstore import Namespace
 
 Way = Mapping[str, Any]
-Words = Mapping[
-    str, Any
-]  # namespace, refused, no: a list of ways; hash: "file::test" in the engine's environment
+# Namespace, refused, no: a list of ways; hash: "file::test" in the engine's environment
+Words = Mapping[str, Any]
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 2,

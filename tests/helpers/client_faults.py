@@ -48,9 +48,8 @@ class ClientFaults:
             if what == "refused":
                 raise Unavailable("the test refuses this call")
             result = method(namespace, keys, *arguments, **options)
-            if what == "lost" and not hasattr(
-                result, "__enter__"
-            ):  # places in the node's memory must be given back
+            # Places in the node's memory must be given back
+            if what == "lost" and not hasattr(result, "__enter__"):
                 raise Unavailable("the test loses this answer")
             return result
 

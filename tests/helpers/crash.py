@@ -68,9 +68,8 @@ class Known:
     visible: set[PageKey] = field(default_factory=set)  # stored, not removed: durable after a flush
     removed: set[PageKey] = field(default_factory=set)  # gone after a flush
     gone: set[PageKey] = field(default_factory=set)  # must not be found
-    mortal: dict[PageKey, float] = field(
-        default_factory=dict
-    )  # must not be found from this time on
+    # Must not be found from this time on
+    mortal: dict[PageKey, float] = field(default_factory=dict)
 
     def forget(self, keys: Sequence[PageKey]) -> None:
         for keys_of_a_kind in (self.durable, self.visible, self.removed, self.gone):
@@ -247,9 +246,8 @@ class Crashes:
                 and not any(known.durable for known in self._known)
                 and time.monotonic() < end
             ):
-                time.sleep(
-                    0.005
-                )  # the first kill finds something that was promised, or a short run shows nothing
+                # The first kill finds something that was promised, or a short run shows nothing
+                time.sleep(0.005)
             stop.wait(rng.uniform(0.01, LOAD_S_MAX))
         finally:
             stop.set()

@@ -11,9 +11,8 @@ from sglang_handle import SGLangHandle
 STRAGGLERS = (
     "killing them before they released"  # SGLang of a scheduler that does not end within 15 s
 )
-CONTEXT_NBYTES = (
-    300 << 20
-)  # of the GPU's memory, the least that a process with a CUDA context takes
+# Of the GPU's memory, the least that a process with a CUDA context takes
+CONTEXT_NBYTES = 300 << 20
 
 
 def ended(engine: SGLangHandle, number: signal.Signals) -> None:

@@ -112,9 +112,8 @@ class Store:
         """Gateways that are started from now on end when they have so much more than this one."""
         wait_until(lambda: self.gateway.rss_nbytes)
         config = copy.copy(self.node.config)
-        object.__setattr__(
-            config, "grpc_memory_nbytes", self.gateway.rss_nbytes + more_nbytes
-        )  # less than one may ask
+        # Less than one may ask
+        object.__setattr__(config, "grpc_memory_nbytes", self.gateway.rss_nbytes + more_nbytes)
         self.node.grpc._config = config
 
     # ---- a caller ------------------------------------------------------------------------
@@ -211,9 +210,8 @@ class Store:
         evicted = self.status().totals.pages_evicted
         assert not evicted, "this store is too small: onlookers may miss pages that had to go"
         wrong = [one.wrong for one in self.onlookers]
-        assert wrong == [[], []], (
-            wrong
-        )  # pytest shows no more of what is compared outside a module of tests
+        # Pytest shows no more of what is compared outside a module of tests
+        assert wrong == [[], []], wrong
 
     def status(self) -> pb.NodeStatusReply:
         reply: pb.NodeStatusReply = self.node.service.call(

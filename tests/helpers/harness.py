@@ -37,9 +37,8 @@ from stopping import stop
 
 from kvstore.tools.node_process import NodeProcess
 
-_budget = host_memory_budget_scope(
-    1 << 40
-)  # it wants 10 GiB free for the smallest of pools; kept, or it ends
+# It wants 10 GiB free for the smallest of pools; kept, or it ends
+_budget = host_memory_budget_scope(1 << 40)
 _budget.__enter__()
 PAGE = 16
 WAIT_S = 30.0
@@ -249,9 +248,8 @@ def _bytes(buffer: torch.Tensor) -> torch.Tensor:
 def page_bytes(host: Any, slots: torch.Tensor) -> list[bytes]:
     """The bytes of each page at these slots, by SGLang's own view of them."""
     size = host.page_size
-    if getattr(host, "v_head_dim", None) != getattr(
-        host, "head_dim", None
-    ):  # no flat pages: as it addresses them
+    # No flat pages: as it addresses them
+    if getattr(host, "v_head_dim", None) != getattr(host, "head_dim", None):
         rows = slots // size if host.layout == "page_first_direct" else slots
         step = 1 if host.layout == "page_first_direct" else size
         return [

@@ -154,9 +154,8 @@ def enter() -> None:
     has_engine = any(importlib.util.find_spec(name) for name in ENGINES)
     user_home, home = os.environ.get("HOME", "/"), _home()
     kept_home = user_home if has_engine else home
-    if importlib.util.find_spec(
-        "cupy"
-    ):  # compiled kernels: minutes if each session compiled its own
+    # Compiled kernels: minutes if each session compiled its own
+    if importlib.util.find_spec("cupy"):
         os.environ.setdefault("CUPY_CACHE_DIR", f"{user_home}/.cupy/kernel_cache")
     clean(os.environ, has_engine)
     os.environ |= {

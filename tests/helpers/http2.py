@@ -14,11 +14,12 @@ INITIAL_WINDOW, FRAME_NBYTES = 4, 5  # numbers of settings
 FRAME_NBYTES_MAX = 1 << 14  # that every peer takes
 WINDOW_NBYTES = 65535  # of streams and connections, until a peer grants more
 HEAD_NBYTES = 9
+# HPACK: by its index; literal that enters the table; literal
 _INDEXED, _ADDED, _PLAIN = (
     0x80,
     0x40,
     0x00,
-)  # HPACK: by its index; literal that enters the table; literal
+)
 _TABLE_FIRST = 62  # index of the entry that was added last
 
 

@@ -78,9 +78,8 @@ class Innocent:
         number = 0
         while not self._over.wait(self._pause_s):
             self._measure("lookup", self._lookup, number)
-            self._buffer[:] = bytes(
-                PAGE_NBYTES
-            )  # what an earlier get left must not pass for this one's
+            # What an earlier get left must not pass for this one's
+            self._buffer[:] = bytes(PAGE_NBYTES)
             self._measure("get", self._get, number)
             number = (number + 1) % KEYS
 

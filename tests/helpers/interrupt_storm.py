@@ -24,9 +24,8 @@ CONNECTIONS = 4
 CALL_S = 20.0  # a call's deadline: on a starved machine it is far too early to say that one hangs
 PAGES = 4
 REUSED_S = 0.002  # for what goes on behind a call that was interrupted to show itself
-WATCHDOG_S = float(
-    os.environ.get("WATCHDOG_S", "120")
-)  # for each hundred interrupts, and for what comes afterwards
+# For each hundred interrupts, and for what comes afterwards
+WATCHDOG_S = float(os.environ.get("WATCHDOG_S", "120"))
 
 
 class Abort(BaseException):

@@ -27,9 +27,8 @@ from node.memory.tier import RamTier
 from node.slab import SlotAllocator
 
 EXTENT_NBYTES, RAM_NBYTES = 16 << 10, 192 << 10  # RAM for 24 of 36 pages: some are on disk only
-QUEUE_NBYTES = (
-    16 << 10
-)  # two pages: others are refused, and written when somebody wants them to be durable
+# Two pages: others are refused, and written when somebody wants them to be durable
+QUEUE_NBYTES = 16 << 10
 SPACE = Namespace("power", opaque_layout(8192))
 PAGE_NBYTES = SPACE.layout.page_nbytes
 

@@ -32,9 +32,8 @@ def connect(
     Keyword arguments are ClientConfig fields.
     """
     address = f"127.0.0.1:{where.grpc.port}" if isinstance(where, Node) else where
-    calls_s = settings.get(
-        "timeout_s", patience_s
-    )  # on a starved machine a call takes longer than five seconds
+    # On a starved machine a call takes longer than five seconds
+    calls_s = settings.get("timeout_s", patience_s)
     patience = {"timeout_s": calls_s, "connect_timeout_s": min(20.0, calls_s)}
     return Client(ClientConfig(**{"address": address, "wire": wire, **patience, **settings}))
 

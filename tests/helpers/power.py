@@ -138,9 +138,8 @@ class Run:
         """At so many moments, spread over both lives."""
         for number in range(count):
             era = self._eras[number % len(self._eras)]
-            share = self.rng.random() ** self.rng.choice(
-                [1, 3]
-            )  # what a life does first is worth a closer look
+            # What a life does first is worth a closer look
+            share = self.rng.random() ** self.rng.choice([1, 3])
             moment = era.opened + int(share * (era.ended - era.opened))
             target = self._root / f"image {number}"
             target.mkdir()

@@ -127,9 +127,8 @@ class Image:
 
     def __init__(self, record: Record, moment: int, rng: random.Random) -> None:
         self._record, self._moment, self._rng = record, moment, rng
-        self._luck = rng.choice(
-            [0.0, 1.0, rng.random()]
-        )  # share of what was not synced that is there
+        # Share of what was not synced that is there
+        self._luck = rng.choice([0.0, 1.0, rng.random()])
         self._syncs: dict[str, list[int]] = {}
         for began, event in record.begun.items():
             if event.kind == "sync" and began in record.ended:

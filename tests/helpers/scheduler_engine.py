@@ -25,9 +25,8 @@ from typing import Any
 from kvstore.tools.node_process import NodeProcess
 
 with warnings.catch_warnings():
-    warnings.simplefilter(
-        "ignore"
-    )  # pytest makes errors of warnings; those while an engine is imported are its own
+    # Pytest makes errors of warnings; those while an engine is imported are its own
+    warnings.simplefilter("ignore")
     import torch
     from scheduler_beside import orders_of, ours_of, transfer_config
     from vllm.config import (
@@ -65,9 +64,8 @@ with warnings.catch_warnings():
 
 BLOCK = 16
 HEADS, CELL = 2, 4
-NOWHERE = SimpleNamespace(
-    attn_metadata=None, no_compile_layers={}
-)  # a forward pass without attention
+# A forward pass without attention
+NOWHERE = SimpleNamespace(attn_metadata=None, no_compile_layers={})
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -254,14 +252,12 @@ class Engine:
         self._sampled: dict[
             str, list[int]
         ] = {}  # with overlapping steps a worker knows tokens before the scheduler
-        self._running: deque[tuple[Any, Any]] = (
-            deque()
-        )  # steps whose results the scheduler has not seen
+        # Steps whose results the scheduler has not seen
+        self._running: deque[tuple[Any, Any]] = deque()
         self.cached: dict[str, int] = {}
         self.free_blocks = self.pool.get_num_free_blocks()
-        self.on_execute: Callable[[Any], None] = lambda orders: (
-            None
-        )  # told what the ranks are about to do
+        # Told what the ranks are about to do
+        self.on_execute: Callable[[Any], None] = lambda orders: None
 
     @property
     def pool(self) -> Any:

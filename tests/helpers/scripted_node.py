@@ -15,6 +15,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import FrameSocket, pack_fixed
 
 CHUNK_NBYTES = 1 << 20
+# Of page bytes
 SIZES = (
     1,
     300,
@@ -23,7 +24,7 @@ SIZES = (
     CHUNK_NBYTES,
     CHUNK_NBYTES + 1,
     2 * CHUNK_NBYTES,
-)  # of page bytes
+)
 REPLY_NBYTES = (10, 5_000, 70_000, 300_000)
 WAIT_S = 60.0
 NOT_FOUND = 5
@@ -42,9 +43,8 @@ class Plan:
         self.miss = rng.random() < 0.1
         # of the node: an error, one with which it hangs up, or hanging up without a word
         self.fault = rng.choices(("", "error", "last", "hangs up"), (8, 2, 1, 1))[0]
-        self.late = (
-            rng.random() < 0.5
-        )  # that comes amid page bytes, or instead of the answer to a commit
+        # That comes amid page bytes, or instead of the answer to a commit
+        self.late = rng.random() < 0.5
         self.unread = rng.random() < 0.3  # of which it reads no more before
 
     @property

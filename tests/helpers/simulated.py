@@ -202,9 +202,8 @@ class SimNode:
                 batch.target, lambda node: node.reserve(list(pages)), limit
             )
             taken = [k for k, verdict in zip(pages, verdicts, strict=True) if verdict in KEPT[:2]]
-            if any(
-                p.page.state is not PageState.VISIBLE for p in batch.parcels
-            ):  # as `node.cluster.replicator` has it
+            # As `node.cluster.replicator` has it
+            if any(p.page.state is not PageState.VISIBLE for p in batch.parcels):
                 taken = []
             else:
                 self._ask(

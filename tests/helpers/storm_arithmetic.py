@@ -11,9 +11,8 @@ import torch
 from sglang.srt.mem_cache.l2_transfer import L2Transfer, TransferCompletion
 
 PAGE, LAYERS = 4, 2
-MARKS = np.arange(1, 1 + 2 * LAYERS, dtype=np.uint32) * np.uint32(
-    0x01010101
-)  # of K and V of each layer
+# Of K and V of each layer
+MARKS = np.arange(1, 1 + 2 * LAYERS, dtype=np.uint32) * np.uint32(0x01010101)
 
 
 def attend(past: Sequence[int], known: Sequence[int]) -> list[int]:

@@ -15,9 +15,8 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-os.environ.setdefault(
-    "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python"
-)  # the other one is made for another torch
+# The other one is made for another torch
+os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
 
 import numpy as np
 import torch
@@ -384,9 +383,8 @@ class StormEngine:
             found.append(f"{self.rows.available_size()} of {ROWS} rows are free")
         if self.linker is None:
             pool = cache.host_pool_group.anchor_entry.host_pool
-            self.evict(
-                SLOTS, pool.size
-            )  # of the host's slots, those behind slots of the device go last
+            # Of the host's slots, those behind slots of the device go last
+            self.evict(SLOTS, pool.size)
             if pool.available_size() != pool.size - pool.size % PAGE:
                 found.append(f"{pool.available_size()} of {pool.size} host slots are free")
         cache.sanity_check()

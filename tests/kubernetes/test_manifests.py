@@ -167,9 +167,8 @@ def test_probes_ask_what_is_served(workload: Workload) -> None:
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert workload.container[kind]["exec"] == {"command": HEALTH}
     assert f'"GET", "{HEALTH_PATH}"' in (ROOT / "docker" / "health.py").read_text()
-    touched_s = (
-        config.ram_nbytes / (1 << 30) / 2 * 20
-    )  # where a hypervisor finds the memory only then
+    # Where a hypervisor finds the memory only then
+    touched_s = config.ram_nbytes / (1 << 30) / 2 * 20
     startup = workload.container["startupProbe"]
     assert startup["failureThreshold"] * startup["periodSeconds"] >= touched_s
     liveness = workload.container["livenessProbe"]

@@ -138,9 +138,8 @@ def test_page_that_was_written_by_a_wrong_clock_does_not_outlive_its_time(
     nobody knows.
     """
     wall.ahead_s, keys = 3 * DAY_S, KEYS[:2]
-    monkeypatch.setattr(
-        "node.clock._EPOCH_S", time.clock_gettime(time.CLOCK_BOOTTIME) - wall()
-    )  # as a process begins
+    # As a process begins
+    monkeypatch.setattr("node.clock._EPOCH_S", time.clock_gettime(time.CLOCK_BOOTTIME) - wall())
     config = NodeConfig(**{**SMALL, **DISK, "data_dir": str(tmp_path / "data")})
     node = Node(config)
     node.start()

@@ -93,9 +93,8 @@ def test_any_member_tells_of_all_and_one_that_is_gone_costs_its_pages(
     assert [
         number for number, some in zip(NUMBERS, outcomes, strict=True) if some is PutOutcome.AWAY
     ] == lost
-    pinned = other.pin(
-        pages.namespace, keys, 5.0
-    )  # an engine that holds what it finds loses no more than that
+    # An engine that holds what it finds loses no more than that
+    pinned = other.pin(pages.namespace, keys, 5.0)
     assert [number for number, some in zip(NUMBERS, pinned, strict=True) if not some] == lost
     with pytest.raises(Unavailable):
         other.remove(pages.namespace, keys)  # a copy may be left

@@ -255,9 +255,8 @@ def test_the_one_place_that_can_be_cleared_is_found_wherever_it_is() -> None:
     for start in range(0, len(keys), 16):
         box.now_ms += 1
         box.put(small, keys[start : start + 16])
-    box.acquire(
-        small, keys[0 : 63 * 16 : 16]
-    )  # one of each extent but the last, whose pages are the newest
+    # One of each extent but the last, whose pages are the newest
+    box.acquire(small, keys[0 : 63 * 16 : 16])
     box.now_ms += 1
     assert box.put(large, large.keys(0)) == [PutStatus.WRITE]
     assert box.present(small, keys) == set(keys[: 63 * 16])
@@ -269,9 +268,8 @@ def test_pinned_pages_that_fill_their_extents_are_left_in_peace() -> None:
     keys = small.keys(*range(64))
     box.put(small, keys)
     box.pin(small, keys[:32])
-    held = [
-        page for page in box.acquire(small, keys[33:48]) if page
-    ]  # but for one page, a third extent
+    # But for one page, a third extent
+    held = [page for page in box.acquire(small, keys[33:48]) if page]
     box.acquire(small, keys[48:])
     with pytest.raises(Exhausted):
         box.reserve(large, large.keys(0))

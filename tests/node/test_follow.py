@@ -134,9 +134,8 @@ def test_a_member_that_hangs_is_not_believed_for_ever(
     pages.put(client, pages.keys(*range(30)))  # both are connected to
     wait_until(lambda: followers() == 1)
     time.sleep(1.0)
-    cluster[1].membership.become(
-        view_of(cluster, number=2), "n1"
-    )  # and the first never hears of it
+    # And the first never hears of it
+    cluster[1].membership.become(view_of(cluster, number=2), "n1")
     wait_until(lambda: known(client) == 2)
 
 

@@ -42,9 +42,8 @@ def test_nothing_is_left_at_any_member(
     client, keys = connect(nodes[0], timeout_s=20.0), gone.keys(*NUMBERS)
     for pages in (gone, kept):
         pages.put(client, keys)
-        assert pages.get(connect(nodes[1], timeout_s=20.0), keys) == [True] * len(
-            keys
-        )  # which has copies now
+        # Which has copies now
+        assert pages.get(connect(nodes[1], timeout_s=20.0), keys) == [True] * len(keys)
     calm(nodes)
     assert sum(in_ram(node, gone) for node in nodes) >= replicas * len(keys)
     away: Away = {}

@@ -40,10 +40,11 @@ def test_new_pages_are_no_reason_for_a_full_collection() -> None:
     gc.collect()
     before = full_count()
     kept = many_pages(200_000)
+    # Which collects in increments, and has full collections only when asked
     if sys.version_info < (
         3,
         14,
-    ):  # which collects in increments, and has full collections only when asked
+    ):
         assert full_count() > before, "this test shows nothing: Python collects differently now"
     seldom = SeldomCollections()
     try:

@@ -105,9 +105,8 @@ def test_an_interrupt_while_pages_are_copied_is_told_as_what_it_is(
 
     def interrupted(buffer: Any, flags: int) -> Any:
         found = _exported(buffer, flags)
-        if threading.current_thread() is threading.main_thread() and (
-            op == "put" or not flags
-        ):  # the node's memory
+        # The node's memory
+        if threading.current_thread() is threading.main_thread() and (op == "put" or not flags):
             raise KeyboardInterrupt
         return found
 

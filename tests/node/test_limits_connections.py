@@ -156,9 +156,8 @@ def test_the_longest_idle_connection_leaves_first(start_node: StartNode, raw: Co
     with pytest.raises(ConnectionError):
         second.ask(hello=pb.HelloRequest())
     until = time.monotonic() + 10.0
-    while (
-        node.bulk.count > 2 and time.monotonic() < until
-    ):  # the peer sees its end before the node has counted it
+    # The peer sees its end before the node has counted it
+    while node.bulk.count > 2 and time.monotonic() < until:
         threading.Event().wait(0.01)
     assert node.bulk.count == 2
 
@@ -213,9 +212,8 @@ def test_busy_connections_stay_and_one_more_is_refused_by_name(
         client.lookup(pages.namespace, pages.keys(1))
     writer.send(pack_fixed(0, 4096) + bytes(4096))
     assert writer.ask(commit=pb.CommitRequest(leaves=[b"c" * 8])).commit.stored == 1
-    assert (
-        client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 1
-    )  # no pause: it was no failure of the node
+    # No pause: it was no failure of the node
+    assert client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 1
 
 
 @pytest.mark.skipif(GRPC_VERSION < GRPC_COUNTS, reason="gRPC does not count its connections")

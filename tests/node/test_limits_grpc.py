@@ -181,9 +181,8 @@ def test_a_call_is_refused_by_name_when_a_peer_has_its_share_of_busy_ones(
 def test_of_one_connections_calls_so_many_are_open_and_the_others_wait_at_the_client(
     start_node: StartNode, silence: Callable[[], RequestStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "node.gateway.call.REQUEST_S_MAX", 600.0
-    )  # a busy machine takes long to begin so many
+    # A busy machine takes long to begin so many
+    monkeypatch.setattr("node.gateway.call.REQUEST_S_MAX", 600.0)
     node = start_node(grpc_threads=64, stall_s=30.0)
     counted = servicer_of(node)._calls
     with channel_to(node) as channel:
@@ -271,9 +270,8 @@ def test_a_watch_tells_of_changes_and_the_oldest_of_too_many_ends(
     others = []  # kept, or they would be cancelled
     for _ in range(2):
         stub = health_pb2_grpc.HealthStub(channels())
-        for _ in range(
-            20
-        ):  # one after the other: a call that has not asked for anything leaves before all others
+        # One after the other: a call that has not asked for anything leaves before all others
+        for _ in range(20):
             others.append(stub.Watch(request, timeout=60.0))
             assert next(others[-1]).status == SERVING
     with pytest.raises(grpc.RpcError) as caught:
@@ -368,9 +366,8 @@ def test_a_put_for_which_there_is_no_thread_leaves_nothing(
         start(thread)
 
     with monkeypatch.context() as short:
-        in_loop(
-            node, lambda: [upstream._close(upstream._idle.pop()) for _ in upstream._idle[:]]
-        )  # they have threads
+        # They have threads
+        in_loop(node, lambda: [upstream._close(upstream._idle.pop()) for _ in upstream._idle[:]])
         short.setattr(threading.Thread, "start", refuse)
         with pytest.raises(Exhausted, match="no more threads"):
             pages.put(client, pages.keys(1))

@@ -229,9 +229,8 @@ def test_a_probe_in_a_crowd_that_connects_all_at_once_is_answered(
     for _ in range(len(silent) + 1):
         server._accept()
     assert probe.recv(100).startswith(b"HTTP/1.1 200 ")
-    wait_until(
-        lambda: len(server._threads) <= HTTP_CONNECTIONS_MAX // 2
-    )  # who had to leave has left
+    # Who had to leave has left
+    wait_until(lambda: len(server._threads) <= HTTP_CONNECTIONS_MAX // 2)
     server.stop()
 
 

@@ -58,9 +58,8 @@ def test_refused_calls_over_grpc_leave_nothing_to_collect(
                 with pytest.raises(grpc.RpcError, match="no"):
                     list(stub.Get(pb.GetRequest(prefix_hashes=keys), timeout=20.0))
         end = time.monotonic() + 20.0
-        while (
-            errors.alive() and time.monotonic() < end
-        ):  # the last call's task ends behind its status
+        # The last call's task ends behind its status
+        while errors.alive() and time.monotonic() < end:
             threading.Event().wait(0.05)
         assert errors.alive() == 0
     finally:
@@ -136,10 +135,11 @@ def test_a_get_of_too_many_ranges_is_refused_on_every_wire(
     client = connect(node)
     client.open(pages.namespace)
     get = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1))
+    # Small enough to be parsed at once, and large
     for count in (
         GET_RANGES_MAX + 1,
         8 * GET_RANGES_MAX,
-    ):  # small enough to be parsed at once, and large
+    ):
         del get.ranges[:]
         get.ranges.extend([pb.ByteRange(offset=4, nbytes=1)] * count)
         for said in refusals(node, raw, "get", get.SerializeToString()):

@@ -23,9 +23,8 @@ class MovingSandbox:
         box.put(self.small, self.keys)
         self.pinned = self.keys[20]
         box.pin(self.small, [self.pinned])
-        box.acquire(
-            self.small, self.keys[:15]
-        )  # of the first extent; the one that is left goes for the pinned one
+        # Of the first extent; the one that is left goes for the pinned one
+        box.acquire(self.small, self.keys[:15])
         (self.page,) = box.read(self.small, [self.pinned])
         box.tier.release([self.page])
         self.offset = self.page.offset

@@ -110,11 +110,12 @@ def test_near_is_found_by_itself_and_can_be_refused(
     client = connect(cluster[1], "auto")
     pages.get(client, keys)
     assert client.maps_arena
+    # The one that was named
     assert [copies(node)[0] > 0 for node in cluster] == [
         False,
         True,
         False,
-    ]  # the one that was named
+    ]
     other = connect(cluster[2], "auto", near="none")
     pages.get(other, keys)
     assert not other.maps_arena
@@ -301,9 +302,8 @@ def test_near_is_looked_for_at_this_hosts_addresses(
     assert client.maps_arena
     assert pages.get(client, pages.keys(*NUMBERS)) == [False] * len(NUMBERS)
     strangers = connect(nodes[0], "auto")
-    far_away = [
-        Member(f"n{number}", f"203.0.113.{number}:7440") for number in range(1, 9)
-    ]  # nobody connects to these
+    # Nobody connects to these
+    far_away = [Member(f"n{number}", f"203.0.113.{number}:7440") for number in range(1, 9)]
     tell(nodes[:1], View("fleet", 2, (view_of(nodes).members[0], *far_away)))
     strangers.open(pages.namespace)
     assert not strangers.maps_arena

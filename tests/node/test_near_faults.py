@@ -259,9 +259,8 @@ def test_the_view_changes_on_the_way(
     slow.go_on.set()
     reading.join()
     assert len(hits[0]) == len(keys)
-    assert (
-        pages.get(near(cluster), keys) == hits[0]
-    )  # what came is here, the rest at nobody's who is asked
+    # What came is here, the rest at nobody's who is asked
+    assert pages.get(near(cluster), keys) == hits[0]
 
 
 def test_what_is_being_written_here_comes_from_others(

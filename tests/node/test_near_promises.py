@@ -201,9 +201,8 @@ def test_an_owner_that_is_killed_on_the_way(
         assert put(client, pages, keys, timeout_s=5.0) == [PutOutcome.AWAY] * len(keys)
     else:
         put(client, pages, keys)
-        assert [safe(nodes[2:], pages, key) for key in keys] == [["n0"]] * len(
-            keys
-        )  # n2, which is alone in the list
+        # n2, which is alone in the list
+        assert [safe(nodes[2:], pages, key) for key in keys] == [["n0"]] * len(keys)
     assert dead
     tell([nodes[0], nodes[2]], View("fleet", 2, (view.members[0], view.members[2]), 1))
 

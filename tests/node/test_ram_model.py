@@ -34,9 +34,8 @@ class Model:
     writing: set[Key] = field(default_factory=set)
     unwanted: set[Key] = field(default_factory=set)  # removed while they were being written
     pinned: dict[Key, int] = field(default_factory=dict)  # expiry_ms
-    holds: dict[int, tuple[Key, Page, int]] = field(
-        default_factory=dict
-    )  # ticket: (key, page, offset when held)
+    # Ticket: (key, page, offset when held)
+    holds: dict[int, tuple[Key, Page, int]] = field(default_factory=dict)
 
     def held(self, key: Key) -> bool:
         return any(key == other for other, _, _ in self.holds.values())

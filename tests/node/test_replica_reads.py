@@ -58,9 +58,8 @@ def test_the_longest_prefix_is_put_together_from_replicas(
     client, keys = connect(trio[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
     calm(trio)
-    for number, node in enumerate(
-        trio
-    ):  # of each two the first is at its first owner only, the second at the other
+    # Of each two the first is at its first owner only, the second at the other
+    for number, node in enumerate(trio):
         mine = first_of(trio, pages, keys, number)
         node.tier.remove(pages.namespace.digest, mine[::2])
         for other in trio:

@@ -133,9 +133,8 @@ def test_descriptors_that_nobody_asked_for_are_not_kept(
     connection.sock.sendmsg([frame], rights)
     header, _, fd = connection.recv_frame_with(1 << 20)
     assert pb.BulkReply.FromString(header).hello.arena_nbytes == node.arena.nbytes
-    before = len(
-        os.listdir("/proc/self/fd")
-    )  # with the connection, one pidfd at the node, the arena here
+    # With the connection, one pidfd at the node, the arena here
+    before = len(os.listdir("/proc/self/fd"))
     assert before < there + 100
     for _ in range(10):
         connection.sock.sendmsg([pack_fixed(len(HELLO), 0) + HELLO], rights)
@@ -189,12 +188,13 @@ def test_one_put_and_one_get_at_a_time(node: Node, pages: Pages) -> None:
             ("put", "put", "a put before the one before it", (0, 1)),
             ("get", "get", "a get before the one before it", (1, 1)),
             ("lookup", "commit", "a commit without a put", (1, 1)),
+            # The same page: one is held, twice
             (
                 "get",
                 "commit",
                 "a commit without a put",
                 (1, 1),
-            ),  # the same page: one is held, twice
+            ),
         ):
             words = [
                 pb.BulkRequest(**{op: requests[op]}).SerializeToString().hex()

@@ -42,9 +42,8 @@ def test_a_member_that_joins_fetches_its_share_and_serves_then(
     states: list[State] = []
     fleet[2].membership.announcer = states.append
     view = tell(n2=State.JOINING)
-    assert pages.get(connect(fleet[1]), pages.keys(*NUMBERS)) == [True] * len(
-        NUMBERS
-    )  # of those who had them
+    # Of those who had them
+    assert pages.get(connect(fleet[1]), pages.keys(*NUMBERS)) == [True] * len(NUMBERS)
     report = sweep(fleet[2])
     mine = of(view, pages, "n2")
     assert 0 < len(mine) < len(NUMBERS)

@@ -275,9 +275,8 @@ def test_a_full_node_says_so_before_a_handshake(
             silent.settimeout(20.0)
             assert (silent.recv(64), silent.recv(64)) == (NO_PLACE, b"")
     busy.close()
-    assert (
-        client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 0
-    )  # no pause: it was no failure of the node
+    # No pause: it was no failure of the node
+    assert client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 0
 
 
 def test_a_certificate_is_asked_for_in_each_connections_own_thread(

@@ -96,9 +96,8 @@ class Load:
             with Client(self._config) as kept:
                 while not self._stop.wait(PAUSE_S):
                     client = Client(self._config) if fresh else kept
-                    keys = self._pages.keys(
-                        fresh, 2 + 100 * fresh + self.rounds[fresh] % 100
-                    )  # nobody else is writing them
+                    # Nobody else is writing them
+                    keys = self._pages.keys(fresh, 2 + 100 * fresh + self.rounds[fresh] % 100)
                     self._pages.put(client, keys)
                     assert all(self._pages.get(client, keys))
                     self.rounds[fresh] += 1

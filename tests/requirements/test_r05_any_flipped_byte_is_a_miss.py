@@ -138,12 +138,13 @@ def test_r05_a_range_is_checked_by_the_parts_that_it_lies_in(
     assert len(page_of(node, chain, keys[1]).leaves) == 8 * (chain.nbytes // 256) > 8
     node.arena.view(page_of(node, chain, keys[1]).offset, chain.nbytes)[300] ^= 1
     assert ranged(client, chain, keys, 0) == [True] * 4  # nothing else of the page is read
+    # From the part in front into the bad one
     assert ranged(client, chain, keys, 200) == [
         True,
         False,
         True,
         True,
-    ]  # from the part in front into the bad one
+    ]
     assert client.lookup(chain.namespace, keys).present == (True, False, True, True)
 
 

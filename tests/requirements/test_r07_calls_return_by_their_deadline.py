@@ -71,10 +71,11 @@ CALLS: dict[str, Callable[[Client, Any, float], Any]] = {
     ),
 }
 IN_PLACE = {"open_put", "open_get"}  # only where the arena is mapped
+# Ask only when the client is not connected, or does not know the namespace
 LOCAL = {
     "open",
     "batch_pages_max",
-}  # ask only when the client is not connected, or does not know the namespace
+}
 
 
 def settings(op: str) -> dict[str, float]:
@@ -137,9 +138,8 @@ def refuse_at_once(clients: dict[str, Client], chain: Pages) -> None:
     A deadline of an hour shows that nothing is waited for.
     """
     for op, client in clients.items():
-        for _ in range(
-            20
-        ):  # on a busy machine a call may be too late to say anything about the node
+        # On a busy machine a call may be too late to say anything about the node
+        for _ in range(20):
             if client.stats.failures:
                 break
             with contextlib.suppress(KVStoreError):
@@ -150,6 +150,7 @@ def refuse_at_once(clients: dict[str, Client], chain: Pages) -> None:
 
 
 def test_r07_every_call_of_the_client_is_tried_here() -> None:
+    # The last one asks nobody who has said hello
     others = {
         "stats",
         "wire_name",
@@ -158,7 +159,7 @@ def test_r07_every_call_of_the_client_is_tried_here() -> None:
         "close",
         "tenant",
         "view",
-    }  # the last one asks nobody who has said hello
+    }
     assert {name for name in dir(Client) if not name.startswith("_")} == CALLS.keys() | others
 
 

@@ -13,9 +13,8 @@ def test_r09_polled_pages_are_evicted_first_come_first_gone(
     garbage, wanted = chain.keys(*range(16)), chain.keys(*range(100, 116))
     chain.put(client, garbage)
     for position, key in enumerate(wanted):
-        assert (
-            client.lookup(chain.namespace, garbage).prefix_pages == 16 - position
-        )  # the tail goes first
+        # The tail goes first
+        assert client.lookup(chain.namespace, garbage).prefix_pages == 16 - position
         client.stat(chain.namespace, garbage)
         list(client.list_pages(chain.namespace))
         assert [outcome.name for outcome in chain.put(client, [key])] == ["STORED"]

@@ -53,6 +53,5 @@ def test_r13_the_process_does_not_grow_with_the_traffic(connect: Connect) -> Non
             return int(client.node_status().rss_nbytes)
 
         first = traffic(0)
-        assert (
-            traffic(200) - first < 2 * MIB
-        )  # 3,200 pages more; their ghosts take a quarter of a MiB
+        # 3,200 pages more; their ghosts take a quarter of a MiB
+        assert traffic(200) - first < 2 * MIB

@@ -208,9 +208,8 @@ class Server:
         )
         for segment in (*shared, self.client.lock):
             segment.shm.unlink()
-            segment.shm.close = lambda: (
-                None
-            )  # it would complain, when collected, of the arrays that point there
+            # It would complain, when collected, of the arrays that point there
+            segment.shm.close = lambda: None
         assert self.service.pages.check() == []
 
 

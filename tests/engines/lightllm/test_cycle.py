@@ -53,9 +53,8 @@ def test_hashes_are_the_ones_that_are_written_down(page_tokens: int, digests: li
 
     tokens = list(range(2 * page_tokens + 1))
     assert [f"{value:032x}" for value in compute_token_list_hash(tokens, page_tokens)] == digests
-    assert (
-        len(compute_token_list_hash(tokens[:-1], page_tokens)) == 1
-    )  # one token is left to compute
+    # One token is left to compute
+    assert len(compute_token_list_hash(tokens[:-1], page_tokens)) == 1
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])

@@ -300,13 +300,14 @@ def test_a_damaged_page_is_not_read(
     given = reader.match(hashes)
     assert (given, reader.loaded_tokens) == ([], 0)
     assert reader.references() == 0
+    # The node has dropped it
     assert server.service.query(hashes) == [
         True,
         True,
         True,
         False,
         True,
-    ]  # the node has dropped it
+    ]
     given = reader.match(hashes)
     assert (len(given), reader.loaded_tokens) == (3, 3 * 64)
     reader.release(given)

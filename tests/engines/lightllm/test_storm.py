@@ -82,9 +82,8 @@ class Storm:
         """What ranks do with a computed prompt; the pages are LOADING for as long as the copy
         takes.
         """
-        if (
-            self._queued[server] == QUEUE_GROUPS_MAX
-        ):  # LightLLM's queue raises when it is full, its lock taken
+        # LightLLM's queue raises when it is full, its lock taken
+        if self._queued[server] == QUEUE_GROUPS_MAX:
             self.persist(server)
         self._queued[server] += 1
         pages, ready = server.locked(
@@ -178,9 +177,8 @@ def wrong_pages(storm: Storm, address: str) -> tuple[int, list[str]]:
         names = [page.prefix_hash for page in client.list_pages(namespace)]
         buffers = [bytearray(namespace.layout.page_nbytes) for _ in names]
         there = client.get(namespace, names, buffers) if names else []
-    pages = [
-        (name, page) for name, page, hit in zip(names, buffers, there, strict=True) if hit
-    ]  # some are damaged
+    # Some are damaged
+    pages = [(name, page) for name, page, hit in zip(names, buffers, there, strict=True) if hit]
     return len(pages), [
         name.hex()
         for name, page in pages

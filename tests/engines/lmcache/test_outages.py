@@ -182,8 +182,7 @@ def test_submitting_never_waits(
         for _ in range(4):
             driver.adapter.submit_store_task(keys, sources)
             driver.adapter.submit_lookup_and_lock_task(keys, {})
-        assert (
-            time.monotonic() - start < 4.5
-        )  # eight that waited for their deadlines would take 4.8 s
+        # Eight that waited for their deadlines would take 4.8 s
+        assert time.monotonic() - start < 4.5
     finally:
         os.kill(node.pid, signal.SIGCONT)

@@ -174,9 +174,8 @@ def test_what_left_the_servers_memory_comes_back_from_the_node(
     assert server.hits() > before
     status = json.loads(server.ask("/status"))
     assert '"is_healthy": true' in json.dumps(status)
-    assert server.stop() in (0, -signal.SIGTERM), (
-        server.log()
-    )  # uvicorn ends itself with the signal that it got
+    # Uvicorn ends itself with the signal that it got
+    assert server.stop() in (0, -signal.SIGTERM), server.log()
 
 
 def test_a_server_whose_node_is_gone_serves_on(
@@ -192,7 +191,6 @@ def test_a_server_whose_node_is_gone_serves_on(
     hung = server.bench(*ONE_GROUP)
     os.kill(node.pid, signal.SIGCONT)
     assert hung.count(f"/cold] LOOKUP: 0/{CHUNKS} ") == REQUESTS, hung[-3000:]
-    assert server.stop() in (0, -signal.SIGTERM), (
-        server.log()
-    )  # uvicorn ends itself with the signal that it got
+    # Uvicorn ends itself with the signal that it got
+    assert server.stop() in (0, -signal.SIGTERM), server.log()
     assert checksums(first)

@@ -18,9 +18,8 @@ from kvstore.tools.node_process import NodeProcess
 HERE = Path(__file__).parent
 if importlib.util.find_spec("torchvision") is None:
     sys.path.insert(0, str(HERE / "stubs"))
-os.environ["PATH"] = os.pathsep.join(
-    [str(Path(sys.executable).parent), os.environ["PATH"]]
-)  # install.sh's ninja
+# install.sh's ninja
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
@@ -46,9 +45,8 @@ def _one_rank() -> Iterator[None]:
 
     context = harness.parallel()
     context.__enter__()
-    harness.hashes(
-        list(range(16)), 16
-    )  # builds SGLang's extension now, not within a test's deadline
+    # Builds SGLang's extension now, not within a test's deadline
+    harness.hashes(list(range(16)), 16)
     yield
     context.__exit__(None, None, None)
 

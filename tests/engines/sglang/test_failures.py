@@ -313,9 +313,8 @@ def test_a_slow_node_keeps_within_the_engines_wait_budget(engine: Make, own: Nod
     fill(quick.host)
     assert quick.backup(TOKENS, SLOTS).completed_tokens == len(TOKENS)
     page_nbytes = quick.backend._pages["kv"].page_nbytes
-    proxy = SlowProxy(
-        own.address, len(TOKENS) // PAGE * page_nbytes / 6
-    )  # all of it in six seconds
+    # All of it in six seconds
+    proxy = SlowProxy(own.address, len(TOKENS) // PAGE * page_nbytes / 6)
     slow = engine(
         mha(slots=4096, heads=8, dim=64),
         address=proxy.address,

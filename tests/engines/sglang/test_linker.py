@@ -27,9 +27,8 @@ Make = Callable[..., Any]
 LAYERS, SLOTS = 4, 1024
 TOKENS = list(range(10 * PAGE))
 SOURCE = torch.arange(len(TOKENS)) + PAGE
-TARGET = (
-    torch.arange(len(TOKENS)).view(10, PAGE).flip(0).reshape(-1) + 512
-)  # pages in another order
+# Pages in another order
+TARGET = torch.arange(len(TOKENS)).view(10, PAGE).flip(0).reshape(-1) + 512
 
 
 def mha() -> Any:

@@ -28,9 +28,8 @@ def test_another_process_would_see_what_is_loaded(engine: Make, pool: Callable[.
     writer.backup(TOKENS, SLOTS)
     assert reader.prefetch(TOKENS)[0] == len(TOKENS)
     (fd,) = reader.host.allocator.fds
-    other = os.open(
-        f"/proc/{os.getpid()}/fd/{fd}", os.O_RDONLY
-    )  # as any process of the same user can
+    # As any process of the same user can
+    other = os.open(f"/proc/{os.getpid()}/fd/{fd}", os.O_RDONLY)
     nbytes = buffers(reader.host)[0].untyped_storage().nbytes()
     with mmap.mmap(other, 0, prot=mmap.PROT_READ) as mapped:
         assert mapped[:nbytes] == bytes(

@@ -205,9 +205,8 @@ def wrong_pages(fleet: Fleet, address: str) -> tuple[int, list[str]]:
         keys = [page.prefix_hash for page in client.list_pages(namespace)]
         buffers = [bytearray(namespace.layout.page_nbytes) for _ in keys]
         there = client.get(namespace, keys, buffers) if keys else []
-    pages = [
-        (key, bytes(page)) for key, page, hit in zip(keys, buffers, there, strict=True) if hit
-    ]  # some are damaged
+    # Some are damaged
+    pages = [(key, bytes(page)) for key, page, hit in zip(keys, buffers, there, strict=True) if hit]
     return len(pages), [key.hex() for key, page in pages if page_values(page) != known[key]]
 
 

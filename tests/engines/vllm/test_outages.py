@@ -112,9 +112,8 @@ def test_the_node_is_killed(
 
     store.start()
     assert answers(victim.alone(whole)) == expected
-    reconnect(
-        victim
-    )  # the first call after the restart met a dead connection, and a save behind it is dropped
+    # The first call after the restart met a dead connection, and a save behind it is dropped
+    reconnect(victim)
     assert answers(victim.alone(whole)) == expected
     victim.settle()
     reconnect(writer)
@@ -197,9 +196,8 @@ def test_a_node_that_hangs_during_a_save_delays_no_request(
     for _ in range(100):  # blocks wait a moment for more of them: a fast engine has answered before
         if store.stopped:
             break
-        victim.ask(
-            "generate", prompts=[prompt(800 + len(mode), 20)], max_tokens=8
-        )  # less than a block
+        # Less than a block
+        victim.ask("generate", prompts=[prompt(800 + len(mode), 20)], max_tokens=8)
     assert store.stopped
     found.append(victim.ask("generate", prompts=[next_one], max_tokens=8))
     store.go_on()

@@ -109,10 +109,11 @@ def test_a_preempted_request_is_loaded_again(
     engine = make(blocks=9)
     one, two = tokens(7, 50), tokens(11, 50)
     orders: list[Any] = []
+    # So that saves can keep up
     engine.on_execute = lambda step: (
         orders.append(step),
         time.sleep(0.005),
-    )  # so that saves can keep up
+    )
     requests = [engine.add("one", one, 60), engine.add("two", two, 40)]
     engine.run()
     assert sum(request.num_preemptions for request in requests) >= 1

@@ -33,9 +33,8 @@ class Storm:
         self.rng = rng = random.Random(seed)
         self.shape: dict[str, Any] = {"ranks": rng.choice([1, 2]), "window": rng.choice([0, 0, 40])}
         self.met: Counter[str] = Counter()
-        few = rng.choice([26, 40, 128]) * (
-            2 if self.shape["window"] else 1
-        )  # blocks; one request needs up to 18 a group
+        # Blocks; one request needs up to 18 a group
+        few = rng.choice([26, 40, 128]) * (2 if self.shape["window"] else 1)
         self.engines = [
             make(
                 **self.shape,
@@ -130,10 +129,11 @@ def test_a_storm_leaves_nothing_wrong_in_the_engines_and_in_the_store(
     assert storm.met["loads"], storm.met
     fresh = make(**storm.shape, blocks=512)
     for number, prompt in enumerate(known):
+        # From the store, and from caches that went through the storm
         for engine in (
             fresh,
             *storm.engines,
-        ):  # from the store, and from caches that went through the storm
+        ):
             if number % 3 and engine is not fresh:
                 continue
             engine.on_execute = lambda orders: None

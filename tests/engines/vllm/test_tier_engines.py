@@ -211,9 +211,8 @@ def test_a_store_that_hangs_costs_one_deadline(start: Start, node: NodeProcess) 
         second.run()
         began = time.monotonic()
         assert second.serve("next", prompt(60, 3)) == 0
-        assert (
-            time.monotonic() - began < DEADLINE_S
-        )  # nobody waits for a store that is known to hang
+        # Nobody waits for a store that is known to hang
+        assert time.monotonic() - began < DEADLINE_S
         assert second.slowest_s < STEP_S_MAX
     finally:
         os.kill(node.pid, signal.SIGCONT)
@@ -242,9 +241,8 @@ def test_a_store_that_comes_back_is_used_again(start: Start, node: NodeProcess) 
     os.kill(node.pid, signal.SIGCONT)
     end, number = time.monotonic() + 60.0, 10
     first.serve("cold", prompt(60, number))
-    while (
-        second.serve(f"back {number}", prompt(60, number)) != 48
-    ):  # another prompt: it has computed this one now
+    # Another prompt: it has computed this one now
+    while second.serve(f"back {number}", prompt(60, number)) != 48:
         assert time.monotonic() < end
         number += 1
         first.serve(f"cold {number}", prompt(60, number))

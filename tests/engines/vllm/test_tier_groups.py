@@ -100,9 +100,8 @@ def test_a_kind_that_the_tier_takes_is_restored(
     tmp_path: Path, node: NodeProcess, kind: str
 ) -> None:
     model, options = model_directory(tmp_path / "tiny"), {"address": node.address}
-    beside = (
-        [FULL] if kind in ("window", "chunks") else []
-    )  # such layers have full ones beside them
+    # Such layers have full ones beside them
+    beside = [FULL] if kind in ("window", "chunks") else []
     engines = [
         Engine(model, options, groups=config(*beside, KINDS[kind]).kv_cache_groups)
         for _ in range(2)

@@ -58,9 +58,8 @@ def test_whatever_is_restored_is_right(
         finally:
             os.kill(node.pid, signal.SIGCONT)
     assert sum(len(engine.computed) for engine in engines) == REQUESTS
-    assert any(
-        engine.tier._agent.stats.pages_loaded for engine in engines
-    )  # both, but for a busy machine
+    # Both, but for a busy machine
+    assert any(engine.tier._agent.stats.pages_loaded for engine in engines)
     for engine in engines:
         assert not engine.tier.has_pending_work()
         assert engine.scheduler.connector.reset_cache()  # asserts that no row is held

@@ -214,9 +214,8 @@ def test_a_snapshot_is_named_by_its_commit(hub: Path) -> None:
 
 
 def _edited(snapshot: Path) -> None:
-    (snapshot / "config.json").write_text(
-        '{"model_type": "llama", "rope_theta": 1}'
-    )  # through the link
+    # Through the link
+    (snapshot / "config.json").write_text('{"model_type": "llama", "rope_theta": 1}')
 
 
 def _replaced(snapshot: Path) -> None:

@@ -40,9 +40,8 @@ def test_a_hit_is_a_local_hit(cache: str, on_gpu: Engines, store: RestartableNod
     )
     assert len(agents_ready(writer)) == len(agents_ready(reader)) == ranks
     before = store.pages().keys()
-    number = 2 * list(CACHES).index(
-        cache
-    )  # prompts of its own: one rank and two share the pages of MLA
+    # Prompts of its own: one rank and two share the pages of MLA
+    number = 2 * list(CACHES).index(cache)
     prompts = [prompt(number + 1, 2 * block + 36), prompt(number + 2, 300)]
     computed = stored(writer, *prompts)
     assert store.pages().keys() > before

@@ -43,9 +43,8 @@ def test_a_second_server_answers_from_the_first_ones_kv(
     with Server(model, config, **FLAGS) as second:
         second.wait_up()
         end = time.monotonic() + STORED_S
-        while (
-            second.metrics().get("vllm:kvstore_pages_loaded_total", 0) == 0
-        ):  # the agents' process takes its time
+        # The agents' process takes its time
+        while second.metrics().get("vllm:kvstore_pages_loaded_total", 0) == 0:
             assert time.monotonic() < end
             second.forget()
             found = second.complete(one)
@@ -85,9 +84,8 @@ def test_route_b_restores_what_another_engine_offloaded(
     end = time.monotonic() + STORED_S
     while len(store.pages()) < before + 9:
         assert time.monotonic() < end, f"{len(store.pages()) - before} pages of 9 are stored"
-        writer.generate(
-            prompt(3, 20), max_tokens=1
-        )  # an engine in its own process steps while it generates
+        # An engine in its own process steps while it generates
+        writer.generate(prompt(3, 20), max_tokens=1)
         time.sleep(0.2)
     found = reader.alone(one)
     assert cached(found) == [288]
