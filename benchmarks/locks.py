@@ -17,6 +17,7 @@ from measure import Report, median, parser, progress
 from kvstore import Namespace
 from kvstore.layout import opaque_layout
 from node.memory.page import Namespaces
+from node.memory.removal import remove_namespace
 from node.memory.tier import RamTier
 from node.process import SeldomCollections
 from node.slab import SlotAllocator
@@ -124,10 +125,10 @@ def remove(pages: int) -> float:
     return box.longest_s(lambda: box.tier.remove(box.digest, box.keys))
 
 
-def remove_namespace(pages: int) -> float:
+def remove_all(pages: int) -> float:
     """Measure the removal of a namespace."""
     box = Box(pages)
-    return box.longest_s(lambda: box.tier.remove_namespace(box.digest))
+    return box.longest_s(lambda: remove_namespace(box.tier, box.digest))
 
 
 WORK = {
@@ -137,7 +138,7 @@ WORK = {
     "the same, the pins of half of the pages have just ended": reserve_pins_end,
     "reserving a page of 16 MiB in a full tier": reserve_large,
     "removing all pages in one call": remove,
-    "removing the namespace": remove_namespace,
+    "removing the namespace": remove_all,
 }
 
 

@@ -31,6 +31,7 @@ from node.gateway.supervisor import Gateways
 from node.memory.arena import Arena
 from node.memory.inventory import Inventory
 from node.memory.page import Namespaces
+from node.memory.removal import remove_namespace
 from node.memory.tenant_usage import Limits
 from node.memory.tier import RamTier
 from node.serving.bulk import BulkServer
@@ -168,7 +169,7 @@ class Node:
 
     def _forget_namespace(self, digest: bytes) -> None:
         with contextlib.suppress(UnknownNamespace):
-            self.tier.remove_namespace(digest, zero=True)  # perhaps of a tenant that is erased
+            remove_namespace(self.tier, digest, zero=True)  # perhaps of a tenant that is erased
 
     def _listen(self, config: NodeConfig) -> None:
         try:

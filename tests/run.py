@@ -26,15 +26,10 @@ PYTHON = ".venv/bin/python"
 CONSTRAINED = ("--constraint", "constraints.txt")
 # Workers wait half of the time, for deadlines and outages: two a processor, eight at most.
 WORKERS = os.environ.get("WORKERS") or str(2 * (os.cpu_count() or 1))
-PARALLEL = (
-    "--numprocesses",
-    WORKERS,
-    "--maxprocesses",
-    "8",
-    "--dist",
-    "loadfile",
-    "--no-loadscope-reorder",
-)
+PARALLEL = [
+    *("--numprocesses", WORKERS, "--maxprocesses", "8"),
+    *("--dist", "loadfile", "--no-loadscope-reorder"),
+]
 # A release of each major that our range of protobuf allows, the oldest and the newest among them,
 # and the newest health checking and reflection that load under it.
 PROTOBUFS = {"4.21.6": "1.62.3", "5.26.1": "1.65.5", "6.33.6": "1.81.1", "7.36.2": "1.85.1"}
@@ -46,16 +41,8 @@ OPENTELEMETRIES = ("1.27.0", "1.45.2")
 LMCACHES = "0.5.6 0.5.7rc2"
 # Their nodes run in the tests' own process, and they write no HTTP/2 by hand.
 OVER_TLS = (
-    *(
-        "bulk_abuse",
-        "bad_requests",
-        "limits_requests",
-        "limits_ranges",
-        "limits_grpc",
-        "cluster",
-        "near",
-    ),
-    *("broken_work", "storm", "hand_over", "grpc_abuse"),
+    "bulk_abuse bad_requests limits_requests limits_ranges limits_grpc cluster near broken_work "
+    "storm hand_over grpc_abuse"
 )
 
 Target = Callable[[], None]
@@ -148,9 +135,7 @@ def is_older(path: Path, *sources: Path) -> bool:
 
 
 def engine(name: str, script: str, *arguments: str) -> str:
-    """Make `.venv-NAME` with an engine by its install script, unless it is up to date, and return
-    its Python.
-    """
+    """Make `.venv-NAME` by an engine's install script if it is missing; return its Python."""
     setup()
     python, ready = f".venv-{name}/bin/python", ROOT / f".venv-{name}" / ".ready"
     if is_older(ready, ROOT / script, ROOT / "pyproject.toml"):
@@ -178,7 +163,7 @@ def test_hostile() -> None:
 @target_in_venv
 def test_tls() -> None:
     """tests of nodes that know nothing of TLS, all of it over TLS (2 minutes)"""
-    files = [f"tests/node/test_{name}.py" for name in OVER_TLS]
+    files = [f"tests/node/test_{name}.py" for name in OVER_TLS.split()]
     pytest(*PARALLEL, "-p", "over_tls", *files, PYTHONPATH="tests/helpers")
 
 
@@ -186,16 +171,7 @@ def test_tls() -> None:
 def test_races() -> None:
     """300 lives of the RAM tier, users interleaved at random (2 minutes; LIVES=60)"""
     lives = os.environ.get("LIVES") or "300"
-    run(
-        PYTHON,
-        "-m",
-        "pytest",
-        *PARALLEL,
-        "--dist",
-        "load",
-        "tests/node/test_interleaved.py",
-        KVSTORE_RACES=lives,
-    )
+    pytest(*PARALLEL, "--dist", "load", "tests/node/test_interleaved.py", KVSTORE_RACES=lives)
 
 
 @target_in_venv
@@ -203,13 +179,8 @@ def test_crash() -> None:
     """a node killed 300 times under load, each page checked (6 minutes; CYCLES=20 for less;
     DIR=path)
     """
-    run(
-        PYTHON,
-        "tests/helpers/crash.py",
-        "--cycles",
-        os.environ.get("CYCLES") or "300",
-        *flags("DIR", "--dir"),
-    )
+    cycles = os.environ.get("CYCLES") or "300"
+    run(PYTHON, "tests/helpers/crash.py", "--cycles", cycles, *flags("DIR", "--dir"))
 
 
 @target_in_venv
@@ -217,23 +188,15 @@ def test_power() -> None:
     """power lost at 5,000 moments of what a node does to its disk (3 minutes; RUNS=5 for less;
     DIR=path)
     """
-    run(
-        PYTHON,
-        "tests/helpers/power.py",
-        "--runs",
-        os.environ.get("RUNS") or "50",
-        *flags("DIR", "--dir"),
-    )
+    runs = os.environ.get("RUNS") or "50"
+    run(PYTHON, "tests/helpers/power.py", "--runs", runs, *flags("DIR", "--dir"))
 
 
 @target_in_venv
 def test_etcd() -> None:
     """nodes registered in a real etcd, which is killed, paused and wiped (1 minute; etcd)"""
-    need(
-        "etcd",
-        "etcdctl",
-        hint="etcd and etcdctl; on Debian: apt-get install etcd-server etcd-client",
-    )
+    hint = "etcd and etcdctl; on Debian: apt-get install etcd-server etcd-client"
+    need("etcd", "etcdctl", hint=hint)
     pytest("tests/etcd")
 
 
@@ -249,27 +212,17 @@ def test_cluster() -> None:
 def test_clients() -> None:
     """the client in docs/clients against a node and the golden bytes (Node.js, npm)"""
     need("npm", hint="Node.js 18 or newer with npm")
-    run(
-        "npm",
-        "install",
-        "--no-audit",
-        "--no-fund",
-        "--no-package-lock",
-        cwd=ROOT / "docs" / "clients",
-    )
+    run("npm", "install", "--no-audit", "--no-fund", cwd=ROOT / "docs" / "clients")
     run(PYTHON, "-m", "pytest", "tests/clients")
 
 
 @target_in_venv
 def test_monitoring() -> None:
     """alerts and dashboard with a real Prometheus and three nodes (prometheus)"""
-    promtool, prometheus = (
-        os.environ.get("PROMTOOL") or "promtool",
-        os.environ.get("PROMETHEUS") or "prometheus",
-    )
-    need(
-        promtool, prometheus, hint="prometheus and promtool; on Debian: apt-get install prometheus"
-    )
+    promtool = os.environ.get("PROMTOOL") or "promtool"
+    prometheus = os.environ.get("PROMETHEUS") or "prometheus"
+    hint = "prometheus and promtool; on Debian: apt-get install prometheus"
+    need(promtool, prometheus, hint=hint)
     pytest("tests/monitoring", KVSTORE_PROMTOOL=promtool, KVSTORE_PROMETHEUS=prometheus)
 
 
@@ -336,15 +289,13 @@ def soak_cluster() -> None:
 
 def service(release: str, path: str) -> None:
     """Run the tests of the service with the packages of a folder in place of those of `.venv`."""
-    names = [
-        "node/test_service_surface",
-        "node/test_bad_requests",
-        "node/test_grpc_abuse",
-        "node/test_limits_grpc",
-    ]
-    names += ("core/test_client", "core/test_messages", "cli/test_commands", "gateway/test_health")
+    names = (
+        "node/test_service_surface node/test_bad_requests node/test_grpc_abuse "
+        "node/test_limits_grpc core/test_client core/test_messages cli/test_commands "
+        "gateway/test_health"
+    )
     print(release, flush=True)
-    run(PYTHON, "-m", "pytest", *(f"tests/{name}.py" for name in names), PYTHONPATH=path)
+    run(PYTHON, "-m", "pytest", *(f"tests/{name}.py" for name in names.split()), PYTHONPATH=path)
 
 
 @target_in_venv
@@ -388,28 +339,11 @@ def test_oldest() -> None:
     (site,) = (ROOT / ".venv").glob("lib/python*/site-packages")
     (own,) = (ROOT / ".venv-oldest").glob("lib/python*/site-packages")
     (own / "dependencies.pth").write_text(f"{site}\n")
-    names = (
-        "client",
-        "messages",
-        "frames",
-        "checksum",
-        "grpc_wire",
-        "connections",
-        "bulk_wire",
-        "seals",
-        "package",
-    )
-    files = [f"tests/core/test_{name}.py" for name in names]
+    names = "client messages frames checksum grpc_wire connections bulk_wire seals package"
+    files = [f"tests/core/test_{name}.py" for name in names.split()]
     variables = {"PYTHONPATH": "tests/helpers", "KVSTORE_NODE_PYTHON": PYTHON}
-    pytest(
-        *PARALLEL,
-        "-p",
-        "node_elsewhere",
-        *files,
-        "tests/cli/test_commands.py",
-        python=python,
-        **variables,
-    )
+    files += ["tests/cli/test_commands.py"]
+    pytest(*PARALLEL, "-p", "node_elsewhere", *files, python=python, **variables)
 
 
 @target_in_venv

@@ -94,26 +94,28 @@ def _show_bench(report: BenchReport) -> None:
     show(("CALL", ">COUNT", ">GB/s", ">p50 ms", ">p90 ms", ">p99 ms"), rows)
 
 
+CapacityOption = Annotated[
+    int | None,
+    typer.Option(
+        "--capacity-pages", metavar="N", help="Size of the throwaway node. [default: 10000]"
+    ),
+]
+SpeedOption = Annotated[
+    float | None,
+    typer.Option("--speed", metavar="X", help="X times the trace's own pace. [default: no pauses]"),
+]
+
+
 def replay_command(
     run: Invocation,
     trace: Annotated[
         Path, typer.Argument(metavar="TRACE", help="JSONL file of requests with hash_ids.")
     ],
-    capacity_pages: Annotated[
-        int | None,
-        typer.Option(
-            "--capacity-pages", metavar="N", help="Size of the throwaway node. [default: 10000]"
-        ),
-    ] = None,
+    capacity_pages: CapacityOption = None,
     page_bytes: Annotated[
         str, typer.Option("--page-bytes", metavar="SIZE", help="Size of each page.")
     ] = "4096",
-    speed: Annotated[
-        float | None,
-        typer.Option(
-            "--speed", metavar="X", help="X times the trace's own pace. [default: no pauses]"
-        ),
-    ] = None,
+    speed: SpeedOption = None,
     limit: Annotated[
         int | None, typer.Option("--limit", metavar="N", help="Only the first N requests.")
     ] = None,
@@ -271,20 +273,17 @@ def record(
             f"nobody asked this node for a page in {seconds:g} s; {output} is not written",
             code or ExitCode.MISS,
         )
-    found = {
-        "requests": recording.requests,
-        "stored": recording.stores,
-        "pages": len(recording.chains),
-    }
+    _show_recording(run, recording, output)
+    return code
+
+
+def _show_recording(run: Invocation, recording: Recording, output: Path) -> None:
+    requests, stored, pages = recording.requests, recording.stores, len(recording.chains)
     if run.as_json:
+        found = {"requests": requests, "stored": stored, "pages": pages}
         emit({**found, "dropped": recording.dropped, "output": str(output)})
     else:
-        print(
-            f"{recording.requests:,} requests and {recording.stores:,} other uses of "
-            f"{len(recording.chains):,} pages "
-            f"are in {output}"
-        )
-    return code
+        print(f"{requests:,} requests and {stored:,} other uses of {pages:,} pages are in {output}")
 
 
 def _listen(

@@ -237,6 +237,20 @@ def _show_planes(prefix_hash: bytes, data: bytearray, planes: list[PlaneStatisti
     show((*columns, ">NAN", ">INF"), rows)
 
 
+CreateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--create-opaque", metavar="MODEL", help="Make a namespace for pages of this file's size."
+    ),
+]
+AckOption = Annotated[
+    str,
+    typer.Option(
+        "--ack", metavar="one|all", help="Return when one, or all, of a page's owners have it."
+    ),
+]
+
+
 def put(
     run: Invocation,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Page bytes; - is stdin.")],
@@ -247,14 +261,7 @@ def put(
     model: ModelOption = None,
     tokens: TokensOption = None,
     tokens_file: TokensFileOption = None,
-    create_opaque: Annotated[
-        str | None,
-        typer.Option(
-            "--create-opaque",
-            metavar="MODEL",
-            help="Make a namespace for pages of this file's size.",
-        ),
-    ] = None,
+    create_opaque: CreateOption = None,
     ttl: Annotated[
         str | None,
         typer.Option("--ttl", metavar="TIME", help="Forget new pages after: 90s, 30m, 1h, 7d."),
@@ -262,12 +269,7 @@ def put(
     durable: Annotated[
         bool, typer.Option("--durable", help="Return when they survive power loss.")
     ] = False,
-    ack: Annotated[
-        str,
-        typer.Option(
-            "--ack", metavar="one|all", help="Return when one, or all, of a page's owners have it."
-        ),
-    ] = ACK_ONE,
+    ack: AckOption = ACK_ONE,
 ) -> int:
     """Store pages from a file.
 
@@ -297,13 +299,7 @@ def put(
         raise InvalidRequest(f"{file} is empty")
     with run.client() as client:
         if create_opaque is not None:
-            count = len(keys) if keys else 1
-            if len(data) % count:
-                raise InvalidRequest(
-                    f"{file} has {len(data)} bytes, which {count} keys can not share evenly"
-                )
-            layout = opaque_layout(len(data) // count, len(ids) if ids else 1)
-            space = Namespace(create_opaque, layout, tenant_of(client.config), key_id=client.key_id)
+            space = _opaque_space(client, create_opaque, (file, data), len(keys or "1"), ids)
         else:
             space, _ = find_namespace(client, namespace, model)
         hashes = (
@@ -312,6 +308,28 @@ def put(
             else hash_tokens(ids, space.layout.page_tokens)
         )
         outcomes = _store(client, space, hashes, (file, data), keep)
+    _show_outcomes(run, space, hashes, outcomes)
+    if PutOutcome.AWAY in outcomes:
+        return ExitCode.UNAVAILABLE
+    return ExitCode.EXHAUSTED if PutOutcome.FULL in outcomes else ExitCode.OK
+
+
+def _opaque_space(
+    client: Client, model: str, content: tuple[Path, bytes], count: int, ids: list[int] | None
+) -> Namespace:
+    """Return a namespace for `count` equal pages of the file."""
+    file, data = content
+    if len(data) % count:
+        raise InvalidRequest(
+            f"{file} has {len(data)} bytes, which {count} keys can not share evenly"
+        )
+    layout = opaque_layout(len(data) // count, len(ids) if ids else 1)
+    return Namespace(model, layout, tenant_of(client.config), key_id=client.key_id)
+
+
+def _show_outcomes(
+    run: Invocation, space: Namespace, hashes: list[bytes], outcomes: list[PutOutcome]
+) -> None:
     counts = {outcome.name.lower(): outcomes.count(outcome) for outcome in PutOutcome}
     if run.as_json:
         pages = [
@@ -334,9 +352,6 @@ def put(
         )
         for prefix_hash, outcome in zip(hashes, outcomes, strict=True):
             print(f"{prefix_hash.hex()} {outcome.name.lower()}")
-    if PutOutcome.AWAY in outcomes:
-        return ExitCode.UNAVAILABLE
-    return ExitCode.EXHAUSTED if PutOutcome.FULL in outcomes else ExitCode.OK
 
 
 def _whole(text: str) -> bytes:

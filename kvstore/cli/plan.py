@@ -99,6 +99,16 @@ td,th{{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}}</style>
 """
 
 
+PrefillOption = Annotated[
+    float,
+    typer.Option("--prefill-tokens-per-s", metavar="X", help="Prompt tokens that a GPU computes."),
+]
+NearOption = Annotated[
+    float,
+    typer.Option("--near-share", metavar="F", help="Share of RAM with copies of others' pages."),
+]
+
+
 def plan(
     run: Invocation,
     trace: TraceArgument,
@@ -107,21 +117,11 @@ def plan(
     page_bytes: PageOption = None,
     model_config: ModelOption = None,
     page_tokens: TokensOption = None,
-    prefill: Annotated[
-        float,
-        typer.Option(
-            "--prefill-tokens-per-s", metavar="X", help="What a GPU computes of a prompt."
-        ),
-    ] = PREFILL_TOKENS_PER_S,
+    prefill: PrefillOption = PREFILL_TOKENS_PER_S,
     copies: Annotated[
         int, typer.Option("--copies", metavar="R", help="Owners of each page (--replicas).")
     ] = 1,
-    near_share: Annotated[
-        float,
-        typer.Option(
-            "--near-share", metavar="F", help="Share of RAM with copies of others' pages."
-        ),
-    ] = 0.0,
+    near_share: NearOption = 0.0,
     window_s: Annotated[
         float, typer.Option("--window", metavar="S", help="Peak rates are of so long.")
     ] = 60.0,

@@ -30,18 +30,19 @@ NameArgument = Annotated[
 ]
 
 
+TenantOption = Annotated[
+    str,
+    typer.Option(
+        "--tenant", metavar="TENANT", help="Whose pages; * for an operator or a node: all tenants'."
+    ),
+]
+
+
 def add(
     run: Invocation,
     name: NameArgument,
     file: FileOption,
-    tenant: Annotated[
-        str,
-        typer.Option(
-            "--tenant",
-            metavar="TENANT",
-            help="Whose pages; * for an operator or a node: everybody's.",
-        ),
-    ],
+    tenant: TenantOption,
     role: Annotated[
         str, typer.Option("--role", metavar="read|write|node|admin", help="What it may do.")
     ] = "write",

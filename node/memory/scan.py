@@ -1,6 +1,8 @@
 """Visit all slots of the arena in slices, and check the RAM tier's invariants. Pure."""
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstore.keys import short
@@ -84,6 +86,23 @@ class PageScan:
         if self._slots.is_over():
             self.close()
         return found
+
+    def run(
+        self,
+        lock: threading.Lock,
+        visit: Callable[[list[Page]], None],
+        then: Callable[[], None],
+    ) -> None:
+        """Call `visit` with the pages under the tier's lock, and `then` after each without it."""
+        try:
+            while not self.is_over:
+                with lock:
+                    visit(self.next())
+                then()
+                time.sleep(0)  # otherwise this thread would have the lock again
+        finally:
+            with lock:
+                self.close()
 
     def close(self) -> None:
         """Hear of no more moves.

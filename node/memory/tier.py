@@ -12,7 +12,6 @@ evicted meanwhile. What may take long (making room, going through all pages) is 
 """
 
 import threading
-import time
 from collections.abc import Callable, Collection, Container, Sequence
 from functools import partial
 from itertools import groupby
@@ -34,7 +33,7 @@ from node.memory.page import (
     State,
 )
 from node.memory.promotion import Acquired, PartialPage, Promotion, release
-from node.memory.scan import Counted, PageScan, SlotScan, violations
+from node.memory.scan import Counted, PageScan, violations
 from node.memory.tenant_usage import Limits
 from node.slab import SlotAllocator
 
@@ -60,9 +59,8 @@ class RamTier:
     ) -> None:
         self.slots = slots
         self.below = LocalTier()
-        self.remote: tuple[
-            LowerTier, ...
-        ] = ()  # asked in this order for what is neither in RAM nor below
+        # Asked in this order for what is neither in RAM nor below.
+        self.remote: tuple[LowerTier, ...] = ()
         self.clock_s = clock_s
         self.namespaces = namespaces
         self.namespace = namespaces.find  # by its digest: one look into a dict, which needs no lock
@@ -72,8 +70,9 @@ class RamTier:
         self.ghosts = MissReasons()
         self.eviction = Eviction(slots, self._forget, self.hold_all, zero)
         lend = partial(self.eviction.place, for_a_while=True)
+        lower: Callable[[], Sequence[LowerTier]] = lambda: (self.below, *self.remote)
         self.promotion = Promotion(
-            self.lock, self._lower, self._place, lend, self._settle, self._offer, clock_ms
+            self.lock, lower, self._place, lend, self._settle, self._offer, clock_ms
         )
         self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
         namespaces.account_of = self._order.accounts.of
@@ -81,14 +80,6 @@ class RamTier:
         self.writing_count = 0
         self.held_count = 0
         self.visible_count = 0
-
-    def _lower(self) -> Sequence[LowerTier]:
-        return (self.below, *self.remote)
-
-    @property
-    def pinned_count(self) -> int:
-        """Return the number of pinned pages."""
-        return len(self._order.pins)
 
     def _move(self, move: SlicedWork) -> None:
         self._copy(move.page.offset, move.target, move.page.namespace.page_nbytes)
@@ -142,9 +133,7 @@ class RamTier:
     def _lookup(self, digest: bytes, prefix_hashes: Sequence[bytes], touch: bool) -> list[bool]:
         index, visible = self.namespaces.find(digest), State.VISIBLE
         pages = list(map(index.pages.get, prefix_hashes))
-        present = [
-            page is not None and page.state is visible and not page.expiry_s for page in pages
-        ]
+        present = [p is not None and p.state is visible and not p.expiry_s for p in pages]
         if False in present:
             self._look_closer(index, prefix_hashes, pages, present)
         if touch:
@@ -177,17 +166,14 @@ class RamTier:
         """Return `live` of each."""
         visible, live = State.VISIBLE, self.live
         return [
-            page
-            if page is None or (page.state is visible and not page.expiry_s)
-            else live(index, page.prefix_hash)
-            for page in map(index.pages.get, prefix_hashes)
+            p
+            if p is None or (p.state is visible and not p.expiry_s)
+            else live(index, p.prefix_hash)
+            for p in map(index.pages.get, prefix_hashes)
         ]
 
     def live(self, index: NamespaceIndex, prefix_hash: bytes) -> Page | None:
-        """Return the page if it is visible and its time to live is not over.
-
-        The caller has the lock.
-        """
+        """Return the page if it is visible and alive; the caller has the lock."""
         page = index.pages.get(prefix_hash)
         if page is None or page.state is not State.VISIBLE:
             return None
@@ -265,16 +251,11 @@ class RamTier:
             self.let_go(known)
 
     def _place_free(self, result: Reservation, asked: Sequence[tuple[bytes, bool]]) -> list[Page]:
-        """Place as many of the missing pages as there are slots for at once.
-
-        `asked`: key, and is it below.
-        """
+        """Place missing pages as far as there are slots; `asked` has (key, is it below)."""
         index = result.namespace
-        lacking = (
-            []
-            if result.is_full
-            else [h for h, is_below in asked if not is_below and h not in index.pages]
-        )
+        lacking = [h for h, is_below in asked if not (is_below or h in index.pages)]
+        if result.is_full:
+            lacking = []
         first = len(result.pages)
         for is_copy, some in groupby(lacking, result.copies.__contains__):
             hashes = list(some)
@@ -291,18 +272,15 @@ class RamTier:
         index, first = result.namespace, len(result.pages) - len(placed)
         new = {page.prefix_hash: page for page in placed}
         for prefix_hash, is_below in asked:
-            page, is_copy = (
-                new.get(prefix_hash) or index.pages.get(prefix_hash),
-                prefix_hash in result.copies,
-            )
+            page = new.get(prefix_hash) or index.pages.get(prefix_hash)
+            is_copy = prefix_hash in result.copies
             while page is None and not (is_below or result.is_full):
                 if one := self._place(index, [prefix_hash], result.now_ms, is_copy):
                     result.pages += one
                     page = new[prefix_hash] = one[0]
                 else:
-                    result.is_full = not (
-                        yield from self.eviction.make_room(index, result.now_ms, is_copy)
-                    )
+                    made = yield from self.eviction.make_room(index, result.now_ms, is_copy)
+                    result.is_full = not made
                     page = index.pages.get(prefix_hash)  # others had their turn
             if page is not None and prefix_hash in new:
                 result.write([page])
@@ -375,18 +353,12 @@ class RamTier:
         self.writing_count -= len(reservation.pages)
 
     def offer(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:
-        """Offer those of the pages that are in RAM only to the tier below.
-
-        Return those that it did not take.
-        """
+        """Offer pages that are in RAM only to the tier below; return those not taken."""
         with self.lock:
             index = self.namespaces.find(digest)
             below = self.below.present(digest, prefix_hashes)
-            live = [
-                self.live(index, h)
-                for h, is_below in zip(prefix_hashes, below, strict=True)
-                if not is_below
-            ]
+            only_here = [h for h, there in zip(prefix_hashes, below, strict=True) if not there]
+            live = [self.live(index, prefix_hash) for prefix_hash in only_here]
             pages = [page for page in live if page is not None and not page.is_copy]
             taken = self.below.offer(pages, urgent=True) if pages else 0
             self.hold_all(pages[:taken])
@@ -395,7 +367,7 @@ class RamTier:
     def _offer(self, pages: list[Page]) -> None:
         """Let each lower tier take pages to write them later."""
         if pages:
-            for tier in self._lower():
+            for tier in (self.below, *self.remote):
                 self.hold_all(pages[: tier.offer(pages, urgent=False)])
 
     def hold_visible(self, pages: Sequence[Page]) -> list[Page]:
@@ -416,18 +388,15 @@ class RamTier:
         parts: PartialPage | None = None,
         near: Deadline | None = None,
     ) -> Acquired:
-        """Hold a page or None per key, until `release`.
-
-        Counts as a use.
+        """Hold a page or None per key, until `release`; it counts as a use.
 
         What lower tiers have gets a slot, and the caller reads it (`promotion.read`).
         `wanted_nbytes`: bytes of each page that the caller is going to read, for the counters.
         `parts`: all that it wants of what is not in RAM. `near`: its time, if it wants pages of
         other members, too.
         """
-        work = self._acquire(
-            Acquired(digest, prefix_hashes, prefix_only, parts, near), wanted_nbytes
-        )
+        acquired = Acquired(digest, prefix_hashes, prefix_only, parts, near)
+        work = self._acquire(acquired, wanted_nbytes)
         return run_in_slices(self.lock, self.eviction.turn, work, self._move)
 
     def _acquire(self, acquired: Acquired, wanted_nbytes: int) -> Work[Acquired]:
@@ -466,9 +435,8 @@ class RamTier:
         index, pages = acquired.index, acquired.pages
         index.busy += 1
         try:
-            acquired.sources = yield partial(
-                self.promotion.find, index.value, lacking, acquired.near
-            )
+            find = partial(self.promotion.find, index.value, lacking, acquired.near)
+            acquired.sources = yield find
             for position, prefix_hash in enumerate(acquired.prefix_hashes):
                 if pages[position] is None:
                     page = yield from self._promote(acquired, prefix_hash)
@@ -489,11 +457,8 @@ class RamTier:
         """Return an arrived page, or one with a slot for this caller to fill; None: a miss."""
         index, parts = acquired.index, acquired.parts
         while True:
-            page = (
-                acquired.private.get(prefix_hash)
-                or self.live(index, prefix_hash)
-                or index.loading(prefix_hash)
-            )
+            page = acquired.private.get(prefix_hash) or self.live(index, prefix_hash)
+            page = page or index.loading(prefix_hash)
             source = acquired.sources.get(prefix_hash)
             if page is not None or source is None or not source.tier.is_there(source):
                 return page
@@ -513,10 +478,7 @@ class RamTier:
             self.namespaces.find(digest).counters.count_get(-count, count, wanted_nbytes)
 
     def hold_all(self, pages: Sequence[Page]) -> None:
-        """Hold pages.
-
-        The caller has the lock.
-        """
+        """Hold pages; the caller has the lock."""
         for page in pages:
             page.holds += 1
             self.held_count += page.holds == 1
@@ -527,10 +489,7 @@ class RamTier:
             self.let_go(pages)
 
     def let_go(self, pages: Sequence[Page]) -> None:
-        """End a hold of each page.
-
-        The caller has the lock.
-        """
+        """End a hold of each page; the caller has the lock."""
         for page in pages:
             assert page.holds > 0
             page.holds -= 1
@@ -554,10 +513,9 @@ class RamTier:
             self._order.expire_pins(now_ms)
             pages = [self.live(index, prefix_hash) for prefix_hash in prefix_hashes]
             self._order.pins.check_room([page for page in pages if page is not None])
-            index.account.check_pins(
-                sum(page is not None and page not in self._order.pins for page in pages)
-            )
-            # May be exhausted too
+            new = sum(page is not None and page not in self._order.pins for page in pages)
+            index.account.check_pins(new)
+            # This may raise Exhausted, too.
             below = self.below.pin(digest, prefix_hashes, -(-ttl_ms // 1000))
             for page in pages:
                 if page is not None:
@@ -565,10 +523,7 @@ class RamTier:
             return [page is not None or there for page, there in zip(pages, below, strict=True)]
 
     def unpin(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """End pins.
-
-        Return True for each page that was pinned.
-        """
+        """End pins; return True for each page that was pinned."""
         with self.lock:
             index = self.namespaces.find(digest)
             pages = [index.pages.get(prefix_hash) for prefix_hash in prefix_hashes]
@@ -579,15 +534,15 @@ class RamTier:
     # ---- forget --------------------------------------------------------------------------
 
     def remove(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Forget pages, here and below, pinned ones too.
+        """Forget pages, here and below, pinned ones too; return which were visible."""
 
-        Return True for each that was visible.
-        """
-        return split_in_slices(
-            self.lock, lambda some: self._remove(self.namespaces.find(digest), some), prefix_hashes
-        )
+        def remove(some: Sequence[bytes]) -> list[bool]:
+            return self.remove_locked(self.namespaces.find(digest), some)
 
-    def _remove(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        return split_in_slices(self.lock, remove, prefix_hashes)
+
+    def remove_locked(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        """Remove pages as `remove` does; the caller has the lock."""
         removed = []
         for prefix_hash in prefix_hashes:
             page = self.live(index, prefix_hash) or index.pages.get(prefix_hash)
@@ -601,49 +556,14 @@ class RamTier:
         below = self.below.remove(index.digest, prefix_hashes)
         return [here or there for here, there in zip(removed, below, strict=True)]
 
-    def remove_namespace(self, digest: bytes, zero: bool = False) -> int:
-        """Forget all pages of a namespace, here and below.
-
-        Return how many there were, each counted once.
-
-        Pages that are put meanwhile may stay. `zero`: their slots in RAM are zeroed when they
-        become free.
-        """
-        index = self.namespace(digest)
-        removed = self._remove_all(index, zero) + self.below.remove_namespace(digest)
-        # What was loaded from below meanwhile, which is counted already
-        self._remove_all(index, zero)
-        return removed
-
-    def _remove_all(self, index: NamespaceIndex, zero: bool) -> int:
-        counts: list[int] = []
-        held: list[Page] = []  # or their slots would be free, and zeroed under the lock
-
-        def remove(pages: list[Page]) -> None:
-            if zero:
-                visible = [page for page in pages if page.state is State.VISIBLE]
-                self.eviction.to_zero.update(pages)
-                self.hold_all(visible)
-                held.extend(visible)
-            counts.append(sum(self._remove(index, [page.prefix_hash for page in pages])))
-
-        self.scan(index, remove, lambda: self._zero_removed(held))
-        return sum(counts)
-
     def drop_corrupt(self, page: Page) -> None:
-        """Forget a page whose bytes do not match its checksum.
-
-        The caller holds it.
-        """
+        """Forget a corrupt page that the caller holds."""
         with self.lock:
             if page.state is State.VISIBLE:
                 self._forget(page, "corrupt")
 
     def _forget(self, page: Page, reason: str, successor: Page | None = None) -> None:
-        """Take a visible page out.
-
-        Its slot follows, or goes to its successor, at once or with its last reader.
-        """
+        """Take a visible page out; its slot follows, or goes to its successor, when unread."""
         index = page.namespace
         index.drop(page)
         if reason != "evicted" or not page.is_copy:  # which its owners have
@@ -654,40 +574,6 @@ class RamTier:
         self._order.withdraw(page)
         if page.holds == 0:
             self.eviction.release(page, successor)
-
-    def zero_leftovers(self, digests: Container[bytes]) -> None:
-        """Zero slots of removed pages of these namespaces when their readers release them."""
-        scan = SlotScan(self.slots, None)
-        while not scan.is_over():
-            with self.lock:
-                gone = (page for page in scan.next() if page.state is State.DOOMED)
-                self.eviction.to_zero.update(
-                    page for page in gone if page.namespace.digest in digests
-                )
-            time.sleep(0)  # else this thread would have the lock again
-
-    def _zero_removed(self, pages: list[Page]) -> None:
-        """Zero and release removed pages that the caller holds, and empty the list.
-
-        Called without the lock.
-
-        Nobody finds a removed page, so a page that only the caller holds stays so, and its slot is
-        zeroed without the lock. The slot of another one is zeroed when its last reader releases it.
-        """
-        if not pages:
-            return
-        alone = [page for page in pages if page.holds == 1 and page.state is State.DOOMED]
-        for page in alone:
-            self.eviction.zero_slot(page)
-        with self.lock:
-            self.eviction.to_zero.difference_update(alone)
-            self.let_go(pages)
-        pages.clear()
-
-    def to_zero_count(self, digests: Container[bytes]) -> int:
-        """Return how many removed pages of these namespaces are still in use, so not zeroed yet."""
-        with self.lock:
-            return sum(page.namespace.digest in digests for page in self.eviction.to_zero)
 
     # ---- all pages -----------------------------------------------------------------------
 
@@ -702,19 +588,10 @@ class RamTier:
         A page that is there throughout is visited; one that comes or goes meanwhile perhaps. `then`
         is called after each visit, without the lock.
         """
-        scan = PageScan(self.slots, self.eviction.watchers, index)
-        try:
-            while not scan.is_over:
-                with self.lock:
-                    visit(scan.next())
-                then()
-                time.sleep(0)  # else this thread would have the lock again
-        finally:
-            with self.lock:
-                scan.close()
+        PageScan(self.slots, self.eviction.watchers, index).run(self.lock, visit, then)
 
     def check(self) -> list[str]:
-        """Return violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         with self.lock:
             counted = Counted(self.writing_count, self.visible_count, self.held_count)
             return self.eviction.check() + violations(self.namespaces.all(), self.slots, counted)

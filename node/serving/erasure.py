@@ -27,6 +27,7 @@ from node.cluster.registry import Registry
 from node.cluster.replicator import Replicator
 from node.disk.durability import Durability
 from node.disk.tier import DiskTier
+from node.memory.removal import remove_namespace, to_zero_count, zero_leftovers
 from node.memory.tier import RamTier
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class Erasure:
 
     def _removed(self, digest: bytes) -> int:
         try:
-            return self._tier.remove_namespace(digest, zero=True)
+            return remove_namespace(self._tier, digest, zero=True)
         except UnknownNamespace:  # on disk, but could not be opened
             return self._tier.below.remove_namespace(digest)
 
@@ -134,9 +135,9 @@ class Erasure:
     ) -> None:
         """Wait a while for readers and writers of removed pages, which zero their slots."""
         erased = frozenset(digests)
-        self._tier.zero_leftovers(erased)
+        zero_leftovers(self._tier, erased)
         end = min(end, time.monotonic() + BUSY_S)
-        while left := self._tier.to_zero_count(erased):
+        while left := to_zero_count(self._tier, erased):
             if time.monotonic() >= end or gone() or self._stops():
                 reply.left += left
                 reply.why.append(f"{left} slots of RAM are still being read or written")

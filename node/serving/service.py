@@ -30,6 +30,7 @@ from node.disk.tier import DiskTier
 from node.memory.arena import Arena
 from node.memory.inventory import Inventory
 from node.memory.promotion import parts_wanted
+from node.memory.removal import remove_namespace
 from node.memory.tier import RamTier
 from node.serving.admin_calls import ClusterCalls, DiskCalls, Listing, Verifying
 from node.serving.erasure import Erasure
@@ -97,13 +98,8 @@ class Service:
         disk_calls = DiskCalls(self.durability, lambda: self.draining)
         self.erasure = Erasure(tier, disk, self.durability, peers.couriers, lambda: self.draining)
         self.promises = WriteAcks(self.durability, sessions, peers)
-        self.requests = Budget(
-            cap(
-                "bytes of large requests",
-                REQUESTS_NBYTES_MAX,
-                "send smaller batches, or fewer at a time",
-            )
-        )
+        remedy = "send smaller batches, or fewer at a time"
+        self.requests = Budget(cap("bytes of large requests", REQUESTS_NBYTES_MAX, remedy))
         self.followers = Followers(peers.membership)
         self.turns = PerPeerQueue()
         self.forms = Requests(config, self.requests, self.turns)
@@ -113,7 +109,13 @@ class Service:
         }
         self._status = Status(config, arena, tier, disk)
         self.limits = _limits(config)
-        self._unary: dict[str, Callable[[Any, Caller], Any]] = {
+        self._unary = self._handlers(listing, disk_calls)
+
+    def _handlers(
+        self, listing: Listing, disk_calls: DiskCalls
+    ) -> dict[str, Callable[[Any, Caller], Any]]:
+        """Return what serves each unary operation."""
+        return {
             "hello": self._hello,
             "open_namespace": self._open_namespace,
             "list_namespaces": self._list_namespaces,
@@ -420,7 +422,7 @@ class Service:
         self, request: pb.RemoveNamespaceRequest, caller: Caller
     ) -> pb.RemoveNamespaceReply:
         check_removal(request.removal)
-        removed = self._tier.remove_namespace(request.namespace)
+        removed = remove_namespace(self._tier, request.namespace)
         with self._tier.lock:
             # Unless somebody puts pages into it: who asks opens it anew
             self._tier.namespaces.close(request.namespace)

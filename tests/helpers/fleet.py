@@ -13,6 +13,7 @@ from kvstore.cluster.view import Member, State, View
 from kvstore.keys import Namespace
 from kvstore.pb import kvstore_pb2 as pb
 from node.memory.page import Reservation
+from node.memory.removal import remove_namespace
 from node.server import Node
 from node.serving.bulk import BulkConnection
 
@@ -97,7 +98,7 @@ def renewed(nodes: list[Node]) -> list[Node]:
     for node in nodes:
         wait_until(partial(is_quiet, node))
         for index in node.tier.namespaces.all():
-            node.tier.remove_namespace(index.digest)
+            remove_namespace(node.tier, index.digest)
         remote = node.peers.remote_pages
         remote.pages_fetched = remote.nbytes_fetched = remote.pages_fetch_failed = 0
     tell(nodes, view_of(nodes))

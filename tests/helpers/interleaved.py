@@ -25,6 +25,7 @@ from node.memory.lock_slices import SlicedWork, Work
 from node.memory.lower_tier import Load, LocalTier, LowerTier, Query, Source
 from node.memory.page import Namespaces, Page, PutStatus, Reservation, State
 from node.memory.promotion import Acquired, PartialPage
+from node.memory.removal import remove_namespace, zero_leftovers
 from node.memory.tier import RamTier
 from node.slab import Block, SlotAllocator
 
@@ -454,7 +455,7 @@ class Life:
 
     def _remove_all(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
         """Many at once: places that others look at, or empty, are free then."""
-        self.done["removes"] += self._tier.remove_namespace(space.digest)
+        self.done["removes"] += remove_namespace(self._tier, space.digest)
         yield
 
     def _erase(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
@@ -465,8 +466,8 @@ class Life:
             for p in owners
             if p is not None and p.offset >= 0 and p.namespace.digest == space.digest
         }
-        self._tier.remove_namespace(space.digest, zero=True)
-        self._tier.zero_leftovers([space.digest])
+        remove_namespace(self._tier, space.digest, zero=True)
+        zero_leftovers(self._tier, [space.digest])
         yield
 
     def _keep(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:

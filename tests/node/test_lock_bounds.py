@@ -13,6 +13,7 @@ from sandbox import Sandbox
 
 from kvstore.errors import Exhausted
 from node.memory.inventory import Inventory
+from node.memory.removal import remove_namespace
 
 PAGE = 4096
 EXTENT = 1 << 18
@@ -98,7 +99,7 @@ def make_remove_namespace(sandbox: type[Sandbox], count: int) -> Callable[[], in
     box, pages, keys = full(sandbox, count)
 
     def work() -> None:
-        assert box.tier.remove_namespace(pages.namespace.digest) == len(keys)
+        assert remove_namespace(box.tier, pages.namespace.digest) == len(keys)
 
     return lambda: longest(box, work)
 
@@ -240,7 +241,7 @@ def test_slots_of_an_erased_namespace_are_zeroed_without_the_lock(
     monkeypatch.setattr(
         box.tier.eviction, "_zero", lambda offset, nbytes: locked.append(box.tier.lock.locked())
     )
-    assert box.tier.remove_namespace(pages.namespace.digest, zero=True) == 600
+    assert remove_namespace(box.tier, pages.namespace.digest, zero=True) == 600
     assert locked == [False] * 600
     assert box.tier.check() == []
 
@@ -324,7 +325,7 @@ def test_pins_may_keep_half_of_the_memory_and_no_more() -> None:
     assert all(box.pin(pages, keys[:100]))
     with pytest.raises(Exhausted, match=r"29 more.*half of ram_nbytes.*unpin"):
         box.pin(pages, keys[100:129])
-    assert box.tier.pinned_count == 100, "none of them is pinned"
+    assert len(box.tier.eviction.pins) == 100, "none of them is pinned"
     assert all(box.pin(pages, keys[:128])), "those that are pinned already count once"
     assert all(box.pin(pages, keys[:128], 5000)), "a pin may be renewed"
     box.put(other, other.keys(0))

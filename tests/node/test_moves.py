@@ -8,6 +8,7 @@ import pytest
 from sandbox import Sandbox
 
 from kvstore.errors import Exhausted
+from node.memory.removal import remove_namespace
 
 PAGE = 4096
 EXTENT = 16 * PAGE
@@ -81,7 +82,7 @@ def test_a_page_that_is_removed_while_it_moves_is_gone_and_keeps_no_slot() -> No
 def test_a_page_that_is_erased_while_it_moves_leaves_its_bytes_in_neither_slot() -> None:
     moving = MovingSandbox(
         Sandbox,
-        lambda moving: moving.box.tier.remove_namespace(moving.small.namespace.digest, zero=True),
+        lambda moving: remove_namespace(moving.box.tier, moving.small.namespace.digest, zero=True),
     )
     piece = moving.small.content(moving.pinned)[:64]
     assert piece in moving.box.arena
@@ -114,7 +115,7 @@ def test_all_pages_of_a_namespace_go_though_one_moves_meanwhile(
     monkeypatch.setattr("node.memory.scan.SLOTS", 1)
     monkeypatch.setattr("node.memory.scan.UNITS", 1)
     monkeypatch.setattr("node.memory.tier.time.sleep", others)
-    box.tier.remove_namespace(moving.small.namespace.digest)
+    remove_namespace(box.tier, moving.small.namespace.digest)
     assert moving.copies == 1
     assert moving.page.offset < moving.offset
     assert box.present(moving.small, moving.keys) == set()
@@ -160,7 +161,7 @@ def test_a_namespace_that_was_emptied_gives_its_table_back(way: str) -> None:
     if way == "remove":
         box.remove(pages, keys)
     elif way == "remove_namespace":
-        box.tier.remove_namespace(pages.namespace.digest)
+        remove_namespace(box.tier, pages.namespace.digest)
     else:
         box.put(other, keys)
     assert not index.pages

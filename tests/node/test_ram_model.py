@@ -260,7 +260,7 @@ class Simulation:
         for (name, key), expiry_ms in model.pinned.items():
             (info,) = box.stat(self.spaces[name], [key])
             assert info.pin_ttl_ms == expiry_ms - box.now_ms
-        assert box.tier.pinned_count == len(model.pinned)
+        assert len(box.tier.eviction.pins) == len(model.pinned)
         assert box.tier.writing_count == len(model.writing)
         assert box.tier.visible_count == len(model.visible)
         assert box.tier.held_count == len({id(page) for _, page, _ in model.holds.values()})
