@@ -70,7 +70,10 @@ class RamTier:
         self.ghosts = MissReasons()
         self.eviction = Eviction(slots, self._forget, self.hold_all, zero)
         lend = partial(self.eviction.place, for_a_while=True)
-        lower: Callable[[], Sequence[LowerTier]] = lambda: (self.below, *self.remote)
+
+        def lower() -> Sequence[LowerTier]:
+            return (self.below, *self.remote)
+
         self.promotion = Promotion(
             self.lock, lower, self._place, lend, self._settle, self._offer, clock_ms
         )

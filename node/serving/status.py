@@ -162,7 +162,7 @@ class Status:
             page_count=tier.visible_count,
             writing_count=tier.writing_count,
             held_count=tier.held_count,
-            pinned_count=tier.pinned_count,
+            pinned_count=len(tier.eviction.pins),
             huge_nbytes=self._arena.huge_nbytes,
             size_classes=classes,
         )
