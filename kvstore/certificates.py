@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
-from kvstore.secrets import look_at, path_of, read_guarded, stamp
+from kvstore.secrets import checked_stat, path_of, read_guarded, stamp
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -95,14 +95,14 @@ class PemFiles:
         self._good: Pems | None = None
         self._seen: list[tuple[int, ...]] | None = None
 
-    def look(self) -> Pems:
+    def poll(self) -> Pems:
         """Return the certificates in force: those in the files, or the last valid ones.
 
         Invalid files are logged. Raises ConfigError if they were never valid.
         """
         with self._lock:
             try:
-                seen = [stamp(look_at(file)) for file in self._looked_at]
+                seen = [stamp(checked_stat(file)) for file in self._looked_at]
                 if self._good is None or seen != self._seen:
                     self._take(self._read() if self._good else self._read_pair())
                     self._seen = seen
@@ -161,7 +161,7 @@ class PemFiles:
         return found
 
     def _private(self) -> bytes:
-        key, about = read_guarded(self._key, _OTHERS, FILE_NBYTES_MAX), look_at(self._key)
+        key, about = read_guarded(self._key, _OTHERS, FILE_NBYTES_MAX), checked_stat(self._key)
         mode = stat.S_IMODE(about.st_mode)
         # A secret's, by fsGroup
         lent = about.st_uid != os.geteuid() and not mode & (stat.S_IWGRP | stat.S_IXGRP)

@@ -124,7 +124,7 @@ class Leaves:
         return b"".join(made)
 
 
-def kept(of_leaves: bytes) -> bytes:
+def stored_leaves(of_leaves: bytes) -> bytes:
     """Return the leaves to store beside the checksum: none if there is only one."""
     return of_leaves if len(of_leaves) > LEAF_SUM_NBYTES else b""
 

@@ -196,7 +196,7 @@ class Client(Admin):
         left = [
             index
             for index, outcome in enumerate(outcomes)
-            if keep.promised and outcome not in PROMISED
+            if keep.needs_ack and outcome not in PROMISED
         ]
         if left:
             hashes, rest = select(prefix_hashes, left), select(views, left)
@@ -242,7 +242,7 @@ class Client(Admin):
                 raise next(iter(full.values())) from None
             raise
         refused = [index for index in full if not outcomes[index].kept]
-        if refused and keep.promised:
+        if refused and keep.needs_ack:
             raise full[refused[0]]
         for index in refused:
             outcomes[index] = PutOutcome.FULL
@@ -356,7 +356,7 @@ class Client(Admin):
                 f"{namespace.key_id}, and this client {own}; set KVSTORE_PAGE_KEY_FILE to the file "
                 "with that key"
             )
-        return self._page_keys.of(namespace.digest)
+        return self._page_keys.key_for(namespace.digest)
 
     # ---- pages in place ------------------------------------------------------------------
 

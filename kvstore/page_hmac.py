@@ -49,7 +49,7 @@ class PageKeys:
         self._secret = secret
         self.key_id = _hmac(secret, b"kvstore-page-key-id-1\0")[:_KEY_ID_NBYTES].hex()
 
-    def of(self, digest: bytes) -> bytes:
+    def key_for(self, digest: bytes) -> bytes:
         """Return the key of the namespace with this digest."""
         return _hmac(self._secret, b"kvstore-page-key-1\0" + digest)
 
@@ -70,14 +70,14 @@ class Seals:
         self.nbytes = seal_nbytes(page_nbytes)
         self.forged: list[bytes] = []
 
-    def made(self, prefix_hash: bytes, page: Pieces) -> memoryview:
+    def sign(self, prefix_hash: bytes, page: Pieces) -> memoryview:
         """Return the HMACs of a whole page."""
         parts = enumerate(chunks(page, [end - start for start, end in self._cuts]))
         return memoryview(
             b"".join([self._mac(prefix_hash, number, part) for number, part in parts])
         )
 
-    def fits(self, prefix_hash: bytes, arrived: Pieces, seal: memoryview) -> bool:
+    def verify(self, prefix_hash: bytes, arrived: Pieces, seal: memoryview) -> bool:
         """Return whether the parts carry this key's HMACs for this page; count failures.
 
         `arrived` holds the parts in order.
@@ -105,10 +105,10 @@ class Seals:
 
 def sealed(page: Pieces, prefix_hash: bytes, seals: Seals | None) -> Pieces:
     """Return what is stored of a page: its bytes and, in a keyed namespace, its new HMACs."""
-    return page if seals is None else (*page, seals.made(prefix_hash, page))
+    return page if seals is None else (*page, seals.sign(prefix_hash, page))
 
 
-def room(page: Pieces, seals: Seals | None) -> Pieces:
+def receive_buffers(page: Pieces, seals: Seals | None) -> Pieces:
     """Return the buffers for a stored page: the caller's, and one for the HMACs."""
     return page if seals is None else (*page, memoryview(bytearray(seals.nbytes)))
 

@@ -56,7 +56,7 @@ class Keep:
             raise InvalidRequest(f"ack={self.ack!r} must be one of {ACK_ONE}, {ACK_ALL}")
 
     @property
-    def promised(self) -> bool:
+    def needs_ack(self) -> bool:
         """Return whether the put waits for more than one node having the pages."""
         return self.durable or self.ack == ACK_ALL
 

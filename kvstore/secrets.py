@@ -27,7 +27,7 @@ TOKEN_NBYTES_MAX = 1024
 _TOKEN = re.compile(r"[!-~]+")  # what a header of HTTP may carry
 
 
-def look_at(file: str, forbidden: int = 0) -> os.stat_result:
+def checked_stat(file: str, forbidden: int = 0) -> os.stat_result:
     """Stat a secret's file. Raises ConfigError if its mode has one of the `forbidden` bits.
 
     Raises ConfigError.

@@ -108,7 +108,7 @@ class Node:
         self._own_hosts = self._host_names()
         self.console, looks = self._open_console()
         self._watch = FileReloader(
-            [self.access.look, *([self._look_at_certificates] if self.certificates else []), *looks]
+            [self.access.poll, *([self._look_at_certificates] if self.certificates else []), *looks]
         )
         with contextlib.ExitStack() as undo:
             if self.disk is not None:
@@ -123,7 +123,7 @@ class Node:
 
     def _look_at_certificates(self) -> None:
         assert self.certificates is not None
-        self.certificates.look()
+        self.certificates.poll()
         self.grpc.look()
 
     def _described(self, digest: bytes) -> Namespace:
@@ -152,7 +152,7 @@ class Node:
             return None, []
         on_disk = self.disk.page_count if self.disk is not None else None
         history = History(Inventory(self.tier), on_disk, latency_of(self.service.traffic))
-        return Console(self.service, self.peers, history, self._described), [history.look]
+        return Console(self.service, self.peers, history, self._described), [history.poll]
 
     def _open_registry(self) -> Registry | None:
         """Return the registry; None for a node that is alone or in a fixed list."""
@@ -274,14 +274,14 @@ class Node:
 
     def _limit_ram(self) -> None:
         of = self.quotas.of
-        promised = self.quotas.promised("ram_nbytes")
+        promised = self.quotas.reserved_total("ram_nbytes")
         self.tier.set_limits(
             lambda tenant: Limits(of(tenant).ram_nbytes, of(tenant).pins), promised
         )
 
     def _limit_disk(self, disk: DiskTier) -> None:
         of = self.quotas.of
-        promised = self.quotas.promised("disk_nbytes")
+        promised = self.quotas.reserved_total("disk_nbytes")
         disk.set_limits(lambda tenant: Limits(of(tenant).disk_nbytes, of(tenant).pins), promised)
 
     def start(self) -> None:

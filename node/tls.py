@@ -70,7 +70,7 @@ class Certificates:
         self._files = PemFiles(
             config.tls_client_ca, config.tls_cert, config.tls_key, SETTINGS, self._check
         )
-        self._in_force = self._made(self._files.look())
+        self._in_force = self._made(self._files.poll())
         self._warned_s = -WARN_AGAIN_S
         self._warn()
 
@@ -84,9 +84,9 @@ class Certificates:
         """Return the context for a new connection."""
         return self._in_force.context
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take valid new files into force."""
-        pems = self._files.look()
+        pems = self._files.poll()
         if pems is not self.pems:
             self._in_force = self._made(pems)
         self._warn()
@@ -150,7 +150,7 @@ def certificates_of(config: NodeConfig) -> Certificates | None:
     return Certificates(config)
 
 
-def shown_by(certificate: Mapping[str, Any]) -> Shown | None:
+def describe_certificate(certificate: Mapping[str, Any]) -> Shown | None:
     """Return the names of a client's certificate; None if it showed none.
 
     None: the client showed none.

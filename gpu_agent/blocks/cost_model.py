@@ -53,7 +53,7 @@ class Line:
         self.samples = 0
         self._uu = self._uv = self._vv = self._uy = self._vy = 0.0
 
-    def learn(self, u: float, v: float, y: float, kept: float = KEPT) -> None:
+    def add_sample(self, u: float, v: float, y: float, kept: float = KEPT) -> None:
         """Add a sample; outliers count less."""
         if self.samples >= SAMPLES_MIN:
             y = min(y, max(OUTLIER * self.at(u, v)[1], OUTLIER_S_MIN))
@@ -89,7 +89,7 @@ class Usual:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def learn(self, seconds: float) -> None:
+    def add_sample(self, seconds: float) -> None:
         """Add a duration; a surprising one counts less."""
         fades = FADES if seconds > SURPRISE * self.seconds else SURPRISE
         self.seconds = fades * self.seconds + (1 - fades) * seconds if self.seconds else seconds
@@ -128,7 +128,7 @@ class LoadCostModel:
         self._beside = 0  # tokens of prompts in the newest step
         self._slow = 0  # hits that seemed slow since one of them was taken
 
-    def begins(self, step: int, now: float, parts: list[tuple[int, int]], short: bool) -> None:
+    def step_begins(self, step: int, now: float, parts: list[tuple[int, int]], short: bool) -> None:
         """Note that a step is scheduled.
 
         `parts` has, for each request with at least PROMPT_TOKENS_MIN tokens in it, the tokens
@@ -140,7 +140,7 @@ class LoadCostModel:
         self._steps[step] = _Step(now, short, self._beside, places)
         self._steps.pop(step - STEPS_MAX, None)  # nobody told of its end
 
-    def ended(self, step: int, now: float) -> None:
+    def step_ended(self, step: int, now: float) -> None:
         """Note that the engine has the results of a step and of all before it."""
         ours = self._steps.get(step)
         self._steps = {number: later for number, later in self._steps.items() if number > step}
@@ -153,11 +153,11 @@ class LoadCostModel:
             # A hit ends with a short step, which no graph may have been made for: it costs what
             # most of a short prompt does.
             fixed_s = self._short.seconds or self._answering.seconds
-            self._computing.learn(ours.tokens, ours.places, max(0.0, seconds - fixed_s))
+            self._computing.add_sample(ours.tokens, ours.places, max(0.0, seconds - fixed_s))
         else:
-            (self._short if ours.short else self._answering).learn(min(seconds, STEP_S_MAX))
+            (self._short if ours.short else self._answering).add_sample(min(seconds, STEP_S_MAX))
 
-    def loaded(self, loads: int, tokens: int, began_at: float, now: float) -> None:
+    def loads_ended(self, loads: int, tokens: int, began_at: float, now: float) -> None:
         """Note that loads have ended by `now`; the first was ordered at `began_at`."""
         since, self._loaded_at = max(began_at, self._loaded_at), now
         seconds = now - since
@@ -167,11 +167,11 @@ class LoadCostModel:
             if seconds < expected_s:
                 return
         surprised = seconds < SURPRISE * expected_s
-        self._loading.learn(loads, tokens, seconds, KEPT_SURPRISED if surprised else KEPT)
+        self._loading.add_sample(loads, tokens, seconds, KEPT_SURPRISED if surprised else KEPT)
         if surprised:
             self._slow = PROBED - PROBED_SOON
 
-    def takes(self, start: int, end: int, alone: bool) -> bool:
+    def is_load_faster(self, start: int, end: int, alone: bool) -> bool:
         """Return whether to load these tokens of a prompt instead of computing them.
 
         They would be computed `alone`, or beside prompts such as those in the newest step.
@@ -211,28 +211,28 @@ class HitPolicy:
         self._hung = 0  # loads since one ended well
         self._away = 0  # ranks that can load nothing now
 
-    def takes(self, start: int, end: int, alone: bool, granted: bool) -> bool:
+    def accepts(self, start: int, end: int, alone: bool, granted: bool) -> bool:
         """Return whether to load these tokens; `granted`: the request was accepted before."""
-        if self._away or (self._worth and not self._worth.takes(start, end, alone)):
+        if self._away or (self._worth and not self._worth.is_load_faster(start, end, alone)):
             return False
         return granted or self._loads_end()
 
     def begins(self, step: int, now: float, prompts: list[tuple[int, int]], short: bool) -> None:
         """See `LoadCostModel.begins`."""
         if self._worth:
-            self._worth.begins(step, now, prompts, short)
+            self._worth.step_begins(step, now, prompts, short)
 
-    def ended(self, step: int, now: float, away: int) -> None:
+    def step_ended(self, step: int, now: float, away: int) -> None:
         """Note that a step has ended; `away` ranks cannot load, as their worker process is gone."""
         self._away = away
         if self._worth:
-            self._worth.ended(step, now)
+            self._worth.step_ended(step, now)
 
-    def loaded(self, loads: int, tokens: int, began_at: float, now: float) -> None:
+    def loads_ended(self, loads: int, tokens: int, began_at: float, now: float) -> None:
         """Note that loads have succeeded by `now`; the first was ordered at `began_at`."""
         self.succeeded()
         if self._worth:
-            self._worth.loaded(loads, tokens, began_at, now)
+            self._worth.loads_ended(loads, tokens, began_at, now)
 
     def succeeded(self) -> None:
         """Note that a load has succeeded."""

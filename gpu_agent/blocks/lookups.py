@@ -89,19 +89,23 @@ class ThreadLookups:
     def look_up(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[Answer]":
         """Begin a lookup on a thread."""
         deadline = Deadline(timeout_s)
-        return _submitted(self._lookups, lambda: found_everywhere(self._client, question, deadline))
+        return _submitted(
+            self._lookups, lambda: look_up_all_shards(self._client, question, deadline)
+        )
 
     def touch(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[None]":
         """Begin a touch on a thread."""
         deadline = Deadline(timeout_s)
-        return _submitted(self._touches, lambda: touched(self._client, question, deadline))
+        return _submitted(self._touches, lambda: touch_all_shards(self._client, question, deadline))
 
     def open(
         self, namespaces: Sequence[Namespace], timeout_s: float
     ) -> "concurrent.futures.Future[None]":
         """Begin to connect on a thread."""
         deadline = Deadline(timeout_s)
-        return _submitted(self._lookups, lambda: opened(self._client, namespaces, deadline))
+        return _submitted(
+            self._lookups, lambda: open_namespaces(self._client, namespaces, deadline)
+        )
 
     def poll(self) -> None:
         """Do nothing: the threads complete the futures."""
@@ -117,7 +121,7 @@ class ThreadLookups:
         self._client.close()
 
 
-def found_everywhere(client: Client, question: Question, deadline: Deadline) -> Answer:
+def look_up_all_shards(client: Client, question: Question, deadline: Deadline) -> Answer:
     """Return which pages all shards have.
 
     Raises Exhausted if it began too late, which says nothing about the node.
@@ -134,7 +138,7 @@ def found_everywhere(client: Client, question: Question, deadline: Deadline) -> 
     return tuple(answer)
 
 
-def touched(client: Client, question: Question, deadline: Deadline) -> None:
+def touch_all_shards(client: Client, question: Question, deadline: Deadline) -> None:
     """Touch pages in all shards, unless it began too late."""
     if deadline.passed:
         return
@@ -143,7 +147,7 @@ def touched(client: Client, question: Question, deadline: Deadline) -> None:
             client.lookup(namespace, keys, touch=True, timeout_s=deadline.remaining())
 
 
-def opened(client: Client, namespaces: Sequence[Namespace], deadline: Deadline) -> None:
+def open_namespaces(client: Client, namespaces: Sequence[Namespace], deadline: Deadline) -> None:
     """Register namespaces."""
     for namespace in namespaces:
         client.open(namespace, deadline.remaining())

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from gpu_agent.blocks.backends import AgentBackend, BlockAgent
-from gpu_agent.blocks.save_plan import LoadOrder, Part, Report, SaveOrder, StepOrders
+from gpu_agent.blocks.save_plan import LoadOrder, Report, SaveOrder, SavePart, StepOrders
 from gpu_agent.load_pipeline import LoadJob, SaveJob
 from kvstore.errors import InvalidRequest
 from kvstore.tracing import NamesRequest, request
@@ -63,7 +63,7 @@ class LoadsEnded:
 @dataclass(frozen=True)
 class _Load:
     order: LoadOrder
-    jobs: list[tuple[Part, LoadJob | None]]  # None: it could not even begin
+    jobs: list[tuple[SavePart, LoadJob | None]]  # None: it could not even begin
     began_at: float
     epoch: int
 
@@ -227,7 +227,7 @@ class BlockRank:
                 self._outcomes.append((agent, job))
         return jobs
 
-    def _start_load(self, part: Part) -> LoadJob | None:
+    def _start_load(self, part: SavePart) -> LoadJob | None:
         agent = self._agents[part.group]
         assert agent is not None
         try:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from kvstore.tracing import REQUESTS_MAX
 
 
-class Part(NamedTuple):
+class SavePart(NamedTuple):
     """Blocks of one group: keys and the engine's block ids, as many of each.
 
     A prompt has thousands, and the engine waits: what is done to them is done to whole lists.
@@ -37,7 +37,7 @@ class SaveOrder(NamedTuple):
     """
 
     job: int
-    parts: list[Part]
+    parts: list[SavePart]
     requests: tuple[str, ...]
 
 
@@ -45,7 +45,7 @@ class LoadOrder(NamedTuple):
     """For every rank: fetch these blocks, and report the request in any case."""
 
     request_id: str
-    parts: list[Part]
+    parts: list[SavePart]
 
 
 class StepOrders(NamedTuple):
@@ -87,12 +87,12 @@ class Report:
 @dataclass
 class _Staged:
     owner: str
-    parts: list[Part]
+    parts: list[SavePart]
 
 
 @dataclass
 class _Job:
-    parts: list[Part]
+    parts: list[SavePart]
     missing_ranks: int = field(default=0)
 
 
@@ -124,7 +124,7 @@ class SavePlan:
         self._steps: OrderedDict[int, list[_Staged]] = OrderedDict()  # outstanding, in order
         self._hold_s = hold_s
         self.scarce = scarce
-        self._ready: deque[tuple[str, Part]] = deque()  # and their owners
+        self._ready: deque[tuple[str, SavePart]] = deque()  # and their owners
         self._ready_count = 0  # blocks of these
         self._ready_at = 0.0  # when the first of them was
         self._jobs: dict[int, _Job] = {}
@@ -148,12 +148,12 @@ class SavePlan:
         """Begin to schedule a step; numbers ascend."""
         self._steps[step] = []
 
-    def stage(self, owner: str, parts: Iterable[Part]) -> None:
+    def stage(self, owner: str, parts: Iterable[SavePart]) -> None:
         """Stage blocks whose tokens are computed by the end of the newest step, at most `room`.
 
         Without a running step they are ready. Blocks under way already are left out.
         """
-        new = [part for part in map(self._learned, parts) if part.keys]
+        new = [part for part in map(self._new_part, parts) if part.keys]
         if not new:
             return
         self._pinned += _count(new)
@@ -192,7 +192,7 @@ class SavePlan:
         if not self._ready or (early and not self.scarce()):
             return orders
         while self._ready:
-            parts, owners = self._taken()
+            parts, owners = self._next_order()
             self._jobs[self._next_job] = _Job(parts, self.ranks)
             orders.append(SaveOrder(self._next_job, parts, owners[:REQUESTS_MAX]))
             self._next_job += 1
@@ -234,7 +234,7 @@ class SavePlan:
             found.append(f"{_count(ready)} blocks are ready, {self._ready_count} are counted")
         return found
 
-    def _learned(self, part: Part) -> Part:
+    def _new_part(self, part: SavePart) -> SavePart:
         """Return the blocks of a part that were not under way, and mark them."""
         known = self._known.setdefault(part.group, set())
         if not known.isdisjoint(part.keys):
@@ -243,7 +243,7 @@ class SavePlan:
                 for key, block in zip(part.keys, part.blocks, strict=True)
                 if key not in known
             ]
-            part = Part(part.group, [key for key, _ in new], [block for _, block in new])
+            part = SavePart(part.group, [key for key, _ in new], [block for _, block in new])
         known.update(part.keys)
         return part
 
@@ -253,27 +253,27 @@ class SavePlan:
         self._ready.extend((staged.owner, part) for part in staged.parts)
         self._ready_count += _count(staged.parts)
 
-    def _taken(self) -> tuple[list[Part], tuple[str, ...]]:
+    def _next_order(self) -> tuple[list[SavePart], tuple[str, ...]]:
         """Take the first ready blocks, as many as an order may have, and their owners."""
-        parts: dict[int, Part] = {}
+        parts: dict[int, SavePart] = {}
         owners: dict[str, None] = {}
         left = self._order_blocks
         while left and self._ready:
             owner, part = self._ready.popleft()
             if len(part.keys) > left:
                 self._ready.appendleft(
-                    (owner, Part(part.group, part.keys[left:], part.blocks[left:]))
+                    (owner, SavePart(part.group, part.keys[left:], part.blocks[left:]))
                 )
-                part = Part(part.group, part.keys[:left], part.blocks[:left])
+                part = SavePart(part.group, part.keys[:left], part.blocks[:left])
             left -= len(part.keys)
             owners[owner] = None
-            into = parts.setdefault(part.group, Part(part.group, [], []))
+            into = parts.setdefault(part.group, SavePart(part.group, [], []))
             into.keys.extend(part.keys)
             into.blocks.extend(part.blocks)
         self._ready_count -= self._order_blocks - left
         return list(parts.values()), tuple(owners)
 
-    def _release(self, parts: Sequence[Part]) -> None:
+    def _release(self, parts: Sequence[SavePart]) -> None:
         self._pinned -= _count(parts)
         for part in reversed(parts):
             self._known[part.group].difference_update(part.keys)
@@ -282,7 +282,7 @@ class SavePlan:
             self._unpin(part.blocks[::-1])
 
 
-def _count(parts: Iterable[Part]) -> int:
+def _count(parts: Iterable[SavePart]) -> int:
     return sum(len(part.keys) for part in parts)
 
 

@@ -24,7 +24,7 @@ from gpu_agent.blocks.groups import (
     longest_prefix,
 )
 from gpu_agent.blocks.lookups import Answer, Lookups
-from gpu_agent.blocks.save_plan import LoadOrder, Part, Report, SavePlan, StepOrders
+from gpu_agent.blocks.save_plan import LoadOrder, Report, SavePart, SavePlan, StepOrders
 from kvstore.keys import Namespace
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class BlockScheduler:
                 i for i in loaded_blocks(group, local, end) if tables[number][i] != NULL_BLOCK
             ]
             keys = group.keys_of(request.block_hashes, self._hash_tokens, wanted)
-            parts.append(Part(number, keys, [tables[number][i] for i in wanted]))
+            parts.append(SavePart(number, keys, [tables[number][i] for i in wanted]))
         self._loads.append(LoadOrder(request.request_id, parts))
         state.loading, state.load_began_at = self._plan.ranks, time.monotonic()
         self._counts.hits += 1
@@ -204,12 +204,12 @@ class BlockScheduler:
         ):
             self._quiet -= 1
         else:
-            prompts, short = self._scan(scheduled, table_of, scarce)
+            prompts, short = self._stage_step(scheduled, table_of, scarce)
         self._hits.begins(self._step, time.monotonic(), prompts, short)
         blocked, self._told = self._told and not (scheduled or loads), False
         return StepOrders(self._step, self._epoch, loads, saves, scarce or blocked)
 
-    def _scan(
+    def _stage_step(
         self,
         scheduled: Mapping[str, int],
         table_of: Callable[[str], Sequence[Sequence[int]]],
@@ -252,7 +252,7 @@ class BlockScheduler:
             # They failed after the report before this one: perhaps right after it, beside a long
             # step.
             self._loads_failed(report.failed, seen_at)
-        self._hits.ended(report.step, self._seen_at, report.away)
+        self._hits.step_ended(report.step, self._seen_at, report.away)
         if report.finished:
             self._loads_ended(report.finished)
         for request_id in self._plan.ran(report.step):
@@ -340,7 +340,7 @@ class BlockScheduler:
                     loads.append(state)
         if loads:
             tokens = sum(state.offered[1] - state.offered[0] for state in loads)
-            self._hits.loaded(
+            self._hits.loads_ended(
                 len(loads), tokens, min(state.load_began_at for state in loads), self._seen_at
             )
 
@@ -351,7 +351,7 @@ class BlockScheduler:
         """
         if state.declined is None or state.judged != (start, end):
             was, state.judged = state.declined, (start, end)
-            state.declined = not self._hits.takes(
+            state.declined = not self._hits.accepts(
                 start, end, self._alone(state), granted=was is False
             )
             self._counts.hits_declined += state.declined and not was
@@ -400,12 +400,12 @@ class BlockScheduler:
         number: int,
         blocks: Sequence[int],
         tables: Sequence[Sequence[int]],
-    ) -> Part:
+    ) -> SavePart:
         """Return these blocks of a group as a part of a save."""
         table = tables[number]
         keys = self._groups[number].keys_of(request.block_hashes, self._hash_tokens, blocks)
         whole = isinstance(blocks, range)
-        return Part(
+        return SavePart(
             number,
             keys,
             list(table[blocks[0] : blocks[-1] + 1])

@@ -254,7 +254,7 @@ class NodeAdapter(L2AdapterInterface):
             ]
             there = [i for i, outcome in enumerate(outcomes) if outcome in _STORED]
             if there:
-                _tell(self._notify_keys_stored, [keys[i] for i in there], [new[i] for i in there])
+                _notify(self._notify_keys_stored, [keys[i] for i in there], [new[i] for i in there])
             self._publish(
                 self._stored,
                 number,
@@ -305,7 +305,7 @@ class NodeAdapter(L2AdapterInterface):
             values = future.result().values
             hits = [key for key, value in zip(keys, values, strict=True) if value]
             if hits:
-                _tell(self._notify_keys_accessed, hits)
+                _notify(self._notify_keys_accessed, hits)
             self._publish(self._loaded, number, _bitmap(values), self._load_event)
 
         self._node.objects.get(*self._sized(keys, objects)).add_done_callback(loaded)
@@ -408,7 +408,7 @@ def _shapes(item: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     return item.get_shapes(), item.get_dtypes()
 
 
-def _tell(listeners: Callable[..., None], *told: Any) -> None:
+def _notify(listeners: Callable[..., None], *told: Any) -> None:
     """Call a listener of LMCache; a failing one must not cost a request its answer."""
     try:
         listeners(*told)

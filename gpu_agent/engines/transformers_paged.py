@@ -74,7 +74,7 @@ class PagedAdapter:
         self._numbers = itertools.count()
         with manager.pause():  # the loop makes the cache when it begins
             processor: Any = manager.batch_processor
-            self._cache = _shareable(processor.cache)
+            self._cache = _check_shareable(processor.cache)
         self._blocks = self._cache.cache_allocators[_FULL]
         self._page_tokens = int(self._blocks.tokens_per_page)
         whose = (client.key_id, client.tenant)
@@ -101,7 +101,7 @@ class PagedAdapter:
             return 0
         count = stored * self._page_tokens
         request = RequestState(f"kvstore-load-{next(self._numbers)}", ids[:count])
-        with self._held(request.request_id) as jobs:
+        with self._request_blocks(request.request_id) as jobs:
             with self._paused():
                 here = self._cache.search_prefix_match(request.request_id, ids[: count + 1])
                 if here == count or not self._cache.can_store_request_tokens(request, count):
@@ -126,7 +126,7 @@ class PagedAdapter:
     def _save(self, ids: list[int]) -> SaveResult:
         hashes = prefix_hashes(ids, self._page_tokens)
         request_id = f"kvstore-save-{next(self._numbers)}"
-        with self._held(request_id) as jobs:
+        with self._request_blocks(request_id) as jobs:
             with self._paused():
                 # It leaves the last token out
                 here = self._cache.search_prefix_match(request_id, [*ids, 0])
@@ -161,7 +161,7 @@ class PagedAdapter:
         self.close()
 
     @contextlib.contextmanager
-    def _held(self, request_id: str) -> Iterator[list[Future[Any]]]:
+    def _request_blocks(self, request_id: str) -> Iterator[list[Future[Any]]]:
         """Release a request's blocks at the end: cached if they have a hash, else free.
 
         The jobs in the yielded list use them and end first, by their deadlines. After an interrupt
@@ -201,7 +201,7 @@ class PagedAdapter:
         return torch.tensor(self._blocks.get_write_indices(request_id, 0, count), dtype=torch.int64)
 
 
-def _shareable(cache: Any) -> Any:
+def _check_shareable(cache: Any) -> Any:
     """Return the cache if a prefix's blocks determine it. Raises InvalidRequest.
 
     Raises InvalidRequest.

@@ -367,7 +367,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._scheduler:
             self._others.scheduled(0, scheduler_output)
             if self._held:
-                self._held.stepped()
+                self._held.count_step()
             return Orders(StepOrders(0, None, [], []), bool(scheduled), self._held is None)
         self._scales_unset &= not scheduled  # a load is enqueued behind this step's forward
         self._computes = bool(scheduled)

@@ -82,7 +82,7 @@ class RankNamespaces:
             else None
         )
 
-    def stepped(self) -> None:
+    def count_step(self) -> None:
         """Count a step."""
         self._steps += 1
 

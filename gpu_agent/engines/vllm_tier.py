@@ -83,7 +83,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc, unu
         for tier in tiers if role is KVConnectorRole.SCHEDULER else ():
             if tier.get("module_path") == __name__:
                 check_tier_groups(kv_cache_config)
-                tier |= told(vllm_config, tier)
+                tier |= tier_options(vllm_config, tier)
         super().__init__(vllm_config, role, kv_cache_config)
 
 
@@ -128,7 +128,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._client = Client(options.client)
         self._agent: Agent = Agent(self._client, namespace, pool, config, SlotCopies())
         self._verdicts = LookupCache(self._agent.present, config.lookup_timeout_s)
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _TierJob] = {}
         self._told = AgentStats()  # counts that `get_stats` has handed over
         log.info(
             "tier %s at %s, namespace %s", tier_type, options.client.address, namespace.digest.hex()
@@ -168,9 +168,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     def _submit(
         self, metadata: Any, start: Callable[[list[bytes], torch.Tensor], "_Future"]
     ) -> None:
-        job = _Job(metadata.is_promotion)
+        job = _TierJob(metadata.is_promotion)
         with request(getattr(metadata.req_context, "req_id", None)):
-            for keys, rows in _chains(metadata):
+            for keys, rows in _by_group(metadata):
                 try:
                     job.add(keys, start(keys, rows))
                 except KVStoreError as error:  # a mistake of ours must not end the engine
@@ -183,7 +183,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         done = [job_id for job_id, job in self._jobs.items() if job.done()]
         return [self._finish(job_id, self._jobs.pop(job_id)) for job_id in done]
 
-    def _finish(self, job_id: int, job: "_Job") -> Any:
+    def _finish(self, job_id: int, job: "_TierJob") -> Any:
         moved, lost = job.outcome()
         if job.is_load:
             self._verdicts.mark_miss(lost)  # or the scheduler asks for the same load for ever
@@ -244,7 +244,7 @@ def _metric(name: str) -> str:
 _Future = concurrent.futures.Future[Any]  # of a SaveResult or a LoadResult
 
 
-class _Job:
+class _TierJob:
     """A transfer of vLLM's as some of ours, one for each group.
 
     A future of None: refused.
@@ -285,7 +285,7 @@ class _Job:
         return moved, lost
 
 
-def _chains(metadata: Any) -> Iterable[tuple[list[bytes], torch.Tensor]]:
+def _by_group(metadata: Any) -> Iterable[tuple[list[bytes], torch.Tensor]]:
     """Return a job's keys and rows by group, each in the order of tokens.
 
     Groups are separate chains: a page that is missing in one shortens only that one.
@@ -344,7 +344,7 @@ def _check_groups_by_hand(groups: Sequence[Any]) -> None:
             )
 
 
-def told(vllm_config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def tier_options(vllm_config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the connector adds to a tier's options.
 
     Raises ConfigError for an engine whose blocks cannot be shared and for weights without a name.

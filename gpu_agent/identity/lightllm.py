@@ -93,7 +93,7 @@ def _facts(arguments: Mapping[str, Any], model_dir: Path, vouched: bool) -> dict
     facts = {name: arguments.get(name) for name in _ARGUMENTS}
     facts["data_type"] = facts["data_type"] or text.get("dtype") or text.get("torch_dtype")
     facts |= {name: text.get(name) for name in _DIMENSIONS}
-    facts |= {name: _content(arguments.get(name)) for name in _FILES}
+    facts |= {name: _file_digest(arguments.get(name)) for name in _FILES}
     drafts = arguments.get("mtp_draft_model_dir") or []
     for number, draft in enumerate([drafts] if isinstance(drafts, str) else drafts):
         facts[f"draft{number}"] = also_loaded(vouched, str(draft))
@@ -119,7 +119,7 @@ def _model_config(model_dir: Path) -> dict[str, Any]:
     return config
 
 
-def _content(path: str | None) -> str | None:
+def _file_digest(path: str | None) -> str | None:
     """Return the digest of a file that changes what bytes mean; None without one."""
     if not path:
         return None

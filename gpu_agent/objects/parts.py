@@ -55,7 +55,7 @@ class ObjectResults(Generic[Value]):
 
 
 @dataclass(frozen=True)
-class Part:
+class ObjectPart:
     """Some objects of one namespace, and where they stand in their call."""
 
     namespace: Namespace
@@ -74,7 +74,7 @@ class Part:
 class Ended(Generic[Value]):
     """A part, its values and why some are missing."""
 
-    part: Part
+    part: ObjectPart
     values: list[Value]
     error: str
 
@@ -84,7 +84,7 @@ def cut(
     views: Sequence[memoryview],
     space: Callable[[Namespace, PageLayout], Namespace],
     deadline: Deadline,
-) -> list[Part]:
+) -> list[ObjectPart]:
     """Split objects into parts of one namespace; `space(scope, layout)` returns it.
 
     Raises InvalidRequest for a name without a layout or a view of another length.
@@ -101,7 +101,7 @@ def cut(
         groups.setdefault(namespace.digest, (namespace, []))[1].append(position)
     step_nbytes = max(PART_NBYTES, sum(view.nbytes for view in views) // PARTS_MAX)
     return [
-        Part(
+        ObjectPart(
             namespace,
             some,
             [names[i].prefix_hash for i in some],

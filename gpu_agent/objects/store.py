@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from gpu_agent.bounded_executor import BoundedExecutor
-from gpu_agent.objects.parts import Batch, Ended, ObjectName, ObjectResults, Part, Value, cut
+from gpu_agent.objects.parts import Batch, Ended, ObjectName, ObjectPart, ObjectResults, Value, cut
 from gpu_agent.options import AgentConfig
 from gpu_agent.outage_log import OutageLog
 from kvstore.buffers import byte_view
@@ -57,7 +57,7 @@ class ObjectMover:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def put(self, part: Part, values: list[PutOutcome | None]) -> None:
+    def put(self, part: ObjectPart, values: list[PutOutcome | None]) -> None:
         """Put a part's objects."""
         # Each once
         views: dict[bytes, memoryview] = dict(zip(part.hashes, part.views, strict=True))
@@ -68,7 +68,7 @@ class ObjectMover:
         by_hash = dict(zip(views, outcomes, strict=True))
         values[:] = [by_hash[prefix_hash] for prefix_hash in part.hashes]
 
-    def get(self, part: Part, values: list[bool | None]) -> None:
+    def get(self, part: ObjectPart, values: list[bool | None]) -> None:
         """Get a part's objects."""
         timeout_s = part.deadline.remaining()
         values[:] = self._client.get(part.namespace, part.hashes, part.views, timeout_s=timeout_s)
@@ -244,19 +244,19 @@ class ObjectStore:
     def _submit(
         self,
         lane: BoundedExecutor[Ended[Value | None]],
-        parts: list[Part],
+        parts: list[ObjectPart],
         count: int,
-        move: Callable[[Part, list[Value | None]], None],
+        move: Callable[[ObjectPart, list[Value | None]], None],
         counted: Callable[[Ended[Value | None]], None],
     ) -> concurrent.futures.Future[ObjectResults[Value | None]]:
         batch: Batch[Value | None] = Batch(count, len(parts), None)
 
-        def run(part: Part, _: torch.Tensor) -> Ended[Value | None]:
+        def run(part: ObjectPart, _: torch.Tensor) -> Ended[Value | None]:
             values: list[Value | None] = [None] * len(part.hashes)
             error = self._guarded(partial(move, part, values), part.deadline)
             return Ended(part, values, error)
 
-        def failed(part: Part, reason: str) -> Ended[Value | None]:
+        def failed(part: ObjectPart, reason: str) -> Ended[Value | None]:
             return Ended(part, [None] * len(part.hashes), reason)
 
         def end(done: concurrent.futures.Future[Ended[Value | None]]) -> None:
@@ -355,12 +355,12 @@ class ObjectStore:
                 found.setdefault(namespace.digest, (namespace, []))[1].append(i)
         return found
 
-    def _touch(self, parts: list[Part]) -> None:
+    def _touch(self, parts: list[ObjectPart]) -> None:
         """Touch a chain whose parts were used piece by piece, so that its tail is oldest.
 
         The objects have moved already, so a failure costs only the order.
         """
-        chains: dict[bytes, list[Part]] = {}
+        chains: dict[bytes, list[ObjectPart]] = {}
         for part in parts:
             chains.setdefault(part.namespace.digest, []).append(part)
         for chain in chains.values():

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from gpu_agent.worker.ipc_memory import IpcEvents, described_storage, opened_memory
-from kvstore.doctor.checks import Finding, ending, fail, ok, skipped, tell, warn
+from kvstore.doctor.checks import Finding, ending, fail, ok, print_findings, skipped, warn
 from kvstore.errors import ConfigError, KVStoreError
 
 try:
@@ -171,4 +171,4 @@ if __name__ == "__main__":
         _open(sys.argv[1])
         os._exit(0)  # as the agents' process ends, not by way of CUDA's end
     else:
-        tell(findings())
+        print_findings(findings())

@@ -48,7 +48,7 @@ AnyOrder = TypeVar("AnyOrder")
 
 
 @dataclass(frozen=True)
-class _Save:
+class _InflightSave:
     job: SaveJob
     pages: int
     overdue_at: float
@@ -63,7 +63,7 @@ class _Save:
 
 
 @dataclass(frozen=True)
-class _Load:
+class _InflightLoad:
     job: LoadJob
     pages: int
     overdue_at: float
@@ -81,19 +81,21 @@ class InflightOrders:
     """
 
     def __init__(self) -> None:
-        self._saves: dict[int, _Save] = {}  # in the order of their deadlines, for all have as long
-        self._loads: dict[int, _Load] = {}
+        self._saves: dict[
+            int, _InflightSave
+        ] = {}  # in the order of their deadlines, for all have as long
+        self._loads: dict[int, _InflightLoad] = {}
         self._next = 0
 
     def save(self, pages: int, overdue_at: float, job: SaveJob) -> int:
         """Number a save."""
         number = self._number()
-        self._saves[number] = _Save(job, pages, overdue_at)
+        self._saves[number] = _InflightSave(job, pages, overdue_at)
         return number
 
     def load(self, pages: int, overdue_at: float) -> tuple[int, LoadJob]:
         """Number a load."""
-        number, load = self._number(), _Load(new_load(), pages, overdue_at)
+        number, load = self._number(), _InflightLoad(new_load(), pages, overdue_at)
         self._loads[number] = load
         return number, load.job
 
@@ -130,7 +132,7 @@ class InflightOrders:
 
     def fail_all(self, reason: str) -> int:
         """End all orders, once nothing touches their blocks any more, and return their number."""
-        orders: list[_Save | _Load] = [*self._saves.values(), *self._loads.values()]
+        orders: list[_InflightSave | _InflightLoad] = [*self._saves.values(), *self._loads.values()]
         self._saves, self._loads = {}, {}
         for order in orders:
             order.fail(reason)

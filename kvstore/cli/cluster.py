@@ -20,11 +20,11 @@ from kvstore.cli.members import (
     away_json,
     headline,
     members_json,
+    report_failures,
     rows,
     sums,
     troubled_first,
     troubles,
-    without,
 )
 from kvstore.cli.nodes import namespace_json, show_namespaces, show_status
 from kvstore.cli.output import console, emit, human_nbytes, note, progress, show, show_fitting
@@ -200,7 +200,7 @@ def rebalance(run: Invocation, dry_run: DryOption = False) -> int:
             "what is left"
         )
     incomplete = any(told.away for told in done.values())
-    return without(away) or (ExitCode.UNAVAILABLE if incomplete else ExitCode.OK)
+    return report_failures(away) or (ExitCode.UNAVAILABLE if incomplete else ExitCode.OK)
 
 
 def status(run: Invocation) -> None:

@@ -7,7 +7,7 @@ import typer
 from kvstore.admin import FORGET_TIMEOUT_S
 from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.members import at_each, away_json, without
+from kvstore.cli.members import at_each, away_json, report_failures
 from kvstore.cli.output import emit, human_nbytes, note, progress
 from kvstore.cli.pages import confirm
 from kvstore.client import Client
@@ -39,7 +39,7 @@ def flush(run: Invocation) -> int:
         emit({"pages_on_disk": pages, **away_json(None if alone else away)})
     else:
         print(f"{pages:,} pages are on disk")
-    return without(away)
+    return report_failures(away)
 
 
 def scrub(run: Invocation) -> int:
@@ -82,7 +82,7 @@ def scrub(run: Invocation) -> int:
         print(
             f"{intact:,} pages intact, {damaged:,} damaged and dropped; {human_nbytes(nbytes)} read"
         )
-    code = without(away)
+    code = report_failures(away)
     return ExitCode.CORRUPT if damaged else code
 
 
@@ -116,7 +116,7 @@ def recover(run: Invocation) -> int:
         )
     else:
         print(f"no disk is stopped at the {len(done)} members that answer")
-    return without(away)
+    return report_failures(away)
 
 
 def forget(
@@ -166,7 +166,9 @@ def forget(
         )
     for reason in told.why:
         note(f"{reason}; run it again")
-    code = without(away, "; what it has of this tenant is there: run it again when it answers")
+    code = report_failures(
+        away, "; what it has of this tenant is there: run it again when it answers"
+    )
     return code or (ExitCode.EXHAUSTED if told.left else ExitCode.OK)
 
 

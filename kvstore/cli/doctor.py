@@ -14,10 +14,15 @@ from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.load import WireOption
 from kvstore.cli.output import console, emit, printable, progress
-from kvstore.doctor.checks import Finding, State
+from kvstore.doctor.checks import Finding, FindingState
 
-STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIPPED: "dim"}
-WORD = max(len(state.value) for state in State)
+STYLES = {
+    FindingState.OK: "green",
+    FindingState.WARN: "yellow",
+    FindingState.FAIL: "bold red",
+    FindingState.SKIPPED: "dim",
+}
+WORD = max(len(state.value) for state in FindingState)
 
 
 def doctor(
@@ -69,7 +74,9 @@ def doctor(
     else:
         _show_sum(out, [finding for _, finding in found])
     return (
-        ExitCode.MISS if any(finding.state is State.FAIL for _, finding in found) else ExitCode.OK
+        ExitCode.MISS
+        if any(finding.state is FindingState.FAIL for _, finding in found)
+        else ExitCode.OK
     )
 
 
@@ -90,7 +97,7 @@ def _show(out: Console, title: str, findings: Sequence[Finding]) -> None:
 def _show_sum(out: Console, findings: Sequence[Finding]) -> None:
     counts = _counts(findings)
     said = ", ".join(f"{count} {state}" for state, count in counts.items())
-    failed = ", ".join(_name(finding) for finding in findings if finding.state is State.FAIL)
+    failed = ", ".join(_name(finding) for finding in findings if finding.state is FindingState.FAIL)
     out.print(f"{said}{': failed ' * bool(failed)}{failed}", markup=False, soft_wrap=True)
 
 
@@ -111,7 +118,7 @@ def _json(address: str, found: Sequence[tuple[str, Finding]]) -> dict[str, Any]:
 
 def _counts(findings: Sequence[Finding]) -> dict[str, int]:
     counted = Counter(finding.state for finding in findings)
-    return {state.value: counted[state] for state in State}
+    return {state.value: counted[state] for state in FindingState}
 
 
 def _name(finding: Finding) -> str:

@@ -70,10 +70,10 @@ class Invocation:
             with Client(config) as client:
                 yield client
         except (Unavailable, DeadlineExceeded) as error:
-            raise type(error)(_told(error, client)) from error
+            raise type(error)(_explain(error, client)) from error
 
 
-def _told(error: KVStoreError, client: Client) -> str:
+def _explain(error: KVStoreError, client: Client) -> str:
     """Name the node that an error comes from, and what to do."""
     address, cluster = client.config.address, ""
     with contextlib.suppress(KVStoreError):

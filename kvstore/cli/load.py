@@ -251,7 +251,7 @@ def record(
                     run.client(direct=True) as client,
                     progress("recording", seconds) as on_progress,
                 ):
-                    _listen(client, recording, seconds, most, on_progress)
+                    _collect(client, recording, seconds, most, on_progress)
             except KeyboardInterrupt:
                 code = ExitCode.INTERRUPTED
             finally:  # a node that is lost takes nothing of what it has told
@@ -286,7 +286,7 @@ def _show_recording(run: Invocation, recording: Recording, output: Path) -> None
         print(f"{requests:,} requests and {stored:,} other uses of {pages:,} pages are in {output}")
 
 
-def _listen(
+def _collect(
     client: Client,
     recording: Recording,
     seconds: float,

@@ -85,7 +85,7 @@ def at_each(
     return done, away
 
 
-def without(away: Away | None, remark: str = "") -> int:
+def report_failures(away: Away | None, remark: str = "") -> int:
     """Report the members that failed and return the exit code."""
     for member, error in (away or {}).items():
         note(f"without {member}: {error}{remark}")
@@ -239,7 +239,7 @@ def handing_line(peers: pb.PeersStatus) -> str:
     )
 
 
-def sweep_progress(peers: pb.PeersStatus) -> str:
+def rebalance_progress(peers: pb.PeersStatus) -> str:
     """Return the progress of a running rebalance; empty without one."""
     if not peers.sweeping:
         return ""
@@ -250,7 +250,7 @@ def sweep_progress(peers: pb.PeersStatus) -> str:
     )
 
 
-def sweep_left(peers: pb.PeersStatus) -> str:
+def rebalance_left(peers: pb.PeersStatus) -> str:
     """Return what the last rebalance left undone; empty if nothing."""
     reasons = (
         (peers.sweep_pages_full, "found no room"),
@@ -259,7 +259,7 @@ def sweep_left(peers: pb.PeersStatus) -> str:
     return ", ".join(f"{count:,} pages {why}" for count, why in reasons if count)
 
 
-def sweep_line(peers: pb.PeersStatus) -> str:
+def rebalance_line(peers: pb.PeersStatus) -> str:
     """Return the line about a member's rebalance."""
     count = f"{peers.sweep_pages_fetched:,} of {peers.sweep_pages_missing:,} pages fetched"
     if peers.sweeping:
@@ -268,14 +268,18 @@ def sweep_line(peers: pb.PeersStatus) -> str:
         said = f"swept {human_ms(peers.sweep_age_ms)} ago  {count}"
     else:
         return "not swept yet"
-    left = sweep_left(peers)
+    left = rebalance_left(peers)
     return f"{said}  {left}" if left else said
 
 
 def _sweeps(view: View, statuses: Statuses) -> str:
     told = {name: status.peers for name, status in by_id(view, statuses).items()}
-    running = [f"{name} {sweep_progress(peers)}" for name, peers in told.items() if peers.sweeping]
-    left = [f"{name} {sweep_left(peers)}" for name, peers in told.items() if sweep_left(peers)]
+    running = [
+        f"{name} {rebalance_progress(peers)}" for name, peers in told.items() if peers.sweeping
+    ]
+    left = [
+        f"{name} {rebalance_left(peers)}" for name, peers in told.items() if rebalance_left(peers)
+    ]
     return "  ".join(
         [
             f"sweeps {', '.join(running) or 'none run'}",

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvstore.certificates import NEAR_END_S, date
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.members import copies_line, handing_line, sweep_line
+from kvstore.cli.members import copies_line, handing_line, rebalance_line
 from kvstore.cli.output import (
     console,
     emit,
@@ -205,7 +205,7 @@ def _peers_lines(peers: pb.PeersStatus) -> list[str]:
         f"replicas {peers.replicas}  registry {peers.registry}",
         copies_line(peers),
         handing_line(peers),
-        sweep_line(peers),
+        rebalance_line(peers),
     ]
 
 

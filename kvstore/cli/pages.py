@@ -8,7 +8,7 @@ import typer
 
 from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.members import away_json, without
+from kvstore.cli.members import away_json, report_failures
 from kvstore.cli.nodes import namespace_json, page_columns
 from kvstore.cli.output import emit, human_ms, human_nbytes, note, progress, show, show_fitting
 from kvstore.cli.selection import (
@@ -257,7 +257,7 @@ def rm(
         emit({"namespace": space.digest.hex(), **counts, **away_json(None if alone else away)})
     else:
         print(f"removed {removed} of {asked} pages")
-    code = without(
+    code = report_failures(
         away, "; what it has of these pages may come back: remove them again when it answers"
     )
     return code or (ExitCode.OK if removed else ExitCode.MISS)
@@ -304,7 +304,7 @@ def verify(
             f"{total.intact} pages intact, {total.dropped} corrupt and dropped, {total.absent} not "
             "stored"
         )
-    code = without(away)
+    code = report_failures(away)
     if total.dropped:
         return ExitCode.CORRUPT
     return code or (ExitCode.OK if total.intact else ExitCode.MISS)
@@ -404,7 +404,7 @@ def unpin(
         emit({**found, **away_json(None if alone else away)})
     else:
         print(f"unpinned {sum(done)} of {len(done)} pages")
-    return without(away) or (ExitCode.OK if any(done) else ExitCode.MISS)
+    return report_failures(away) or (ExitCode.OK if any(done) else ExitCode.MISS)
 
 
 def _verdicts(hashes: list[bytes], done: list[bool], name: str) -> list[dict[str, Any]]:

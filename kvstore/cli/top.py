@@ -23,10 +23,10 @@ from kvstore.cli.members import (
     handing_line,
     headline,
     member_json,
+    rebalance_progress,
     state_of,
     stored_line,
     summed_peers,
-    sweep_progress,
     troubled_first,
 )
 from kvstore.cli.output import (
@@ -349,7 +349,7 @@ def _member_row(member: Member, statuses: Statuses, told: dict[str, Any]) -> tup
     return (
         *about,
         *_rates_row([status], told),
-        sweep_progress(status.peers) or "-",
+        rebalance_progress(status.peers) or "-",
         zone,
         *_volume(told),
     )

@@ -105,7 +105,7 @@ def put_request(
         ttl_ms=max(0, round(keep.ttl_s * 1000)),
         durable=keep.durable,
         ack_all=keep.ack == ACK_ALL,
-        wait_ms=wait_ms(deadline) if keep.promised else 0,
+        wait_ms=wait_ms(deadline) if keep.needs_ack else 0,
     )
 
 
@@ -214,7 +214,7 @@ def put_pages(
         try:
             verdicts = link.wire.put(request, pages[part], deadline, seals)
         except Exhausted:
-            if not outcomes or keep.promised:
+            if not outcomes or keep.needs_ack:
                 raise
             verdicts = [pb.FULL] * len(hashes)
         outcomes.extend(put_outcomes(verdicts))

@@ -150,7 +150,7 @@ class Follower:
         self._closed.wait(random.uniform(0.5, 1.0) * FIRST_S_MAX)
         while not self._closed.is_set():
             try:
-                if not self._followed(turn):
+                if not self._follow_once(turn):
                     return
                 failures = 0
             except KVStoreError as error:
@@ -165,7 +165,7 @@ class Follower:
             longest = min(PAUSE_S_MAX, PAUSE_S_MIN * (1 << min(failures, 16)))
             self._closed.wait(random.uniform(0.5, 1.0) * longest if failures else 0.0)
 
-    def _followed(self, turn: int) -> bool:
+    def _follow_once(self, turn: int) -> bool:
         """Follow one stream to its end; return False if the owner of the callbacks is gone."""
         ask = self._ask()
         if ask is None:
@@ -178,7 +178,7 @@ class Follower:
             views.cancel()
         if not views.in_grpc:
             return self._heard_all(views)
-        self._go_in()
+        self._enter_grpc()
         try:
             return self._heard_all(views)
         except KVStoreError:
@@ -188,7 +188,7 @@ class Follower:
         finally:
             self.outside.set()
 
-    def _go_in(self) -> None:
+    def _enter_grpc(self) -> None:
         """Wait until the thread may run and mark it as inside gRPC."""
         while True:
             self._may_run.wait()

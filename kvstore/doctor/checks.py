@@ -33,7 +33,7 @@ KILLED_S = 0.5  # one that hangs in the kernel does not even end then
 Tick = Callable[[float], None]
 
 
-class State(enum.Enum):
+class FindingState(enum.Enum):
     """Enumerate the results of a check."""
 
     OK = "ok"
@@ -49,7 +49,7 @@ class Finding(NamedTuple):
     """
 
     name: str
-    state: State
+    state: FindingState
     found: str
     remedy: str = ""
     of: str = ""
@@ -57,22 +57,22 @@ class Finding(NamedTuple):
 
 def ok(name: str, found: str) -> Finding:
     """Return a finding without a problem."""
-    return Finding(name, State.OK, found)
+    return Finding(name, FindingState.OK, found)
 
 
 def warn(name: str, found: str, remedy: str) -> Finding:
     """Return a warning with its remedy."""
-    return Finding(name, State.WARN, found, remedy)
+    return Finding(name, FindingState.WARN, found, remedy)
 
 
 def fail(name: str, found: str, remedy: str) -> Finding:
     """Return a failure with its remedy."""
-    return Finding(name, State.FAIL, found, remedy)
+    return Finding(name, FindingState.FAIL, found, remedy)
 
 
 def skipped(name: str, why: str, remedy: str = "") -> Finding:
     """Return a check that could not run, and why."""
-    return Finding(name, State.SKIPPED, why, remedy)
+    return Finding(name, FindingState.SKIPPED, why, remedy)
 
 
 def remedy_of(error: KVStoreError, otherwise: str = "") -> str:
@@ -185,7 +185,7 @@ class _Run:
             self.ended.set()
 
 
-def tell(findings: Iterable[Finding]) -> None:
+def print_findings(findings: Iterable[Finding]) -> None:
     """Print findings as JSON lines, each as soon as it is there."""
     for finding in findings:
         said = {
@@ -253,4 +253,4 @@ def _parsed(said: bytes) -> Iterator[Finding]:
     for line in said.splitlines():
         with suppress(ValueError, KeyError, TypeError):  # libraries talk, too
             told = json.loads(line)
-            yield Finding(told["name"], State(told["state"]), told["found"], told["remedy"])
+            yield Finding(told["name"], FindingState(told["state"]), told["found"], told["remedy"])

@@ -20,13 +20,19 @@ from kvstore.client import Client
 from kvstore.cluster.nodes import is_here
 from kvstore.config import ClientConfig, is_loopback, parse_address
 from kvstore.deadline import Deadline
-from kvstore.doctor.checks import Finding, State, fail, ok, remedy_of, skipped, warn
-from kvstore.doctor.host import ends
+from kvstore.doctor.checks import Finding, FindingState, fail, ok, remedy_of, skipped, warn
+from kvstore.doctor.host import check_expiry
 from kvstore.errors import ConfigError, DeadlineExceeded, Forbidden, KVStoreError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.negotiation import Addresses, Negotiated, Negotiation
 from kvstore.transports.shm import socket_here
-from kvstore.transports.tls import PROBE_S, SPEAKS_TLS, client_tls, greeted, shown
+from kvstore.transports.tls import (
+    PROBE_S,
+    SPEAKS_TLS,
+    client_tls,
+    explain_handshake,
+    fetch_certificate,
+)
 from kvstore.x509 import hosts, validity
 
 GRACE_S = 2.0  # for threads to come by, beside what the steps themselves may take
@@ -91,7 +97,7 @@ class Connectivity:
                 yield skipped(name, f"not without {failed}")
                 continue
             for finding in step():
-                failed = finding.name if finding.state is State.FAIL else failed
+                failed = finding.name if finding.state is FindingState.FAIL else failed
                 yield finding
 
     def _resolve(self) -> Iterator[Finding]:
@@ -127,7 +133,7 @@ class Connectivity:
     def _greet(self) -> Iterator[Finding]:
         certificate = b""
         with suppress(OSError), self._open(self.found[0]) as sock:
-            certificate = shown(sock)
+            certificate = fetch_certificate(sock)
         if self._tls is None:
             yield self._plain(bool(certificate))
             return
@@ -135,13 +141,13 @@ class Connectivity:
             with self._open(self.found[0]) as sock:
                 if self.scheme == "bulk":  # whose server says nothing before it is asked
                     sock.settimeout(min(PROBE_S, self._step_s))
-                problem = greeted(sock, self._tls)
+                problem = explain_handshake(sock, self._tls)
         except (OSError, KVStoreError) as error:
             problem = str(error)
         yield self._of_handshake(problem, certificate)
         if certificate:
             with suppress(ConfigError):
-                yield ends("certificate", "the node's", validity(certificate)[1])
+                yield check_expiry("certificate", "the node's", validity(certificate)[1])
 
     def _plain(self, speaks_tls: bool) -> Finding:
         if speaks_tls:

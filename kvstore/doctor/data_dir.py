@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvstore.doctor.checks import Finding, fail, ok, skipped, tell, warn
+from kvstore.doctor.checks import Finding, fail, ok, print_findings, skipped, warn
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -43,7 +43,7 @@ def findings(path: Path, mounts: str = "") -> Iterator[Finding]:
         return
     yield permission(path, where)
     yield file_system(where.resolve(), mounts or Path("/proc/self/mounts").read_text())
-    yield room(where)
+    yield free_space(where)
     try:
         fd, direct = _opened(where)
     except OSError as error:
@@ -102,7 +102,7 @@ def file_system(where: Path, mounts: str) -> Finding:
     return ok("file system", said)
 
 
-def room(where: Path) -> Finding:
+def free_space(where: Path) -> Finding:
     """Check the free space."""
     about = os.statvfs(where)
     free, whole = _free_nbytes(where), about.f_blocks * about.f_frsize
@@ -192,4 +192,4 @@ def _unescaped(field: str) -> str:
 
 
 if __name__ == "__main__":
-    tell(findings(Path(sys.argv[1])))
+    print_findings(findings(Path(sys.argv[1])))

@@ -239,7 +239,7 @@ def findings(config: ClientConfig) -> Iterator[Finding]:
         yield _page_key(config)
 
 
-def ends(name: str, what: str, seconds: float) -> Finding:
+def check_expiry(name: str, what: str, seconds: float) -> Finding:
     """Check when something expires, in seconds of Unix time."""
     left_s = seconds - time.time()
     said = f"{what} until {date(seconds)}"
@@ -274,7 +274,7 @@ def _files(config: ClientConfig) -> Iterator[Finding]:
         yield ok("TLS files", "none: this client speaks without TLS")
         return
     try:
-        pems = tls.files.look()
+        pems = tls.files.poll()
         roots_end = 0.0 if config.tls_ca == SYSTEM else first_expiry(pems.roots)
     except ConfigError as error:
         yield fail(
@@ -284,7 +284,7 @@ def _files(config: ClientConfig) -> Iterator[Finding]:
         )
         return
     if roots_end:
-        yield ends("TLS files", f"tls_ca={config.tls_ca}", roots_end)
+        yield check_expiry("TLS files", f"tls_ca={config.tls_ca}", roots_end)
     else:
         yield ok("TLS files", "the authorities that this host believes")
     if pems.chain:
@@ -297,7 +297,7 @@ def _own_certificate(file: str, pem: bytes) -> Finding:
     except ConfigError as error:
         remedy = "kvstore certs client NAME --force makes a new one, if the authority is ours"
         return fail("own certificate", str(error), remedy)
-    return ends("own certificate", file, validity(pem)[1])
+    return check_expiry("own certificate", file, validity(pem)[1])
 
 
 def _token(config: ClientConfig) -> Finding:

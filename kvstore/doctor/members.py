@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import kvstore
 from kvstore.cluster.view import REGISTRIES, View, parse_view
 from kvstore.config import PROTOCOL_VERSION, ClientConfig
-from kvstore.doctor.checks import Finding, State, fail, ok, skipped, warn
+from kvstore.doctor.checks import Finding, FindingState, fail, ok, skipped, warn
 from kvstore.doctor.connectivity import Clock, Connectivity
-from kvstore.doctor.host import ends
+from kvstore.doctor.host import check_expiry
 from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
 
@@ -41,10 +41,10 @@ def about(node: Connectivity) -> Iterator[Finding]:
     if not node.status.HasField("ram"):
         yield skipped("memory and disk", NOT_TOLD, "use a token of tenant '*'")
         return
-    yield from told(node.status)
+    yield from check_status(node.status)
 
 
-def told(status: pb.NodeStatusReply) -> Iterator[Finding]:
+def check_status(status: pb.NodeStatusReply) -> Iterator[Finding]:
     """Yield findings on a node's status."""
     yield ram(status.ram)
     yield disk(status)
@@ -175,7 +175,7 @@ def gateways(status: pb.NodeStatusReply) -> Iterator[Finding]:
 def certificates(tls: pb.TlsStatus) -> Iterator[Finding]:
     """Check the node's certificates."""
     for some in tls.certificates:
-        yield ends(some.setting, "its own", some.ends_unix_s)
+        yield check_expiry(some.setting, "its own", some.ends_unix_s)
     if tls.problem:
         remedy = "correct the files; it takes them up within a second"
         yield warn("its TLS files", f"as they are now they are not in force: {tls.problem}", remedy)
@@ -183,7 +183,9 @@ def certificates(tls: pb.TlsStatus) -> Iterator[Finding]:
 
 def reached(findings: Sequence[Finding]) -> Iterator[Finding]:
     """Summarise the connection: one line if all is well, otherwise what is not."""
-    bad = [finding for finding in findings if finding.state in (State.FAIL, State.WARN)]
+    bad = [
+        finding for finding in findings if finding.state in (FindingState.FAIL, FindingState.WARN)
+    ]
     tcp = next((finding for finding in findings if finding.name == "TCP"), None)
     if tcp is not None and not bad:
         yield ok("reached", tcp.found)

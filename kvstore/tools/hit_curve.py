@@ -158,7 +158,7 @@ class Curve:
         self._change[end] -= 1
         self.total += pages
 
-    def lacks(self, distance: int, tokens: float) -> None:
+    def add_short_page(self, distance: int, tokens: float) -> None:
         """Note that the page at this distance has so many tokens less than a full one."""
         self._short.append((distance, tokens))
 

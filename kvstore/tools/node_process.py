@@ -44,7 +44,7 @@ class NodeProcess:
         if ready is None:
             self._process.wait(timeout=10)
             self._close()
-            raise Unavailable(f"kvstore-node did not start: {self.said.strip()}")
+            raise Unavailable(f"kvstore-node did not start: {self.log_text.strip()}")
         self.address, self.bulk_port, self.metrics_port = ready[1], int(ready[2]), int(ready[3])
 
     @property
@@ -53,7 +53,7 @@ class NodeProcess:
         return self._process.pid
 
     @property
-    def said(self) -> str:
+    def log_text(self) -> str:
         """Return its log, also after its end."""
         if self._said.closed:
             return self._last_words
@@ -96,7 +96,7 @@ class NodeProcess:
             self._close()
 
     def _close(self) -> None:
-        self._last_words = self.said
+        self._last_words = self.log_text
         _pipe(self._process.stdout).close()
         self._said.close()
 

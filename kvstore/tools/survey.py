@@ -273,7 +273,7 @@ class _Group:
             self._intervals.add(reuse.last, here, reuse.pages)
             left -= reuse.pages
         if not left and lacks > 0:
-            self.curve.lacks(reuse.distance + reuse.pages - 1, lacks)
+            self.curve.add_short_page(reuse.distance + reuse.pages - 1, lacks)
 
     def most_hits(self, pages: int) -> int:
         if self._starts is None:
@@ -327,7 +327,7 @@ def page_size(
     some = [request for request in itertools.islice(requests, LOOKED_AT) if request.hash_ids]
     assumed = []
     if tokens is None:
-        tokens = _said(
+        tokens = _mean_said(
             [(request.page_tokens, len(request.hash_ids)) for request in some]
         ) or _tokens(some)
     if tokens is None:
@@ -338,7 +338,7 @@ def page_size(
         said = {request.page_nbytes for request in some} - {0}
         if said:
             nbytes = round(
-                _said([(request.page_nbytes, len(request.hash_ids)) for request in some])
+                _mean_said([(request.page_nbytes, len(request.hash_ids)) for request in some])
             )
         if len(said) > 1:
             assumed.append(
@@ -357,7 +357,7 @@ def page_size(
     return PageSize(tokens, nbytes, tuple(assumed))
 
 
-def _said(found: list[tuple[float, int]]) -> float:
+def _mean_said(found: list[tuple[float, int]]) -> float:
     """Return the mean of the values that requests state, weighted by pages; 0 without any."""
     told = [(value, pages) for value, pages in found if value]
     return (

@@ -17,7 +17,7 @@ from kvstore.checksum import CHUNK_NBYTES, Leaves, root
 from kvstore.config import PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
-from kvstore.page_hmac import Seals, room, sealed
+from kvstore.page_hmac import Seals, receive_buffers, sealed
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.secrets import token_of
 from kvstore.transports.connections import ConnectionPool, common_version, exchange, greeting
@@ -95,7 +95,7 @@ class BulkConnector:
                     "use, or all of this host's: use fewer per client, or raise its sessions_max "
                     "(its log says which)"
                 ) from error
-            raise Unavailable(self._tls.meaning(error) if self._tls else str(error)) from error
+            raise Unavailable(self._tls.explain(error) if self._tls else str(error)) from error
 
     def _connected(self, limit: Deadline) -> socket.socket:
         """Connect to the first address that answers.
@@ -348,10 +348,10 @@ class BulkWire:
                 arrived: list[Arrived | None] = [None] * len(hits)
                 ttls_ms = reply.ttls_ms or [0] * len(found)
                 for i, expected, ttl_ms in zip(found, reply.checksums, ttls_ms, strict=True):
-                    target = room(buffers[i], seals)
+                    target = receive_buffers(buffers[i], seals)
                     leaves = _recv_page(connection, target)
                     intact = root(leaves, seeds[i]) == expected
-                    if not (intact and seals) or seals.fits(
+                    if not (intact and seals) or seals.verify(
                         request.prefix_hashes[i], target[:-1], target[-1]
                     ):
                         arrived[i] = Arrived(leaves if intact else b"", expected, ttl_ms)

@@ -19,7 +19,7 @@ from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, ProtocolError, Unavailable
 from kvstore.messages import chunk_frame, chunk_of
-from kvstore.page_hmac import Seals, room, sealed
+from kvstore.page_hmac import Seals, receive_buffers, sealed
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from kvstore.sync import NoThread, in_main_thread, run_in_helper_thread, start_thread
@@ -155,7 +155,7 @@ class GrpcWire:
         _wires.add(self)
 
     @property
-    def _told(self) -> _Metadata:
+    def _call_metadata(self) -> _Metadata:
         """Return the metadata of a call: token and trace."""
         trace = current()
         return self._metadata if trace is None else (*self._metadata, (HEADER, trace.header()))
@@ -163,7 +163,7 @@ class GrpcWire:
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
         """Send one request and return its reply."""
         check_process(self._pid)
-        told, call = self._told, getattr(self._stub, _METHODS[op])
+        told, call = self._call_metadata, getattr(self._stub, _METHODS[op])
         try:
             return _in_grpc(lambda: call(request, timeout=deadline.remaining(), metadata=told))
         except (grpc.RpcError, ValueError) as error:
@@ -178,7 +178,7 @@ class GrpcWire:
     ) -> list[int]:
         """Stream pages to the node; see `Wire.put`."""
         check_process(self._pid)
-        stream, told = _Stream(), self._told
+        stream, told = _Stream(), self._call_metadata
         return _in_grpc(
             partial(self._put_all, stream, told, request, pages, deadline, seals), stream.stop
         )
@@ -231,7 +231,7 @@ class GrpcWire:
     ) -> tuple[list[bool], list[int]]:
         """Stream pages from the node; see `Wire.get`."""
         check_process(self._pid)
-        stream, told = _Stream(), self._told
+        stream, told = _Stream(), self._call_metadata
         return _in_grpc(
             partial(self._get_all, stream, told, request, buffers, seeds, deadline, seals),
             stream.stop,
@@ -256,7 +256,7 @@ class GrpcWire:
                 found = [i for i, hit in enumerate(hits) if hit]
                 if len(hits) != len(buffers) or len(begin.checksums) != len(found):
                     raise ProtocolError("the reply to a get does not fit its request")
-                targets = [room(buffers[i], seals) for i in found]
+                targets = [receive_buffers(buffers[i], seals) for i in found]
                 made = fill(targets, map(_page_bytes, frames))
                 if next(frames, None) is not None:
                     raise ProtocolError("the node sent more page bytes than it announced")
@@ -270,7 +270,7 @@ class GrpcWire:
                 hits[i] = False
                 corrupt.append(i)
             elif seals:
-                hits[i] = seals.fits(request.prefix_hashes[i], target[:-1], target[-1])
+                hits[i] = seals.verify(request.prefix_hashes[i], target[:-1], target[-1])
         return hits, corrupt
 
     def follow(
@@ -281,7 +281,7 @@ class GrpcWire:
         `number` is that of the known view. `end` is called when the stream has ended.
         """
         check_process(self._pid)
-        request, told = pb.FollowRequest(number=number), self._told
+        request, told = pb.FollowRequest(number=number), self._call_metadata
         return Followed(lambda: self._stub.Follow(request, timeout=seconds, metadata=told), end)
 
     def close(self) -> None:

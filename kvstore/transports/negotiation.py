@@ -40,7 +40,7 @@ from kvstore.transports.bulk import BulkWire
 from kvstore.transports.connections import common_version
 from kvstore.transports.grpc_process import check_headroom
 from kvstore.transports.shm import ShmWire
-from kvstore.transports.tls import PROBE_S, client_tls, why_not
+from kvstore.transports.tls import PROBE_S, client_tls, explain_unreachable
 from kvstore.transports.view_stream import Views
 from kvstore.transports.wire import Wire
 
@@ -369,7 +369,7 @@ class Negotiation:
         Neither gRPC nor frames report that by themselves.
         """
         try:
-            said = why_not(found, port, self._tls, min(PROBE_S, limit.remaining()))
+            said = explain_unreachable(found, port, self._tls, min(PROBE_S, limit.remaining()))
         except DeadlineExceeded:
             return error
         return Unavailable(f"{self._address}: {said}") if said else error

@@ -24,7 +24,7 @@ from kvstore.checksum import Leaves, root
 from kvstore.config import MESSAGE_NBYTES_MAX, PATH_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
-from kvstore.page_hmac import Seals, room, sealed
+from kvstore.page_hmac import Seals, receive_buffers, sealed
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.secrets import token_of
 from kvstore.sync import Event, start_thread
@@ -238,12 +238,12 @@ class ShmWire:
 
             def read(number: int) -> bool:
                 i, parts = found[number], acquired.pages[number * count : (number + 1) * count]
-                target = room(buffers[i], seals)
+                target = receive_buffers(buffers[i], seals)
                 intact = root(_read_page(target, parts), seeds[i]) == acquired.checksums[number]
                 if (
                     intact
                     and seals
-                    and not seals.fits(request.prefix_hashes[i], target[:-1], target[-1])
+                    and not seals.verify(request.prefix_hashes[i], target[:-1], target[-1])
                 ):
                     hits[i] = False
                 return intact

@@ -71,7 +71,7 @@ class TlsFrameSocket(FrameSocket):
             except ssl.SSLWantReadError:
                 self._flush()
             except ssl.SSLError:
-                self._tell()
+                self._send_alert()
                 raise
             self._check_deadline("greet")
             with contextlib.suppress(BlockingIOError):
@@ -111,7 +111,7 @@ class TlsFrameSocket(FrameSocket):
             self.torn = True
             raise
 
-    def _tell(self) -> None:
+    def _send_alert(self) -> None:
         """Send the TLS alert that tells the peer why the connection ends."""
         with contextlib.suppress(OSError):
             self._flush()
@@ -132,7 +132,7 @@ class TlsFrameSocket(FrameSocket):
             except ssl.SSLZeroReturnError:
                 return 0
             except ssl.SSLError:
-                self._tell()
+                self._send_alert()
                 raise
 
     def _recv_some(self, views: list[memoryview]) -> int:
@@ -211,7 +211,7 @@ class ClientTls:
         Raises Unavailable if they can not be used.
         """
         try:
-            return self.files.look()
+            return self.files.poll()
         except ConfigError as error:
             raise Unavailable(str(error)) from error
 
@@ -231,7 +231,7 @@ class ClientTls:
         return made[1]
 
     @property
-    def refused(self) -> str:
+    def explain_hangup(self) -> str:
         """Explain why a node hangs up after a good handshake."""
         cert = self._config.tls_cert
         if not cert:
@@ -245,7 +245,7 @@ class ClientTls:
             "--tls-client-ca"
         )
 
-    def meaning(self, error: OSError) -> str:
+    def explain(self, error: OSError) -> str:
         """Return what an error of TLS means and how to remedy it."""
         said = str(error)
         sign = re.sub("[^A-Z]+", "_", said.upper())
@@ -267,10 +267,12 @@ def check_tls(config: ClientConfig) -> None:
     """
     tls = client_tls(config, "")
     if tls is not None:
-        tls.files.look()
+        tls.files.poll()
 
 
-def why_not(found: Sequence[str], port: int, tls: ClientTls | None, seconds: float) -> str:
+def explain_unreachable(
+    found: Sequence[str], port: int, tls: ClientTls | None, seconds: float
+) -> str:
     """Return how TLS explains that a node's gRPC port is unreachable; empty if it does not.
 
     It tries one handshake with each address, for so many seconds in all.
@@ -280,12 +282,12 @@ def why_not(found: Sequence[str], port: int, tls: ClientTls | None, seconds: flo
             contextlib.suppress(OSError),
             socket.create_connection((address, port), seconds / len(found)) as sock,
         ):
-            if said := _plain(sock) if tls is None else greeted(sock, tls):
+            if said := _explain_plain(sock) if tls is None else explain_handshake(sock, tls):
                 return said
     return ""
 
 
-def shown(sock: socket.socket) -> bytes:
+def fetch_certificate(sock: socket.socket) -> bytes:
     """Return the certificate that a server shows, in PEM form, trusted or not; closes the socket.
 
     Raises OSError if the server does not use TLS.
@@ -296,16 +298,16 @@ def shown(sock: socket.socket) -> bytes:
         return ssl.DER_cert_to_PEM_cert(wrapped.getpeercert(binary_form=True) or b"").encode()
 
 
-def _plain(sock: socket.socket) -> str:
+def _explain_plain(sock: socket.socket) -> str:
     """Return a hint if a plain client has been talking to a TLS server."""
     try:
-        shown(sock)
+        fetch_certificate(sock)
     except ssl.SSLError as error:
         return SPEAKS_TLS if "ALERT" in str(error.reason) else ""
     return SPEAKS_TLS
 
 
-def greeted(sock: socket.socket, tls: ClientTls) -> str:
+def explain_handshake(sock: socket.socket, tls: ClientTls) -> str:
     """Return what prevents a TLS handshake with the node; empty if nothing does. Closes the socket.
 
     It takes the socket.
@@ -313,13 +315,13 @@ def greeted(sock: socket.socket, tls: ClientTls) -> str:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
     try:
-        with tls.pems().into(context).wrap_socket(sock, server_hostname=tls.name) as greeted:
+        with tls.pems().into(context).wrap_socket(sock, server_hostname=tls.name) as wrapped:
             # Of TLS 1.3 a server says only then what it thinks of our certificate; gRPC's says it
             # by hanging up.
-            return "" if greeted.recv(1) else tls.refused
+            return "" if wrapped.recv(1) else tls.explain_hangup
     except TimeoutError:
         return ""
     except (ConnectionResetError, ssl.SSLEOFError):
-        return tls.refused
+        return tls.explain_hangup
     except ssl.SSLError as error:
-        return tls.meaning(error)
+        return tls.explain(error)

@@ -16,7 +16,7 @@ from functools import partial
 
 from kvstore.errors import ConfigError, Unauthenticated
 from kvstore.identities import ALL, Identities, Principal, Role, parse, share_of, token_hash
-from kvstore.secrets import look_at, read_guarded, stamp
+from kvstore.secrets import checked_stat, read_guarded, stamp
 from node.auth.quotas import tenant_of
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ EVERYBODY = Principal("everybody", ALL, Role.ADMIN)  # at a node that asks nobod
 ITSELF = Principal("the node itself", ALL, Role.ADMIN)
 
 
-def nobody() -> Principal:
+def refuse_anonymous() -> Principal:
     """Raise Unauthenticated for a caller without credentials."""
     raise Unauthenticated(
         "this node asks who you are: set a token (KVSTORE_TOKEN) or a client certificate"
@@ -49,7 +49,7 @@ class Caller:
     peer: str
     gone: Callable[[], bool] = lambda: False
     may_wait: bool = True
-    who: Callable[[], Principal] = nobody
+    who: Callable[[], Principal] = refuse_anonymous
     at: str = ""
     wire: str = ""
 
@@ -135,7 +135,7 @@ class Access:
         if self.open:
             return EVERYBODY
         if not authorization:
-            return self.of_certificate(names) if names else nobody()
+            return self.of_certificate(names) if names else refuse_anonymous()
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer":
             raise Unauthenticated("the authorization is no bearer token")
@@ -173,7 +173,7 @@ class Access:
             )
         return ""
 
-    def known_by(self, token: str, names: Sequence[str]) -> "Credential":
+    def credential(self, token: str, names: Sequence[str]) -> "Credential":
         """Return the credential of a connection that showed this token or certificate."""
         return Credential(self, token, names)
 
@@ -199,7 +199,7 @@ class Access:
 
     # ---- the file ------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Reload the identities file if it has changed.
 
         A file that cannot be used changes nothing and is logged once. A file that ends within a
@@ -222,7 +222,7 @@ class Access:
             self._failed = str(error)
 
     def _looked(self) -> tuple[int, ...]:
-        return stamp(look_at(self._file, stat.S_IWOTH))
+        return stamp(checked_stat(self._file, stat.S_IWOTH))
 
     def _read(self) -> Identities:
         data = read_guarded(self._file, stat.S_IWOTH, FILE_NBYTES_MAX)
@@ -250,7 +250,7 @@ class Credential:
             if token
             else partial(access.of_certificate, names)
             if names
-            else nobody
+            else refuse_anonymous
         )
         self._of: Identities | None = None
         self._principal = EVERYBODY

@@ -86,11 +86,11 @@ class Authorizer:
         self.audit = audit
         self._find = find
 
-    def who(self, caller: Caller) -> Principal:
+    def principal_of(self, caller: Caller) -> Principal:
         """Return the caller's principal. Raises Unauthenticated."""
         return EVERYBODY if self.access.open and caller is not THE_NODE else caller.who()
 
-    def of_his(self, principal: Principal, infos: Iterable[Info]) -> list[Info]:
+    def visible_to(self, principal: Principal, infos: Iterable[Info]) -> list[Info]:
         """Return the namespaces that a principal may see."""
         if principal.of_all:
             return list(infos)
@@ -100,7 +100,7 @@ class Authorizer:
             if self.access.sees(principal, info.namespace.tenant, info.namespace.model)
         ]
 
-    def known(self, op: str, peer: str, find: Callable[[], Principal]) -> Principal:
+    def authenticate(self, op: str, peer: str, find: Callable[[], Principal]) -> Principal:
         """Return the principal of a new connection and record refusals. Raises Unauthenticated.
 
         Raises Unauthenticated.
@@ -111,7 +111,7 @@ class Authorizer:
             self.audit.refused(op, peer, "", str(error))
             raise
 
-    def turned_away(self, op: str, peer: str, principal: Principal, why: str) -> Forbidden:
+    def refuse_connection(self, op: str, peer: str, principal: Principal, why: str) -> Forbidden:
         """Record that a known principal may not connect here, and return the error."""
         self.audit.refused(op, peer, principal.name, why)
         return Forbidden(why)
@@ -123,7 +123,7 @@ class Authorizer:
         """
         name, rule, at = "", RULES[op], caller.at or caller.peer
         try:
-            principal = self.who(caller)
+            principal = self.principal_of(caller)
             name = principal.name
             if principal is not EVERYBODY and principal is not ITSELF:
                 self._check(op, rule, request, principal)

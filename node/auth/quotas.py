@@ -133,7 +133,7 @@ class Quotas:
         """Return the tenants that have a quota."""
         return list(self._by_tenant)
 
-    def promised(self, field: str) -> int:
+    def reserved_total(self, field: str) -> int:
         """Return the sum of a field over all tenants."""
         return sum(getattr(quota, field) for quota in self._by_tenant.values())
 

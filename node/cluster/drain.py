@@ -110,7 +110,7 @@ class Drain:
                 # not everybody knows yet, or etcd has lost this member and has it back in a moment
                 continue
             try:
-                left, handed = self._look(view, over)
+                left, handed = self._count_pages(view, over)
             except UnknownNamespace:  # it was removed just now
                 continue
             except Exception:  # the edge of the thread: who drains would wait for ever
@@ -128,7 +128,7 @@ class Drain:
 
     # ---- what became of the pages --------------------------------------------------------
 
-    def _look(self, view: View, over: threading.Event) -> tuple[int, int]:
+    def _count_pages(self, view: View, over: threading.Event) -> tuple[int, int]:
         """Count the pages that no owner has, and those that one has.
 
         A member that does not answer is not asked again in this pass.
@@ -167,13 +167,15 @@ class Drain:
         for owner, some in wanted.items():
             if owner not in away and not over.is_set():
                 try:
-                    handed.update(self._there(owner, namespace, some))
+                    handed.update(self._present_at(owner, namespace, some))
                 except KVStoreError as error:
                     log.info("%s does not say what it has: %s", owner, error)
                     away.add(owner)
         return handed
 
-    def _there(self, member: str, namespace: Namespace, prefix_hashes: list[bytes]) -> list[bytes]:
+    def _present_at(
+        self, member: str, namespace: Namespace, prefix_hashes: list[bytes]
+    ) -> list[bytes]:
         """Return which of the pages a member has."""
 
         def call(link: NodeConnection, limit: Deadline) -> list[Any]:

@@ -59,7 +59,7 @@ class Entry(NamedTuple):
     lease: int
 
 
-class Reading(NamedTuple):
+class KeysAtRevision(NamedTuple):
     """All keys that were asked for, as they were at one revision."""
 
     revision: int
@@ -75,7 +75,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Access:
+class EtcdCredentials:
     """`ca`, `cert`, `key`: paths of PEM files, `ca` empty: no TLS.
 
     `user` empty: etcd asks for none.
@@ -117,7 +117,7 @@ class Etcd:
     Raises Unavailable when no endpoint answers, InvalidRequest for what etcd refuses.
     """
 
-    def __init__(self, endpoints: Sequence[str], access: Access) -> None:
+    def __init__(self, endpoints: Sequence[str], access: EtcdCredentials) -> None:
         self.endpoints = list(endpoints)
         # Before each try; may raise to end what is asked
         self.pulse: Callable[[], None] = lambda: None
@@ -131,7 +131,7 @@ class Etcd:
 
     # ---- keys ----------------------------------------------------------------------------
 
-    def read(self, prefix: str) -> Reading:
+    def read(self, prefix: str) -> KeysAtRevision:
         """Read all keys below a prefix at one revision, in as many replies as needed."""
         request = pb.RangeRequest(key=prefix.encode(), range_end=_behind(prefix), limit=KEYS_MAX)
         entries: dict[str, Entry] = {}
@@ -140,7 +140,7 @@ class Etcd:
             request.revision = request.revision or reply.header.revision
             entries |= {kv.key.decode(errors="replace"): _entry(kv) for kv in reply.kvs}
             if not reply.more or not reply.kvs:
-                return Reading(request.revision, entries)
+                return KeysAtRevision(request.revision, entries)
             request.key = reply.kvs[-1].key + b"\0"
 
     def swap(self, key: str, value: bytes, lease: int, revision: int) -> tuple[Entry | None, int]:
@@ -323,7 +323,7 @@ class _Connection:
         self.watch = WatchStub(self.channel)  # type: ignore[no-untyped-call]
         self.metadata: tuple[tuple[str, str], ...] = ()
 
-    def authenticate(self, access: Access) -> None:
+    def authenticate(self, access: EtcdCredentials) -> None:
         request = pb.AuthenticateRequest(name=access.user, password=access.password)
         try:
             reply = AuthStub(self.channel).Authenticate(request, timeout=TRY_S)  # type: ignore[no-untyped-call]

@@ -31,7 +31,7 @@ from kvstore.transports.bulk import BulkConnector
 from kvstore.transports.connections import Refused
 from kvstore.transports.grpc_wire import GrpcWire
 from kvstore.transports.negotiation import Addresses, grpc_target
-from kvstore.transports.tls import PROBE_S, client_tls, why_not
+from kvstore.transports.tls import PROBE_S, client_tls, explain_unreachable
 
 # Who a node is in its cluster, from one life to the next: `member.json` in its data directory.
 #
@@ -270,7 +270,7 @@ def _instance_at(config: ClientConfig) -> bytes:
     try:
         return bytes(wire.call("hello", pb.HelloRequest(), limit).instance_id)
     except Unavailable as error:
-        if said := why_not(found, port, tls, PROBE_S):
+        if said := explain_unreachable(found, port, tls, PROBE_S):
             raise Unavailable(said) from error
         raise
     finally:
@@ -380,7 +380,7 @@ class Membership:
         if self._announced is None:
             self.announce(State.SERVING)
 
-    def tell(self, hello: pb.HelloReply) -> None:
+    def add_view(self, hello: pb.HelloReply) -> None:
         """Add the view to a hello. Raises Unavailable while there is none yet.
 
         Raises Unavailable while there is none yet.

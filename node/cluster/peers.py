@@ -58,9 +58,9 @@ class Peers:
         self.draining = Drain(membership, links, tier)
         self._sessions_max = config.sessions_max
         self._are_many = False  # members, for so many connections
-        membership.on_view(self._count)
+        membership.on_view(self._check_sessions)
 
-    def _count(self, view: View) -> None:
+    def _check_sessions(self, view: View) -> None:
         """Warn if the members' connections leave too few sessions for clients."""
         were_many, self._are_many = self._are_many, 2 * len(view.members) > self._sessions_max
         if self._are_many and not were_many:

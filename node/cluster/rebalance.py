@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from kvstore.checksum import kept
+from kvstore.checksum import stored_leaves
 from kvstore.cluster.calls import batches, check_goes_on, key_seeds
 from kvstore.cluster.view import State, View
 from kvstore.deadline import Deadline
@@ -112,14 +112,14 @@ class Rebalance:
 
         With `dry`, only report what is missing. `told` receives the progress.
         """
-        missing, away = self._missing(view, member)
+        missing, away = self._missing_pages(view, member)
         nbytes = sum(self._tier.namespace(page.digest).page_nbytes for page in missing)
         report = Report(len(missing), nbytes, away=away)
         return report if dry else self._fetched(missing, report, told)
 
     # ---- what is missing -----------------------------------------------------------------
 
-    def _missing(self, view: View, own: str) -> tuple[list[Missing], tuple[str, ...]]:
+    def _missing_pages(self, view: View, own: str) -> tuple[list[Missing], tuple[str, ...]]:
         """Return each missing page once, the newest first, from the first member that has it.
 
         All members are asked at the same time, so that absent ones cost one time-out together.
@@ -258,7 +258,7 @@ class Rebalance:
                 for verdict in reservation.verdicts
             ]
             for page, arrived in zip(reservation.pages, got, strict=True):
-                page.leaves = kept(arrived.leaves) if arrived else b""
+                page.leaves = stored_leaves(arrived.leaves) if arrived else b""
         except BaseException:
             self._tier.abort(reservation)
             raise
@@ -332,10 +332,10 @@ class Rebalancer:
 
     def start(self) -> None:
         """Start the thread."""
-        self._membership.on_view(lambda view: self.sweep_in(self.settle_s))
+        self._membership.on_view(lambda view: self.schedule_in(self.settle_s))
         self._thread.start()
 
-    def sweep_in(self, seconds: float) -> None:
+    def schedule_in(self, seconds: float) -> None:
         """Schedule a run in some seconds, unless one is due sooner."""
         with self._turn:
             self._due_s = min(self._due_s, time.monotonic() + seconds)
@@ -361,7 +361,7 @@ class Rebalancer:
                 self._once(view)
             except Exception:  # of a sweep; the next one may do better
                 log.exception("a sweep failed")
-                self.sweep_in(AGAIN_S)
+                self.schedule_in(AGAIN_S)
             finally:
                 self.running = False
 
@@ -385,7 +385,7 @@ class Rebalancer:
         if report.missing or report.away:
             log.info("swept: %s", report)
         if report.away or report.failed or report.missing == MISSING_MAX:
-            self.sweep_in(AGAIN_S)
+            self.schedule_in(AGAIN_S)
         if view.by_id[self._membership.member].state is State.JOINING:
             self._membership.joined()
 

@@ -22,7 +22,7 @@ from kvstore.config import PROTOCOL_VERSION, split_address
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, Unavailable
 from kvstore.log_rate import LogRate
-from node.cluster.etcd import Access, Entry, Etcd
+from node.cluster.etcd import Entry, Etcd, EtcdCredentials
 from node.cluster.membership import ETCD_SCHEME, Identity, Membership, instance_at
 from node.cluster.registry_state import (
     BASE_MAX,
@@ -116,7 +116,7 @@ class Registry:
         self._threads = [
             threading.Thread(target=self._run, args=(step,), name=name, daemon=True)
             for name, step in (
-                ("registry", self._keep),
+                ("registry", self._keep_registered),
                 ("registry-watch", self._follow),
                 ("removals", self._remove),
             )
@@ -308,7 +308,7 @@ class Registry:
             log.warning("%s: %s; the last view is kept", name, error)
         self._troubles[name] = since, str(error)
 
-    def _well(self) -> bool:
+    def _clear_trouble(self) -> bool:
         """Forget a thread's trouble; return whether there was none."""
         name = threading.current_thread().name
         since, _ = self._troubles.pop(name, (0.0, ""))
@@ -316,7 +316,7 @@ class Registry:
             log.info("%s: well again, after %.1f s", name, time.monotonic() - since)
         return not since
 
-    def _keep(self) -> None:
+    def _keep_registered(self) -> None:
         """Keep the registration and the saved state up to date, then pause."""
         assert self._self is not None
         if not self._leased() or self._written[1] != self._self.value():
@@ -326,7 +326,7 @@ class Registry:
             # The view may be of an etcd that began anew already; what is known of removals is from
             # before.
             self._raise_number(max(known.number, self._removals.seen, self._identity.applied))
-        self._well()
+        self._clear_trouble()
         self._tell()
         self._wake.wait(self._lease_s / KEEPS)
         self._wake.clear()
@@ -334,7 +334,7 @@ class Registry:
     def _follow(self) -> None:
         """Read the cluster's keys and follow their changes until the watch breaks."""
         reading = self._etcd.read(self._roster.prefix)
-        if not self._well():
+        if not self._clear_trouble():
             self._settle_at = time.monotonic() + self._lease_s
         with self._lock:
             self._roster.reset(reading)
@@ -348,7 +348,7 @@ class Registry:
     def _heard(self) -> None:
         with self._lock:
             mine = self._roster.entries.get(self._roster.member_key(self._identity.member))
-            self._removals.heard(self._roster.removals(self._removals.seen), self._number())
+            self._removals.receive(self._roster.removals(self._removals.seen), self._number())
         # Somebody removed or took it, or the lease ended
         if self._written[0] and not self._is_own(mine):
             self._written = (0, b"")
@@ -365,7 +365,7 @@ class Registry:
 
     def _remove(self) -> None:
         self._removals.work(self._etcd, self._roster)
-        self._well()
+        self._clear_trouble()
 
     # ---- steps ---------------------------------------------------------------------------
 
@@ -504,7 +504,7 @@ def open_registry(
                 )
         return None
     endpoints, cluster = endpoints_and_name(config.cluster)
-    access = Access(
+    access = EtcdCredentials(
         config.etcd_ca, config.etcd_cert, config.etcd_key, config.etcd_user, config.etcd_password
     )
     if config.zone:

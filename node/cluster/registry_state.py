@@ -24,7 +24,7 @@ from kvstore.cluster.view import MEMBERS_MAX, REPLICAS_MAX, Member, State, View
 from kvstore.config import speaks
 from kvstore.errors import ConfigError
 from kvstore.keys import REMOVAL_NBYTES
-from node.cluster.etcd import Change, Entry, Etcd, Reading
+from node.cluster.etcd import Change, Entry, Etcd, KeysAtRevision
 from node.cluster.membership import REMOVALS_KEPT_S, Identity
 
 BASE_MAX = 1 << 62  # a view's number has 64 bits, and etcd's revision 63
@@ -108,7 +108,7 @@ class RegistryState:
         """Return the key of a removal."""
         return f"{self.prefix}removed/{digest.hex()}"
 
-    def reset(self, reading: Reading) -> None:
+    def reset(self, reading: KeysAtRevision) -> None:
         """Replace everything that is known."""
         self.revision, self.entries = reading.revision, dict(reading.entries)
 
@@ -344,7 +344,7 @@ class NamespaceTombstones:
         """Return the number of the newest removal that was received."""
         return self._seen
 
-    def heard(self, removals: Sequence[Removal], number: int) -> None:
+    def receive(self, removals: Sequence[Removal], number: int) -> None:
         """Take the removals that etcd has; must not block."""
         with self._wake:
             fresh = [some for some in removals if some.number > self._seen]

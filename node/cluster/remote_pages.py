@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import not_
 from typing import Any, cast
 
-from kvstore.checksum import kept
+from kvstore.checksum import stored_leaves
 from kvstore.cluster.calls import batch_pages_max, key_seeds, look_up
 from kvstore.cluster.fan_out import routes
 from kvstore.cluster.routing import try_owners
@@ -289,7 +289,7 @@ class RemotePages(LowerTier):
         ttl_s = arrived.ttl_ms // 1000 - 1
         if not arrived.leaves or (arrived.ttl_ms and ttl_s <= 0):
             return False
-        page.leaves = kept(arrived.leaves)
+        page.leaves = stored_leaves(arrived.leaves)
         page.expiry_s = self._clock_s() + ttl_s if arrived.ttl_ms else 0
         page.checksum = arrived.checksum
         return True

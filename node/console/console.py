@@ -41,7 +41,7 @@ from node.serving.http_server import (
     json_response,
     text,
 )
-from node.serving.limits import CONSOLE_CALLS_MAX, WATCHERS_MAX, Budget, cap
+from node.serving.limits import CONSOLE_CALLS_MAX, WATCHERS_MAX, Budget, make_limit
 from node.serving.metrics_server import CONSOLE_PATH
 from node.serving.service import Service
 
@@ -100,13 +100,13 @@ class Acts:
         if make is None or not isinstance(op, str):
             raise InvalidRequest(f"act: one of {', '.join(self._requests)}")
         gate = self._service.gate
-        principal = gate.who(caller)
+        principal = gate.principal_of(caller)
         if principal.role < Role.ADMIN:
             why = (
                 f"{principal.name} has the role {principal.role.name.lower()}; {op} in the "
                 "console asks for admin"
             )
-            raise gate.turned_away(op, caller.at or caller.peer, principal, why)
+            raise gate.refuse_connection(op, caller.at or caller.peer, principal, why)
         return json_response(plain(self._service.call(op, make(values), caller)))
 
     def _removal(self, values: Mapping[str, Any]) -> pb.RemoveRequest:
@@ -135,9 +135,13 @@ class Console:
         self, service: Service, peers: Peers, history: History, find: Callable[[bytes], Namespace]
     ) -> None:
         self._service = service
-        self.watchers = Budget(cap("console watchers", WATCHERS_MAX, "close some pages"))
-        self.calls = Budget(cap("console calls", CONSOLE_CALLS_MAX, "wait for those that run"))
-        self.reads = Budget(cap("console reads", CONSOLE_CALLS_MAX, "wait for those that run"))
+        self.watchers = Budget(make_limit("console watchers", WATCHERS_MAX, "close some pages"))
+        self.calls = Budget(
+            make_limit("console calls", CONSOLE_CALLS_MAX, "wait for those that run")
+        )
+        self.reads = Budget(
+            make_limit("console reads", CONSOLE_CALLS_MAX, "wait for those that run")
+        )
         self._calls_at_work = threading.BoundedSemaphore(AT_WORK_MAX)
         self._reads_at_work = threading.BoundedSemaphore(AT_WORK_MAX)
         self._pool = ThreadPoolExecutor(1, "console-members")
@@ -186,7 +190,7 @@ class Console:
     def _of_somebody(self, request: Request) -> Response | None:
         gate, asker = self._service.gate, request.asker
         who = partial(gate.access.of_headers, request.headers.get("authorization", ""), asker.names)
-        principal = gate.known("console", asker.peer, who)
+        principal = gate.authenticate("console", asker.peer, who)
         peer = gate.access.share(principal) or asker.peer
         gone = request.connection.gone
         caller = Caller(peer, who=who, at=asker.peer, may_wait=False, wire="console", gone=gone)
@@ -225,7 +229,7 @@ class Console:
                 connection.send(event("now", data), STALL_S)
 
     def _next(self, principal: Principal, caller: Caller) -> str:
-        now = self._service.gate.who(caller)
+        now = self._service.gate.principal_of(caller)
         if now.scope != principal.scope or now.role != principal.role:
             raise Forbidden(
                 f"{now.name} may no longer what it might when this page was opened; open it anew"

@@ -106,7 +106,7 @@ class _Ring:
             self._values[number * KEPT + at] = values.get(column, math.nan)
         self.count += 1
 
-    def told(self, most: int = KEPT) -> dict[str, Any]:
+    def as_columns(self, most: int = KEPT) -> dict[str, Any]:
         """Return the last samples by column, oldest first."""
         places = [
             number % KEPT for number in range(max(0, self.count - min(most, KEPT)), self.count)
@@ -148,7 +148,7 @@ class History:
         self._taken_s = clock()
         self._counted: Mapping[str, Sequence[int]] = {}
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take a sample if it is time."""
         now_s = self._clock()
         if now_s - self._taken_s >= EVERY_S or not self._before:
@@ -220,14 +220,14 @@ class History:
         ring = self._of(principal)
         return ring.count if ring else 0
 
-    def told(self, principal: Principal, most: int = KEPT) -> dict[str, Any] | None:
+    def visible_to(self, principal: Principal, most: int = KEPT) -> dict[str, Any] | None:
         """Return the node's history, or the principal's tenant's; None if there is none.
 
         An identity restricted to models does not see the rest of its tenant.
         """
         with self._lock:
             ring = self._of(principal)
-            return ring.told(most) if ring else None
+            return ring.as_columns(most) if ring else None
 
     def _of(self, principal: Principal) -> _Ring | None:
         return None if principal.models else self._rings.get(principal.tenant)

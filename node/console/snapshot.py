@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from kvstore.cluster.view import REGISTRIES, Member, View
 from kvstore.deadline import Deadline
-from kvstore.doctor.checks import Finding, State, warn
-from kvstore.doctor.members import state, told
+from kvstore.doctor.checks import Finding, FindingState, warn
+from kvstore.doctor.members import check_status, state
 from kvstore.doctor.pages import hints
 from kvstore.errors import KVStoreError
 from kvstore.identities import Principal
@@ -82,7 +82,7 @@ class Members:
         self._round: Future[Any] | None = None
         self._began_s = -ASKED_S
 
-    def told(self, own: pb.NodeStatusReply) -> dict[str, Any] | None:
+    def describe(self, own: pb.NodeStatusReply) -> dict[str, Any] | None:
         """Return the view and each member's last status; None without a cluster."""
         view = self._membership.view
         if view is None:
@@ -220,7 +220,7 @@ class Snapshots:
         """Return the last hour as JSON, built once per sample because that takes 10 ms."""
         count, hour = self._hours.get(principal.scope, (0, "null"))
         if count != self._history.count(principal):
-            told = self._history.told(principal)
+            told = self._history.visible_to(principal)
             count, hour = told["count"] if told else 0, _text(told)
             self._hours[principal.scope] = count, hour
         return hour
@@ -258,16 +258,16 @@ class Snapshots:
             },
             "tenants": [plain(use) for use in sorted(status.tenants, key=_size)[:TENANTS_MAX]],
             "tenant_count": len(status.tenants),
-            "hot": self._hot(status),
+            "hot": self._hot_prefixes(status),
             "findings": self._findings(principal, status),
-            "samples": self._history.told(principal, SAMPLES),
-            "cluster": self._members.told(status) if principal.of_all else None,
+            "samples": self._history.visible_to(principal, SAMPLES),
+            "cluster": self._members.describe(status) if principal.of_all else None,
         }
         if principal.of_all:
             values["slow"] = [_slow(call) for call in self._slow.newest()]
         return values
 
-    def _hot(self, status: pb.NodeStatusReply) -> list[dict[str, Any]]:
+    def _hot_prefixes(self, status: pb.NodeStatusReply) -> list[dict[str, Any]]:
         """Return the hot prefixes of visible namespaces, shortened as in logs.
 
         No more of a head than logs say.
@@ -344,9 +344,9 @@ def _text(values: dict[str, Any] | None) -> str:
 
 def findings(status: pb.NodeStatusReply) -> list[Finding]:
     """Return what is not as it should be."""
-    of_node = told(status) if status.HasField("ram") else ()
+    of_node = check_status(status) if status.HasField("ram") else ()
     found = [state(status), *of_node, *_of_peers(status.peers), *_of_hits(status)]
-    return [finding for finding in found if finding.state in (State.WARN, State.FAIL)]
+    return [finding for finding in found if finding.state in (FindingState.WARN, FindingState.FAIL)]
 
 
 def _of_peers(peers: pb.PeersStatus) -> Iterator[Finding]:

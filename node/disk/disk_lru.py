@@ -61,7 +61,7 @@ class Links:
         """Return the arrays."""
         return self.older, self.newer, self.pool
 
-    def look(self) -> bool:
+    def spend(self) -> bool:
         """Use one step of the look's budget; return whether there was one."""
         self.left -= 1
         return self.left >= 0
@@ -165,12 +165,12 @@ class DiskPool:
         ends, links = self._ends.get(size), self._links
         if ends is None:
             return 0
-        record = ends.aside.oldest(links.may_go, links.look)
+        record = ends.aside.oldest(links.may_go, links.spend)
         while record is None and ends.oldest and links.left > 0:
             first = ends.oldest
             if links.may_go(first):
                 return first
-            links.look()
+            links.spend()
             self._take_out(ends, first)
             ends.aside.put(first)
         return record or 0

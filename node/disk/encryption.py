@@ -62,7 +62,7 @@ _FORM = (
 )
 
 
-def works() -> bool:
+def xts_works() -> bool:
     """Return whether the installed library supports AES-XTS on buffers in place."""
     unit = memoryview(bytearray(2 * TWEAK_NBYTES))
     try:
@@ -123,7 +123,7 @@ class Vault(Protocol):
         """
 
 
-class Plain:
+class PlainVault:
     """Keep namespaces without encryption."""
 
     mark = ""
@@ -141,10 +141,10 @@ class Plain:
         return b"", value
 
 
-PLAIN = Plain()
+PLAIN = PlainVault()
 
 
-class Locked:
+class EncryptedVault:
     """Under the operator's key.
 
     Raises ConfigError if `cryptography` is too old.
@@ -152,7 +152,7 @@ class Locked:
 
     def __init__(self, key: bytes) -> None:
         assert len(key) == WRAPPING_KEY_NBYTES
-        if not works():
+        if not xts_works():
             raise ConfigError(
                 "the installed package `cryptography` can not do AES-256-XTS in place; update it"
             )
@@ -225,13 +225,15 @@ def open_vault(key_file: str, key_command: str) -> Vault:
     """
     if key_file:
         file = f"encrypt_key_file={key_file}"
-        return Locked(_parsed(read_guarded(file, _OTHERS, SECRET_NBYTES_MAX), file))
+        return EncryptedVault(_parsed(read_guarded(file, _OTHERS, SECRET_NBYTES_MAX), file))
     if key_command:
-        return Locked(_parsed(_said(key_command), "what encrypt_key_command printed"))
+        return EncryptedVault(
+            _parsed(_key_command_output(key_command), "what encrypt_key_command printed")
+        )
     return PLAIN
 
 
-def _said(command: str) -> bytes:
+def _key_command_output(command: str) -> bytes:
     """Run a key command and return its output. Raises ConfigError."""
     try:
         done = subprocess.run(

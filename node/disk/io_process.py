@@ -82,8 +82,8 @@ class IoProcess:
             socket.socketpair(),
             socket.socketpair(),
         )
-        self.orders = IoChannel(order_end, self._say_gone)
-        self.questions = IoChannel(question_end, self._say_gone)
+        self.orders = IoChannel(order_end, self._why_gone)
+        self.questions = IoChannel(question_end, self._why_gone)
         with contextlib.ExitStack() as undo, its_order_end, its_question_end:
             undo.callback(self._close_sockets)
             task = task._replace(
@@ -129,7 +129,7 @@ class IoProcess:
         how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
         return f"its keeper (process {self.pid}) was ended {how}"
 
-    def _say_gone(self) -> str:
+    def _why_gone(self) -> str:
         """End a process whose sockets closed or that broke the protocol, and say why.
 
         One that speaks in riddles is ended, too: it must not write any more.

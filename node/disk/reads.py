@@ -22,7 +22,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.checksum import LEAF_SUM_NBYTES, Leaves, cuts, kept, key_seed, leaf, leaves, root
+from kvstore.checksum import (
+    LEAF_SUM_NBYTES,
+    Leaves,
+    cuts,
+    key_seed,
+    leaf,
+    leaves,
+    root,
+    stored_leaves,
+)
 from kvstore.errors import Exhausted
 from kvstore.keys import short
 from kvstore.layout import slot_nbytes
@@ -259,7 +268,11 @@ class Reading:
             intact = root(found, space.seed(page.prefix_hash)) == expected
             with self._lock:
                 if intact:
-                    page.checksum, page.leaves, page.expiry_s = expected, kept(found), expiry_s
+                    page.checksum, page.leaves, page.expiry_s = (
+                        expected,
+                        stored_leaves(found),
+                        expiry_s,
+                    )
                     self._count(page)
                 else:
                     self._quarantine(record, space.digest, page.prefix_hash)

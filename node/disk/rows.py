@@ -58,7 +58,7 @@ class PageRow(NamedTuple):
     """A page on disk.
 
     Times in seconds since the epoch; `expiry_s` 0: it has no time to live. `leaves`: of a page that
-    has several, so that a part of it can be verified (`kvstore.checksum.kept`).
+    has several, so that a part of it can be verified (`kvstore.checksum.stored_leaves`).
     """
 
     namespace: int
@@ -173,7 +173,7 @@ def stored_extents(found: bytes, wanted_nbytes: int, keep_own: bool, key_mark: s
             f"{wanted_nbytes}; use the same "
             "disk_extent_nbytes, or another directory"
         )
-    if problem := _locked(mark, key_mark):
+    if problem := _key_conflict(mark, key_mark):
         raise ConfigError(f"data_dir {problem}")
     return extent_nbytes
 
@@ -291,7 +291,7 @@ class Rows:
             self._db.close()
 
 
-def _locked(mark: str, key_mark: str) -> str:
+def _key_conflict(mark: str, key_mark: str) -> str:
     """Return how a directory's key mark differs from this node's; empty if it does not."""
     if mark == key_mark:
         return ""
@@ -382,7 +382,7 @@ class Shortages:
     def __init__(self) -> None:
         self._tell_again = 0.0
 
-    def tell(self, doing: str, error: BaseException) -> None:
+    def report(self, doing: str, error: BaseException) -> None:
         """Log a shortage, unless one was logged recently."""
         if time.monotonic() >= self._tell_again:
             self._tell_again = time.monotonic() + LOG_S

@@ -467,7 +467,7 @@ class DiskTier(LocalTier):
     def blame(self, doing: str, error: BaseException) -> None:
         """Stop the tier for an error of the disk, but not for a shortage of the node."""
         if is_shortage(error):
-            self._shortages.tell(doing, error)
+            self._shortages.report(doing, error)
         elif isinstance(error, OSError):
             self.poison(f"{doing} failed: {error}")
         else:

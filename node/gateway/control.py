@@ -96,10 +96,10 @@ class Control:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > RECEIVE_NBYTES:
             raise ProtocolError("a line that does not end")
-        return [_said(one) for one in lines]
+        return [_parse(one) for one in lines]
 
 
-class Silence:
+class SilenceTimer:
     """For how long nothing was heard, looked at now and then.
 
     Time in which nobody looked counts little: then this process did not run, and perhaps nobody
@@ -110,7 +110,7 @@ class Silence:
         self._looked_s = time.monotonic()
         self._silent_s = 0.0
 
-    def look(self, heard: bool) -> float:
+    def poll(self, heard: bool) -> float:
         """Return for how many seconds the other side has been silent."""
         now = time.monotonic()
         passed_s, self._looked_s = now - self._looked_s, now
@@ -118,7 +118,7 @@ class Silence:
         return self._silent_s
 
 
-def _said(text: bytes) -> dict[str, Any]:
+def _parse(text: bytes) -> dict[str, Any]:
     """Parse a gateway's message, which may be forged if the gateway was taken over.
 
     It may be anybody's by now: what it says is believed only as far as it goes here.

@@ -39,7 +39,7 @@ from node.serving.limits import (
     REFLECTION_S_MAX,
     REFLECTION_STREAMS_MAX,
     ConnectionLimiter,
-    cap,
+    make_limit,
 )
 
 log = logging.getLogger(__name__)
@@ -190,14 +190,14 @@ class Servicer:
         self._stall_s = stall_s
         remedy = "make fewer at a time"
         self._calls = ConnectionLimiter(
-            cap("gRPC calls", 4 * threads, f"{remedy}, or raise grpc_threads")
+            make_limit("gRPC calls", 4 * threads, f"{remedy}, or raise grpc_threads")
         )
-        self._health_calls = ConnectionLimiter(cap("health calls", HEALTH_CALLS_MAX, remedy))
+        self._health_calls = ConnectionLimiter(make_limit("health calls", HEALTH_CALLS_MAX, remedy))
         self._followers = ConnectionLimiter(
-            cap("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them")
+            make_limit("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them")
         )
         self._reflections = ConnectionLimiter(
-            cap("reflection streams", REFLECTION_STREAMS_MAX, remedy)
+            make_limit("reflection streams", REFLECTION_STREAMS_MAX, remedy)
         )
         self.places = (self._calls, self._health_calls, self._followers, self._reflections)
         self._admitting = asyncio.Semaphore(ADMITTED_MAX)

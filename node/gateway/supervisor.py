@@ -30,7 +30,7 @@ from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
 from node.cluster.membership import Membership
 from node.config import NodeConfig, missing
-from node.gateway.control import BEAT_S, EXIT_MEMORY, Control, Silence, pems_value, view_value
+from node.gateway.control import BEAT_S, EXIT_MEMORY, Control, SilenceTimer, pems_value, view_value
 from node.serving.gateway import GatewayCalls, GatewayDoor
 from node.serving.service import Service
 from node.tls import Certificates
@@ -531,7 +531,7 @@ class _Supervisor:
 
         Return why.
         """
-        unheard, untaken, beat_s = Silence(), Silence(), 0.0
+        unheard, untaken, beat_s = SilenceTimer(), SilenceTimer(), 0.0
         while not (self._all.stopping and not self.ready.is_set()):  # one that starts has no calls
             try:
                 messages = control.receive(BEAT_S / 2)
@@ -542,7 +542,7 @@ class _Supervisor:
                 return runner.wait(LEAVE_S) or HUNG  # it has closed its end
             for message in messages:
                 self._on_message(message)
-            silent_s = max(unheard.look(bool(messages)), untaken.look(self._takes(control)))
+            silent_s = max(unheard.poll(bool(messages)), untaken.poll(self._takes(control)))
             silent_s_max = SILENT_S_MAX if self.ready.is_set() else READY_S_MAX
             if silent_s > silent_s_max and not self._all.embedded:  # nobody can end a thread
                 return HUNG

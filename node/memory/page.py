@@ -432,7 +432,7 @@ class Reservation:
         self.verdicts += [PutStatus.WRITE] * len(pages)
         self.chain += pages
 
-    def refuse(self, page: Page | None, is_below: bool) -> None:
+    def add_status(self, page: Page | None, is_below: bool) -> None:
         """Add the status of the next key: stored, being written, or no space."""
         if page is None:
             self.verdicts.append(PutStatus.EXISTS if is_below else PutStatus.FULL)

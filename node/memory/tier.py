@@ -75,7 +75,7 @@ class RamTier:
             return (self.below, *self.remote)
 
         self.promotion = Promotion(
-            self.lock, lower, self._place, lend, self._settle, self._offer, clock_ms
+            self.lock, lower, self._place, lend, self._end_load, self._offer, clock_ms
         )
         self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
         namespaces.account_of = self._order.accounts.of
@@ -138,7 +138,7 @@ class RamTier:
         pages = list(map(index.pages.get, prefix_hashes))
         present = [p is not None and p.state is visible and not p.expiry_s for p in pages]
         if False in present:
-            self._look_closer(index, prefix_hashes, pages, present)
+            self._refine_presence(index, prefix_hashes, pages, present)
         if touch:
             self._order.touch(reversed(pages), self.clock_ms())
             self.below.touch(digest, prefix_hashes)
@@ -148,7 +148,7 @@ class RamTier:
             index.count_lookup(present, absent, self.ghosts)
         return present
 
-    def _look_closer(
+    def _refine_presence(
         self,
         index: NamespaceIndex,
         prefix_hashes: Sequence[bytes],
@@ -288,7 +288,7 @@ class RamTier:
             if page is not None and prefix_hash in new:
                 result.write([page])
             else:
-                result.refuse(page, is_below)
+                result.add_status(page, is_below)
         # In the order of the verdicts, by which the writer finds them: a page that was here may
         # have gone for those that came at once, and has been given a new place behind them.
         result.pages[first:] = [new[prefix_hash] for prefix_hash, _ in asked if prefix_hash in new]
@@ -303,7 +303,7 @@ class RamTier:
         self.writing_count += len(placed)
         return placed
 
-    def _settle(self, page: Page, visible: bool) -> None:
+    def _end_load(self, page: Page, visible: bool) -> None:
         """Make a loaded page visible, or forget it and leave its slot to its readers."""
         self.writing_count -= 1
         if visible:

@@ -22,7 +22,7 @@ from node.serving.connection import (
     few_left,
     message_of,
 )
-from node.serving.limits import NO_QUOTAS, ConnectionLimiter, Limit, Quoted
+from node.serving.limits import NO_QUOTAS, ConnectionLimiter, Limit, QuotaLimits
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class ConnectionServer(abc.ABC):
         listener: socket.socket,
         stall_s: float,
         cap: Limit,
-        quoted: Quoted = NO_QUOTAS,
+        quoted: QuotaLimits = NO_QUOTAS,
     ) -> None:
         self._name = name
         self._listener = listener

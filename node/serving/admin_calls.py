@@ -14,7 +14,7 @@ from node.memory.inventory import Inventory, PageInfo
 from node.memory.tier import RamTier
 from node.serving.limits import SCRUB_NBYTES_MAX, SCRUB_S_MAX, Charge
 from node.serving.session import Content
-from node.serving.status import in_range
+from node.serving.status import clamp_to_field
 
 # Verify pages: compare all copies of a page that this node has with its checksum.
 
@@ -97,7 +97,7 @@ class ClusterCalls:
         """Begin a rebalance, or return what it would fetch."""
         self._check("filled by others")
         if not request.dry:
-            self._sweeper.sweep_in(0.0)
+            self._sweeper.schedule_in(0.0)
             return pb.SweepReply()
         report = self._sweeper.dry()
         return pb.SweepReply(
@@ -165,7 +165,7 @@ class Listing:
 
 
 def _message(info: PageInfo) -> pb.PageStat:
-    return in_range(pb.PageStat, **info._asdict())
+    return clamp_to_field(pb.PageStat, **info._asdict())
 
 
 class Waiting(Protocol):

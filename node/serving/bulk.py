@@ -16,10 +16,10 @@ from kvstore.transports.frames import FrameSocket
 from kvstore.transports.tls import NO_PLACE, TlsFrameSocket
 from node.serving.acceptor import BACKLOG, ConnectionServer
 from node.serving.connection import Connection, Transfer, caller_at
-from node.serving.limits import TRANSFER_NBYTES_PER_S_MIN, cap, peer_of
+from node.serving.limits import TRANSFER_NBYTES_PER_S_MIN, make_limit, peer_of
 from node.serving.service import Service
 from node.serving.session import Session
-from node.tls import Certificates, Shown, shown_by
+from node.tls import Certificates, Shown, describe_certificate
 
 # How long a transfer may take.
 
@@ -63,7 +63,7 @@ class BulkServer(ConnectionServer):
         """Listen on a port; without `certificates`, without TLS."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        what = cap(
+        what = make_limit(
             "bulk connections", connections_max, "use fewer per client, or raise sessions_max"
         )
         super().__init__(
@@ -92,9 +92,9 @@ class BulkConnection(Connection):
     """A transfer that stalls or trickles (`Pace`) ends the connection."""
 
     @property
-    def shown(self) -> Shown | None:
+    def client_certificate(self) -> Shown | None:
         """Return the client's certificate after its greeting; None without one."""
-        return shown_by(self.socket.certificate)
+        return describe_certificate(self.socket.certificate)
 
     def greet(self) -> tuple[bytes, int]:
         """Perform the TLS handshake and receive the first frame."""

@@ -182,7 +182,7 @@ class Connection(abc.ABC):
         self.stall_s = stall_s
         self.caller = caller
         self.place: ConnectionSlot | None = None
-        self._edge = service.traffic.edge(caller.wire)
+        self._edge = service.traffic.of_wire(caller.wire)
         self._trace: Trace | None = None  # of the request that was received last
         self._request_nbytes = 0  # taken from the budget for large requests
         self._request_peer = (
@@ -206,7 +206,7 @@ class Connection(abc.ABC):
         return MESSAGE_NBYTES_MAX if self.service.gate.access.open else HELLO_NBYTES_MAX
 
     @property
-    def shown(self) -> Shown | None:
+    def client_certificate(self) -> Shown | None:
         """Return the client's certificate after its greeting; None without one."""
         return None
 
@@ -222,12 +222,13 @@ class Connection(abc.ABC):
         gate = self.service.gate
         if gate.access.open:
             return
-        who = gate.access.known_by(
-            request.token if op == "hello" else "", self.shown.names if self.shown else ()
+        who = gate.access.credential(
+            request.token if op == "hello" else "",
+            self.client_certificate.names if self.client_certificate else (),
         )
-        principal = gate.known(op, self.peer, who)
+        principal = gate.authenticate(op, self.peer, who)
         if why := self.refusal(principal):
-            raise gate.turned_away(op, self.peer, principal, why)
+            raise gate.refuse_connection(op, self.peer, principal, why)
 
         def still() -> Principal:
             now = who()

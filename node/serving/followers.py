@@ -17,7 +17,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import FrameSocket
 from node.cluster.membership import Membership
-from node.serving.limits import FOLLOW_S_MAX, FOLLOWERS_MAX, Budget, cap
+from node.serving.limits import FOLLOW_S_MAX, FOLLOWERS_MAX, Budget, make_limit
 
 
 class Followers:
@@ -29,7 +29,7 @@ class Followers:
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._budget = Budget(
-            cap("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them")
+            make_limit("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them")
         )
         self._lock = threading.Lock()  # of the signal
         self._signal: _Signal | None = (

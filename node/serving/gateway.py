@@ -25,11 +25,11 @@ from kvstore.identities import Principal
 from kvstore.messages import FRAME_NBYTES, chunk_head, field_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import FrameSocket, runs
-from node.auth.access import Access, Caller, nobody
+from node.auth.access import Access, Caller, refuse_anonymous
 from node.serving.acceptor import DESCRIPTORS_LEFT_MIN, ConnectionServer
 from node.serving.bulk import BulkConnection
 from node.serving.connection import Request, Transfer, caller_at, few_left
-from node.serving.limits import REQUEST_NBYTES_FREE, Budget, cap, peer_of
+from node.serving.limits import REQUEST_NBYTES_FREE, Budget, make_limit, peer_of
 from node.serving.service import Service
 
 log = logging.getLogger(__name__)
@@ -68,14 +68,14 @@ class GatewayCalls:
         more = f"{remedy}, or raise grpc_threads"
         transfers = max(1, threads * 3 // 4)
         self.calls = Budget(
-            cap("gRPC calls", 4 * threads, more),
+            make_limit("gRPC calls", 4 * threads, more),
             service.tenants.quoted("connections", "connections"),
         )
-        self.transfers = Budget(cap("gRPC transfers", transfers, more))
+        self.transfers = Budget(make_limit("gRPC transfers", transfers, more))
         # Of them, those that may wait for the disk or for other members: however long these hang,
         # the others are left for pages in RAM.
-        self.durable = Budget(cap("gRPC durable puts", max(1, transfers // 2), more))
-        self.loads = Budget(cap("gRPC gets from disk", max(1, transfers * 3 // 4), remedy))
+        self.durable = Budget(make_limit("gRPC durable puts", max(1, transfers // 2), more))
+        self.loads = Budget(make_limit("gRPC gets from disk", max(1, transfers * 3 // 4), remedy))
 
 
 class GatewayDoor(ConnectionServer):
@@ -88,7 +88,7 @@ class GatewayDoor(ConnectionServer):
             name,
             door,
             stall_s,
-            cap("connections of a gateway", calls.connections_max, "make fewer calls"),
+            make_limit("connections of a gateway", calls.connections_max, "make fewer calls"),
         )
         self._service = service
         self._calls = calls
@@ -201,7 +201,7 @@ class GatewayConnection(BulkConnection):
         def who() -> Principal:
             if told.authorization:
                 return self._access.of_headers(told.authorization, ())
-            return self._access.of_certificate(names) if names else nobody()
+            return self._access.of_certificate(names) if names else refuse_anonymous()
 
         peer = at
         if not self._access.open:
@@ -214,7 +214,9 @@ class GatewayConnection(BulkConnection):
         """Refuse large requests of clients without a valid credential before they are received."""
         if header_nbytes > REQUEST_NBYTES_FREE:
             gate, caller = self.service.gate, self.caller
-            gate.known("large request", caller.at or caller.peer, lambda: gate.who(caller))
+            gate.authenticate(
+                "large request", caller.at or caller.peer, lambda: gate.principal_of(caller)
+            )
         super()._admit(header_nbytes)
 
     def parse(self, header: bytes, payload_nbytes: int) -> Request:

@@ -63,7 +63,7 @@ class HotPrefixes:
         self._entries: dict[tuple[bytes, bytes], _Entry] = {}
         self._halved_s = clock()
 
-    def asked(
+    def observe(
         self, namespace: bytes, prefix_hashes: Sequence[bytes], present: Sequence[bool]
     ) -> None:
         """Sample a lookup."""

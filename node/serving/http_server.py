@@ -43,10 +43,10 @@ from node.serving.limits import (
     HTTP_REQUEST_S_MAX,
     ConnectionLimiter,
     ConnectionSlot,
-    cap,
+    make_limit,
     peer_of,
 )
-from node.tls import Certificates, shown_by
+from node.tls import Certificates, describe_certificate
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Disconnected(Exception):
     """The client left, was too slow, or had to make room for another one."""
 
 
-class Connection:
+class HttpConnection:
     """One accepted connection, used by its own thread.
 
     Other threads may only call `hang_up`.
@@ -167,7 +167,7 @@ class Connection:
         with _disconnects():
             self._limit()
             self.sock.do_handshake()
-        shown = shown_by(self.sock.getpeercert() or {})
+        shown = describe_certificate(self.sock.getpeercert() or {})
         return Asker(self.peer, shown.names if shown else ())
 
     def receive(self) -> bytes:
@@ -244,7 +244,7 @@ class Request:
     headers: Mapping[str, str]
     body: bytes
     asker: Asker
-    connection: Connection = field(repr=False)
+    connection: HttpConnection = field(repr=False)
 
 
 # Returns the reply, or None if it has sent one itself, as a stream. Raises KVStoreError.
@@ -258,7 +258,7 @@ class _Handler(BaseHTTPRequestHandler):
     """
 
     protocol_version = "HTTP/1.1"
-    request: Connection
+    request: HttpConnection
     server: "HttpServer"  # type: ignore[assignment]
 
     def setup(self) -> None:
@@ -380,14 +380,16 @@ class HttpServer:
         self._respond = respond
         self._certificates = certificates
         self._places = ConnectionLimiter(
-            cap("HTTP connections", HTTP_CONNECTIONS_MAX, "close some pages, or scrape less often")
+            make_limit(
+                "HTTP connections", HTTP_CONNECTIONS_MAX, "close some pages, or scrape less often"
+            )
         )
         self._spare = SpareDescriptor()
         # Needs no descriptor, and waits where `accept` would fail for want of one.
         self._poll = select.poll()
         self._poll.register(self._listener, select.POLLIN)
         self._lock = threading.Lock()
-        self._threads: dict[Connection, threading.Thread] = {}
+        self._threads: dict[HttpConnection, threading.Thread] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
         self._thread.start()
@@ -443,7 +445,7 @@ class HttpServer:
             undo.callback(sock.close)
             greeted = self._in_tls(sock)  # fails if the client sent no TLS and left
             undo.pop_all()
-            self._admit(Connection(greeted, peer_of(address[0]), HTTP_REQUEST_S_MAX))
+            self._admit(HttpConnection(greeted, peer_of(address[0]), HTTP_REQUEST_S_MAX))
 
     def _serve_without_descriptor(self) -> None:
         """Serve one connection with the descriptor in reserve.
@@ -453,7 +455,7 @@ class HttpServer:
         with self._spare.lent(), contextlib.suppress(OSError):
             sock, address = self._listener.accept()
             self._serve(
-                Connection(self._in_tls(sock), peer_of(address[0]), HURRIED_S, hurried=True)
+                HttpConnection(self._in_tls(sock), peer_of(address[0]), HURRIED_S, hurried=True)
             )
 
     def _in_tls(self, sock: socket.socket) -> socket.socket:
@@ -462,7 +464,7 @@ class HttpServer:
         context = self._certificates.context
         return context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
-    def _admit(self, connection: Connection) -> None:
+    def _admit(self, connection: HttpConnection) -> None:
         try:
             connection.place = self._places.enter(connection.peer, connection.hang_up)
         except Exhausted:
@@ -482,7 +484,7 @@ class HttpServer:
             connection.hurried, connection.end = True, time.monotonic() + HURRIED_S
             self._serve(connection)
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: HttpConnection) -> None:
         try:
             _Handler(connection, (connection.peer, 0), self)  # type: ignore[arg-type]
         except Disconnected:

@@ -164,12 +164,12 @@ class Limit:
         )
 
 
-def cap(what: str, total: int, remedy: str, per_peer: int = 0) -> Limit:
+def make_limit(what: str, total: int, remedy: str, per_peer: int = 0) -> Limit:
     """Make a limit of which one peer gets half, unless told otherwise."""
     return Limit(what, total, per_peer or max(1, -(-total // 2)), remedy)
 
 
-class Quoted(NamedTuple):
+class QuotaLimits(NamedTuple):
     """Apply tenants' quotas to a limit.
 
     `most` returns a tenant's quota, 0 for none; `refused` counts refusals.
@@ -184,7 +184,7 @@ class Quoted(NamedTuple):
         return min(self.most(tenant) or cap.per_peer, cap.per_peer) if tenant else cap.per_peer
 
 
-NO_QUOTAS = Quoted()
+NO_QUOTAS = QuotaLimits()
 
 
 class PerPeerQueue:
@@ -239,7 +239,7 @@ class Budget:
     Thread-safe; remembers only peers that have some.
     """
 
-    def __init__(self, cap: Limit, quoted: Quoted = NO_QUOTAS) -> None:
+    def __init__(self, cap: Limit, quoted: QuotaLimits = NO_QUOTAS) -> None:
         self.cap = cap
         self._quoted = quoted
         self._lock = threading.Lock()
@@ -330,7 +330,7 @@ class ConnectionLimiter:
     Thread-safe; everything but a full house is O(1).
     """
 
-    def __init__(self, cap: Limit, quoted: Quoted = NO_QUOTAS) -> None:
+    def __init__(self, cap: Limit, quoted: QuotaLimits = NO_QUOTAS) -> None:
         self.cap = cap
         self._quoted = quoted
         self._lock = threading.Lock()

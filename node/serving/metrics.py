@@ -312,7 +312,7 @@ def metrics_text(service: Service) -> Choose:
 
     def choose(headers: Mapping[str, str], asker: Asker) -> Answer:
         gate, authorization = service.gate, headers.get("authorization", "")
-        who = gate.known(
+        who = gate.authenticate(
             "metrics", asker.peer, lambda: gate.access.of_headers(authorization, asker.names)
         )
         caller = Caller(asker.peer, who=lambda: who)

@@ -196,11 +196,11 @@ class RequestMetrics:
 
     # ---- what happens --------------------------------------------------------------------
 
-    def edge(self, wire: str) -> WireMetrics:
+    def of_wire(self, wire: str) -> WireMetrics:
         """Return the metrics of a transport."""
         return self._edges.setdefault(wire, WireMetrics(wire, self.slow))
 
-    def got(self, tier: str, wire: str, nbytes: int, began_ns: int) -> None:
+    def count_get(self, tier: str, wire: str, nbytes: int, began_ns: int) -> None:
         """Count a get whose pages are in RAM now; `tier` is the farthest that had one.
 
         `tier`: the farthest in which one of them was.

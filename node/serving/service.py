@@ -43,11 +43,11 @@ from node.serving.limits import (
     Budget,
     PerPeerQueue,
     Requests,
-    cap,
+    make_limit,
 )
 from node.serving.recorder import Recorder
 from node.serving.session import Content, Session, Sessions, offsets_of, ttls_ms
-from node.serving.status import Status, scoped
+from node.serving.status import Status, redact_for_tenant
 from node.serving.write_acks import WriteAcks
 
 log = logging.getLogger(__name__)
@@ -99,12 +99,12 @@ class Service:
         self.erasure = Erasure(tier, disk, self.durability, peers.couriers, lambda: self.draining)
         self.promises = WriteAcks(self.durability, sessions, peers)
         remedy = "send smaller batches, or fewer at a time"
-        self.requests = Budget(cap("bytes of large requests", REQUESTS_NBYTES_MAX, remedy))
+        self.requests = Budget(make_limit("bytes of large requests", REQUESTS_NBYTES_MAX, remedy))
         self.followers = Followers(peers.membership)
         self.turns = PerPeerQueue()
         self.forms = Requests(config, self.requests, self.turns)
         self._long_calls = {
-            op: Budget(cap(f"{op} calls", count, "wait for those that run"))
+            op: Budget(make_limit(f"{op} calls", count, "wait for those that run"))
             for op, count in LONG_CALLS.items()
         }
         self._status = Status(config, arena, tier, disk)
@@ -213,7 +213,7 @@ class Service:
                 )
             stored = session.commit(leaves, -(-put.ttl_ms // 1000))
             self.traffic.took(session.caller.wire, wanted * put.page_nbytes)
-            self.promises.keep(session, pages)
+            self.promises.wait_for(session, pages)
             return pb.CommitReply(stored=stored)
 
     def begin_get(
@@ -263,7 +263,7 @@ class Service:
                 [page is not None for page in pages], checksums, ttls_ms(found, self._tier.clock_s)
             )
             session.charge.add_transferred(len(found) * wanted_nbytes)
-            self.traffic.got(
+            self.traffic.count_get(
                 session.tier, session.caller.wire, len(found) * wanted_nbytes, began_ns
             )
             if session.maps_arena:
@@ -293,7 +293,7 @@ class Service:
             bulk_port=self.bulk_port,
             limits=self.limits,
         )
-        principal = self.gate.who(caller)
+        principal = self.gate.principal_of(caller)
         if principal is not EVERYBODY:
             hello.tenant, hello.role = principal.tenant, principal.role.name.lower()
         if self.shm_status:
@@ -302,7 +302,7 @@ class Service:
                 hello.shm_socket, hello.arena_nbytes = self.shm_status().socket, self._arena.nbytes
         # Who only asks may be this node itself
         if request.protocol_version or not self.membership.joining:
-            self.membership.tell(hello)
+            self.membership.add_view(hello)
         return hello
 
     def _open_namespace(
@@ -323,8 +323,8 @@ class Service:
     def _list_namespaces(
         self, request: pb.ListNamespacesRequest, caller: Caller
     ) -> pb.ListNamespacesReply:
-        principal, infos = self.gate.who(caller), self._status.namespaces()[1]
-        return pb.ListNamespacesReply(namespaces=self.gate.of_his(principal, infos))
+        principal, infos = self.gate.principal_of(caller), self._status.namespaces()[1]
+        return pb.ListNamespacesReply(namespaces=self.gate.visible_to(principal, infos))
 
     def _lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupReply:
         prefix_hashes = request.prefix_hashes[:]  # as above
@@ -335,7 +335,7 @@ class Service:
         if request.near and caller.may_wait and False in present:
             self._look_further(request, prefix_hashes, present)
         if not request.touch:
-            self.heat.asked(request.namespace, prefix_hashes, present)
+            self.heat.observe(request.namespace, prefix_hashes, present)
         return lookup_reply(present)
 
     def _look_further(
@@ -356,7 +356,7 @@ class Service:
         hashes = list(request.prefix_hashes)
         check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
         self._check_nbytes(len(hashes) * self._tier.namespace(request.namespace).page_nbytes)
-        charge = self.tenants.charge(self.gate.who(caller))
+        charge = self.tenants.charge(self.gate.principal_of(caller))
         return self._verifying.verify(
             request.namespace, hashes, charge, partial(self._check_waiting, caller)
         )
@@ -411,11 +411,13 @@ class Service:
                 for why, count in self.gateway_ends.copy().items()
             ],
         )
-        principal = self.gate.who(caller)
+        principal = self.gate.principal_of(caller)
         return (
             status
             if principal.of_all
-            else scoped(status, self.gate.of_his(principal, status.namespaces), principal.tenant)
+            else redact_for_tenant(
+                status, self.gate.visible_to(principal, status.namespaces), principal.tenant
+            )
         )
 
     def _remove_namespace(

@@ -9,10 +9,10 @@ from kvstore.checksum import (
     checksum,
     hashed_nbytes,
     joined_checksum,
-    kept,
     parts_match,
     root,
     roots,
+    stored_leaves,
 )
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted
@@ -25,7 +25,7 @@ from node.memory.arena import Arena
 from node.memory.page import Page, Reservation
 from node.memory.promotion import Acquired, PartialPage, Range
 from node.memory.tier import RamTier
-from node.serving.limits import NO_CHARGE, Budget, Charge, cap
+from node.serving.limits import NO_CHARGE, Budget, Charge, make_limit
 from node.serving.request_metrics import DISK, PEER, RAM, RequestMetrics
 from node.serving.tenants import Tenants
 
@@ -231,7 +231,7 @@ class Session:
         checksums = roots(
             leaves, self._reservation.namespace.digest, [page.prefix_hash for page in pages]
         )
-        if kept(leaves[0]):  # all are as long
+        if stored_leaves(leaves[0]):  # all are as long
             for page, some in zip(pages, leaves, strict=True):
                 page.leaves = some
         stored = self._tier.commit(self._reservation, checksums, min(ttl_s, TTL_S_MAX))
@@ -311,7 +311,7 @@ class Session:
         self._tier.release(held)
         nbytes, self._held_nbytes = self._held_nbytes, 0
         if nbytes:
-            self._sessions.let_go(self, nbytes)
+            self._sessions.released(self, nbytes)
 
     def close(self) -> None:
         """Give everything back."""
@@ -345,7 +345,7 @@ class Sessions:
         # slots.
         batch = min(ram_nbytes, batch_nbytes_max + batch_keys_max * SLOT_ALIGN_NBYTES)
         self.reserved = Budget(
-            cap(
+            make_limit(
                 "bytes reserved by puts that are not committed",
                 max(ram_nbytes // 2, batch),
                 "put smaller batches, or fewer at a time",
@@ -353,7 +353,7 @@ class Sessions:
             )
         )
         self.held = Budget(
-            cap(
+            make_limit(
                 "bytes held by reads in shared memory",
                 max(ram_nbytes // 2, batch) * HOLDERS_MAX,
                 "release what was read",
@@ -385,10 +385,10 @@ class Sessions:
             self.held.give(session.peer, nbytes)
             raise
 
-    def let_go(self, session: Session, nbytes: int) -> None:
+    def released(self, session: Session, nbytes: int) -> None:
         """Count released bytes."""
         self.held.give(session.peer, nbytes)
-        self.tenants.let_go(session.tenant, nbytes)
+        self.tenants.release(session.tenant, nbytes)
 
     def closed(self, session: Session) -> None:
         """Forget a closed session."""

@@ -27,10 +27,10 @@ from node.auth.access import Caller
 from node.memory.arena import Arena
 from node.serving.acceptor import BACKLOG, ConnectionServer
 from node.serving.connection import Connection, Transfer, caller_at, ready
-from node.serving.limits import cap
+from node.serving.limits import make_limit
 from node.serving.service import Service
 from node.serving.session import Session
-from node.serving.status import in_range
+from node.serving.status import clamp_to_field
 
 # The file of a Unix socket: made for its owner only, replaced if its node is dead, removed at the
 # end.
@@ -98,7 +98,7 @@ class ShmServer(ConnectionServer):
     def __init__(
         self, path: str, arena: Arena, service: Service, stall_s: float, connections_max: int
     ) -> None:
-        what = cap(
+        what = make_limit(
             "shared-memory connections",
             connections_max,
             "use fewer per process, or raise sessions_max",
@@ -122,7 +122,7 @@ class ShmServer(ConnectionServer):
         """Return the status of shared memory."""
         with self._lock:
             orphans = list(self._orphan_pages.values())
-        return in_range(
+        return clamp_to_field(
             pb.ShmStatus,
             socket=self.path,
             client_count=self.count - len(orphans),

@@ -32,7 +32,7 @@ _SAID = (
 )
 
 
-def scoped(
+def redact_for_tenant(
     status: pb.NodeStatusReply, namespaces: Sequence[pb.NamespaceInfo], tenant: str
 ) -> pb.NodeStatusReply:
     """Reduce a status to what a tenant may see: its namespaces and its use.
@@ -62,7 +62,7 @@ Message = TypeVar("Message")
 _LIMITS: dict[type, dict[str, int]] = {}
 
 
-def in_range(kind: type[Message], **fields: Any) -> Message:
+def clamp_to_field(kind: type[Message], **fields: Any) -> Message:
     """Build a message whose out-of-range values, such as negative ages, are 0."""
     limits = _LIMITS.get(kind) or _LIMITS.setdefault(kind, _unsigned(kind))
     for name, largest in limits.items():
@@ -107,7 +107,7 @@ class Status:
         """Return the node's status; `facts` are fields that the service knows."""
         totals, namespaces = self.namespaces()
         degraded = self._disk is not None and bool(self._disk.poisoned)
-        return in_range(
+        return clamp_to_field(
             pb.NodeStatusReply,
             version=kvstore.__version__,
             state="DRAINING" if draining else "DEGRADED" if degraded else "SERVING",
@@ -127,23 +127,23 @@ class Status:
         """Return the counters of all namespaces together, and each namespace."""
         totals, each = self._inventory.counters()
         infos = [
-            in_range(
+            clamp_to_field(
                 pb.NamespaceInfo,
                 digest=index.digest,
                 namespace=namespace_message(index.value),
                 page_nbytes=index.page_nbytes,
                 page_count=page_count,
-                counters=in_range(pb.Counters, **counters.as_dict()),
+                counters=clamp_to_field(pb.Counters, **counters.as_dict()),
                 disk_page_count=self._disk.page_count(index.digest) if self._disk else 0,
             )
             for index, counters, page_count in each
         ]
-        return in_range(pb.Counters, **totals.as_dict()), infos
+        return clamp_to_field(pb.Counters, **totals.as_dict()), infos
 
     def _ram(self) -> pb.RamStatus:
         tier, slots = self._tier, self._tier.slots
         classes = [
-            in_range(
+            clamp_to_field(
                 pb.SizeClass,
                 slot_nbytes=size,
                 block_count=blocks,
@@ -152,7 +152,7 @@ class Status:
             )
             for size, blocks, count, used in self._inventory.size_classes()
         ]
-        return in_range(
+        return clamp_to_field(
             pb.RamStatus,
             capacity_nbytes=slots.region_nbytes,
             used_nbytes=slots.used_nbytes,
@@ -169,7 +169,7 @@ class Status:
 
     def _disk_status(self, disk: DiskTier) -> pb.DiskStatus:
         slots = disk.records.slots
-        return in_range(
+        return clamp_to_field(
             pb.DiskStatus,
             state="POISONED" if disk.poisoned else "SERVING",
             reason=disk.poisoned,

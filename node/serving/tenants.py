@@ -14,8 +14,8 @@ from node.auth.quotas import Bucket, Quota, Quotas
 from node.disk.tier import DiskTier
 from node.memory.tenant_usage import NOTHING, Use
 from node.memory.tier import RamTier
-from node.serving.limits import NO_CHARGE, Charge, Quoted
-from node.serving.status import in_range
+from node.serving.limits import NO_CHARGE, Charge, QuotaLimits
+from node.serving.status import clamp_to_field
 
 # How many requests, and how many page bytes, a tenant may have in a second: buckets that fill
 # steadily.
@@ -139,9 +139,9 @@ class Tenants:
             with self._lock:
                 self._refused.setdefault(tenant, Counter())[what] += 1
 
-    def quoted(self, what: str, field: str) -> Quoted:
+    def quoted(self, what: str, field: str) -> QuotaLimits:
         """Return the quotas of connections or of held bytes; `field` is one of `Quota`."""
-        return Quoted(
+        return QuotaLimits(
             lambda tenant: int(getattr(self.quotas.of(tenant), field)),
             partial(self.refused, what=what),
         )
@@ -181,7 +181,7 @@ class Tenants:
             "release what was read, read smaller batches, or ask for a larger quota"
         )
 
-    def let_go(self, tenant: str, nbytes: int) -> None:
+    def release(self, tenant: str, nbytes: int) -> None:
         """Count released bytes."""
         with self._lock:
             self._held[tenant] -= nbytes
@@ -207,7 +207,7 @@ class Tenants:
         quota = self.quotas.of(tenant)
         with self._lock:
             refused, held_nbytes = Counter(self._refused.get(tenant, {})), self._held[tenant]
-        return in_range(
+        return clamp_to_field(
             pb.TenantUse,
             tenant=tenant,
             ram_nbytes=ram.nbytes,

@@ -22,7 +22,7 @@ from node.serving.session import Session, Sessions
 Owners = Mapping[bytes, tuple[str, ...]]  # of each page
 
 
-class _Ways(NamedTuple):
+class _Recipients(NamedTuple):
     """List the members that get each page, and when.
 
     The put waits for `awaited`; `at_once` get it without being waited for; `after` get it after the
@@ -77,9 +77,9 @@ class WriteAcks:
                 h for h, verdict in verdicts if verdict in (PutStatus.WRITE, PutStatus.EXISTS)
             ]
             if not result.pages:
-                self.keep(session, [])
+                self.wait_for(session, [])
 
-    def keep(self, session: Session, pages: Sequence[Page]) -> None:
+    def wait_for(self, session: Session, pages: Sequence[Page]) -> None:
         """Wait until committed pages are as safe as the put requires.
 
         Raises Exhausted if they are visible but not that safe.
@@ -119,7 +119,7 @@ class WriteAcks:
             )
 
     def _awaited(
-        self, session: Session, pages: Sequence[Page], ways: _Ways, owners: Owners
+        self, session: Session, pages: Sequence[Page], ways: _Recipients, owners: Owners
     ) -> list[AckWaiter]:
         put, keys = session.put_request, [page.prefix_hash for page in pages]
         if not session.promised:
@@ -128,7 +128,7 @@ class WriteAcks:
         if stored := set(session.promised).difference(keys):
             known = [prefix_hash for prefix_hash in session.promised if prefix_hash in stored]
             tickets.append(
-                self.hand(
+                self.replicate(
                     put.namespace,
                     known,
                     self._ways(put, known, owners).awaited,
@@ -138,7 +138,7 @@ class WriteAcks:
             )
         return tickets
 
-    def hand(
+    def replicate(
         self,
         digest: bytes,
         prefix_hashes: Sequence[bytes],
@@ -165,8 +165,10 @@ class WriteAcks:
         ticket.lost_count += len(wanted) - len(there)
         return ticket
 
-    def _ways(self, put: pb.PutRequest, prefix_hashes: Sequence[bytes], owners: Owners) -> _Ways:
-        ways, own = _Ways([], [], []), self._membership.member
+    def _ways(
+        self, put: pb.PutRequest, prefix_hashes: Sequence[bytes], owners: Owners
+    ) -> _Recipients:
+        ways, own = _Recipients([], [], []), self._membership.member
         for some in (owners[prefix_hash] for prefix_hash in prefix_hashes):
             others = set(some) - {own}
             awaited = (

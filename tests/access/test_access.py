@@ -49,7 +49,7 @@ def test_a_file_that_gets_wrong_changes_nothing(
     path = tmp_path / "identities"
     path.chmod(0o666)
     for _ in range(3):
-        access.look()
+        access.poll()
     assert access.of_token(TOKEN).name == "ci"
     assert [record.getMessage() for record in caplog.records] == [
         f"identities={path} is open to others (mode 0666); chmod o-w {path}, or, of a Kubernetes "
@@ -58,10 +58,10 @@ def test_a_file_that_gets_wrong_changes_nothing(
     ]
     path.chmod(0o600)
     path.unlink()
-    access.look()
+    access.poll()
     assert access.of_token(TOKEN).name == "ci"
     path.write_text("nonsense\n" + token_line("new", TOKEN, tenant="team-b", role="read") + "\n")
-    access.look()
+    access.poll()
     assert (access.of_token(TOKEN).name, access.of_token(TOKEN).tenant) == ("new", "team-b")
     assert "line 1: begin it with token" in caplog.text
 
@@ -75,7 +75,7 @@ def test_a_change_that_keeps_size_and_time_is_taken(access: Access, tmp_path: Pa
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     soon_changed(path, before)
-    access.look()
+    access.poll()
     assert access.of_token(TOKEN).tenant == "team-b"
 
 
@@ -89,15 +89,15 @@ def test_a_file_that_is_being_written_keeps_nobody_out(access: Access, tmp_path:
     )
     for text in ("", whole[:40], whole + line[: -len(" models=qwen-*\n")]):
         path.write_text(text)
-        access.look()
+        access.poll()
         assert access.of_token(TOKEN).name == "ci"
         assert len(access.identities.tokens) == 1, "half a line may say more than all of it"
     path.write_text(whole + line)
-    access.look()
+    access.poll()
     assert len(access.identities.tokens) == 2
     path.write_text(line.rstrip())
-    access.look()
-    access.look()
+    access.poll()
+    access.poll()
     assert [who.name for who in access.identities.tokens.values()] == ["narrow"], (
         "it is as long as it will be"
     )
@@ -125,7 +125,7 @@ def test_what_is_no_file_holds_nobody_up(
         os.mkfifo(path)
     else:
         path.symlink_to(path)
-    looking = threading.Thread(target=access.look, daemon=True)
+    looking = threading.Thread(target=access.poll, daemon=True)
     looking.start()
     looking.join(30.0)
     assert not looking.is_alive()
@@ -149,7 +149,7 @@ def test_a_tenant_is_a_peer_where_there_are_several_or_it_has_a_quota(
         ),
     ):
         path.write_text(alone + more)
-        access.look()
+        access.poll()
         assert access.share(access.of_token(TOKEN)) == share
 
 
@@ -171,7 +171,7 @@ def test_a_token_ends_with_its_time(tmp_path: Path) -> None:
         token_line("ci", TOKEN, tenant="team-a", role="read", expires="2031-01-01T00:00:00Z") + "\n"
     )
     access = Access(str(path))
-    known = access.known_by(TOKEN, ())
+    known = access.credential(TOKEN, ())
     assert known().name == "ci"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda: 2e9)

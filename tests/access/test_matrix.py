@@ -193,7 +193,7 @@ def refusals(node: Node, people: People) -> Callable[..., Refusals]:
 def caller_of(node: Node, people: People, who: str) -> Caller:
     """One as a connection makes it of a token."""
     return Caller(
-        f"the address of {who}", who=node.access.known_by(people.tokens[who], ()), wire="bulk"
+        f"the address of {who}", who=node.access.credential(people.tokens[who], ()), wire="bulk"
     )
 
 

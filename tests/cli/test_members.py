@@ -8,7 +8,7 @@ import pytest
 from cli_runner import Kvstore
 
 from kvstore import Client, Namespace, opaque_layout
-from kvstore.cli.members import COLUMNS, NOT_TOLD, rows, sums, sweep_line, troubles
+from kvstore.cli.members import COLUMNS, NOT_TOLD, rebalance_line, rows, sums, troubles
 from kvstore.cluster.view import Member, State, View
 from kvstore.errors import Unavailable
 from kvstore.messages import namespace_message
@@ -106,11 +106,11 @@ def test_how_far_sweeps_are() -> None:
     found: dict[str, Any] = {"sweep_pages_missing": 8, "sweep_pages_fetched": 2}
     runs, looks = pb.PeersStatus(sweeping=True, **found), pb.PeersStatus(sweeping=True)
     over = pb.PeersStatus(sweep_age_ms=90_000, sweep_pages_full=5, sweep_pages_failed=1, **found)
-    assert sweep_line(runs) == "sweep runs  2 of 8 pages fetched"
-    assert sweep_line(over) == (
+    assert rebalance_line(runs) == "sweep runs  2 of 8 pages fetched"
+    assert rebalance_line(over) == (
         "swept 1.5 min ago  2 of 8 pages fetched  5 pages found no room, 1 pages could not be had"
     )
-    assert sweep_line(pb.PeersStatus()) == "not swept yet"
+    assert rebalance_line(pb.PeersStatus()) == "not swept yet"
     view = View(
         "fleet", 7, tuple(Member(f"n{i}", f"host{i}:7440", state=State.JOINING) for i in range(3))
     )

@@ -130,9 +130,9 @@ def settled() -> Callable[[Fleet], None]:
             time.sleep(0.5)
         assert kept == []
         for member, node in fleet.nodes.items():
-            assert node.stop() == 0, f"{member}: {node.said}"
-            assert "inconsistent" not in node.said, member
-            assert "Traceback" not in node.said, member
+            assert node.stop() == 0, f"{member}: {node.log_text}"
+            assert "inconsistent" not in node.log_text, member
+            assert "Traceback" not in node.log_text, member
 
     return check
 

@@ -146,7 +146,7 @@ def test_latencies_and_slow_calls_are_drawn(browser: Chromium, start: Start) -> 
     slow.ended("get", "bulk", now_ns - 80_000_000, 120_000_000)
     (history,) = [node.console._snapshots._history] if node.console else []
     for _ in range(3):
-        node.service.traffic.edge("bulk").answered("get", time.monotonic_ns() - 1_000_000)
+        node.service.traffic.of_wire("bulk").answered("get", time.monotonic_ns() - 1_000_000)
         history._take(history._clock())
     live(browser, url(node))
     browser.until("document.querySelectorAll('#slow-rows .span').length === 2")

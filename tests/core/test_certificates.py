@@ -112,14 +112,14 @@ WRONG: dict[str, tuple[Callable[[Placed, Authority], object], str]] = {
 def test_what_is_wrong_is_said_and_what_was_good_stays(
     placed: Placed, strangers: Authority, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:
-    good = placed.files.look()
+    good = placed.files.poll()
     spoil, said = WRONG[wrong]
     time.sleep(0.02)  # a change within a tick of the file system's clock is none
     spoil(placed, strangers)
     with pytest.raises(ConfigError, match=said):
-        PemFiles(str(placed.ca), str(placed.cert), str(placed.key)).look()
+        PemFiles(str(placed.ca), str(placed.cert), str(placed.key)).poll()
     for _ in range(3):
-        assert placed.files.look() is good
+        assert placed.files.poll() is good
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1  # said once, not at each look
     assert "what was read before stays in force" in warnings[0].getMessage()
@@ -128,10 +128,10 @@ def test_what_is_wrong_is_said_and_what_was_good_stays(
 
 def test_nothing_of_a_key_is_in_what_is_said(placed: Placed) -> None:
     secret = placed.key.read_text().splitlines()[1]
-    assert secret not in repr(placed.files.look())
+    assert secret not in repr(placed.files.poll())
     cut(placed.key)
     with pytest.raises(ConfigError) as failed:
-        PemFiles(str(placed.ca), str(placed.cert), str(placed.key)).look()
+        PemFiles(str(placed.ca), str(placed.cert), str(placed.key)).poll()
     assert secret[:20] not in str(failed.value)
 
 
@@ -139,7 +139,7 @@ def test_a_key_that_the_group_can_read_is_warned_of(
     placed: Placed, caplog: pytest.LogCaptureFixture
 ) -> None:
     placed.key.chmod(0o640)
-    placed.files.look()
+    placed.files.poll()
     assert "is open to its group (mode 0640); chmod 600" in caplog.text
 
 
@@ -151,20 +151,20 @@ def test_a_key_of_another_user_may_be_lent_to_our_group_for_reading(
     """
     monkeypatch.setattr(os, "geteuid", lambda: os.stat(placed.key).st_uid + 1)
     placed.key.chmod(0o440)
-    placed.files.look()
+    placed.files.poll()
     assert "open to its group" not in caplog.text
     placed.key.chmod(0o460)
-    placed.files.look()
+    placed.files.poll()
     assert "is open to its group (mode 0460)" in caplog.text
 
 
 def test_files_are_taken_anew_when_they_change_and_not_before(
     placed: Placed, ours: Authority
 ) -> None:
-    first = placed.files.look()
-    assert placed.files.look() is first
+    first = placed.files.poll()
+    assert placed.files.poll() is first
     placed.place(ours, "client")
-    second = placed.files.look()
+    second = placed.files.poll()
     assert second.chain != first.chain
     assert placed.files.problem == ""
 
@@ -172,21 +172,21 @@ def test_files_are_taken_anew_when_they_change_and_not_before(
 def test_a_rotation_seen_half_way_is_taken_when_it_is_whole(
     placed: Placed, ours: Authority
 ) -> None:
-    first = placed.files.look()
+    first = placed.files.poll()
     certificate, key = pair(ours, "client").values()
     shutil.copy(certificate, placed.cert)
-    assert placed.files.look() is first
+    assert placed.files.poll() is first
     shutil.copy(key, placed.key)
-    assert placed.files.look().chain != first.chain
+    assert placed.files.poll().chain != first.chain
     assert placed.files.problem == ""
 
 
 def test_a_key_made_private_is_taken_although_its_bytes_are_the_same(placed: Placed) -> None:
     placed.key.chmod(0o644)
     with pytest.raises(ConfigError, match="open to others"):
-        placed.files.look()
+        placed.files.poll()
     placed.key.chmod(0o600)
-    assert placed.files.look().key
+    assert placed.files.poll().key
 
 
 def test_content_that_fails_the_check_does_not_come_into_force(
@@ -200,9 +200,9 @@ def test_content_that_fails_the_check_does_not_come_into_force(
             raise ConfigError("the second is refused")
 
     files = PemFiles(str(placed.ca), str(placed.cert), str(placed.key), check=check)
-    good = files.look()
+    good = files.poll()
     placed.place(ours, "client")
-    assert files.look() is good
+    assert files.poll() is good
     assert files.problem == "the second is refused"
     assert shown[0] == good.chain != shown[1]
 
@@ -212,7 +212,7 @@ def test_several_authorities_are_all_believed(placed: Placed, tmp_path: Path) ->
     placed.ca.write_bytes(
         b"# names in UTF-8: \xc3\xa9\n" + placed.ca.read_bytes() + other.path.read_bytes()
     )
-    pems = placed.files.look()
+    pems = placed.files.poll()
     assert (
         first_expiry(pems.roots) == validity(other.path.read_bytes())[1] < validity(pems.chain)[1]
     )
@@ -224,12 +224,12 @@ def test_the_systems_authorities(
     ours: Authority, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(ours.path))
-    assert PemFiles("system", "", "").look().roots.split() == ours.path.read_bytes().split()
+    assert PemFiles("system", "", "").poll().roots.split() == ours.path.read_bytes().split()
     empty = tmp_path / "empty"
     empty.write_bytes(b"")
     monkeypatch.setenv("SSL_CERT_FILE", str(empty))
     with pytest.raises(ConfigError, match="tls_ca=system: this host has no file of authorities"):
-        PemFiles("system", "", "").look()
+        PemFiles("system", "", "").poll()
 
 
 def test_a_client_with_files_that_can_not_work_does_not_start(

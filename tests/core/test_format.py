@@ -129,7 +129,7 @@ def test_seal() -> None:
     assert digest.hex() == example["digest"] == namespace.digest.hex()
 
     key = hmac_sha256(secret, b"kvstore-page-key-1\0" + digest)
-    assert key.hex() == example["key"] == PageKeys(secret).of(digest).hex()
+    assert key.hex() == example["key"] == PageKeys(secret).key_for(digest).hex()
     seal = b""
     for number, part in enumerate((page[: 1 << 20], page[1 << 20 :])):
         named = struct.pack("<I", len(prefix_hash)) + prefix_hash + struct.pack("<II", number, 2)
@@ -137,7 +137,7 @@ def test_seal() -> None:
     assert (
         seal.hex()
         == example["seal"]
-        == Seals(key, len(page)).made(prefix_hash, (memoryview(page),)).hex()
+        == Seals(key, len(page)).sign(prefix_hash, (memoryview(page),)).hex()
     )
 
 

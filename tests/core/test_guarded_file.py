@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.secrets import look_at, read_guarded, stamp
+from kvstore.secrets import checked_stat, read_guarded, stamp
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_what_is_open_to_others_is_told_what_to_close(
 ) -> None:
     path.chmod(mode)
     for look in (
-        lambda: look_at(f"setting={path}", forbidden),
+        lambda: checked_stat(f"setting={path}", forbidden),
         lambda: read_guarded(f"setting={path}", forbidden, 8),
     ):
         with pytest.raises(ConfigError, match=f"^setting=.* is open to others {said}"):
@@ -69,7 +69,7 @@ def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
 
 def test_a_stamp_is_the_same_until_the_file_is_replaced(path: Path) -> None:
     def now() -> tuple[int, ...]:
-        return stamp(look_at(f"setting={path}"))
+        return stamp(checked_stat(f"setting={path}"))
 
     before = now()
     assert now() == before

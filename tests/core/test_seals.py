@@ -27,48 +27,48 @@ def content(nbytes: int) -> memoryview:
 @pytest.mark.parametrize("nbytes", [1, 255, 256, 511, 512, 1000, 256 * 64, 256 * 65])
 def test_a_page_has_a_mac_for_each_part_and_they_fit_nothing_else(nbytes: int) -> None:
     seals, page = Seals(KEY, nbytes), content(nbytes)
-    seal = seals.made(HASH, (page,))
+    seal = seals.sign(HASH, (page,))
     assert seal.nbytes == seals.nbytes == seal_nbytes(nbytes) == MAC_NBYTES * len(cuts(nbytes))
-    assert seals.fits(HASH, (page,), seal)
+    assert seals.verify(HASH, (page,), seal)
     assert seals.forged == []
     for place in {0, nbytes // 2, nbytes - 1}:
         other = bytearray(page)
         other[place] ^= 1
-        assert not seals.fits(HASH, (memoryview(other),), seal)
+        assert not seals.verify(HASH, (memoryview(other),), seal)
     for place in range(seal.nbytes):
         other = bytearray(seal)
         other[place] ^= 1
-        assert not seals.fits(HASH, (page,), memoryview(other))
-    assert not seals.fits(HASH[:-1], (page,), seal)
-    assert not seals.fits(HASH, (page,), seal[: seal.nbytes - 1])
-    assert not seals.fits(HASH, (page,), memoryview(bytes(seal.nbytes)))
-    assert not Seals(b"l" * 32, nbytes).fits(HASH, (page,), seal)
+        assert not seals.verify(HASH, (page,), memoryview(other))
+    assert not seals.verify(HASH[:-1], (page,), seal)
+    assert not seals.verify(HASH, (page,), seal[: seal.nbytes - 1])
+    assert not seals.verify(HASH, (page,), memoryview(bytes(seal.nbytes)))
+    assert not Seals(b"l" * 32, nbytes).verify(HASH, (page,), seal)
     assert set(seals.forged) == {HASH, HASH[:-1]}
 
 
 def test_parts_that_changed_places_with_their_macs_do_not_fit() -> None:
     seals, page = Seals(KEY, 512), content(512)
-    seal = seals.made(HASH, (page,))
+    seal = seals.sign(HASH, (page,))
     swapped = memoryview(bytes(page[256:]) + bytes(page[:256]))
-    assert not seals.fits(HASH, (swapped,), memoryview(bytes(seal[16:]) + bytes(seal[:16])))
+    assert not seals.verify(HASH, (swapped,), memoryview(bytes(seal[16:]) + bytes(seal[:16])))
     zeros = memoryview(bytes(512))  # equal parts have other MACs
-    made = seals.made(HASH, (zeros,))
+    made = seals.sign(HASH, (zeros,))
     assert made[:16] != made[16:]
 
 
 def test_a_part_of_a_longer_page_is_no_page() -> None:
     long, page = Seals(KEY, 768), content(768)
-    seal = long.made(HASH, (page,))
-    assert not Seals(KEY, 256).fits(HASH, (page[:256],), seal[:16])
+    seal = long.sign(HASH, (page,))
+    assert not Seals(KEY, 256).verify(HASH, (page[:256],), seal[:16])
 
 
 def test_parts_are_checked_alone() -> None:
     nbytes = 5 * 256 + 7
-    page, seal = content(nbytes), Seals(KEY, nbytes).made(HASH, (content(nbytes),))
+    page, seal = content(nbytes), Seals(KEY, nbytes).sign(HASH, (content(nbytes),))
     some = Seals(KEY, nbytes, [1, 4])
-    assert some.fits(HASH, (memoryview(bytes(page[256:512]) + bytes(page[1024:])),), seal)
-    assert not some.fits(HASH, (memoryview(bytes(page[:256]) + bytes(page[1024:])),), seal)
-    assert not some.fits(HASH, (memoryview(bytes(page[256:512]) + bytes(page[1023:-1])),), seal)
+    assert some.verify(HASH, (memoryview(bytes(page[256:512]) + bytes(page[1024:])),), seal)
+    assert not some.verify(HASH, (memoryview(bytes(page[:256]) + bytes(page[1024:])),), seal)
+    assert not some.verify(HASH, (memoryview(bytes(page[256:512]) + bytes(page[1023:-1])),), seal)
 
 
 def test_ranges_are_found_in_the_parts_that_arrive(seed: int) -> None:
@@ -91,7 +91,7 @@ def test_ranges_are_found_in_the_parts_that_arrive(seed: int) -> None:
             bytes(page[a : a + n]) for a, n in ranges
         ]
         seals = Seals(KEY, page.nbytes, sealed.numbers)
-        assert seals.fits(HASH, (arrived,), Seals(KEY, page.nbytes).made(HASH, (page,)))
+        assert seals.verify(HASH, (arrived,), Seals(KEY, page.nbytes).sign(HASH, (page,)))
 
 
 def test_other_threads_run_while_a_page_is_sealed(
@@ -99,12 +99,15 @@ def test_other_threads_run_while_a_page_is_sealed(
 ) -> None:
     page = memoryview(bytes(4 << 20))
     seals = Seals(KEY, page.nbytes)
-    assert others_run(lambda: seals.made(HASH, (page,)))
+    assert others_run(lambda: seals.sign(HASH, (page,)))
 
 
 def test_a_namespace_has_a_key_of_its_own_and_the_id_says_nothing_of_the_secret() -> None:
     keys, others = PageKeys(SECRET), PageKeys(SECRET[::-1])
-    assert len({keys.of(b"a" * 16), keys.of(b"b" * 16), others.of(b"a" * 16), SECRET}) == 4
+    assert (
+        len({keys.key_for(b"a" * 16), keys.key_for(b"b" * 16), others.key_for(b"a" * 16), SECRET})
+        == 4
+    )
     assert keys.key_id != others.key_id
     assert keys.key_id not in SECRET.hex()
     with pytest.raises(ConfigError, match="32 bytes, this one 31"):

@@ -11,23 +11,27 @@ from locked import KEY, OTHER_KEY, key_file
 from kvstore.errors import ConfigError, InvalidRequest
 from node.config import NodeConfig
 from node.disk import encryption
-from node.disk.encryption import Locked, open_vault
+from node.disk.encryption import EncryptedVault, open_vault
 
 
 @pytest.mark.parametrize("form", ["hex", "base64"])
 def test_a_key_is_read_from_a_file_and_from_a_command(tmp_path: Path, form: str) -> None:
     path = key_file(tmp_path / "a key", form=form)
-    assert open_vault(path, "").mark == open_vault("", f"cat '{path}'").mark == Locked(KEY).mark
+    assert (
+        open_vault(path, "").mark
+        == open_vault("", f"cat '{path}'").mark
+        == EncryptedVault(KEY).mark
+    )
     assert open_vault("", "").mark == ""
 
 
 def test_what_is_wrapped_opens_under_its_key_and_in_its_row_only() -> None:
-    vault = Locked(KEY)
+    vault = EncryptedVault(KEY)
     page_key = vault.new_key()
     wrapped = vault.wrap(b"N\0\1", page_key, b"a description")
     assert vault.unwrap(b"N\0\1", wrapped) == (page_key, b"a description")
     assert b"a description" not in wrapped
-    damaged = [(vault, b"N\0\2", wrapped), (Locked(OTHER_KEY), b"N\0\1", wrapped)]
+    damaged = [(vault, b"N\0\2", wrapped), (EncryptedVault(OTHER_KEY), b"N\0\1", wrapped)]
     damaged += [(vault, b"N\0\1", wrapped[:cut]) for cut in (0, 11, 12, 27, len(wrapped) - 1)]
     damaged += [
         (vault, b"N\0\1", wrapped[:at] + b"\0\1\2" + wrapped[at + 3 :])

@@ -9,7 +9,7 @@ from examined import Examined
 from local_nodes import StartNode
 
 from kvstore.cli.authority import Authority
-from kvstore.doctor.checks import State
+from kvstore.doctor.checks import FindingState
 from kvstore.identities import add, new_token, token_line
 from node.server import Node
 
@@ -52,8 +52,8 @@ def test_an_operator_sees_all(
     assert found.failed == set()
     assert found.of("who this is").found == "admin of all tenants there"
     assert "its certificate is believed, and for localhost, 127.0.0.1, ::1" in found.of("TLS").found
-    assert found.of("certificate").state is State.OK
-    assert found.of("tls_cert").state is State.OK
+    assert found.of("certificate").state is FindingState.OK
+    assert found.of("tls_cert").state is FindingState.OK
     assert found.of("removed").found.endswith("and the namespace")
 
 
@@ -62,10 +62,10 @@ def test_a_writer_is_not_told_of_tiers_and_leaves_no_page(
 ) -> None:
     found = doctor(node, tls_ca=str(ours.path), token=tokens["write"])
     assert found.failed == set()
-    assert found.of("memory and disk").state is State.SKIPPED
-    assert found.of("clock", group="what").state is State.OK
+    assert found.of("memory and disk").state is FindingState.SKIPPED
+    assert found.of("clock", group="what").state is FindingState.OK
     # The node itself says that it has none
-    assert found.of("disk", group="pages").state is State.SKIPPED
+    assert found.of("disk", group="pages").state is FindingState.SKIPPED
     assert "its name stays" in found.of("removed").found
     assert node.tier.visible_count == 0
 
@@ -83,9 +83,9 @@ def test_who_may_only_read_puts_nothing(
 ) -> None:
     found = doctor(node, tls_ca=str(ours.path), token=tokens["read"])
     assert found.failed == set()
-    assert found.of("round trip").state is State.SKIPPED
+    assert found.of("round trip").state is FindingState.SKIPPED
     assert "role read" in found.of("round trip").found
-    assert found.of("bulk").state is State.OK
+    assert found.of("bulk").state is FindingState.OK
 
 
 def test_who_may_other_models_only_is_told_so(
@@ -93,7 +93,7 @@ def test_who_may_other_models_only_is_told_so(
 ) -> None:
     found = doctor(node, tls_ca=str(ours.path), token=tokens["narrow"])
     assert found.failed == set()
-    assert found.of("as a client").state is State.SKIPPED
+    assert found.of("as a client").state is FindingState.SKIPPED
 
 
 @pytest.mark.parametrize("token", ["", "team-a." + "x" * 43])
@@ -124,7 +124,7 @@ def test_a_plain_client_is_told_that_the_node_speaks_tls(node: Node, doctor: Doc
     found = doctor(node)
     assert found.failed == {"TLS"}
     assert "KVSTORE_TLS_CA" in found.of("TLS").remedy
-    assert found.of("gRPC").state is State.SKIPPED
+    assert found.of("gRPC").state is FindingState.SKIPPED
 
 
 def test_a_node_that_speaks_no_tls(start_node: StartNode, doctor: Doctor, ours: Authority) -> None:
@@ -165,7 +165,7 @@ def test_certificates_that_end_soon(start_node: StartNode, doctor: Doctor, ours:
     node = start_node(**pair(ours, "ending"), tls_client_ca=str(ours.path))
     found = doctor(node, tls_ca=str(ours.path), **pair(ours, "ending-client"))
     assert found.failed == set()
-    assert {"certificate", "own certificate", "tls_cert"} <= found.names(State.WARN)
+    assert {"certificate", "own certificate", "tls_cert"} <= found.names(FindingState.WARN)
 
 
 def test_a_client_without_the_certificate_that_is_asked_for(

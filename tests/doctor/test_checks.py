@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.doctor.checks import ABREAST, Check, Finding, State, ok, one, run_all
+from kvstore.doctor.checks import ABREAST, Check, Finding, FindingState, ok, one, run_all
 from kvstore.errors import Unauthenticated
 
 LONG_S = 60.0
@@ -21,9 +21,9 @@ def test_what_hangs_is_left_alone_and_what_it_found_before_counts() -> None:
     found = run_all([Check("hangs", hang, 0.1), one("works", lambda: ok("works", "well"), LONG_S)])
     ended.set()
     assert [(finding.name, finding.state) for finding in found] == [
-        ("first", State.OK),
-        ("hangs", State.FAIL),
-        ("works", State.OK),
+        ("first", FindingState.OK),
+        ("hangs", FindingState.FAIL),
+        ("works", FindingState.OK),
     ]
     assert "has not ended in 0.1 s" in found[1].found
 
@@ -36,7 +36,7 @@ def test_an_error_is_a_finding_and_one_that_nobody_expected_too() -> None:
         raise ZeroDivisionError("by zero")
 
     found = run_all([one("refused", refused, LONG_S), one("broken", broken, LONG_S)])
-    assert [finding.state for finding in found] == [State.FAIL, State.FAIL]
+    assert [finding.state for finding in found] == [FindingState.FAIL, FindingState.FAIL]
     assert "KVSTORE_TOKEN_FILE" in found[0].remedy
     assert "the check itself failed: ZeroDivisionError: by zero" in found[1].found
 

@@ -11,7 +11,7 @@ from local_nodes import StartNode
 from kvstore.cluster.view import Member, View
 from kvstore.doctor import members as cluster
 from kvstore.doctor import runner
-from kvstore.doctor.checks import Finding, State
+from kvstore.doctor.checks import Finding, FindingState
 from kvstore.doctor.connectivity import Wires
 from kvstore.doctor.pages import MODEL, Pages
 from node.server import Node
@@ -57,13 +57,13 @@ def test_all_members_are_well_and_pages_are_at_none_of_them_in_the_end(
     found = doctor(fleet[0])
     assert found.failed == set()
     assert found.of("members").found == "3 of 3 answer here"
-    assert found.of("view").state is State.OK
+    assert found.of("view").state is FindingState.OK
     for member in ("n0", "n1", "n2"):
-        assert found.of("version", member).state is State.OK
-        assert found.of("clock", member).state is State.OK
+        assert found.of("version", member).state is FindingState.OK
+        assert found.of("clock", member).state is FindingState.OK
         for wire in ("shm", "bulk", "grpc"):
-            assert found.of(wire, member, group="wires").state is State.OK
-            assert found.of(wire, member, group="pages").state is State.OK
+            assert found.of(wire, member, group="wires").state is FindingState.OK
+            assert found.of(wire, member, group="pages").state is FindingState.OK
     assert "by shared memory: it is asked for everything" in found.of("near node").found
     assert found.of("removed").found == "10 pages, and the namespace"
     for node in fleet:
@@ -94,7 +94,7 @@ def test_of_members_that_no_page_is_put_at_nothing_stays_open(
     monkeypatch.setattr(Pages, "clean", cleans)
     found = doctor(fleet[0])
     assert found.failed == set()
-    assert found.of("bulk", "n2", group="wires").state is State.OK
+    assert found.of("bulk", "n2", group="wires").state is FindingState.OK
     assert "by shared memory" in found.of("near node").found
     assert closed_then[0] == {f"127.0.0.1:{node.grpc.port}" for node in fleet[1:]}
 
@@ -105,8 +105,8 @@ def test_one_of_three_is_dead(nodes: list[Node], doctor: Doctor) -> None:
     found = doctor(nodes[0])
     assert found.failed == {"gone TCP", "members"}
     assert found.of("members").found == "2 of 3 answer here; not gone"
-    assert found.of("as a client").state is State.OK
-    assert found.of("bulk", "n1", group="pages").state is State.OK
+    assert found.of("as a client").state is FindingState.OK
+    assert found.of("bulk", "n1", group="pages").state is FindingState.OK
     assert "not at gone" in found.of("removed").found
     assert left(nodes[:2]) == 0
 
@@ -114,7 +114,7 @@ def test_one_of_three_is_dead(nodes: list[Node], doctor: Doctor) -> None:
 def test_a_list_that_differs(fleet: list[Node], doctor: Doctor) -> None:
     fleet[1].membership.become(view_of(fleet[:2]), "n1")
     found = doctor(fleet[0])
-    assert found.of("view").state is State.FAIL
+    assert found.of("view").state is FindingState.FAIL
     assert "lists of members that differ" in found.of("view").found
 
 
@@ -124,7 +124,7 @@ def test_who_does_not_hear_of_a_new_view(
     monkeypatch.setattr(cluster, "SETTLE_S", 0.01)
     fleet[0].membership.become(replace(view_of(fleet), number=2), "n0")
     found = doctor(fleet[0])
-    assert found.of("view").state is State.FAIL
+    assert found.of("view").state is FindingState.FAIL
     assert found.of("view").found == "n0 has 2, n1 has 1, n2 has 1"
 
 
@@ -134,21 +134,21 @@ def test_who_has_just_heard_of_it_is_asked_again(
     newer = replace(view_of(fleet), number=2)
     fleet[0].membership.become(newer, "n0")
     monkeypatch.setattr(time, "sleep", lambda seconds: become(fleet[1:], newer))
-    assert doctor(fleet[0]).of("view").state is State.OK
+    assert doctor(fleet[0]).of("view").state is FindingState.OK
 
 
 def test_a_near_node_that_is_no_member(fleet: list[Node], doctor: Doctor) -> None:
     found = doctor(fleet[0], near="n7")
     assert found.failed == {"near node"}
     assert "n0, n1, n2" in found.of("near node").remedy
-    assert doctor(fleet[0], near="n1").of("near node").state is State.OK
+    assert doctor(fleet[0], near="n1").of("near node").state is FindingState.OK
 
 
 def test_one_member_alone(fleet: list[Node], doctor: Doctor) -> None:
     """Whose pages are removed everywhere all the same."""
     found = doctor(fleet[1], direct=True)
     assert found.failed == set()
-    assert found.of("bulk", group="pages").state is State.OK
+    assert found.of("bulk", group="pages").state is FindingState.OK
     for node in fleet:
         assert node.peers.couriers.wait_empty(20.0)
     assert left(fleet) == 0
@@ -160,6 +160,6 @@ def test_a_registry_that_can_not_be_asked(fleet: list[Node], doctor: Doctor) -> 
         ["n9: speaks protocol 9"],
     )
     found = doctor(fleet[0])
-    assert found.of("registry").state is State.WARN
+    assert found.of("registry").state is FindingState.WARN
     assert "n2 can not ask its registry: since 10 s" in found.of("registry").found
     assert "n9: speaks protocol 9" in found.of("registry").found

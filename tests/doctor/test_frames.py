@@ -7,7 +7,7 @@ from examined import Examined
 from local_nodes import StartNode
 
 from kvstore.cli.authority import Authority
-from kvstore.doctor.checks import State
+from kvstore.doctor.checks import FindingState
 from node.server import Node
 
 
@@ -20,16 +20,18 @@ def test_the_way_by_frames(node: Node, doctor: Callable[..., Examined]) -> None:
     assert not found.failed
     assert "answers in" in found.of("frames").found
     assert "gRPC" not in {finding.name for _, finding in found.found}
-    assert found.of("grpc", group="wires").state is State.SKIPPED
-    assert {found.of(name, group="wires").state for name in ("shm", "bulk")} == {State.OK}
+    assert found.of("grpc", group="wires").state is FindingState.SKIPPED
+    assert {found.of(name, group="wires").state for name in ("shm", "bulk")} == {FindingState.OK}
 
 
 def test_the_way_through_a_socket(node: Node, doctor: Callable[..., Examined]) -> None:
     assert node.shm is not None
     found = doctor(address=f"unix:{node.shm.path}")
     assert not found.failed
-    assert found.of("frames").state is found.of("shm", group="wires").state is State.OK
-    assert {found.of(name, group="wires").state for name in ("bulk", "grpc")} == {State.SKIPPED}
+    assert found.of("frames").state is found.of("shm", group="wires").state is FindingState.OK
+    assert {found.of(name, group="wires").state for name in ("bulk", "grpc")} == {
+        FindingState.SKIPPED
+    }
     assert not {"name", "TCP", "TLS"} & {finding.name for _, finding in found.found}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.doctor import host
-from kvstore.doctor.checks import State
+from kvstore.doctor.checks import FindingState
 from kvstore.doctor.host import SHMEM_ENABLED, Host, unsynchronised
 from kvstore.errors import Unavailable
 
@@ -53,7 +53,7 @@ def of(root: Path, **about: Any) -> Host:
 
 def test_a_host_where_all_is_well(root: Path) -> None:
     found = list(of(root, serves=True, has_gpu=True).findings())
-    assert [finding.name for finding in found if finding.state is not State.OK] == []
+    assert [finding.name for finding in found if finding.state is not FindingState.OK] == []
     assert {"versions", "descriptors", "shared memory", "locked memory", "huge pages", "clock"} <= {
         finding.name for finding in found
     }
@@ -62,9 +62,9 @@ def test_a_host_where_all_is_well(root: Path) -> None:
 def test_few_open_files(root: Path) -> None:
     limits(root, files="1024")
     found = of(root).descriptors()
-    assert (found.state, "ulimit -Hn" in found.remedy) == (State.WARN, True)
+    assert (found.state, "ulimit -Hn" in found.remedy) == (FindingState.WARN, True)
     limits(root, files="unlimited")
-    assert of(root).descriptors().state is State.OK
+    assert of(root).descriptors().state is FindingState.OK
 
 
 def test_no_descriptors_left_for_grpc(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,24 +72,24 @@ def test_no_descriptors_left_for_grpc(root: Path, monkeypatch: pytest.MonkeyPatc
         raise Unavailable("this process has fewer than 16 descriptors left (ulimit -n)")
 
     monkeypatch.setattr(host, "check_headroom", none_left)
-    assert of(root).descriptors().state is State.FAIL
+    assert of(root).descriptors().state is FindingState.FAIL
 
 
 def test_little_memory_in_all_or_in_this_container(root: Path) -> None:
-    assert of(root).memory().state is State.OK
+    assert of(root).memory().state is FindingState.OK
     write(root, "sys/fs/cgroup/memory.max", f"{2 << 30}\n")
     write(root, "sys/fs/cgroup/memory.current", f"{1900 << 20}\n")
     found = of(root).memory()
     assert (found.state, "148 MiB under the limit of 2,048 MiB" in found.found) == (
-        State.WARN,
+        FindingState.WARN,
         True,
     )
     write(root, "sys/fs/cgroup/memory.max", "max\n")
-    assert of(root).memory().state is State.OK
+    assert of(root).memory().state is FindingState.OK
     write(root, "proc/meminfo", MEMINFO.format(available=100 << 10))
-    assert of(root).memory().state is State.WARN
+    assert of(root).memory().state is FindingState.WARN
     write(root, "proc/meminfo", "")
-    assert of(root).memory().state is State.SKIPPED
+    assert of(root).memory().state is FindingState.SKIPPED
 
 
 def test_shared_memory_that_is_limited_or_can_not_be_had(
@@ -97,13 +97,13 @@ def test_shared_memory_that_is_limited_or_can_not_be_had(
 ) -> None:
     limits(root, space=str(4 << 30))
     found = of(root).shared_memory()
-    assert (found.state, "4,096 MiB" in found.found) == (State.WARN, True)
+    assert (found.state, "4,096 MiB" in found.found) == (FindingState.WARN, True)
 
     def refused(pid: int) -> int:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr("os.pidfd_open", refused)
-    assert of(root).shared_memory().state is State.FAIL
+    assert of(root).shared_memory().state is FindingState.FAIL
 
 
 @pytest.mark.parametrize(
@@ -125,27 +125,34 @@ def test_a_clock_that_nobody_sets_is_what_the_kernel_says(
 
 def test_locked_memory_matters_with_a_gpu_only(root: Path) -> None:
     limits(root, locked=str(8 << 20), locked_hard=str(8 << 20))
-    assert of(root).locked_memory().state is State.OK
+    assert of(root).locked_memory().state is FindingState.OK
     found = of(root, has_gpu=True).locked_memory()
-    assert (found.state, found.found) == (State.WARN, "8 MiB a process, it may ask for 8 MiB")
+    assert (found.state, found.found) == (
+        FindingState.WARN,
+        "8 MiB a process, it may ask for 8 MiB",
+    )
 
 
 def test_huge_pages_matter_where_a_node_runs(root: Path) -> None:
     write(root, SHMEM_ENABLED, "always within_size advise [never] deny force\n")
-    assert of(root).huge_pages().state is State.OK
+    assert of(root).huge_pages().state is FindingState.OK
     found = of(root, serves=True).huge_pages()
-    assert (found.state, f"echo advise > /{SHMEM_ENABLED}" in found.remedy) == (State.WARN, True)
-    assert of(root, has_gpu=True).huge_pages().state is State.WARN
+    assert (found.state, f"echo advise > /{SHMEM_ENABLED}" in found.remedy) == (
+        FindingState.WARN,
+        True,
+    )
+    assert of(root, has_gpu=True).huge_pages().state is FindingState.WARN
     write(root, SHMEM_ENABLED, "always within_size advise never [deny] force\n")
-    assert of(root, serves=True).huge_pages().state is State.WARN
+    assert of(root, serves=True).huge_pages().state is FindingState.WARN
     (root / SHMEM_ENABLED).unlink()
-    assert of(root, serves=True).huge_pages().state is State.SKIPPED
+    assert of(root, serves=True).huge_pages().state is FindingState.SKIPPED
 
 
 @pytest.mark.parametrize(
-    ("nobody", "state"), [(True, State.WARN), (False, State.OK), (None, State.SKIPPED)]
+    ("nobody", "state"),
+    [(True, FindingState.WARN), (False, FindingState.OK), (None, FindingState.SKIPPED)],
 )
-def test_a_clock_that_nobody_sets(root: Path, nobody: bool | None, state: State) -> None:
+def test_a_clock_that_nobody_sets(root: Path, nobody: bool | None, state: FindingState) -> None:
     assert of(root, clock=lambda: nobody).clock().state is state
 
 
@@ -156,4 +163,4 @@ def test_this_kernel_is_read_as_it_is() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     wanted = None if hard == resource.RLIM_INFINITY else hard
     assert real._limit("Max open files")[1] == wanted
-    assert real.memory().state is not State.SKIPPED
+    assert real.memory().state is not FindingState.SKIPPED

@@ -12,7 +12,7 @@ from local_nodes import StartNode
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Namespace, opaque_layout
-from kvstore.doctor.checks import State, run_all
+from kvstore.doctor.checks import FindingState, run_all
 from kvstore.doctor.connectivity import Clock
 from kvstore.doctor.members import clock, disk, version
 from kvstore.doctor.pages import MODEL, Pages
@@ -34,15 +34,15 @@ def test_all_is_well_and_nothing_is_left_behind(node: Node, doctor: Doctor) -> N
     found = doctor(node)
     assert found.failed == set()
     for wire in WIRES:
-        assert found.of(wire, group="wires").state is State.OK
+        assert found.of(wire, group="wires").state is FindingState.OK
         assert "16 KiB came back equal" in found.of(wire, group="pages").found
     assert "wire shm" in found.of("as a client").found
     assert found.of("removed").found == "4 pages, and the namespace"
     assert node.tier.visible_count == 0
     assert names(node) == set()
     assert "this node has none" in found.of("disk", group="what").found
-    assert found.of("disk", group="pages").state is State.SKIPPED
-    assert found.of("clock", group="what").state is State.OK
+    assert found.of("disk", group="pages").state is FindingState.SKIPPED
+    assert found.of("clock", group="what").state is FindingState.OK
 
 
 def test_what_others_have_stays(node: Node, doctor: Doctor) -> None:
@@ -110,7 +110,7 @@ def test_a_node_without_room(start_node: StartNode, doctor: Doctor) -> None:
         with client.open_get(space, [bytes(16)]):  # a held page is not evicted
             found = doctor(node)
         assert {"as a client", "bulk"} <= found.failed
-        assert found.of("bulk", group="wires").state is State.OK
+        assert found.of("bulk", group="wires").state is FindingState.OK
 
 
 # ---- on the way ------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_nobody_listens(doctor: Doctor) -> None:
     found = doctor(address="127.0.0.1:1")
     assert found.failed == {"TCP"}
     assert "nobody listens there" in found.of("TCP").remedy
-    assert {"gRPC", "status", "wires", "pages"} <= found.names(State.SKIPPED)
+    assert {"gRPC", "status", "wires", "pages"} <= found.names(FindingState.SKIPPED)
 
 
 def test_a_name_that_nobody_knows(doctor: Doctor) -> None:
@@ -157,9 +157,9 @@ def test_one_of_two_addresses_is_dead(node: Node, doctor: Doctor) -> None:
     """
     address = f"127.0.0.1:{node.grpc.port}"
     found = doctor(address=f"127.0.0.1:1,{address}")
-    assert found.of("TCP", "127.0.0.1:1").state is State.FAIL
-    assert found.of("gRPC", address).state is State.OK
-    assert found.of("bulk", group="wires").state is State.OK
+    assert found.of("TCP", "127.0.0.1:1").state is FindingState.FAIL
+    assert found.of("gRPC", address).state is FindingState.OK
+    assert found.of("bulk", group="wires").state is FindingState.OK
     assert "is in no cluster" in found.of("as a client").found
 
 
@@ -168,14 +168,14 @@ def test_one_of_two_addresses_is_dead(node: Node, doctor: Doctor) -> None:
 
 def test_no_shared_memory_because_there_is_none(start_node: StartNode, doctor: Doctor) -> None:
     node = start_node(shm_socket="none")
-    assert doctor(node).of("shm", group="wires").state is State.SKIPPED
-    assert doctor(node, wire="shm").of("shm", group="wires").state is State.FAIL
+    assert doctor(node).of("shm", group="wires").state is FindingState.SKIPPED
+    assert doctor(node, wire="shm").of("shm", group="wires").state is FindingState.FAIL
 
 
 def test_a_socket_that_is_not_here(node: Node, doctor: Doctor, tmp_path: Path) -> None:
     """The node is on this host, perhaps in a container."""
     found = doctor(node, shm_dir=str(tmp_path))
-    assert found.of("shm", group="wires").state is State.WARN
+    assert found.of("shm", group="wires").state is FindingState.WARN
     assert "KVSTORE_SHM_DIR" in found.of("shm", group="wires").remedy
     assert found.failed == set()
     assert "wire bulk" in found.of("as a client").found
@@ -190,7 +190,7 @@ def test_a_bulk_port_that_is_closed(
     found = doctor(node)
     assert found.failed == {"bulk"}
     assert "open TCP port 1 " in found.of("bulk").remedy
-    assert found.of("grpc", group="pages").state is State.OK
+    assert found.of("grpc", group="pages").state is FindingState.OK
 
 
 # ---- disk, clock, version --------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_a_page_is_read_from_disk(tmp_path: Path) -> None:
 
 
 def test_what_is_said_of_a_disk() -> None:
-    def said(**told: Any) -> State:
+    def said(**told: Any) -> FindingState:
         known = {
             "state": "SERVING",
             "data_dir": "/data",
@@ -219,26 +219,26 @@ def test_what_is_said_of_a_disk() -> None:
         }
         return disk(pb.NodeStatusReply(disk=pb.DiskStatus(**{**known, **told}))).state
 
-    assert said() is State.OK
-    assert said(direct_io=False) is State.WARN
-    assert said(queue_nbytes=95) is State.WARN
-    assert said(pages_corrupt=1) is State.WARN
-    assert said(state="POISONED", reason="no space left") is State.FAIL
-    assert disk(pb.NodeStatusReply()).state is State.SKIPPED
+    assert said() is FindingState.OK
+    assert said(direct_io=False) is FindingState.WARN
+    assert said(queue_nbytes=95) is FindingState.WARN
+    assert said(pages_corrupt=1) is FindingState.WARN
+    assert said(state="POISONED", reason="no space left") is FindingState.FAIL
+    assert disk(pb.NodeStatusReply()).state is FindingState.SKIPPED
 
 
 @pytest.mark.parametrize(
     ("ahead_s", "within_s", "state"),
     [
-        (0.5, 0.01, State.OK),
-        (-1.9, 0.01, State.OK),
-        (3.0, 0.01, State.WARN),
-        (3.0, 2.5, State.OK),  # it may well be less than two
-        (-3.0, 0.01, State.WARN),
-        (-400.0, 0.01, State.FAIL),
+        (0.5, 0.01, FindingState.OK),
+        (-1.9, 0.01, FindingState.OK),
+        (3.0, 0.01, FindingState.WARN),
+        (3.0, 2.5, FindingState.OK),  # it may well be less than two
+        (-3.0, 0.01, FindingState.WARN),
+        (-400.0, 0.01, FindingState.FAIL),
     ],
 )
-def test_a_clock_that_differs(ahead_s: float, within_s: float, state: State) -> None:
+def test_a_clock_that_differs(ahead_s: float, within_s: float, state: FindingState) -> None:
     found = clock(Clock(ahead_s, within_s))
     assert found.state is state
     assert ("ahead of" if ahead_s > 0 else "behind") in found.found
@@ -248,13 +248,13 @@ def test_a_nodes_clock_is_compared_with_ours(
     node: Node, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.serving.status.time.time_ns", lambda: 1_000_000_000)
-    assert doctor(node).of("clock", group="what").state is State.FAIL
+    assert doctor(node).of("clock", group="what").state is FindingState.FAIL
 
 
 def test_an_older_node_does_not_tell_its_clock() -> None:
-    assert clock(None).state is State.SKIPPED
+    assert clock(None).state is FindingState.SKIPPED
 
 
 def test_versions_that_differ() -> None:
-    assert version(pb.HelloReply(version="0.0.1", protocol_version=4)).state is State.WARN
-    assert version(pb.HelloReply(version="0.1.0", protocol_version=3)).state is State.WARN
+    assert version(pb.HelloReply(version="0.0.1", protocol_version=4)).state is FindingState.WARN
+    assert version(pb.HelloReply(version="0.1.0", protocol_version=3)).state is FindingState.WARN

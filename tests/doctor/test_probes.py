@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore.doctor import checks, data_dir
-from kvstore.doctor.checks import State, probed
+from kvstore.doctor.checks import FindingState, probed
 from kvstore.doctor.data_dir import file_system, findings
 
 LONG_S = 60.0
@@ -35,7 +35,7 @@ def test_a_data_directory_as_it_is_here(tmp_path: Path) -> None:
         "O_DIRECT",
         "speed",
     ]
-    assert found[0].state is State.OK
+    assert found[0].state is FindingState.OK
     assert "MB/s written" in found[-1].found
     assert list(tmp_path.iterdir()) == []
 
@@ -50,14 +50,14 @@ def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("")
     found = list(findings(path))
-    assert found[0].state is State.FAIL
-    assert found[-1].state is State.SKIPPED
+    assert found[0].state is FindingState.FAIL
+    assert found[-1].state is FindingState.SKIPPED
 
 
 def test_one_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     found = data_dir.permission(tmp_path, tmp_path)
-    assert (found.state, "chown" in found.remedy) == (State.FAIL, True)
+    assert (found.state, "chown" in found.remedy) == (FindingState.FAIL, True)
 
 
 MOUNTS = """\
@@ -73,15 +73,15 @@ some /mnt/some fuse.sshfs rw 0 0
 @pytest.mark.parametrize(
     ("path", "state", "said"),
     [
-        ("/var/lib", State.OK, "ext4 on /dev/vda1"),
-        ("/data/pages", State.OK, "xfs on /dev/nvme0n1"),
-        ("/database", State.OK, "ext4"),
-        ("/tmp", State.WARN, "tmpfs"),
-        ("/mnt/some", State.WARN, "fuse.sshfs"),
-        ("/mnt/far away/pages", State.WARN, "nfs4 on server:/x"),
+        ("/var/lib", FindingState.OK, "ext4 on /dev/vda1"),
+        ("/data/pages", FindingState.OK, "xfs on /dev/nvme0n1"),
+        ("/database", FindingState.OK, "ext4"),
+        ("/tmp", FindingState.WARN, "tmpfs"),
+        ("/mnt/some", FindingState.WARN, "fuse.sshfs"),
+        ("/mnt/far away/pages", FindingState.WARN, "nfs4 on server:/x"),
     ],
 )
-def test_file_systems(path: str, state: State, said: str) -> None:
+def test_file_systems(path: str, state: FindingState, said: str) -> None:
     found = file_system(Path(path), MOUNTS)
     assert found.state is state
     assert said in found.found
@@ -97,7 +97,7 @@ def test_a_file_system_without_o_direct(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "open", without)
     found = {finding.name: finding for finding in findings(tmp_path)}
-    assert found["O_DIRECT"].state is State.WARN
+    assert found["O_DIRECT"].state is FindingState.WARN
     assert "MB/s written" in found["speed"].found
 
 
@@ -106,22 +106,30 @@ def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         f_bavail, f_blocks, f_frsize, f_files, f_favail = 1000, 1 << 30, 4096, 1 << 20, 1 << 20
 
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
-    assert data_dir.room(tmp_path).state is State.FAIL
+    assert data_dir.free_space(tmp_path).state is FindingState.FAIL
     Full.f_bavail, Full.f_favail = 1 << 29, 10
-    assert data_dir.room(tmp_path).state is State.WARN
+    assert data_dir.free_space(tmp_path).state is FindingState.WARN
     Full.f_files = 0  # a file system that does not count them
-    found = data_dir.room(tmp_path)
-    assert (found.state, found.found.rpartition(" ")[2]) == (State.OK, "1,945.6GiB"), (
+    found = data_dir.free_space(tmp_path)
+    assert (found.state, found.found.rpartition(" ")[2]) == (FindingState.OK, "1,945.6GiB"), (
         "of 2,048, a twentieth for rows"
     )
 
 
 @pytest.mark.parametrize(
     ("sync_s", "write_s", "state"),
-    [(0.001, 0.001, State.OK), (0.06, 0.001, State.WARN), (0.001, 0.02, State.WARN)],
+    [
+        (0.001, 0.001, FindingState.OK),
+        (0.06, 0.001, FindingState.WARN),
+        (0.001, 0.02, FindingState.WARN),
+    ],
 )
 def test_a_slow_disk_by_a_clock_that_is_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync_s: float, write_s: float, state: State
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sync_s: float,
+    write_s: float,
+    state: FindingState,
 ) -> None:
     now, pwrite, preadv = [0.0], os.pwrite, os.preadv
 
@@ -154,7 +162,11 @@ def test_nothing_is_written_where_there_is_little_room(
     monkeypatch.setattr(data_dir, "_free_nbytes", lambda where: data_dir.ROOM_NBYTES - 1)
     monkeypatch.setattr(os, "pwrite", lambda fd, page, at: written.append(len(page)))
     found = {finding.name: finding for finding in findings(tmp_path)}
-    assert (found["room"].state, found["speed"].state, written) == (State.FAIL, State.SKIPPED, [])
+    assert (found["room"].state, found["speed"].state, written) == (
+        FindingState.FAIL,
+        FindingState.SKIPPED,
+        [],
+    )
 
 
 def test_a_folder_that_one_may_not_look_into(
@@ -166,7 +178,7 @@ def test_a_folder_that_one_may_not_look_into(
     monkeypatch.setattr(Path, "exists", closed)
     (found,) = findings(tmp_path / "data")
     assert (found.state, "may not look into" in found.found, "node's user" in found.remedy) == (
-        State.FAIL,
+        FindingState.FAIL,
         True,
         True,
     )
@@ -209,17 +221,17 @@ def test_what_was_said_before_it_hung_counts(
     )
     for limit_s in (0.5, 4.0, 32.0):  # until a busy machine has begun it
         *before, last = probed("disk", name, [], limit_s, "mend the disk")
-        assert (last.state, last.remedy) == (State.FAIL, "mend the disk")
+        assert (last.state, last.remedy) == (FindingState.FAIL, "mend the disk")
         assert last.found == f"hangs: no end in {limit_s:g} s"
         if before:
             break
-    assert [(finding.name, finding.state) for finding in before] == [("first", State.OK)]
+    assert [(finding.name, finding.state) for finding in before] == [("first", FindingState.OK)]
 
 
 def test_one_that_can_not_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = module(tmp_path, monkeypatch, "print('a library talks')\nimport torch_of_nobody")
     (found,) = probed("GPU", name, [], LONG_S, "another Python")
-    assert found.state is State.FAIL
+    assert found.state is FindingState.FAIL
     assert found.found == "ModuleNotFoundError: No module named 'torch_of_nobody'"
 
 
@@ -232,8 +244,8 @@ def test_one_that_broke_before_it_had_told_all_is_a_failure_that_names_the_signa
 ) -> None:
     name = module(tmp_path, monkeypatch, f"print({SAID!r}, flush=True)\n{BREAKS}")
     first, last = probed("GPU", name, [], LONG_S, "another Python")
-    assert first.state is State.OK
-    assert (last.state, last.found) == (State.FAIL, "it was ended by SIGSEGV")
+    assert first.state is FindingState.OK
+    assert (last.state, last.found) == (FindingState.FAIL, "it was ended by SIGSEGV")
 
 
 def test_one_that_broke_after_it_had_told_all_is_a_warning(
@@ -245,8 +257,8 @@ def test_one_that_broke_after_it_had_told_all_is_a_warning(
     )
     name = module(tmp_path, monkeypatch, told + BREAKS)
     first, last = probed("GPU", name, [], LONG_S, "another Python")
-    assert first.state is State.OK
-    assert (last.state, last.remedy) == (State.WARN, "another Python")
+    assert first.state is FindingState.OK
+    assert (last.state, last.remedy) == (FindingState.WARN, "another Python")
     assert "the checks completed" in last.found
     assert "SIGSEGV" in last.found
 

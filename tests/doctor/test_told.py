@@ -10,7 +10,7 @@ from kvstore import ClientConfig
 from kvstore.cluster.view import Member, View
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.doctor import members
-from kvstore.doctor.checks import Finding, State, fail, ok
+from kvstore.doctor.checks import Finding, FindingState, fail, ok
 from kvstore.pb import kvstore_pb2 as pb
 
 MEMBERS = (Member("n0", "10.0.0.1:7440"), Member("n1", "10.0.0.2:7440"))
@@ -37,15 +37,15 @@ def nobody_settles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_members_that_agree_are_well_and_as_many_as_there_are_copies_are_enough() -> None:
     found = of_members(VIEW, VIEW, peers=pb.PeersStatus(registry="static"))
-    assert {finding.state for finding in found.values()} == {State.OK}
+    assert {finding.state for finding in found.values()} == {FindingState.OK}
     assert found.keys() == {"members", "view", "registry"}
 
 
 def test_a_member_that_does_not_answer_is_named_and_one_that_is_named_has_to_be_one() -> None:
     found = of_members(VIEW)["members"]
-    assert (found.state, found.found) == (State.FAIL, "1 of 2 answer here; not n1")
-    assert members.near(VIEW, ClientConfig(near="n1"), {}).state is State.OK
-    assert members.near(VIEW, ClientConfig(near="n7"), {}).state is State.FAIL
+    assert (found.state, found.found) == (FindingState.FAIL, "1 of 2 answer here; not n1")
+    assert members.near(VIEW, ClientConfig(near="n1"), {}).state is FindingState.OK
+    assert members.near(VIEW, ClientConfig(near="n7"), {}).state is FindingState.FAIL
 
 
 def test_a_view_that_reaches_a_member_a_moment_later_is_the_same() -> None:
@@ -57,14 +57,14 @@ def test_a_view_that_reaches_a_member_a_moment_later_is_the_same() -> None:
     )
     nodes: dict[str, Any] = {"n0": behind, "n1": ahead}
     found = {finding.name: finding for finding in members.findings(VIEW, nodes)}
-    assert (found["view"].state, "number 2" in found["view"].found) == (State.OK, True)
+    assert (found["view"].state, "number 2" in found["view"].found) == (FindingState.OK, True)
 
 
 def test_more_copies_than_members() -> None:
     three = View("fleet", 1, MEMBERS, 3)
     nodes: dict[str, Any] = {"n0": SimpleNamespace(hello=None)}
     (found,) = (finding for finding in members.findings(three, nodes) if finding.name == "replicas")
-    assert (found.state, "3 are wanted of 2 members" in found.found) == (State.WARN, True)
+    assert (found.state, "3 are wanted of 2 members" in found.found) == (FindingState.WARN, True)
 
 
 @pytest.mark.parametrize(
@@ -79,15 +79,15 @@ def test_more_copies_than_members() -> None:
 )
 def test_members_that_differ(other: View | None, said: str) -> None:
     found = of_members(VIEW, other)["view"]
-    assert (found.state, said in found.found) == (State.FAIL, True), found
+    assert (found.state, said in found.found) == (FindingState.FAIL, True), found
 
 
 def test_what_a_registry_says_is_told_to_few() -> None:
-    assert of_members(VIEW, VIEW)["registry"].state is State.SKIPPED
+    assert of_members(VIEW, VIEW)["registry"].state is FindingState.SKIPPED
     found = of_members(
         VIEW, VIEW, peers=pb.PeersStatus(registry="no etcd answers", apart=["n7: another key"])
     )
-    assert found["registry"].state is State.WARN
+    assert found["registry"].state is FindingState.WARN
     assert "n0 can not ask its registry: no etcd answers" in found["registry"].found
     assert "n7: another key" in found["registry"].found
 
@@ -102,7 +102,7 @@ def test_what_a_registry_says_is_told_to_few() -> None:
 )
 def test_a_near_node_is_one_by_shared_memory(wire: str, said: str) -> None:
     found = members.near(VIEW, ClientConfig(wire=wire), {"n0": False, "n1": True})
-    assert (found.state, found.found.startswith(said)) == (State.OK, True)
+    assert (found.state, found.found.startswith(said)) == (FindingState.OK, True)
 
 
 # ---- a node ----------------------------------------------------------------------------------
@@ -111,27 +111,35 @@ def test_a_near_node_is_one_by_shared_memory(wire: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("hello", "state"),
     [
-        (pb.HelloReply(version=kvstore.__version__, protocol_version=PROTOCOL_VERSION), State.OK),
-        (pb.HelloReply(version="0.0.9", protocol_version=PROTOCOL_VERSION), State.WARN),
+        (
+            pb.HelloReply(version=kvstore.__version__, protocol_version=PROTOCOL_VERSION),
+            FindingState.OK,
+        ),
+        (pb.HelloReply(version="0.0.9", protocol_version=PROTOCOL_VERSION), FindingState.WARN),
         (
             pb.HelloReply(version=kvstore.__version__, protocol_version=PROTOCOL_VERSION - 1),
-            State.WARN,
+            FindingState.WARN,
         ),
     ],
 )
-def test_versions(hello: pb.HelloReply, state: State) -> None:
+def test_versions(hello: pb.HelloReply, state: FindingState) -> None:
     assert members.version(hello).state is state
 
 
 def test_one_that_is_being_stopped_and_one_that_strangers_reach() -> None:
-    assert members.state(pb.NodeStatusReply(state="SERVING")).state is State.OK
-    assert members.state(pb.NodeStatusReply(state="DRAINING")).state is State.WARN
+    assert members.state(pb.NodeStatusReply(state="SERVING")).state is FindingState.OK
+    assert members.state(pb.NodeStatusReply(state="DRAINING")).state is FindingState.WARN
     names = {
         finding.name: finding
-        for finding in members.told(pb.NodeStatusReply(insecure="anybody may write"))
+        for finding in members.check_status(pb.NodeStatusReply(insecure="anybody may write"))
     }
-    assert (names["strangers"].state, names["strangers"].found) == (State.WARN, "anybody may write")
-    assert "strangers" not in {finding.name for finding in members.told(pb.NodeStatusReply())}
+    assert (names["strangers"].state, names["strangers"].found) == (
+        FindingState.WARN,
+        "anybody may write",
+    )
+    assert "strangers" not in {
+        finding.name for finding in members.check_status(pb.NodeStatusReply())
+    }
 
 
 def test_of_a_way_what_is_not_well_is_told_else_one_line() -> None:

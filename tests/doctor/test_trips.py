@@ -8,7 +8,7 @@ import pytest
 
 from kvstore import ClientConfig
 from kvstore.cluster.view import Member, View
-from kvstore.doctor.checks import State
+from kvstore.doctor.checks import FindingState
 from kvstore.doctor.pages import PAGE_NBYTES, Pages
 from kvstore.errors import Unavailable
 from kvstore.pb import kvstore_pb2 as pb
@@ -62,17 +62,17 @@ def pages() -> Pages:
 @pytest.mark.parametrize(
     ("client", "state", "said"),
     [
-        (Client(), State.OK, f"{PAGE_NBYTES >> 10} KiB came back equal"),
-        (Client(hits=(False, True)), State.OK, "came back equal"),
-        (Client(PutOutcome.EXISTS), State.OK, "came back equal"),
-        (Client(hits=(False, False)), State.FAIL, "is not found"),
-        (Client(PutOutcome.FULL, hits=(False,)), State.FAIL, "no room"),
-        (Client(PutOutcome.AWAY, hits=(False,)), State.FAIL, "no owner"),
-        (Client(changes=True), State.FAIL, "other bytes"),
-        (Client(hits=(False,), corrupt=1), State.FAIL, "other bytes"),
+        (Client(), FindingState.OK, f"{PAGE_NBYTES >> 10} KiB came back equal"),
+        (Client(hits=(False, True)), FindingState.OK, "came back equal"),
+        (Client(PutOutcome.EXISTS), FindingState.OK, "came back equal"),
+        (Client(hits=(False, False)), FindingState.FAIL, "is not found"),
+        (Client(PutOutcome.FULL, hits=(False,)), FindingState.FAIL, "no room"),
+        (Client(PutOutcome.AWAY, hits=(False,)), FindingState.FAIL, "no owner"),
+        (Client(changes=True), FindingState.FAIL, "other bytes"),
+        (Client(hits=(False,), corrupt=1), FindingState.FAIL, "other bytes"),
     ],
 )
-def test_a_page_there_and_back(pages: Pages, client: Any, state: State, said: str) -> None:
+def test_a_page_there_and_back(pages: Pages, client: Any, state: FindingState, said: str) -> None:
     found = pages._trip("bulk", client, KEY)
     assert (found.state, said in found.found) == (state, True), found
 
@@ -80,13 +80,13 @@ def test_a_page_there_and_back(pages: Pages, client: Any, state: State, said: st
 @pytest.mark.parametrize(
     ("client", "state", "said"),
     [
-        (Client(), State.OK, "its copy on disk is intact"),
-        (Client(dropped=1), State.FAIL, "does not match its checksum"),
-        (Client(on_disk=False), State.FAIL, "is not on disk"),
-        (Client(intact=0), State.FAIL, "is not on disk"),
+        (Client(), FindingState.OK, "its copy on disk is intact"),
+        (Client(dropped=1), FindingState.FAIL, "does not match its checksum"),
+        (Client(on_disk=False), FindingState.FAIL, "is not on disk"),
+        (Client(intact=0), FindingState.FAIL, "is not on disk"),
     ],
 )
-def test_a_page_on_disk(pages: Pages, client: Any, state: State, said: str) -> None:
+def test_a_page_on_disk(pages: Pages, client: Any, state: FindingState, said: str) -> None:
     found = pages._durable(client, KEY)
     assert (found.state, said in found.found) == (state, True), found
     assert client.durable

@@ -14,7 +14,7 @@ from real_etcd import RealEtcd
 from waiting import wait_until
 
 from kvstore.errors import ConfigError
-from node.cluster.etcd import Access
+from node.cluster.etcd import EtcdCredentials
 from node.server import Node
 
 pytestmark = pytest.mark.skipif(
@@ -88,7 +88,7 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 def start_etcd(folder: Path, ca: str, cert: str, key: str) -> RealEtcd:
     """The tests themselves show the server's certificate."""
     flags = ["--cert-file", cert, "--key-file", key, "--client-cert-auth", "--trusted-ca-file", ca]
-    return RealEtcd(folder, Access(ca, cert, key), flags)
+    return RealEtcd(folder, EtcdCredentials(ca, cert, key), flags)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from kvstore.cluster.view import Member, State, View, parse_view, static_view, v
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.messages import namespace_message, parse_namespace
 from kvstore.pb import kvstore_pb2 as pb
-from node.cluster.etcd import Change, Entry, Reading
+from node.cluster.etcd import Change, Entry, KeysAtRevision
 from node.cluster.registry_state import Registered, RegistryState, Settings
 
 MEMBERS = (
@@ -71,7 +71,7 @@ def roster() -> Target:
                 (f"/kvstore/{FLEET}/{key}", None if gone else Entry(value, len(entries) + 1, 0))
             )
         half, known = len(entries) // 2, RegistryState(FLEET)
-        known.reset(Reading(half, {key: entry for key, entry in entries[:half] if entry}))
+        known.reset(KeysAtRevision(half, {key: entry for key, entry in entries[:half] if entry}))
         _look(known)
         known.apply(
             Change(key, entry, number) for number, (key, entry) in enumerate(entries[half:], half)

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import pack_fixed
-from node.serving.http_server import Connection, HttpServer
+from node.serving.http_server import HttpConnection, HttpServer
 
 REQUEST, PAYLOAD, FIXED = 1, 2, 3
 PAYLOAD_NBYTES_MAX = 3 * 4096
@@ -163,7 +163,7 @@ class ScriptedSocket:
             os.close(fd)
 
 
-class _ScriptedConnection(Connection):
+class _ScriptedConnection(HttpConnection):
     """Its client waits for whole replies, and leaves after the first event of a stream."""
 
     def wait(self, seconds: float) -> bool:

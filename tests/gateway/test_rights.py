@@ -239,7 +239,7 @@ def test_a_token_that_changes_its_tenant_counts_to_the_new_one(node: Node, crew:
 
 def taken_up(node: Node, holds: Callable[[], bool]) -> None:
     """Waits until the node has read the file again."""
-    wait_until(lambda: (node.access.look(), holds())[1])
+    wait_until(lambda: (node.access.poll(), holds())[1])
 
 
 def names(node: Node, tenant: str) -> set[str]:

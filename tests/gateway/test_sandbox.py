@@ -95,7 +95,7 @@ def test_a_gateways_process_has_entered_its_sandbox(process: NodeProcess) -> Non
         assert "Seccomp:\t2" in (task / "status").read_text()
     assert "NoNewPrivs:\t0" in Path(f"/proc/{process.pid}/status").read_text()
     assert "Max core file size        0" in Path(f"/proc/{pid}/limits").read_text()
-    assert "of its user" not in process.said
+    assert "of its user" not in process.log_text
 
 
 def test_where_there_is_too_little_for_all_gateways_are_served_last(process: NodeProcess) -> None:

@@ -166,7 +166,7 @@ def test_what_a_large_request_takes_is_given_back_if_its_caller_changes_meanwhil
                 people.path,
                 token_line("team-a", people.tokens["team-a"], tenant=becomes, role="admin"),
             )
-        wait_until(lambda: (access.look(), access.identities is not before)[1])
+        wait_until(lambda: (access.poll(), access.identities is not before)[1])
         ours.sendall(asked[PART_NBYTES:])
         assert answer(ours).error.message
         wait_until(lambda: requests.used == 0)

@@ -125,7 +125,7 @@ def test_what_a_step_computes_of_prompts_is_told_long_or_short(
     requests = [Request(number, 64) for number in range(2)]
     for request in requests:
         admitted(scheduler, request, asked(scheduler, request) and 0)
-    monkeypatch.setattr(scheduler._hits, "begins", lambda step, now, *what: told.append(what))
+    monkeypatch.setattr(scheduler._hits, "step_begins", lambda step, now, *what: told.append(what))
     requests[0].num_computed_tokens = 32
     for tokens in (1, 2, PROMPT_TOKENS_MIN - 1, PROMPT_TOKENS_MIN):
         scheduler.step({"r0": tokens, "r1": 1}, lambda _: [list(range(1, 70))])

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from gpu_agent.objects.parts import PARTS_MAX, Batch, Ended, ObjectName, ObjectResults, Part, cut
+from gpu_agent.objects.parts import (
+    PARTS_MAX,
+    Batch,
+    Ended,
+    ObjectName,
+    ObjectPart,
+    ObjectResults,
+    cut,
+)
 from gpu_agent.objects.store import ObjectStore
 from gpu_agent.options import AgentConfig
 from kvstore.deadline import Deadline
@@ -32,7 +40,7 @@ def space(scope: Namespace, layout: PageLayout) -> Namespace:
     return Namespace(scope.model, layout)
 
 
-def parts_of(count: int) -> list[Part]:
+def parts_of(count: int) -> list[ObjectPart]:
     return cut(names_of(count), [memoryview(bytearray(NBYTES))] * count, space, Deadline(5.0))
 
 
@@ -44,7 +52,7 @@ def test_a_large_call_has_no_more_than_so_many_parts(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_part_that_failed_is_told_whichever_ends_last(order: tuple[int, int]) -> None:
-    parts = [Part(SCOPE, [i], [b"k" * 32], [], Deadline(5.0)) for i in range(2)]
+    parts = [ObjectPart(SCOPE, [i], [b"k" * 32], [], Deadline(5.0)) for i in range(2)]
     ended = [Ended(parts[0], [None], "the node is away"), Ended(parts[1], [True], "")]
     batch: Batch[bool | None] = Batch(2, 2, None)
     assert [batch.end(ended[i]) for i in order] == [False, True]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu_agent.worker import ipc_memory, probe
-from kvstore.doctor.checks import State
+from kvstore.doctor.checks import FindingState
 from kvstore.errors import ConfigError
 
 
@@ -31,11 +31,11 @@ def test_without_a_gpu_the_rest_is_skipped(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(probe.torch.cuda, "is_available", lambda: False)
     found = {finding.name: finding.state for finding in probe.findings()}
     assert found == {
-        "torch": State.OK,
-        "GPU": State.FAIL,
-        "CuPy": State.SKIPPED,
-        "page-locking": State.SKIPPED,
-        "CUDA IPC": State.SKIPPED,
+        "torch": FindingState.OK,
+        "GPU": FindingState.FAIL,
+        "CuPy": FindingState.SKIPPED,
+        "page-locking": FindingState.SKIPPED,
+        "CUDA IPC": FindingState.SKIPPED,
     }
 
 
@@ -44,8 +44,8 @@ def test_without_cupy_pages_are_moved_by_torch(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(probe, "_missing", "No module named 'cupy'", raising=False)
     monkeypatch.setattr(probe.torch.version, "cuda", "13.0")
     cupy, locking = probe._kernels()
-    assert (cupy.state, cupy.remedy) == (State.WARN, "install cupy-cuda13x")
-    assert locking.state is State.SKIPPED
+    assert (cupy.state, cupy.remedy) == (FindingState.WARN, "install cupy-cuda13x")
+    assert locking.state is FindingState.SKIPPED
 
 
 def test_kernels_that_can_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,15 +53,18 @@ def test_kernels_that_can_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no nvrtc")
 
     monkeypatch.setattr(probe, "CudaDevice", broken)
-    assert [finding.state for finding in probe._kernels()] == [State.FAIL, State.SKIPPED]
+    assert [finding.state for finding in probe._kernels()] == [
+        FindingState.FAIL,
+        FindingState.SKIPPED,
+    ]
 
 
 def test_memory_that_can_not_be_page_locked() -> None:
     locks = Locks()
-    assert probe._locking(locks).state is State.OK
+    assert probe._locking(locks).state is FindingState.OK
     assert locks.registered == []
     found = probe._locking(Locks(refuses=True))
-    assert (found.state, "LimitMEMLOCK" in found.remedy) == (State.WARN, True)
+    assert (found.state, "LimitMEMLOCK" in found.remedy) == (FindingState.WARN, True)
 
 
 CPU = torch.device("cpu")
@@ -81,38 +84,41 @@ def test_another_process_maps_and_reads_memory_of_this_one() -> None:
     """
     found = probe._ipc(CPU)
     assert (found.state, found.found) == (
-        State.OK,
+        FindingState.OK,
         "another process maps and reads memory of this one",
     )
 
 
 def test_a_process_that_reads_and_then_breaks_has_mapped_the_memory() -> None:
     found = probe._ipc(CPU, other(f"print({probe.READ!r}, flush=True); {SEGV}"))
-    assert found.state is State.OK
+    assert found.state is FindingState.OK
     assert "SIGSEGV, after it had read them" in found.found
 
 
 def test_a_process_that_dies_before_it_has_read_is_a_failure_that_names_the_signal() -> None:
     found = probe._ipc(CPU, other(SEGV))
-    assert found.state is State.FAIL
+    assert found.state is FindingState.FAIL
     assert "it was ended by SIGSEGV before it had read it: File" in found.found
     assert "-11" not in found.found
 
 
 def test_a_process_that_can_not_map_says_why() -> None:
     found = probe._ipc(CPU, other("raise SystemExit('invalid device context')"))
-    assert (found.state, found.found.rpartition(": ")[2]) == (State.FAIL, "invalid device context")
+    assert (found.state, found.found.rpartition(": ")[2]) == (
+        FindingState.FAIL,
+        "invalid device context",
+    )
     assert "one container" in found.remedy
 
 
 def test_a_process_that_ends_well_and_says_nothing_has_not_read() -> None:
-    assert probe._ipc(CPU, other("pass")).state is State.FAIL
+    assert probe._ipc(CPU, other("pass")).state is FindingState.FAIL
 
 
 def test_memory_that_holds_something_else_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "VALUE", 0x5B)  # here, not in the other process
     found = probe._ipc(CPU)
-    assert (found.state, "holds something else" in found.found) == (State.FAIL, True)
+    assert (found.state, "holds something else" in found.found) == (FindingState.FAIL, True)
 
 
 def test_cuda_is_initialised_before_its_memory_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.worker import probe
 from gpu_agent.worker.process_backend import ProcessBackend
 from kvstore import ClientConfig, Namespace
-from kvstore.doctor.checks import State, probed
+from kvstore.doctor.checks import FindingState, probed
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -42,7 +42,7 @@ def test_the_doctor_finds_what_the_agents_process_finds() -> None:
         home.close()
     found = probe._ipc(GPU)
     assert (found.state, found.found) == (
-        State.OK,
+        FindingState.OK,
         "another process maps and reads memory of this one",
     )
 
@@ -56,7 +56,7 @@ def test_all_that_the_doctor_says_of_a_gpu_is_well() -> None:
         "page-locking",
         "CUDA IPC",
     ]
-    bad = [finding for finding in found if finding.state is State.FAIL]
+    bad = [finding for finding in found if finding.state is FindingState.FAIL]
     assert bad == []
 
 
@@ -65,4 +65,4 @@ def test_memory_of_a_gpu_that_holds_something_else_is_a_failure(
 ) -> None:
     monkeypatch.setattr(probe, "VALUE", 0x5B)  # here, not in the other process
     found = probe._ipc(GPU)
-    assert (found.state, "holds something else" in found.found) == (State.FAIL, True)
+    assert (found.state, "holds something else" in found.found) == (FindingState.FAIL, True)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from gpu_agent.blocks import save_plan
-from gpu_agent.blocks.save_plan import Part, SavePlan
+from gpu_agent.blocks.save_plan import SavePart, SavePlan
 from kvstore.tracing import REQUESTS_MAX
 
 
@@ -27,8 +27,8 @@ def plan_of(pins: Pins, ranks: int = 1, blocks_max: int = 8, order_blocks: int =
     return SavePlan(ranks, blocks_max, order_blocks, pins.pin, pins.unpin)
 
 
-def blocks(*numbers: int, group: int = 0) -> list[Part]:
-    return [Part(group, [b"key%d" % number for number in numbers], list(numbers))]
+def blocks(*numbers: int, group: int = 0) -> list[SavePart]:
+    return [SavePart(group, [b"key%d" % number for number in numbers], list(numbers))]
 
 
 def test_blocks_are_ordered_only_after_their_step_was_seen() -> None:
@@ -122,7 +122,7 @@ def test_a_key_under_way_is_not_staged_twice() -> None:
     plan = plan_of(pins)
     plan.stage("a", blocks(1))
     # The same tokens in another block; another group
-    plan.stage("b", [Part(0, [b"key1"], [7]), Part(1, [b"key1"], [8])])
+    plan.stage("b", [SavePart(0, [b"key1"], [7]), SavePart(1, [b"key1"], [8])])
     assert pins.held == [1, 8]
 
 

@@ -3,10 +3,10 @@
 import contextlib
 
 from kvstore import ClientConfig
-from kvstore.doctor.checks import Finding, State, run_all
+from kvstore.doctor.checks import Finding, FindingState, run_all
 from kvstore.doctor.runner import Runner, Wanted
 
-NEEDS_REMEDY = (State.WARN, State.FAIL)
+NEEDS_REMEDY = (FindingState.WARN, FindingState.FAIL)
 
 
 class Examined:
@@ -22,7 +22,7 @@ class Examined:
         ]
         return finding
 
-    def names(self, state: State) -> set[str]:
+    def names(self, state: FindingState) -> set[str]:
         return {
             f"{finding.of} {finding.name}".strip()
             for _, finding in self.found
@@ -31,7 +31,7 @@ class Examined:
 
     @property
     def failed(self) -> set[str]:
-        return self.names(State.FAIL)
+        return self.names(FindingState.FAIL)
 
 
 def examined(config: ClientConfig, wanted: Wanted | None = None) -> Examined:

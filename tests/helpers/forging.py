@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore import Client, ClientConfig
-from kvstore.checksum import kept, leaves, root
+from kvstore.checksum import leaves, root, stored_leaves
 from kvstore.page_hmac import page_keys
 from node.memory.inventory import Inventory
 from node.server import Node
@@ -36,7 +36,10 @@ def forge(node: Node, pages: Any, key: bytes, change: Callable[[bytearray], None
         assert len(data) == view.nbytes
         view[:] = data
         of_leaves = leaves(view)
-        page.leaves, page.checksum = kept(of_leaves), root(of_leaves, page.namespace.seed(key))
+        page.leaves, page.checksum = (
+            stored_leaves(of_leaves),
+            root(of_leaves, page.namespace.seed(key)),
+        )
 
 
 def become(data: bytes) -> Callable[[bytearray], None]:

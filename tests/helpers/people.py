@@ -53,7 +53,7 @@ def taken_up(node: Node, holds: Callable[[], bool]) -> None:
     """Waits until the node has read a file again."""
 
     def look() -> bool:
-        node.access.look()
+        node.access.poll()
         return holds()
 
     wait_until(look)

@@ -38,7 +38,7 @@ from lives import Failure, History, Life, Load, Stored
 from recorded import Event, Image, Record, RecordingLayer
 
 from node.disk import tier, writer
-from node.disk.encryption import PLAIN, Locked
+from node.disk.encryption import PLAIN, EncryptedVault
 from node.disk.extents import FileLayer
 
 THREADS, KEYS_OF_A_THREAD = 3, 12
@@ -69,7 +69,7 @@ class Run:
         self._evicting = number % 4 == 3
         # Nobody tells a second life that a sync of the first one failed, so there is none then.
         self._faults, self.lives = (FAULTS, 1) if number % 2 else (0.0, 2)
-        self._vault = Locked(bytes(range(32))) if number % 3 == 1 else PLAIN
+        self._vault = EncryptedVault(bytes(range(32))) if number % 3 == 1 else PLAIN
         self._disk_nbytes = TIGHT_NBYTES if self._evicting else ROOMY_NBYTES
         keys = [
             self.rng.randbytes(self.rng.choice([16, 32])) for _ in range(THREADS * KEYS_OF_A_THREAD)

@@ -10,7 +10,7 @@ from ports import free_ports
 from waiting import wait_until
 
 from kvstore.errors import Unavailable
-from node.cluster.etcd import Access, Etcd
+from node.cluster.etcd import Etcd, EtcdCredentials
 
 LEASE_S = 2
 
@@ -21,7 +21,9 @@ class RealEtcd:
     `flags`: of the etcd command.
     """
 
-    def __init__(self, folder: Path, access: Access = Access(), flags: Sequence[str] = ()) -> None:  # noqa: B008 -- it is frozen
+    def __init__(
+        self, folder: Path, access: EtcdCredentials = EtcdCredentials(), flags: Sequence[str] = ()
+    ) -> None:  # noqa: B008 -- it is frozen
         self._folder = folder
         self._access = access
         self.port, peer = free_ports(2)

@@ -12,7 +12,7 @@ from typing import Any
 from virtual import Network, World
 
 from kvstore.buffers import Pieces
-from kvstore.checksum import checksum, kept, leaves, root
+from kvstore.checksum import checksum, leaves, root, stored_leaves
 from kvstore.cluster.calls import key_seeds
 from kvstore.cluster.fan_out import _some_routes
 from kvstore.cluster.routing import broadcast, try_owners
@@ -127,7 +127,7 @@ class SimNode:
         for page in reservation.pages:
             self.memory(page.offset, PAGE_NBYTES)[:] = pages[page.prefix_hash]
             of_leaves = leaves(pages[page.prefix_hash])
-            page.leaves = kept(of_leaves)
+            page.leaves = stored_leaves(of_leaves)
             sums.append(root(of_leaves, page.namespace.seed(page.prefix_hash)))
         if reservation.pages:
             self.tier.commit(reservation, sums)

@@ -220,9 +220,9 @@ def metrics() -> Tree:
     status.tls.certificates.add(setting="tls_cert")
     traffic = RequestMetrics()
     traffic.took("bulk", 1)
-    traffic.got("ram", "bulk", 1, 0)
-    traffic.edge("bulk").answered("get", 0)
-    traffic.edge("bulk").failed("get", errors.Exhausted(""))
+    traffic.count_get("ram", "bulk", 1, 0)
+    traffic.of_wire("bulk").answered("get", 0)
+    traffic.of_wire("bulk").failed("get", errors.Exhausted(""))
     peers = SimpleNamespace(links=SimpleNamespace(failing=lambda: {"n1": False}))
     turns = SimpleNamespace(waiting_count=0)
     service: Any = SimpleNamespace(

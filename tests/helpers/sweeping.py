@@ -63,7 +63,7 @@ def of(view: View, pages: Pages, member: str) -> set[bytes]:
 
 def sweep(node: Node) -> Any:
     before = node.peers.sweeper.report
-    node.peers.sweeper.sweep_in(0.0)
+    node.peers.sweeper.schedule_in(0.0)
     wait_until(lambda: node.peers.sweeper.report is not before and not node.peers.sweeper.running)
     return node.peers.sweeper.report
 

@@ -68,17 +68,17 @@ def test_others_are_asked_each_few_seconds_and_never_two_rounds_at_a_time(
     made: Callable[[int], tuple[Fleet, Members]],
 ) -> None:
     fleet, members = made(3)
-    members.told(OWN)
+    members.describe(OWN)
     fleet.now_s += 10 * ASKED_S
-    members.told(OWN)
+    members.describe(OWN)
     assert len(fleet.rounds) == 1, "the first has not ended"
     fleet.do()
     assert sorted(fleet.asked) == ["n1", "n2"], "not itself"
-    members.told(OWN)
+    members.describe(OWN)
     assert len(fleet.rounds) == 2
     fleet.do()
     fleet.now_s += ASKED_S / 2
-    members.told(OWN)
+    members.describe(OWN)
     assert len(fleet.rounds) == 2
 
 
@@ -86,16 +86,16 @@ def test_each_is_told_with_how_long_ago_it_said_so_and_who_left_is_not(
     made: Callable[[int], tuple[Fleet, Members]],
 ) -> None:
     fleet, members = made(3)
-    members.told(OWN)
+    members.describe(OWN)
     fleet.do()
     fleet.now_s += 3.0
-    own, one, other = members.told(OWN)["members"]
+    own, one, other = members.describe(OWN)["members"]
     assert (own["age_s"], one["age_s"], other["age_s"]) == (0.0, 3.0, 3.0)
     assert (own["status"]["disk"], one["status"]["disk"]["page_count"]) == (None, 7)
     assert (other["status"], other["error"]) == (None, "it is away")
     fleet.leave(2)
     fleet.now_s += ASKED_S
-    members.told(OWN)
+    members.describe(OWN)
     fleet.do()
     assert members._told.keys() == {"n1"}
 
@@ -105,13 +105,13 @@ def test_a_round_ends_in_time_and_who_was_left_out_is_first_in_the_next(
 ) -> None:
     fleet, members = made(12)
     fleet.took_s = CALL_S
-    members.told(OWN)
+    members.describe(OWN)
     fleet.do()
     first = list(fleet.asked)
     assert len(first) == ROUND_S / CALL_S
     assert max(fleet.limits) == CALL_S
     fleet.took_s = CALL_S * 0.99
-    members.told(OWN)
+    members.describe(OWN)
     fleet.do()
     assert not set(first) & set(fleet.asked[len(first) : len(first) + 5])
     assert min(fleet.limits) < CALL_S, "what is left of the round"

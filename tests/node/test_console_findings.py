@@ -3,7 +3,7 @@
 import pytest
 
 from kvstore import Namespace, opaque_layout
-from kvstore.doctor.checks import State
+from kvstore.doctor.checks import FindingState
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
 from node.console.snapshot import COMPARED_MAX, findings
@@ -49,14 +49,24 @@ def test_what_does_not_hit_is_told_and_of_many_namespaces_the_largest_are_compar
 @pytest.mark.parametrize(
     ("status", "state", "said"),
     [
-        (changed(state="DRAINING"), State.WARN, "DRAINING"),
-        (changed(insecure="anybody may write"), State.WARN, "anybody may write"),
-        (changed(disk=pb.DiskStatus(state="STOPPED", reason="full")), State.FAIL, "STOPPED"),
-        (changed(peers=pb.PeersStatus(registry="no etcd answers")), State.WARN, "no etcd answers"),
-        (changed(peers=pb.PeersStatus(apart=["n7: another key"])), State.WARN, "n7: another key"),
-        (changed(peers=pb.PeersStatus(pages_dropped=1234)), State.WARN, "1,234 pages"),
+        (changed(state="DRAINING"), FindingState.WARN, "DRAINING"),
+        (changed(insecure="anybody may write"), FindingState.WARN, "anybody may write"),
+        (changed(disk=pb.DiskStatus(state="STOPPED", reason="full")), FindingState.FAIL, "STOPPED"),
+        (
+            changed(peers=pb.PeersStatus(registry="no etcd answers")),
+            FindingState.WARN,
+            "no etcd answers",
+        ),
+        (
+            changed(peers=pb.PeersStatus(apart=["n7: another key"])),
+            FindingState.WARN,
+            "n7: another key",
+        ),
+        (changed(peers=pb.PeersStatus(pages_dropped=1234)), FindingState.WARN, "1,234 pages"),
     ],
 )
-def test_one_thing_that_is_not_well(status: pb.NodeStatusReply, state: State, said: str) -> None:
+def test_one_thing_that_is_not_well(
+    status: pb.NodeStatusReply, state: FindingState, said: str
+) -> None:
     (found,) = findings(status)
     assert (found.state, said in found.found) == (state, True), found

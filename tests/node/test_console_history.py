@@ -54,9 +54,9 @@ def made() -> tuple[History, Spaces, Callable[[float], None]]:
 
     def pass_by(seconds: float) -> None:
         clock.s += seconds
-        history.look()
+        history.poll()
 
-    history.look()
+    history.poll()
     return history, spaces, pass_by
 
 
@@ -66,12 +66,12 @@ def test_a_sample_is_what_changed_by_second(
     history, spaces, pass_by = made
     spaces.of("team-a").pages_asked = 50
     pass_by(EVERY_S / 2)
-    assert history.told(OPERATOR) is None, "it is not time yet"
+    assert history.visible_to(OPERATOR) is None, "it is not time yet"
     pass_by(EVERY_S / 2)
     spaces.of("team-a").pages_asked += 40
     spaces.of("team-b").nbytes_got += 1000
     pass_by(2 * EVERY_S)
-    told = history.told(OPERATOR)
+    told = history.visible_to(OPERATOR)
     assert told["asked"] == [50 / EVERY_S, 40 / EVERY_S / 2]
     assert told["got_nbytes"] == [0.0, 1000 / EVERY_S / 2]
     assert told["ram_nbytes"] == [300.0, 600.0]
@@ -89,12 +89,12 @@ def test_each_tenant_is_told_of_itself(
     for tenant, pages in (("team-a", 10), ("team-b", 1000)):
         spaces.of(tenant).pages_asked += pages
     pass_by(EVERY_S)
-    assert history.told(of("team-a"))["asked"] == [1.0]
-    assert history.told(of("team-b"))["asked"] == [100.0]
-    assert history.told(OPERATOR)["asked"][-1] == 101.0
-    assert history.told(of("team-c")) is None
-    assert history.told(of("team-a", "llama-*")) is None, "it would be told of other models"
-    assert history.told(of(ALL, "llama-*")) is None
+    assert history.visible_to(of("team-a"))["asked"] == [1.0]
+    assert history.visible_to(of("team-b"))["asked"] == [100.0]
+    assert history.visible_to(OPERATOR)["asked"][-1] == 101.0
+    assert history.visible_to(of("team-c")) is None
+    assert history.visible_to(of("team-a", "llama-*")) is None, "it would be told of other models"
+    assert history.visible_to(of(ALL, "llama-*")) is None
 
 
 def test_it_keeps_an_hour_and_no_more(
@@ -104,12 +104,12 @@ def test_it_keeps_an_hour_and_no_more(
     for number in range(KEPT + 10):
         spaces.of("team-a").pages_got = 10 * number * (number + 1) // 2
         pass_by(EVERY_S)
-    told = history.told(OPERATOR)
+    told = history.visible_to(OPERATOR)
     assert told["count"] == KEPT + 10
     assert len(told["times"]) == len(told["got"]) == KEPT
     assert told["got"] == [float(number) for number in range(10, KEPT + 10)]
-    assert history.told(OPERATOR, 1)["got"] == [float(KEPT + 9)]
-    assert len(history.told(OPERATOR, 10 * KEPT)["got"]) == KEPT
+    assert history.visible_to(OPERATOR, 1)["got"] == [float(KEPT + 9)]
+    assert len(history.visible_to(OPERATOR, 10 * KEPT)["got"]) == KEPT
 
 
 def test_counts_that_go_away_are_no_negative_rates(
@@ -119,15 +119,17 @@ def test_counts_that_go_away_are_no_negative_rates(
     spaces.of("team-a").pages_asked = 100
     pass_by(EVERY_S)
     pass_by(EVERY_S)
-    assert history.told(of("team-a"))["asked"] == [0.0]
+    assert history.visible_to(of("team-a"))["asked"] == [0.0]
     spaces.forgotten.add(spaces.by_tenant.pop("team-a"))
     spaces.forgotten.pages_asked += 10
     pass_by(EVERY_S)
-    assert history.told(OPERATOR)["asked"][-1] == 10 / EVERY_S, "what was forgotten still counts"
-    assert history.told(of("team-a")) is None, "nothing of it is here any more"
+    assert history.visible_to(OPERATOR)["asked"][-1] == 10 / EVERY_S, (
+        "what was forgotten still counts"
+    )
+    assert history.visible_to(of("team-a")) is None, "nothing of it is here any more"
     spaces.forgotten = Counters()
     pass_by(EVERY_S)
-    assert history.told(OPERATOR)["asked"][-1] == 0.0
+    assert history.visible_to(OPERATOR)["asked"][-1] == 0.0
 
 
 def test_tenants_are_bounded(made: tuple[History, Spaces, Callable[[float], None]]) -> None:
@@ -137,14 +139,14 @@ def test_tenants_are_bounded(made: tuple[History, Spaces, Callable[[float], None
     pass_by(EVERY_S)
     pass_by(EVERY_S)
     assert len(history._rings) == TENANTS_MAX + 1
-    assert history.told(OPERATOR)["asked"][0] == pytest.approx(
+    assert history.visible_to(OPERATOR)["asked"][0] == pytest.approx(
         (TENANTS_MAX + 20) / EVERY_S, rel=1e-3
     ), "all count"
     spaces.by_tenant = dict(reversed(spaces.by_tenant.items()))
     pass_by(EVERY_S)
     pass_by(EVERY_S)
     assert len(history._rings) == TENANTS_MAX + 1, "in whatever order they are told"
-    assert len(history.told(of("team-0"))["asked"]) == 3, "the first that came"
+    assert len(history.visible_to(of("team-0"))["asked"]) == 3, "the first that came"
 
 
 def test_latency_is_told_where_somebody_measures_it() -> None:
@@ -152,12 +154,12 @@ def test_latency_is_told_where_somebody_measures_it() -> None:
     counts = {"get": [0, 0, 0]}
     inventory: Any = spaces
     history = History(inventory, None, Latency((0.001, 0.01), lambda: counts), clock)
-    history.look()
+    history.poll()
     for more in ([90, 10, 0], [0, 0, 0], [0, 0, 5]):
         counts["get"] = [old + new for old, new in zip(counts["get"], more, strict=True)]
         clock.s += EVERY_S
-        history.look()
-    told = history.told(OPERATOR)
+        history.poll()
+    told = history.visible_to(OPERATOR)
     assert told is not None
     assert told["get_p50_ms"] == [pytest.approx(0.5556), None, 10.0]
     assert told["get_p99_ms"] == [pytest.approx(9.1), None, 10.0]

@@ -105,8 +105,8 @@ def test_a_page_that_is_opened_again_and_again_makes_no_hour_anew(
     assert node.console is not None
     history = node.console._snapshots._history
     history._take(history._clock() + 1.0), history._take(history._clock() + 2.0)
-    asked, told_of = [], history.told
-    monkeypatch.setattr(history, "look", lambda: None)
+    asked, told_of = [], history.visible_to
+    monkeypatch.setattr(history, "poll", lambda: None)
     monkeypatch.setattr(
         history, "told", lambda who, most=KEPT: (asked.append(most), told_of(who, most))[1]
     )

@@ -83,7 +83,7 @@ def test_an_owner_that_does_not_answer_is_asked_once_in_a_pass(
     theirs = of(view, pages, "n2")
     plant(fleet[2], pages, sorted(theirs))
     draining_ = fleet[1].peers.draining
-    asked, there = list[str](), draining_._there
+    asked, there = list[str](), draining_._present_at
 
     def hangs(member: str, *arguments: Any) -> list[bytes]:
         asked.append(member)
@@ -91,8 +91,11 @@ def test_an_owner_that_does_not_answer_is_asked_once_in_a_pass(
             raise Unavailable("it hung")
         return there(member, *arguments)
 
-    monkeypatch.setattr(draining_, "_there", hangs)
-    assert draining_._look(view, threading.Event()) == (len(NUMBERS) - len(theirs), len(theirs))
+    monkeypatch.setattr(draining_, "_present_at", hangs)
+    assert draining_._count_pages(view, threading.Event()) == (
+        len(NUMBERS) - len(theirs),
+        len(theirs),
+    )
     assert asked.count("n0") == 1
     assert asked.count("n2") > 1
 

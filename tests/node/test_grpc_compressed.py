@@ -24,7 +24,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from kvstore.tools.node_process import NodeProcess
 from kvstore.transports.grpc_wire import GrpcWire
-from node.cluster.etcd import Access, Etcd
+from node.cluster.etcd import Etcd, EtcdCredentials
 from node.gateway.gateway import GRPCIO_MIN, GRPCIO_WITHOUT, check_grpcio
 from node.pb import etcd_pb2 as etcd_pb
 
@@ -68,7 +68,7 @@ def test_a_compressed_bomb_is_refused_and_takes_no_memory() -> None:
         with Client(ClientConfig(address=process.address, wire="grpc", timeout_s=20.0)) as client:
             assert client.node_status().state == "SERVING"
         process.stop()
-        assert "Compression" not in process.said, "a line for each such call would fill a disk"
+        assert "Compression" not in process.log_text, "a line for each such call would fill a disk"
 
 
 def test_a_call_with_compression_on_is_refused_as_unimplemented(shared_node: NodeProcess) -> None:
@@ -121,7 +121,7 @@ def test_a_client_refuses_compressed_answers_of_a_node(answering: Callable[[byte
 def test_a_node_refuses_compressed_answers_of_an_etcd(answering: Callable[[bytes], str]) -> None:
     """A whole and right one: only that it was compressed is wrong."""
     reply = etcd_pb.RangeResponse(kvs=[etcd_pb.KeyValue(key=b"/fleet/a", value=bytes(1 << 16))])
-    etcd = Etcd([answering(reply.SerializeToString())], Access())
+    etcd = Etcd([answering(reply.SerializeToString())], EtcdCredentials())
     try:
         with pytest.raises(Unavailable):
             etcd.read("/fleet/")

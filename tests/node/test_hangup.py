@@ -54,7 +54,7 @@ def test_sighup_writes_all_pages_to_the_disk_and_ends_with_status_0(
         put(process.address, pages)
         hang_up(process.pid)
         assert process._process.wait(30.0) == 0
-        assert "SIGHUP: the node stops" in process.said
+        assert "SIGHUP: the node stops" in process.log_text
     finally:
         process.kill()
     assert_kept(flags, pages)
@@ -88,7 +88,7 @@ def test_under_nohup_sighup_does_nothing() -> None:
         with Client(ClientConfig(address=process.address, timeout_s=20.0)) as client:
             assert pages.get(client, pages.keys(*range(8))) == [True] * 8
         assert process.stop() == 0
-        assert "SIGTERM: the node stops" in process.said
+        assert "SIGTERM: the node stops" in process.log_text
     finally:
         process.kill()
 
@@ -107,7 +107,7 @@ def test_sigterm_and_sighup_together_are_one_stop(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGHUP)
         process.resume()
         assert process._process.wait(30.0) == 0
-        assert "SIGHUP, SIGTERM: the node stops" in process.said
+        assert "SIGHUP, SIGTERM: the node stops" in process.log_text
     finally:
         process.kill()
     assert_kept(flags, pages)

@@ -17,7 +17,7 @@ def test_a_prefix_that_is_found_often_is_told_first_and_about_how_often() -> Non
     for _ in range(200_000):
         number = rng.choice((1, 1, 1, 2, 2)) if rng.random() < 0.3 else rng.randrange(1000, 100_000)
         asked[number] += 1
-        heat.asked(SPACE, [head(number), head(7), head(8)], [True, True, False])
+        heat.observe(SPACE, [head(number), head(7), head(8)], [True, True, False])
     one, two, *_ = heat.hottest()
     assert [one.head, two.head] == [head(1)[:HEAD_NBYTES], head(2)[:HEAD_NBYTES]]
     assert abs(one.lookups - asked[1]) < asked[1] / 4
@@ -29,15 +29,15 @@ def test_a_prefix_that_is_found_often_is_told_first_and_about_how_often() -> Non
 def test_only_what_was_found_counts() -> None:
     heat = HotPrefixes(every=1)
     for _ in range(100):
-        heat.asked(SPACE, [head(1)], [False])
-        heat.asked(SPACE, [], [])
+        heat.observe(SPACE, [head(1)], [False])
+        heat.observe(SPACE, [], [])
     assert heat.hottest() == []
 
 
 def test_one_lookup_in_so_many_is_looked_at_whatever_their_rhythm() -> None:
     heat = HotPrefixes(seed=3)
     for number in range(EVERY * 1000):
-        heat.asked(SPACE, [head(number % EVERY)], [True])
+        heat.observe(SPACE, [head(number % EVERY)], [True])
     counts = [hot.lookups for hot in heat.hottest()]
     assert len(counts) == EVERY, "a rhythm of as many hides none"
     assert abs(sum(counts) / (EVERY * 1000) - 1) < 0.1
@@ -46,9 +46,9 @@ def test_one_lookup_in_so_many_is_looked_at_whatever_their_rhythm() -> None:
 def test_what_was_hot_cools_down() -> None:
     now = [0.0]
     heat = HotPrefixes(every=1, clock=lambda: now[0])
-    heat.asked(SPACE, [head(1)], [True])
+    heat.observe(SPACE, [head(1)], [True])
     for _ in range(64):
-        heat.asked(SPACE, [head(1)], [True])
+        heat.observe(SPACE, [head(1)], [True])
     before = heat.hottest()[0].lookups
     now[0] += 2 * HALVED_S
     assert heat.hottest()[0].lookups == round(before / 4)
@@ -60,7 +60,7 @@ def test_pages_of_a_prefix_stay_as_many_while_it_cools() -> None:
     now = [0.0]
     heat = HotPrefixes(every=1, clock=lambda: now[0])
     for _ in range(64):
-        heat.asked(SPACE, [head(1), head(2), head(3), head(4)], [True, True, False, True])
+        heat.observe(SPACE, [head(1), head(2), head(3), head(4)], [True, True, False, True])
     assert heat.hottest()[0].pages == 2.0, "a leading run: what is behind a gap was not found"
     now[0] += HALVED_S
     assert heat.hottest()[0].pages == 2.0
@@ -69,16 +69,16 @@ def test_pages_of_a_prefix_stay_as_many_while_it_cools() -> None:
 def test_a_node_that_nobody_asked_for_weeks_answers_the_next_lookup() -> None:
     now = [0.0]
     heat = HotPrefixes(every=1, clock=lambda: now[0])
-    heat.asked(SPACE, [head(1)], [True])
+    heat.observe(SPACE, [head(1)], [True])
     now[0] += 5000 * HALVED_S
-    heat.asked(SPACE, [head(2)], [True])
+    heat.observe(SPACE, [head(2)], [True])
     assert [hot.head for hot in heat.hottest()] == [head(2)[:HEAD_NBYTES]]
 
 
 def test_who_takes_a_place_takes_its_count_and_says_how_much_of_it_may_be_others() -> None:
     heat = HotPrefixes(every=1, size=2)
     for number in (1, 1, 1, 1, 1, 2, 2, 2, 3):
-        heat.asked(SPACE, [head(number)], [True])
+        heat.observe(SPACE, [head(number)], [True])
     first, second = heat.hottest()
     assert (first.head, first.lookups, first.error) == (head(1)[:HEAD_NBYTES], 5, 0)
     assert (second.head, second.lookups, second.error) == (head(3)[:HEAD_NBYTES], 4, 3)
@@ -87,6 +87,6 @@ def test_who_takes_a_place_takes_its_count_and_says_how_much_of_it_may_be_others
 
 def test_it_keeps_no_whole_key() -> None:
     heat = HotPrefixes(every=1)
-    heat.asked(SPACE, [b"h" * 32], [True])
-    heat.asked(SPACE, [b"h" * 32], [True])
+    heat.observe(SPACE, [b"h" * 32], [True])
+    heat.observe(SPACE, [b"h" * 32], [True])
     assert all(len(kept) == HEAD_NBYTES for _, kept in heat._entries)

@@ -289,7 +289,7 @@ def test_a_page_that_changes_after_it_was_copied_is_what_was_checked(
     """Who maps the arena changes it between the copy and the check: the copy is what counts."""
     client, (key,) = connect(node, "shm", page_key=SECRET), keyed.keys(1)
     keyed.put(client, [key])
-    fits = Seals.fits
+    fits = Seals.verify
 
     def late(*arguments: Any) -> bool:
         forge(node, keyed, key, flip_first)

@@ -32,6 +32,6 @@ def test_a_stranger_who_makes_it_talk_does_not_fill_the_log() -> None:
             with socket.create_connection(("127.0.0.1", process.bulk_port)) as stranger:
                 stranger.sendall(b"no frame at all!")
                 stranger.recv(1 << 16)
-        said = process.said.splitlines()
+        said = process.log_text.splitlines()
     about = [line for line in said if "127.0.0.1" in line]
     assert 0 < len(about) <= 3 * LINES, about[-1]

@@ -25,7 +25,7 @@ def test_a_static_list() -> None:
     )
     assert membership.view == View("fleet", 1, members)
     hello = pb.HelloReply()
-    membership.tell(hello)
+    membership.add_view(hello)
     assert (hello.member_id, hello.view.cluster, len(hello.view.members)) == ("n2", "fleet", 3)
 
 
@@ -34,9 +34,9 @@ def test_a_view_is_put_into_words_once(monkeypatch: pytest.MonkeyPatch) -> None:
     event loop.
     """
     membership, first, second = Membership(TEXT, "n2"), pb.HelloReply(), pb.HelloReply()
-    membership.tell(first)
+    membership.add_view(first)
     monkeypatch.setattr("kvstore.cluster.view.view_message", None)
-    membership.tell(second)
+    membership.add_view(second)
     assert first == second
 
 
@@ -49,7 +49,7 @@ def test_replicas_without_a_cluster() -> None:
 
 def test_a_node_that_is_alone_tells_nothing() -> None:
     hello = pb.HelloReply()
-    Membership("", "").tell(hello)
+    Membership("", "").add_view(hello)
     assert not hello.HasField("view")
 
 

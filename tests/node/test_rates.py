@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.errors import ConfigError, Exhausted
 from node.auth.quotas import Quota, Quotas, quota_of
-from node.serving.limits import Budget, ConnectionLimiter, Quoted, cap
+from node.serving.limits import Budget, ConnectionLimiter, QuotaLimits, make_limit
 from node.serving.tenants import Rates
 
 
@@ -117,7 +117,8 @@ def test_a_tenants_quota_is_less_than_the_share_of_a_peer_and_tells_of_no_other(
     refused: list[str] = []
     most = {"a": 3, "b": 100}
     budget = Budget(
-        cap("things", 20, "wait"), Quoted(lambda tenant: most.get(tenant, 0), refused.append)
+        make_limit("things", 20, "wait"),
+        QuotaLimits(lambda tenant: most.get(tenant, 0), refused.append),
     )
     budget.take("tenant a", 3)
     with pytest.raises(Exhausted, match=r"^things: 3 of tenant a; allowed are 3 by its quota"):
@@ -134,7 +135,7 @@ def test_a_tenants_quota_is_less_than_the_share_of_a_peer_and_tells_of_no_other(
 
 def test_a_connection_that_is_known_now_counts_to_its_tenant() -> None:
     places = ConnectionLimiter(
-        cap("connections", 8, "wait"), Quoted(lambda tenant: 2, lambda tenant: None)
+        make_limit("connections", 8, "wait"), QuotaLimits(lambda tenant: 2, lambda tenant: None)
     )
     left: list[int] = []
     mine = [places.enter("10.0.0.1", lambda n=n: left.append(n)) for n in range(4)]  # type: ignore[misc]

@@ -13,7 +13,7 @@ from local_nodes import Connect
 from waiting import wait_until
 
 from kvstore.errors import ConfigError
-from node.cluster.etcd import Entry, Reading
+from node.cluster.etcd import Entry, KeysAtRevision
 from node.cluster.membership import REMOVALS_KEPT_S, Identity
 from node.cluster.registry_state import NamespaceTombstones, RegistryState, Removal, parse_removed
 
@@ -205,7 +205,7 @@ def test_who_was_asked_to_erase_does_not_do_it_again_for_those_who_were_asked_to
         Removal(two, b"2", 2, b"not asked"),
         Removal(three, b"3", 3),
     ]
-    removals.heard(heard, 3)
+    removals.receive(heard, 3)
     nobody: Any = None
     removals.work(nobody, nobody)
     removals.work(nobody, nobody)
@@ -231,7 +231,7 @@ def test_a_node_that_ends_before_it_has_erased_does_it_in_its_next_life(
     if at_a_start:
         first.catch_up(heard, 1)
     else:
-        first.heard(heard, 1)
+        first.receive(heard, 1)
         first.work(nobody, nobody)
     with pytest.raises(SystemExit):
         first.work(nobody, nobody)
@@ -267,7 +267,9 @@ def test_what_was_heard_of_long_ago_is_not_gone_through_again() -> None:
         roster.removed_key(bytes([n])): Entry(b'{"removal": "%02x"}' % n, n, 0) for n in range(9)
     }
     roster.reset(
-        Reading(9, {roster.config_key: Entry(b'{"replicas": 1, "base": 100}', 1, 0)} | written)
+        KeysAtRevision(
+            9, {roster.config_key: Entry(b'{"replicas": 1, "base": 100}', 1, 0)} | written
+        )
     )
     assert [some.number for some in roster.removals()] == list(range(100, 109))
     parse_removed.cache_clear()

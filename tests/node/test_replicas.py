@@ -216,7 +216,7 @@ def test_pages_that_are_on_disk_only_are_handed_on(
             tier._forget(index.pages[key], "evicted")
     tell(nodes, view_of(nodes, 2))
     promises = nodes[0].service.promises
-    ticket = promises.hand(
+    ticket = promises.replicate(
         pages.namespace.digest, keys + pages.keys(99), [{"n1"}] * (len(keys) + 1)
     )
     assert not nodes[0].peers.couriers.wait(ticket, time.monotonic() + 10.0, lambda: False), (

@@ -17,7 +17,7 @@ from node.serving.request_metrics import (
 
 def test_only_calls_that_took_long_are_kept() -> None:
     traffic = RequestMetrics()
-    edge = traffic.edge("bulk")
+    edge = traffic.of_wire("bulk")
     edge.answered("get", monotonic_ns())
     assert traffic.slow.newest() == []
     edge.answered("get", monotonic_ns() - 2 * SLOW_NS)
@@ -32,7 +32,7 @@ def test_what_it_waited_for_is_told_in_its_place() -> None:
     with traffic.waiting(DISK):
         threading.Event().wait(0.02)
     left_ns = monotonic_ns()
-    traffic.edge("shm").answered("get", began_ns)
+    traffic.of_wire("shm").answered("get", began_ns)
     (call,) = traffic.slow.newest()
     waited, rest = call.spans
     assert waited.name == "pages come from the disk"

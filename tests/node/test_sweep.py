@@ -155,7 +155,7 @@ def test_a_page_does_not_live_longer_because_its_turn_comes_late(
     plant(fleet[1], pages, mine[:2], ttl_s=100)
     plant(fleet[1], pages, mine[2:], ttl_s=50)
     swept = fleet[0].peers.sweeper._sweep  # type: ignore[union-attr]
-    listed, now_s = swept._missing, int(time.time())
+    listed, now_s = swept._missing_pages, int(time.time())
 
     def long_ago(*arguments: Any) -> Any:
         found = listed(*arguments)
@@ -163,7 +163,7 @@ def test_a_page_does_not_live_longer_because_its_turn_comes_late(
             monkeypatch.setattr(node.tier, "clock_s", lambda: now_s + 60)
         return found
 
-    monkeypatch.setattr(swept, "_missing", long_ago)
+    monkeypatch.setattr(swept, "_missing_pages", long_ago)
     report = sweep(fleet[0])
     assert (report.missing, report.fetched) == (3, 2)
     lives = alone(fleet[0]).stat(pages.namespace, mine)
@@ -370,7 +370,7 @@ def test_a_stop_ends_a_sweep(
     source.membership.become(view, "n0")
     node.membership.become(view, "n1")
     node.start()
-    node.peers.sweeper.sweep_in(0.0)
+    node.peers.sweeper.schedule_in(0.0)
     wait_until(lambda: node.peers.sweeper.running and node.tier.visible_count > 0)
     node.stop()
     assert not node.peers.sweeper.running
@@ -403,7 +403,7 @@ def test_a_node_stops_in_its_time_though_whom_it_asks_hangs(
     node.peers.draining.begin()
     assert asked.acquire(timeout=10.0)
     monkeypatch.setitem(hangs.service._unary, "list_namespaces", hang)
-    node.peers.sweeper.sweep_in(0.0)
+    node.peers.sweeper.schedule_in(0.0)
     assert asked.acquire(timeout=10.0)
     began = time.monotonic()
     node.stop()

@@ -113,7 +113,7 @@ def shown_at_bulk(connect: Connect, node: Node, monkeypatch: pytest.MonkeyPatch)
     transfer = BulkConnection.transfer
 
     def spy(self: BulkConnection, op: str) -> Any:
-        found.append(self.shown)
+        found.append(self.client_certificate)
         return transfer(self, op)
 
     monkeypatch.setattr(BulkConnection, "transfer", spy)
@@ -192,7 +192,7 @@ def test_a_certificate_near_its_end_is_warned_of(
 ) -> None:
     ours.node("soon", ["localhost"], 2.0, force=True)
     certificates = Certificates(NodeConfig(**pair(ours, "soon")))
-    certificates.look()
+    certificates.poll()
     assert caplog.text.count("the certificate in tls_cert is valid until") == 1
 
 

@@ -182,7 +182,7 @@ def test_an_expired_certificate_of_a_node_does_not_come_into_force(
     for days, since_days, problem in ((-0.5, 1.0, "expired on"), (3.0, -2.0, "is valid from")):
         ours.node("dated", HERE, days, force=True, since_days=since_days)
         place("dated")
-        certificates.look()
+        certificates.poll()
         assert certificates.pems is good
         assert f"tls_cert={files['tls_cert']} {problem}" in certificates.status().problem
         with pytest.raises(ConfigError, match=problem):

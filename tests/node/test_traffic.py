@@ -52,7 +52,7 @@ def test_an_edge_counts_as_a_histogram_does(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("node.serving.request_metrics.monotonic_ns", lambda: now[0])
     for ns in (0, 49_999, 50_000, 50_001, 250_000, 250_001, 7_000_000, 10_000_000_001):
         now[0] = 10**12 + ns
-        traffic.edge("bulk").answered("get", 10**12)
+        traffic.of_wire("bulk").answered("get", 10**12)
         wanted.add(ns)
     found = traffic.requests()["get", "bulk"]
     assert (found.counts, found.sum_ns) == (wanted.counts, wanted.sum_ns)
@@ -62,8 +62,8 @@ def test_bytes_and_errors_add_up_and_no_fault_of_ours_is_a_number_too() -> None:
     traffic = RequestMetrics()
     for nbytes in (3, 4):
         traffic.took("bulk", nbytes)
-        traffic.edge("bulk").failed("get", InvalidRequest("no"))
-    traffic.edge("bulk").answered("get", 0)
+        traffic.of_wire("bulk").failed("get", InvalidRequest("no"))
+    traffic.of_wire("bulk").answered("get", 0)
     assert traffic.moved() == {("bulk", "in"): 7}
     assert traffic.errors() == {
         ("get", "bulk", "invalid_argument"): 2,
@@ -79,8 +79,8 @@ def test_no_time_is_lost_between_threads() -> None:
     def run() -> None:
         start.wait()
         for _ in range(5000):
-            traffic.edge("bulk").answered("lookup", 0)
-            traffic.got(RAM, "bulk", 3, 0)
+            traffic.of_wire("bulk").answered("lookup", 0)
+            traffic.count_get(RAM, "bulk", 3, 0)
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     sys.setswitchinterval(1e-6)
@@ -108,7 +108,7 @@ def test_no_time_is_lost_between_threads() -> None:
 )
 def test_what_was_not_answered_has_no_time_but_a_code(error: BaseException, code: str) -> None:
     traffic = RequestMetrics()
-    traffic.edge("bulk").failed("get", error)
+    traffic.of_wire("bulk").failed("get", error)
     assert traffic.errors() == {("get", "bulk", code): 1}
     assert traffic.requests() == {}
 

@@ -94,7 +94,7 @@ def test_a_node_serves_and_ends_with_an_exporter_that_does_not(
     node = start(exporter_is)
     ask(node, 64)
     assert node.stop(timeout_s=60.0) == 0
-    assert ("the last spans could not be sent" in node.said) == (exporter_is == "hanging")
+    assert ("the last spans could not be sent" in node.log_text) == (exporter_is == "hanging")
 
 
 def test_an_exporter_that_can_not_be_made_ends_the_start(start: Callable[..., NodeProcess]) -> None:

@@ -180,7 +180,7 @@ def test_a_collector_that_does_not_take_spans_holds_nobody(
     began = time.monotonic()
     assert node.stop(timeout_s=60.0) == 0
     print(f"{protocol} {manner}: ended after {time.monotonic() - began:.1f} s")
-    assert "the last spans could not be sent" in node.said
+    assert "the last spans could not be sent" in node.log_text
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

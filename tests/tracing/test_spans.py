@@ -224,7 +224,7 @@ def test_a_process_of_a_node_gets_the_exporter_that_is_named(
     with NodeProcess(
         "--ram-bytes", "16MiB", "--shm-socket", "none", "--log-format", "json"
     ) as node:
-        lines = [json.loads(line) for line in node.said.splitlines()]
+        lines = [json.loads(line) for line in node.log_text.splitlines()]
     assert any("traces go to console" in line["message"] for line in lines)
 
 

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
         OffloadingParallelConfig,
     )
 
-    from gpu_agent.engines.vllm_tier import KVStoreTier, told
+    from gpu_agent.engines.vllm_tier import KVStoreTier, tier_options
 
 pytestmark = pytest.mark.filterwarnings("default")
 ROW_NBYTES = 8192
@@ -159,26 +159,29 @@ def test_an_engine_that_caches_nothing_itself_is_refused() -> None:
     """vLLM turns prefix caching off where a prompt must not go on from KV that was there before."""
     cache = SimpleNamespace(enable_prefix_caching=False)
     with pytest.raises(ConfigError, match="--enable-prefix-caching"):
-        told(SimpleNamespace(model_config=SimpleNamespace(), cache_config=cache), {})
+        tier_options(SimpleNamespace(model_config=SimpleNamespace(), cache_config=cache), {})
 
 
 def test_the_connector_says_how_the_engine_computes(tmp_path: Path) -> None:
     engine = Engine(model_directory(tmp_path / "tiny"), {"address": "localhost:1"})
     try:
         space = engine.tier.namespace
-        found = told(engine.config, {})
+        found = tier_options(engine.config, {})
         assert [space.model, space.revision] == found["weights"]
         assert space.model == "tiny"
         assert space.revision.startswith("weights=")
         assert all(f"{name}={value}" in space.salt for name, value in found["facts"].items())
         assert found["facts"]["hash"] == "sha256"
-        assert told(engine.config, {"model": "mine", "revision": "r1"})["weights"] == ["mine", "r1"]
+        assert tier_options(engine.config, {"model": "mine", "revision": "r1"})["weights"] == [
+            "mine",
+            "r1",
+        ]
 
         def changed(**attributes: Any) -> dict[str, Any]:
             model = SimpleNamespace(**{**vars(engine.config.model_config), **attributes})
-            return told(SimpleNamespace(**{**vars(engine.config), "model_config": model}), {})[
-                "facts"
-            ]
+            return tier_options(
+                SimpleNamespace(**{**vars(engine.config), "model_config": model}), {}
+            )["facts"]
 
         assert changed() == found["facts"]
         longer = engine.config.model_config.hf_config.__class__(rope_theta=1e6)
@@ -196,8 +199,8 @@ def test_a_server_with_lora_does_not_start_unless_it_vouches(tmp_path: Path) -> 
     try:
         served = SimpleNamespace(**{**vars(engine.config), "lora_config": object()})
         with pytest.raises(ConfigError, match=r'LoRA.*"lora": "named"'):
-            told(served, {})
-        assert told(served, {"lora": "named"}) == told(engine.config, {})
+            tier_options(served, {})
+        assert tier_options(served, {"lora": "named"}) == tier_options(engine.config, {})
     finally:
         engine.close()
 
