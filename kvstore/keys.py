@@ -20,7 +20,7 @@ from functools import cached_property
 
 from kvstore.errors import InvalidRequest, UnknownNamespace
 from kvstore.layout import PageLayout
-from kvstore.page_hmac import seal_nbytes
+from kvstore.page_hmac import hmac_nbytes
 
 NAMESPACE_DIGEST_NBYTES = 16
 REMOVAL_NBYTES = 16  # of the name by which members of a cluster know the removal of a namespace
@@ -80,7 +80,7 @@ class Namespace:
     def stored_nbytes(self) -> int:
         """Return the bytes of a stored page: its content and, in a keyed namespace, its HMACs."""
         nbytes = self.layout.page_nbytes
-        return nbytes + seal_nbytes(nbytes) if self.key_id else nbytes
+        return nbytes + hmac_nbytes(nbytes) if self.key_id else nbytes
 
     @cached_property
     def digest(self) -> bytes:

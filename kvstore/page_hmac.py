@@ -32,7 +32,7 @@ _KEY_ID_NBYTES = 8
 _EVERYBODY = stat.S_IROTH | stat.S_IWOTH  # may not read or write the file of the secret
 
 
-def seal_nbytes(page_nbytes: int) -> int:
+def hmac_nbytes(page_nbytes: int) -> int:
     """Return the bytes of all HMACs of a page."""
     return MAC_NBYTES * len(cuts(page_nbytes))
 
@@ -54,7 +54,7 @@ class PageKeys:
         return _hmac(self._secret, b"kvstore-page-key-1\0" + digest)
 
 
-class Seals:
+class PageHmacs:
     """Those of the pages of one call: made where pages are sent, checked where they arrive.
 
     Thread-safe.
@@ -67,7 +67,7 @@ class Seals:
         self._begun = hmac.new(key, b"kvstore-page-seal-1\0", "sha256")
         self._cuts = cuts(page_nbytes)
         self._numbers = range(len(self._cuts)) if numbers is None else numbers
-        self.nbytes = seal_nbytes(page_nbytes)
+        self.nbytes = hmac_nbytes(page_nbytes)
         self.forged: list[bytes] = []
 
     def sign(self, prefix_hash: bytes, page: Pieces) -> memoryview:
@@ -103,17 +103,17 @@ class Seals:
         return running.digest()[:MAC_NBYTES]
 
 
-def sealed(page: Pieces, prefix_hash: bytes, seals: Seals | None) -> Pieces:
+def with_hmacs(page: Pieces, prefix_hash: bytes, seals: PageHmacs | None) -> Pieces:
     """Return what is stored of a page: its bytes and, in a keyed namespace, its new HMACs."""
     return page if seals is None else (*page, seals.sign(prefix_hash, page))
 
 
-def receive_buffers(page: Pieces, seals: Seals | None) -> Pieces:
+def receive_buffers(page: Pieces, seals: PageHmacs | None) -> Pieces:
     """Return the buffers for a stored page: the caller's, and one for the HMACs."""
     return page if seals is None else (*page, memoryview(bytearray(seals.nbytes)))
 
 
-class SealedRanges:
+class SignedRanges:
     """Locate ranges of a signed page in the parts that must be read to verify them. Pure.
 
     Ranges are (offset, nbytes). Whole parts must arrive to be verified.

@@ -217,7 +217,9 @@ class HitPolicy:
             return False
         return granted or self._loads_end()
 
-    def begins(self, step: int, now: float, prompts: list[tuple[int, int]], short: bool) -> None:
+    def step_begins(
+        self, step: int, now: float, prompts: list[tuple[int, int]], short: bool
+    ) -> None:
         """See `LoadCostModel.begins`."""
         if self._worth:
             self._worth.step_begins(step, now, prompts, short)

@@ -205,7 +205,7 @@ class BlockScheduler:
             self._quiet -= 1
         else:
             prompts, short = self._stage_step(scheduled, table_of, scarce)
-        self._hits.begins(self._step, time.monotonic(), prompts, short)
+        self._hits.step_begins(self._step, time.monotonic(), prompts, short)
         blocked, self._told = self._told and not (scheduled or loads), False
         return StepOrders(self._step, self._epoch, loads, saves, scarce or blocked)
 

@@ -16,7 +16,7 @@ from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.layout import ByteRange, check_ranges
-from kvstore.page_hmac import SealedRanges, Seals
+from kvstore.page_hmac import PageHmacs, SignedRanges
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import ACK_ALL, Keep, PutOutcome
 from kvstore.transports.channel import NodeConnection
@@ -204,7 +204,7 @@ def put_pages(
     Raises Exhausted if nothing at all could be kept.
     """
     outcomes: list[PutOutcome] = []
-    seals = None if key is None else Seals(key, namespace.layout.page_nbytes)
+    seals = None if key is None else PageHmacs(key, namespace.layout.page_nbytes)
     parts = list(batches(len(pages), namespace.stored_nbytes, link.limits))
     for part in parts:
         hashes = prefix_hashes[part]
@@ -277,7 +277,7 @@ def get_pages(
             deadline,
         )
     if whole:
-        asked = _NodeGet((), Seals(options.key, page_nbytes))
+        asked = _NodeGet((), PageHmacs(options.key, page_nbytes))
         return _get(link, namespace, prefix_hashes, pages, asked, options, deadline)
     return _get_sealed_ranges(link, namespace, prefix_hashes, pages, ranges, options, deadline)
 
@@ -290,7 +290,7 @@ class _NodeGet:
     """
 
     ranges: tuple[tuple[int, int], ...]
-    seals: Seals | None = None
+    seals: PageHmacs | None = None
 
 
 def _get(
@@ -345,14 +345,16 @@ def _get_sealed_ranges(
     assert options.key is not None
     page_nbytes = namespace.layout.page_nbytes
     check_ranges(ranges, page_nbytes)
-    sealed = SealedRanges(page_nbytes, ranges)
+    sealed = SignedRanges(page_nbytes, ranges)
     behind = (page_nbytes, namespace.stored_nbytes - page_nbytes)
     found = GetResult([], [], [])
     step = min(len(pages), max(1, SCRATCH_NBYTES // sealed.nbytes))
     scratch = [(memoryview(bytearray(sealed.nbytes)),) for _ in range(step)]
     for start in range(0, len(pages), step):
         hashes = prefix_hashes[start : start + step]
-        asked = _NodeGet((*sealed.runs, behind), Seals(options.key, page_nbytes, sealed.numbers))
+        asked = _NodeGet(
+            (*sealed.runs, behind), PageHmacs(options.key, page_nbytes, sealed.numbers)
+        )
         some = _get(link, namespace, hashes, scratch[: len(hashes)], asked, options, deadline)
         for hit, page, (parts,) in zip(
             some.hits, pages[start : start + step], scratch, strict=False

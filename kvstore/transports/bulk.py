@@ -17,7 +17,7 @@ from kvstore.checksum import CHUNK_NBYTES, Leaves, root
 from kvstore.config import PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
-from kvstore.page_hmac import Seals, receive_buffers, sealed
+from kvstore.page_hmac import PageHmacs, receive_buffers, with_hmacs
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.secrets import token_of
 from kvstore.transports.connections import ConnectionPool, common_version, exchange, greeting
@@ -195,7 +195,7 @@ class BulkWire:
         request: pb.PutRequest,
         pages: Sequence[Pieces],
         deadline: Deadline,
-        seals: Seals | None = None,
+        seals: PageHmacs | None = None,
         good: Good | None = None,
     ) -> list[int]:
         """Send pages; return a verdict per key.
@@ -229,7 +229,7 @@ class BulkWire:
         request: pb.PutRequest,
         pages: Sequence[Pieces],
         deadline: Deadline,
-        seals: Seals | None,
+        seals: PageHmacs | None,
         good: Good | None,
     ) -> list[int]:
         while True:
@@ -246,7 +246,7 @@ class BulkWire:
                     b"", sum(segments_nbytes(pages[i]) + _nbytes(seals) for i in wanted)
                 )
                 leaves = [
-                    _send_page(connection, sealed(pages[i], request.prefix_hashes[i], seals))
+                    _send_page(connection, with_hmacs(pages[i], request.prefix_hashes[i], seals))
                     for i in wanted
                 ]
                 sent = zip(wanted, leaves, strict=True)
@@ -262,7 +262,7 @@ class BulkWire:
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
-        seals: Seals | None = None,
+        seals: PageHmacs | None = None,
     ) -> tuple[list[bool], list[int]]:
         """Read pages into the buffers and verify them; see `Wire.get`."""
         found = self.fetch(request, buffers, seeds, deadline, seals)
@@ -275,7 +275,7 @@ class BulkWire:
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
-        seals: Seals | None = None,
+        seals: PageHmacs | None = None,
     ) -> list[Arrived | None]:
         """Read pages and return, for each found one, its leaves and expiry; None for misses."""
         parts = self._streams(buffers)
@@ -330,7 +330,7 @@ class BulkWire:
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
-        seals: Seals | None,
+        seals: PageHmacs | None,
     ) -> list[Arrived | None]:
         while True:
             with self._pool.attempt(deadline) as connection:
@@ -392,7 +392,7 @@ def _part_of(request: Request, part: slice) -> Request:
     return share
 
 
-def _nbytes(seals: Seals | None) -> int:
+def _nbytes(seals: PageHmacs | None) -> int:
     """Return how many bytes of seals follow each page."""
     return seals.nbytes if seals else 0
 

@@ -19,7 +19,7 @@ from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, ProtocolError, Unavailable
 from kvstore.messages import chunk_frame, chunk_of
-from kvstore.page_hmac import Seals, receive_buffers, sealed
+from kvstore.page_hmac import PageHmacs, receive_buffers, with_hmacs
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from kvstore.sync import NoThread, in_main_thread, run_in_helper_thread, start_thread
@@ -174,7 +174,7 @@ class GrpcWire:
         request: pb.PutRequest,
         pages: Sequence[Pieces],
         deadline: Deadline,
-        seals: Seals | None = None,
+        seals: PageHmacs | None = None,
     ) -> list[int]:
         """Stream pages to the node; see `Wire.put`."""
         check_process(self._pid)
@@ -190,7 +190,7 @@ class GrpcWire:
         request: pb.PutRequest,
         pages: Sequence[Pieces],
         deadline: Deadline,
-        seals: Seals | None,
+        seals: PageHmacs | None,
     ) -> list[int]:
         outbox = Outbox()
         try:
@@ -206,7 +206,8 @@ class GrpcWire:
                 chosen = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
                 if chosen:
                     _send(
-                        (sealed(pages[i], request.prefix_hashes[i], seals) for i in chosen), outbox
+                        (with_hmacs(pages[i], request.prefix_hashes[i], seals) for i in chosen),
+                        outbox,
                     )
                 outbox.end()
                 if chosen:
@@ -227,7 +228,7 @@ class GrpcWire:
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
-        seals: Seals | None = None,
+        seals: PageHmacs | None = None,
     ) -> tuple[list[bool], list[int]]:
         """Stream pages from the node; see `Wire.get`."""
         check_process(self._pid)
@@ -245,7 +246,7 @@ class GrpcWire:
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
-        seals: Seals | None,
+        seals: PageHmacs | None,
     ) -> tuple[list[bool], list[int]]:
         try:
             with stream.whole(

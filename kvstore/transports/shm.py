@@ -24,7 +24,7 @@ from kvstore.checksum import Leaves, root
 from kvstore.config import MESSAGE_NBYTES_MAX, PATH_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
-from kvstore.page_hmac import Seals, receive_buffers, sealed
+from kvstore.page_hmac import PageHmacs, receive_buffers, with_hmacs
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.secrets import token_of
 from kvstore.sync import Event, start_thread
@@ -204,7 +204,7 @@ class ShmWire:
         request: pb.PutRequest,
         pages: Sequence[Pieces],
         deadline: Deadline,
-        seals: Seals | None = None,
+        seals: PageHmacs | None = None,
     ) -> list[int]:
         """Reserve slots, write the pages into them and commit; see `Wire.put`."""
         with self.reserving(request, deadline) as reserved:
@@ -213,7 +213,7 @@ class ShmWire:
             def write(number: int) -> bytes:
                 i = chosen[number]
                 return _write_page(
-                    reserved.pages[number], sealed(pages[i], request.prefix_hashes[i], seals)
+                    reserved.pages[number], with_hmacs(pages[i], request.prefix_hashes[i], seals)
                 )
 
             leaves = self._each(write, len(chosen), request.page_nbytes, deadline)
@@ -227,7 +227,7 @@ class ShmWire:
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
-        seals: Seals | None = None,
+        seals: PageHmacs | None = None,
     ) -> tuple[list[bool], list[int]]:
         """Copy pages out of the mapped slots and verify the copies; see `Wire.get`."""
         nbytes = (segments_nbytes(buffers[0]) if buffers else 0) + (seals.nbytes if seals else 0)

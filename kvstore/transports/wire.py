@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from kvstore.buffers import Pieces
 from kvstore.deadline import Deadline
-from kvstore.page_hmac import Seals
+from kvstore.page_hmac import PageHmacs
 from kvstore.pb import kvstore_pb2 as pb
 
 
@@ -36,7 +36,7 @@ class Wire(Protocol):
         request: pb.PutRequest,
         pages: Sequence[Pieces],
         deadline: Deadline,
-        seals: Seals | None = None,
+        seals: PageHmacs | None = None,
     ) -> list[int]:
         """Put pages and return one PutStatus per key; WRITE means sent and committed."""
 
@@ -46,7 +46,7 @@ class Wire(Protocol):
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
-        seals: Seals | None = None,
+        seals: PageHmacs | None = None,
     ) -> tuple[list[bool], list[int]]:
         """Read pages; return a hit per key and the positions whose bytes failed their checksum.
 

@@ -38,7 +38,7 @@ class Peers:
         self._tier = tier
         tier.eviction.copy_nbytes_max = int(config.ram_nbytes * config.copies_share)
         self.links = links = PeerLinks(membership, config)
-        self.couriers = Replicator(
+        self.replicator = Replicator(
             membership,
             links,
             tier,
@@ -49,7 +49,7 @@ class Peers:
         self.remote_pages = RemotePages(membership, links, view, tier.clock_s)
         tier.remote = (*tier.remote, self.remote_pages)
         self._abreast = ParallelTransfer(TOGETHER_MAX, "kvstore-sweep")
-        self.sweeper = Rebalancer(
+        self.rebalancer = Rebalancer(
             membership,
             lambda pause: Rebalance(links, tier, view, room_below, pause, self._abreast.run),
             config.sweep_nbytes_per_s,
@@ -75,25 +75,25 @@ class Peers:
 
     def start(self) -> None:
         """Start the background work."""
-        self.sweeper.start()
+        self.rebalancer.start()
 
     def stop(self, timeout_s: float) -> None:
         """Hand queued pages to members that answer, within the time, and end the threads."""
         end = time.monotonic() + timeout_s
         self.draining.stop()
-        self.sweeper.stop()
-        self.couriers.stop(max(0.0, end - time.monotonic()))
+        self.rebalancer.stop()
+        self.replicator.stop(max(0.0, end - time.monotonic()))
         self.remote_pages.close()
         self._abreast.close()
         self.links.close()
-        self.sweeper.stop(max(0.0, end - time.monotonic()))
+        self.rebalancer.stop(max(0.0, end - time.monotonic()))
 
     def status(self) -> pb.PeersStatus | None:
         """Return the peers' part of the status; None for a node without a cluster."""
         view = self.membership.view
         if view is None:
             return None
-        eviction, remote, swept = self._tier.eviction, self.remote_pages, self.sweeper.progress
+        eviction, remote, swept = self._tier.eviction, self.remote_pages, self.rebalancer.progress
         registry, apart = self.membership.registry()
         status = pb.PeersStatus(
             cluster=view.cluster,
@@ -108,16 +108,16 @@ class Peers:
             pages_fetched=remote.pages_fetched,
             nbytes_fetched=remote.nbytes_fetched,
             pages_fetch_failed=remote.pages_fetch_failed,
-            sweeping=self.sweeper.running,
+            sweeping=self.rebalancer.running,
         )
         if swept is not None:
             status.sweep_pages_missing, status.sweep_pages_fetched = swept.missing, swept.fetched
             status.sweep_pages_full, status.sweep_pages_failed = swept.full, swept.failed
-        if self.sweeper.report is not None:
-            status.sweep_age_ms = max(1, round(1000 * (time.monotonic() - self.sweeper.ended_s)))
-        self.couriers.status(status)
+        if self.rebalancer.report is not None:
+            status.sweep_age_ms = max(1, round(1000 * (time.monotonic() - self.rebalancer.ended_s)))
+        self.replicator.status(status)
         return status
 
     def check(self) -> list[str]:
         """Return violated invariants; empty if all is well."""
-        return self.couriers.check()
+        return self.replicator.check()

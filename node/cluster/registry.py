@@ -98,7 +98,7 @@ class Registry:
         self._membership = membership
         self._terms = terms
         self._removals = removals
-        self._roster = RegistryState(identity.cluster)
+        self._registry_state = RegistryState(identity.cluster)
         self._lock = threading.Lock()  # of roster and what is told
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -136,7 +136,7 @@ class Registry:
     @property
     def apart(self) -> list[str]:
         """Return the registered members that are not part of the view."""
-        return list(self._roster.apart)
+        return list(self._registry_state.apart)
 
     @property
     def addresses(self) -> list[str]:
@@ -168,7 +168,7 @@ class Registry:
                     say = time.monotonic() + SAY_S
             self._sleep(PAUSE_S, pulse)
         try:
-            self._removals.catch_up(self._roster.removals(), self._number(), anew)
+            self._removals.catch_up(self._registry_state.removals(), self._number(), anew)
         except (KVStoreError, OSError) as error:  # of the disk, which is stopped then
             log.error("what was removed meanwhile may come back at the next start: %s", error)
 
@@ -183,7 +183,7 @@ class Registry:
         anew, applied = False, self._identity.applied
         while True:
             self._settle()
-            self._roster.reset(self._etcd.read(self._roster.prefix))
+            self._registry_state.reset(self._etcd.read(self._registry_state.prefix))
             # Beyond BASE_MAX it can not be raised
             if self._number() >= applied or (anew and applied > BASE_MAX):
                 return anew
@@ -333,22 +333,26 @@ class Registry:
 
     def _follow(self) -> None:
         """Read the cluster's keys and follow their changes until the watch breaks."""
-        reading = self._etcd.read(self._roster.prefix)
+        reading = self._etcd.read(self._registry_state.prefix)
         if not self._clear_trouble():
             self._settle_at = time.monotonic() + self._lease_s
         with self._lock:
-            self._roster.reset(reading)
+            self._registry_state.reset(reading)
         self._heard()
-        for changes in self._etcd.watch(self._roster.prefix, reading.revision + 1):
+        for changes in self._etcd.watch(self._registry_state.prefix, reading.revision + 1):
             with self._lock:
-                self._roster.apply(changes)
+                self._registry_state.apply(changes)
             self._heard()
         self._stop.wait(PAUSE_S)
 
     def _heard(self) -> None:
         with self._lock:
-            mine = self._roster.entries.get(self._roster.member_key(self._identity.member))
-            self._removals.receive(self._roster.removals(self._removals.seen), self._number())
+            mine = self._registry_state.entries.get(
+                self._registry_state.member_key(self._identity.member)
+            )
+            self._removals.receive(
+                self._registry_state.removals(self._removals.seen), self._number()
+            )
         # Somebody removed or took it, or the lease ended
         if self._written[0] and not self._is_own(mine):
             self._written = (0, b"")
@@ -364,7 +368,7 @@ class Registry:
         return True  # unreadable: nobody uses it, and the next registration replaces it
 
     def _remove(self) -> None:
-        self._removals.work(self._etcd, self._roster)
+        self._removals.work(self._etcd, self._registry_state)
         self._clear_trouble()
 
     # ---- steps ---------------------------------------------------------------------------
@@ -377,24 +381,27 @@ class Registry:
         wanted = self._terms.replicas
         known = self._membership.view
         made = Settings(wanted or (known.replicas if known else 1), 0)
-        there, _ = self._etcd.swap(self._roster.config_key, made.value(), 0, 0)
+        there, _ = self._etcd.swap(self._registry_state.config_key, made.value(), 0, 0)
         settings = parse_settings(there.value) if there else made
         if wanted and wanted != settings.replicas:
             raise ConfigError(
                 f"replicas={wanted}, but the cluster {self._identity.cluster} has "
-                f"{settings.replicas}: start this node "
-                f"with that or without; {self._roster.config_key} in etcd has the number for all"
+                f"{settings.replicas}: start this node with that or without; "
+                f"{self._registry_state.config_key} in etcd has the number for all"
             )
 
     def _raise_number(self, least: int) -> None:
         """Raise the numbers of views and removals after etcd was lost, above all earlier ones."""
         with self._lock:
-            entry, number = self._roster.entries.get(self._roster.config_key), self._number()
+            entry, number = (
+                self._registry_state.entries.get(self._registry_state.config_key),
+                self._number(),
+            )
         if entry is None or number >= least or least > BASE_MAX:
             return
         settings = parse_settings(entry.value)
         raised = settings._replace(base=least)
-        self._etcd.swap(self._roster.config_key, raised.value(), 0, entry.revision)
+        self._etcd.swap(self._registry_state.config_key, raised.value(), 0, entry.revision)
 
     def _leased(self) -> bool:
         """Keep the lease alive; return whether there is one."""
@@ -406,7 +413,7 @@ class Registry:
     def _register(self) -> None:
         """Write this node's entry. Raises IdInUse."""
         assert self._self is not None
-        key, own = self._roster.member_key(self._identity.member), self._self
+        key, own = self._registry_state.member_key(self._identity.member), self._self
         if not self._leased():
             self._lease, self._lease_s = self._etcd.grant(self._terms.lease_s)
         revision, value = self._written[0], own.value()
@@ -437,13 +444,13 @@ class Registry:
         return self._instance_at(other.member.address).hex() == other.instance
 
     def _number(self) -> int:
-        settings = self._roster.settings()
-        return (settings.base if settings else 0) + self._roster.revision
+        settings = self._registry_state.settings()
+        return (settings.base if settings else 0) + self._registry_state.revision
 
     def _tell(self) -> None:
         """Publish the view if it has changed and this node is or was part of it."""
         with self._lock:
-            view, known = self._roster.view(), self._membership.view
+            view, known = self._registry_state.view(), self._membership.view
             if view is None or time.monotonic() < self._settle_at or self._stop.is_set():
                 return
             own = self._identity.member
@@ -468,7 +475,7 @@ class Registry:
                 view.replicas,
                 len(view.members),
             )
-        for line in self._roster.apart:
+        for line in self._registry_state.apart:
             log.warning("not of the view: %s", line)
 
 

@@ -360,7 +360,7 @@ class NamespaceTombstones:
             self._closed = True
             self._wake.notify_all()
 
-    def work(self, etcd: Etcd, roster: RegistryState) -> None:
+    def work(self, etcd: Etcd, registry_state: RegistryState) -> None:
         """Wait for work and do one round. What it raises leaves the work to be repeated.
 
         Raises what kept it from being done; it is done again then.
@@ -374,7 +374,7 @@ class NamespaceTombstones:
             heard, number, records = list(self._heard), self._number, list(self._records)
             to_erase = list(self._to_erase)
         with contextlib.ExitStack() as both:
-            both.callback(self._record_all, records, etcd, roster)
+            both.callback(self._record_all, records, etcd, registry_state)
             self._apply(heard, number)
         if to_erase:  # what is heard meanwhile waits
             self._erase(to_erase)
@@ -396,16 +396,18 @@ class NamespaceTombstones:
         if heard or time.monotonic() - self._saved_at >= TOUCH_S:
             self._save(number)
 
-    def _record_all(self, records: list[_Record], etcd: Etcd, roster: RegistryState) -> None:
+    def _record_all(
+        self, records: list[_Record], etcd: Etcd, registry_state: RegistryState
+    ) -> None:
         for record in records:
-            self._write(record, etcd, roster)
+            self._write(record, etcd, registry_state)
             with self._wake:
                 self._records.remove(record)
             record.written.set()
 
-    def _write(self, record: _Record, etcd: Etcd, roster: RegistryState) -> None:
+    def _write(self, record: _Record, etcd: Etcd, registry_state: RegistryState) -> None:
         """Write a removal to etcd once, though several members may have been asked for it."""
-        key, revision = roster.removed_key(record.digest), 0
+        key, revision = registry_state.removed_key(record.digest), 0
         removal = record.removal.hex()
         fields = {"removal": removal, "by": self._identity.member}
         if record.erasure:

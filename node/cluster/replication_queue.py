@@ -71,7 +71,7 @@ class QueuedPage(Generic[P]):
     nbytes: int  # of RAM
     group: Group
     left: set[str]
-    ticket: AckWaiter | None
+    waiter: AckWaiter | None
     end: float
     busy: set[str] = field(default_factory=set)
     refusals: int = 0
@@ -82,12 +82,12 @@ class Batch(Generic[P]):
     """Under way to one target: pages of one group."""
 
     target: str
-    parcels: list[QueuedPage[P]]
+    queued_pages: list[QueuedPage[P]]
 
     @property
     def group(self) -> Group:
         """Return the namespace and options that all pages of the batch share."""
-        return self.parcels[0].group
+        return self.queued_pages[0].group
 
 
 @dataclass
@@ -129,13 +129,13 @@ class ReplicationQueue(Generic[P]):
         self._gone = gone
         self._nbytes_per_s = nbytes_per_s
         self._next_at = 0.0  # when the rate allows another batch
-        self._parcels: dict[QueuedPage[P], None] = {}  # oldest first
+        self._queued_pages: dict[QueuedPage[P], None] = {}  # oldest first
         self._targets: dict[str, _Target[P]] = {}  # who was served longest ago first
 
     @property
     def page_count(self) -> int:
         """Return the number of queued pages."""
-        return len(self._parcels)
+        return len(self._queued_pages)
 
     @property
     def under_way(self) -> bool:
@@ -152,7 +152,7 @@ class ReplicationQueue(Generic[P]):
 
     def has_room(self, nbytes: int = 0) -> bool:
         """Return whether so many bytes fit without dropping a page."""
-        return self.nbytes + nbytes <= self.nbytes_max and len(self._parcels) <= PAGES_MAX
+        return self.nbytes + nbytes <= self.nbytes_max and len(self._queued_pages) <= PAGES_MAX
 
     def offer(
         self,
@@ -162,32 +162,32 @@ class ReplicationQueue(Generic[P]):
         group: Group,
         targets: Collection[str],
         now: float,
-        ticket: AckWaiter | None = None,
+        waiter: AckWaiter | None = None,
     ) -> None:
         """Queue a page that the caller holds; `nbytes` is the RAM that it keeps.
 
         It must be held by the caller.
         """
-        parcel = QueuedPage(
-            page, prefix_hash, nbytes, group, set(targets), ticket, now + PATIENCE_S
+        queued = QueuedPage(
+            page, prefix_hash, nbytes, group, set(targets), waiter, now + PATIENCE_S
         )
-        if ticket:
-            ticket.open_count += len(parcel.left)
-        self._parcels[parcel] = None
+        if waiter:
+            waiter.open_count += len(queued.left)
+        self._queued_pages[queued] = None
         self.nbytes += nbytes
-        for name in sorted(parcel.left):
-            self._targets.setdefault(name, _Target()).waiting[parcel] = None
-        self._free_if_done(parcel)
-        while parcel in self._parcels and len(self._parcels) > 1 and not self.has_room():
-            self._drop(next(some for some in self._parcels if not some.busy))
+        for name in sorted(queued.left):
+            self._targets.setdefault(name, _Target()).waiting[queued] = None
+        self._free_if_done(queued)
+        while queued in self._queued_pages and len(self._queued_pages) > 1 and not self.has_room():
+            self._drop(next(some for some in self._queued_pages if not some.busy))
 
     def follow(self, members: Collection[str]) -> None:
         """Follow a new view's members, without this one; members that left get nothing any more."""
         for name in [name for name in self._targets if name not in members]:
             target = self._targets[name]
-            under_way = target.under_way.parcels if target.under_way else []
-            for parcel in [*target.waiting, *under_way]:
-                self._lose(parcel, name)
+            under_way = target.under_way.queued_pages if target.under_way else []
+            for queued in [*target.waiting, *under_way]:
+                self._lose(queued, name)
             if target.under_way is None:
                 del self._targets[name]
 
@@ -204,7 +204,7 @@ class ReplicationQueue(Generic[P]):
             if batch is not None:
                 self._targets[name] = self._targets.pop(name)
                 if self._nbytes_per_s:
-                    nbytes = sum(parcel.nbytes for parcel in batch.parcels)
+                    nbytes = sum(queued.nbytes for queued in batch.queued_pages)
                     self._next_at = max(now, self._next_at) + nbytes / self._nbytes_per_s
                 return batch
         return None
@@ -225,40 +225,40 @@ class ReplicationQueue(Generic[P]):
         `taken`: keys that it has now; the others later.
         """
         target = self._ended(batch)
-        for parcel in batch.parcels:
-            parcel.busy.discard(batch.target)
-            arrived = parcel.prefix_hash in taken
+        for queued in batch.queued_pages:
+            queued.busy.discard(batch.target)
+            arrived = queued.prefix_hash in taken
             if arrived:
                 self.counts.pages_handed += 1
-                self.counts.nbytes_handed += parcel.nbytes
-            gone = self._gone(parcel.page)
+                self.counts.nbytes_handed += queued.nbytes
+            gone = self._gone(queued.page)
             if arrived or gone:
-                self._settle(parcel, batch.target, arrived and not gone)
+                self._settle(queued, batch.target, arrived and not gone)
             else:
-                self._again(parcel, batch.target, now)
+                self._again(queued, batch.target, now)
         self._pause(target, now, failed=not taken)
-        if taken and len(taken) < len(batch.parcels):
+        if taken and len(taken) < len(batch.queued_pages):
             target.paused_until = now + PAUSE_S_MIN
 
     def failed(self, batch: Batch[P], now: float, refused: bool = False) -> None:
         """Report a failed batch; with `refused`, the target surely has nothing of it."""
         target = self._ended(batch)
-        for parcel in batch.parcels:
-            parcel.busy.discard(batch.target)
-            parcel.refusals += refused
-            if parcel.ticket:
-                parcel.ticket.failed = True
-            if self._gone(parcel.page):
-                self._settle(parcel, batch.target, False)
+        for queued in batch.queued_pages:
+            queued.busy.discard(batch.target)
+            queued.refusals += refused
+            if queued.waiter:
+                queued.waiter.failed = True
+            if self._gone(queued.page):
+                self._settle(queued, batch.target, False)
             else:
-                self._again(parcel, batch.target, now)
+                self._again(queued, batch.target, now)
         self._pause(target, now, failed=True)
 
     def drop_gone(self) -> None:
         """Drop removed pages at once."""
-        for parcel in [parcel for parcel in self._parcels if self._gone(parcel.page)]:
-            for name in parcel.left - parcel.busy:
-                self._settle(parcel, name, False)
+        for queued in [queued for queued in self._queued_pages if self._gone(queued.page)]:
+            for name in queued.left - queued.busy:
+                self._settle(queued, name, False)
 
     def hurry(self) -> None:
         """Ignore the rate limit from now on."""
@@ -272,24 +272,24 @@ class ReplicationQueue(Generic[P]):
 
     def _batch(self, name: str, now: float) -> Batch[P] | None:
         waiting = self._targets[name].waiting
-        parcels: list[QueuedPage[P]] = []
+        queued_pages: list[QueuedPage[P]] = []
         nbytes = 0
-        for parcel in list(_some(waiting, 4 * BATCH_PAGES_MAX)):
-            if self._gone(parcel.page):
-                self._settle(parcel, name, False)
-            elif parcel.end <= now:
-                self._lose(parcel, name)
-            elif not parcels or (
-                parcel.group == parcels[0].group and nbytes + parcel.nbytes <= BATCH_NBYTES_MAX
+        for queued in list(_some(waiting, 4 * BATCH_PAGES_MAX)):
+            if self._gone(queued.page):
+                self._settle(queued, name, False)
+            elif queued.end <= now:
+                self._lose(queued, name)
+            elif not queued_pages or (
+                queued.group == queued_pages[0].group and nbytes + queued.nbytes <= BATCH_NBYTES_MAX
             ):
-                parcels.append(parcel)
-                nbytes += parcel.nbytes
-                if len(parcels) == BATCH_PAGES_MAX:
+                queued_pages.append(queued)
+                nbytes += queued.nbytes
+                if len(queued_pages) == BATCH_PAGES_MAX:
                     break
-        for parcel in parcels:
-            del waiting[parcel]
-            parcel.busy.add(name)
-        return Batch(name, parcels) if parcels else None
+        for queued in queued_pages:
+            del waiting[queued]
+            queued.busy.add(name)
+        return Batch(name, queued_pages) if queued_pages else None
 
     def _ended(self, batch: Batch[P]) -> _Target[P]:
         target = self._targets[batch.target]
@@ -301,52 +301,52 @@ class ReplicationQueue(Generic[P]):
         target.pause_s = min(PAUSE_S_MAX, max(PAUSE_S_MIN, 2 * target.pause_s)) if failed else 0.0
         target.paused_until = now + target.pause_s
 
-    def _again(self, parcel: QueuedPage[P], name: str, now: float) -> None:
+    def _again(self, queued: QueuedPage[P], name: str, now: float) -> None:
         """Queue a page for a target again, unless it was dropped or has failed for too long."""
-        if name in parcel.left and parcel.end > now and parcel.refusals < REFUSALS_MAX:
-            self._targets[name].waiting[parcel] = None
+        if name in queued.left and queued.end > now and queued.refusals < REFUSALS_MAX:
+            self._targets[name].waiting[queued] = None
         else:
-            self._lose(parcel, name)
+            self._lose(queued, name)
 
-    def _drop(self, parcel: QueuedPage[P]) -> None:
-        for name in list(parcel.left):
-            self._lose(parcel, name)
-        self._free_if_done(parcel)
+    def _drop(self, queued: QueuedPage[P]) -> None:
+        for name in list(queued.left):
+            self._lose(queued, name)
+        self._free_if_done(queued)
 
-    def _lose(self, parcel: QueuedPage[P], name: str) -> None:
-        if name in parcel.left:
+    def _lose(self, queued: QueuedPage[P], name: str) -> None:
+        if name in queued.left:
             self.counts.pages_dropped += 1
-        self._settle(parcel, name, False)
+        self._settle(queued, name, False)
 
-    def _settle(self, parcel: QueuedPage[P], name: str, arrived: bool) -> None:
-        if name in parcel.left:
-            parcel.left.discard(name)
-            self._targets[name].waiting.pop(parcel, None)
-            if parcel.ticket:
-                parcel.ticket.settle(arrived)
-        self._free_if_done(parcel)
+    def _settle(self, queued: QueuedPage[P], name: str, arrived: bool) -> None:
+        if name in queued.left:
+            queued.left.discard(name)
+            self._targets[name].waiting.pop(queued, None)
+            if queued.waiter:
+                queued.waiter.settle(arrived)
+        self._free_if_done(queued)
 
-    def _free_if_done(self, parcel: QueuedPage[P]) -> None:
-        if not parcel.left and not parcel.busy and parcel in self._parcels:
-            del self._parcels[parcel]
-            self.nbytes -= parcel.nbytes
-            self.freed.append(parcel.page)
+    def _free_if_done(self, queued: QueuedPage[P]) -> None:
+        if not queued.left and not queued.busy and queued in self._queued_pages:
+            del self._queued_pages[queued]
+            self.nbytes -= queued.nbytes
+            self.freed.append(queued.page)
 
     def check(self) -> list[str]:
         """Return violated invariants; empty if all is well."""
         found = []
-        if self.nbytes != sum(parcel.nbytes for parcel in self._parcels):
+        if self.nbytes != sum(queued.nbytes for queued in self._queued_pages):
             found.append(
                 f"{self.nbytes} bytes in the queue of the hand-over, but its pages have others"
             )
-        for parcel in self._parcels:
-            places = {name for name, target in self._targets.items() if parcel in target.waiting}
-            if places | (parcel.busy & parcel.left) != parcel.left or places & parcel.busy:
+        for queued in self._queued_pages:
+            places = {name for name, target in self._targets.items() if queued in target.waiting}
+            if places | (queued.busy & queued.left) != queued.left or places & queued.busy:
                 found.append(
-                    f"{short(parcel.prefix_hash)} waits for {places}, is under way to {parcel.busy}"
+                    f"{short(queued.prefix_hash)} waits for {places}, is under way to {queued.busy}"
                 )
         return found
 
 
 def _some(waiting: Iterable[QueuedPage[P]], count: int) -> list[QueuedPage[P]]:
-    return [parcel for _, parcel in zip(range(count), waiting, strict=False)]
+    return [queued for _, queued in zip(range(count), waiting, strict=False)]

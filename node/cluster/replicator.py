@@ -74,12 +74,12 @@ class Replicator:
         they count as lost. The end of a chain goes first, so that its head is the newest there,
         too.
         """
-        ticket = AckWaiter()
+        waiter = AckWaiter()
         wanted = {page: some for page, some in zip(pages, targets, strict=True) if some}
         if not wanted:
-            return ticket
+            return waiter
         held = self._tier.hold_visible(list(wanted))
-        ticket.lost_count = len(wanted) - len(held) if whole else 0
+        waiter.lost_count = len(wanted) - len(held) if whole else 0
         with self._changed:
             now = time.monotonic()
             for page in reversed(held):
@@ -91,7 +91,7 @@ class Replicator:
                     group,
                     wanted[page],
                     now,
-                    ticket,
+                    waiter,
                 )
             if self._stop_at is not None:
                 self._queue.clear()
@@ -100,10 +100,10 @@ class Replicator:
             self._changed.notify_all()
             self._work.notify()
         self._release_freed()
-        return ticket
+        return waiter
 
     def wait(
-        self, ticket: AckWaiter, end: float, gone: Callable[[], bool], patient: bool = True
+        self, waiter: AckWaiter, end: float, gone: Callable[[], bool], patient: bool = True
     ) -> bool:
         """Wait for an AckWaiter; return False if pages were lost, late or the caller has gone.
 
@@ -111,13 +111,13 @@ class Replicator:
         """
         with self._changed:
             while (
-                ticket.open_count
+                waiter.open_count
                 and time.monotonic() < end
                 and not gone()
-                and (patient or not ticket.failed)
+                and (patient or not waiter.failed)
             ):
                 self._changed.wait(max(0.0, min(LOOK_S, end - time.monotonic())))
-            return not (ticket.open_count or ticket.lost_count)
+            return not (waiter.open_count or waiter.lost_count)
 
     def drop_gone(self) -> None:
         """Release removed pages; those under way are released within HAND_S."""
@@ -199,7 +199,9 @@ class Replicator:
                 taken = self._carry(batch)
             except KVStoreError as error:
                 refused = isinstance(error, REFUSED)
-                log.warning("%s did not get %d pages: %s", batch.target, len(batch.parcels), error)
+                log.warning(
+                    "%s did not get %d pages: %s", batch.target, len(batch.queued_pages), error
+                )
             except Exception:  # the edge of the thread: it must go on, or holds never end
                 log.exception("handing pages to %s failed", batch.target)
             with self._changed:
@@ -267,9 +269,9 @@ class Replicator:
         is not committed: the target is asked to remove it, too.
         """
         assert isinstance(link.wire, BulkWire)
-        pages = {parcel.prefix_hash: parcel.page for parcel in reversed(batch.parcels)}
+        pages = {queued.prefix_hash: queued.page for queued in reversed(batch.queued_pages)}
         group, keys = batch.group, list(pages)
-        nbytes = batch.parcels[0].page.namespace.page_nbytes
+        nbytes = batch.queued_pages[0].page.namespace.page_nbytes
         ttl_ms = max(1, 1000 * (group.expiry_s - self._tier.clock_s())) if group.expiry_s else 0
 
         def good(prefix_hash: bytes, leaves: bytes) -> bool:

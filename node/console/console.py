@@ -99,7 +99,7 @@ class Acts:
         make = self._requests.get(op) if isinstance(op, str) else None
         if make is None or not isinstance(op, str):
             raise InvalidRequest(f"act: one of {', '.join(self._requests)}")
-        gate = self._service.gate
+        gate = self._service.authorizer
         principal = gate.principal_of(caller)
         if principal.role < Role.ADMIN:
             why = (
@@ -147,7 +147,9 @@ class Console:
         self._pool = ThreadPoolExecutor(1, "console-members")
         self._round: Future[Any] | None = None
         members = Members(peers.membership, peers.links, self._begin_round)
-        self._snapshots = Snapshots(service, history, service.heat, members, service.traffic.slow)
+        self._snapshots = Snapshots(
+            service, history, service.hot_prefixes, members, service.traffic.slow
+        )
         self._snapping = threading.Lock()
         pages, acts = Pages(service, peers.membership, find), Acts(service, peers.membership)
         self._files = _files()
@@ -188,7 +190,7 @@ class Console:
             return json_response({"error": str(error)}, http_status(error))
 
     def _of_somebody(self, request: Request) -> Response | None:
-        gate, asker = self._service.gate, request.asker
+        gate, asker = self._service.authorizer, request.asker
         who = partial(gate.access.of_headers, request.headers.get("authorization", ""), asker.names)
         principal = gate.authenticate("console", asker.peer, who)
         peer = gate.access.share(principal) or asker.peer
@@ -229,7 +231,7 @@ class Console:
                 connection.send(event("now", data), STALL_S)
 
     def _next(self, principal: Principal, caller: Caller) -> str:
-        now = self._service.gate.principal_of(caller)
+        now = self._service.authorizer.principal_of(caller)
         if now.scope != principal.scope or now.role != principal.role:
             raise Forbidden(
                 f"{now.name} may no longer what it might when this page was opened; open it anew"

@@ -208,7 +208,7 @@ class Snapshots:
             "tenant": principal.tenant,
             "role": principal.role.name.lower(),
             "models": list(principal.models),
-            "asked": not self._service.gate.access.open,
+            "asked": not self._service.authorizer.access.open,
         }
         return f'{now[:-1]},"who":{_text(who)},"history":{self._hour(principal)}}}'
 

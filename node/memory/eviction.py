@@ -60,14 +60,14 @@ class Compaction:
     def __init__(
         self,
         slots: SlotAllocator,
-        turn: StepBudget,
+        budget: StepBudget,
         forget: Callable[[Page, str, Page | None], None],
         hold: Callable[[Sequence[Page]], None],
         zero: Callable[[int, int], None],
         make_place: Callable[[int, EvictionPool], Work[bool]],
     ) -> None:
         self._slots = slots
-        self._turn = turn
+        self._budget = budget
         self._forget = forget
         self._hold = hold
         self._zero = zero
@@ -85,9 +85,9 @@ class Compaction:
         staying: list[Page] = []
         loose: dict[int, int] = {}  # by slot size: pages in the area that may go
         for block in blocks:
-            if self._turn.over:
+            if self._budget.over:
                 yield None
-            self._turn.left -= 1 + len(block.owners) // 16
+            self._budget.left -= 1 + len(block.owners) // 16
             if (
                 not _look(block, pool, staying, loose)
                 or (loose and not may_evict)
@@ -173,7 +173,7 @@ class Compaction:
         """Evict all pages of the blocks that do not stay."""
         for block in blocks:
             for slot in range(len(block.owners)):
-                if self._turn.over:
+                if self._budget.over:
                     yield None
                 page: Any = block.owners[slot]
                 if page is None or (page.state is State.VISIBLE and _stays(page, pool)):
@@ -181,7 +181,7 @@ class Compaction:
                 if not _may_go(page):
                     return False
                 self._forget(page, "evicted", None)
-                self._turn.left -= 1
+                self._budget.left -= 1
         return True
 
     def _move(self, targets: dict[Page, int]) -> Work[bool]:
@@ -261,10 +261,10 @@ class Eviction:
         # Removed pages: their slots are zeroed before other pages get them
         self.to_zero: set[Page] = set()
         self.zeroed_nbytes = 0
-        self.turn = StepBudget()
-        self.order = UseOrder(slots, self.turn)
+        self.budget = StepBudget()
+        self.order = UseOrder(slots, self.budget)
         self._accounts = self.order.accounts
-        self._clearing = Compaction(slots, self.turn, forget, hold, zero, self._make_place)
+        self._clearing = Compaction(slots, self.budget, forget, hold, zero, self._make_place)
         self.watchers = self._clearing.watchers
         self.copy_count = self.copy_nbytes = 0  # that have a slot
         self.copy_nbytes_max = slots.region_nbytes
@@ -366,11 +366,11 @@ class Eviction:
             return False
         pool = account.pool if is_full else self._accounts.first(account)
         ours = pool.oldest(size)
-        if ours is None or self.turn.left <= 0 or self.order.pins.nbytes:
+        if ours is None or self.budget.left <= 0 or self.order.pins.nbytes:
             return False
         if self._slots.block_of(ours.offset).closed or pool.is_younger(size):
             return False
-        self.turn.left -= 1
+        self.budget.left -= 1
         self._forget(ours, "evicted", page)
         return True
 
@@ -379,7 +379,7 @@ class Eviction:
 
         Another thread may take the slot first: place the page, or ask again.
         """
-        if self.turn.over:
+        if self.budget.over:
             yield None
         size, account = space.slot_nbytes, space.account
         if for_copy and self.copies_full(size):
@@ -415,7 +415,7 @@ class Eviction:
         ours = yield from self._oldest(size, pool)  # others may have had their turn
         if ours is None:
             return False
-        self.turn.left -= 1
+        self.budget.left -= 1
         self._forget(ours, "evicted", None)
         return True
 
@@ -433,7 +433,7 @@ class Eviction:
         if ours is None:
             return self.order.expire_pins(now_ms) > 0
         if ours.order is not None and not ours.holds:  # as it was before others had their turn
-            self.turn.left -= 1
+            self.budget.left -= 1
             self._forget(ours, "evicted", None)
         return True
 
@@ -449,24 +449,24 @@ class Eviction:
                     if (copy := (yield from self._oldest_copy(other, pool))) is not None:
                         break
             if copy is not None:
-                self.turn.left -= 1
+                self.budget.left -= 1
                 self._forget(copy, "evicted", None)
                 return True
         return False
 
     def _oldest_copy(self, size: int, pool: EvictionPool) -> Work[Page | None]:
-        while (copy := pool.oldest_copy(size)) is None and self.turn.over:
+        while (copy := pool.oldest_copy(size)) is None and self.budget.over:
             yield None
         return copy
 
     def _oldest(self, size: int, pool: EvictionPool) -> Work[Page | None]:
         """Return the oldest page of this size that nobody holds, however many are held."""
-        while (page := pool.oldest(size)) is None and self.turn.over:
+        while (page := pool.oldest(size)) is None and self.budget.over:
             yield None
         return page
 
     def _older_sizes(self, than_ms: int | None, but: int, pool: EvictionPool) -> Work[list[int]]:
-        while not (sizes := pool.older_sizes(than_ms, but, SIZES_TRIED)) and self.turn.over:
+        while not (sizes := pool.older_sizes(than_ms, but, SIZES_TRIED)) and self.budget.over:
             yield None
         return sizes
 
@@ -503,7 +503,7 @@ class Eviction:
                 kind.slot_nbytes for kind in (kinds[start:] + kinds[:start])[:SPARSE_SIZES_TRIED]
             ]
             self._sizes_tried = start + SPARSE_SIZES_TRIED
-            self.turn.left -= len(sizes)
+            self.budget.left -= len(sizes)
         for other in sizes:
             if other != size and (offset := self._slots.sparse(other)) is not None:
                 yield self._slots.area(offset, level)

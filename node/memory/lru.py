@@ -153,16 +153,16 @@ class LruList:
         page.older, page.newer = newest, root
         newest.newer = root.older = page
 
-    def oldest(self, turn: StepBudget) -> Page | None:
+    def oldest(self, budget: StepBudget) -> Page | None:
         """Return the oldest page that nobody holds; None: there is none, or the slice is over."""
-        if self._aside and (page := self._aside.oldest(_may_go, turn.take)) is not None:
+        if self._aside and (page := self._aside.oldest(_may_go, budget.take)) is not None:
             return page
         root = self._root
-        while turn.left > 0 and (first := root.newer) is not root:
+        while budget.left > 0 and (first := root.newer) is not root:
             assert first is not None
             if not first.holds:
                 return first
-            turn.left -= 1
+            budget.left -= 1
             self.unlink(first)
             self.count += 1
             self._aside.put(first)

@@ -240,7 +240,9 @@ class NamespaceIndex:
         """Return the seed of the page's checksum."""
         return key_seed(self.digest, prefix_hash)
 
-    def count_lookup(self, present: list[bool], absent: list[bytes], ghosts: MissReasons) -> None:
+    def count_lookup(
+        self, present: list[bool], absent: list[bytes], miss_reasons: MissReasons
+    ) -> None:
         """Count what a lookup found and why it missed.
 
         `absent` holds keys that are here in no state; others that are not present are being
@@ -251,7 +253,7 @@ class NamespaceIndex:
         counters.pages_hit += hits
         counters.prefix_hits += present.index(False) if hits < count else count
         counters.miss_writing += count - hits - len(absent)
-        for reason, missed in ghosts.reasons(self.digest, absent).items():
+        for reason, missed in miss_reasons.reasons(self.digest, absent).items():
             name = f"miss_{reason}"
             setattr(counters, name, getattr(counters, name) + missed)
 

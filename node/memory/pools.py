@@ -65,19 +65,19 @@ class SizeOrder:
             if was_aside:
                 self.pool.came_back(page)
 
-    def oldest_copy(self, turn: StepBudget) -> Page | None:
+    def oldest_copy(self, budget: StepBudget) -> Page | None:
         """Return the oldest copy that nobody holds; None: there is none, or the slice is over."""
-        return self._copies.oldest(turn) if self._copies.count else None
+        return self._copies.oldest(budget) if self._copies.count else None
 
-    def oldest(self, turn: StepBudget) -> Page | None:
+    def oldest(self, budget: StepBudget) -> Page | None:
         """Return the least recently used page that is not held; None within the budget.
 
         None: there is none, or the turn is over.
         """
-        copy = self.oldest_copy(turn)
-        if copy is not None or (self._copies.count and turn.over):
+        copy = self.oldest_copy(budget)
+        if copy is not None or (self._copies.count and budget.over):
             return copy
-        return self._own.oldest(turn)
+        return self._own.oldest(budget)
 
     def give_back(self, page: Page) -> bool:
         """End the use of a page by its last reader.
@@ -117,10 +117,10 @@ class EvictionPool:
     `turn` is that of whoever has the lock.
     """
 
-    def __init__(self, turn: StepBudget) -> None:
-        self._turn = turn
+    def __init__(self, budget: StepBudget) -> None:
+        self._budget = budget
         self._lists: dict[int, SizeOrder] = {}  # by slot size
-        self._ages = OldestBySize(self._oldest_ms, lambda: turn.over)
+        self._ages = OldestBySize(self._oldest_ms, lambda: budget.over)
 
     # ---- a page's life -------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class EvictionPool:
         None: there is none, or the turn is over.
         """
         lru = self._lists.get(slot_nbytes)
-        return lru.oldest(self._turn) if lru is not None else None
+        return lru.oldest(self._budget) if lru is not None else None
 
     def is_younger(self, slot_nbytes: int) -> bool:
         """Return whether another size has an older page than this size's oldest."""
@@ -213,14 +213,14 @@ class EvictionPool:
     def _oldest_ms(self, size: int) -> int | None:
         page = self.oldest(size)
         # All are held: the first that is given back says so
-        if page is None and not self._turn.over:
+        if page is None and not self._budget.over:
             self._lists[size].is_known = False
         return rank_ms(page) if page is not None else None
 
     def oldest_copy(self, slot_nbytes: int) -> Page | None:
         """Return the oldest copy of a slot size that is not held; None within the budget."""
         lru = self._lists.get(slot_nbytes)
-        return lru.oldest_copy(self._turn) if lru is not None else None
+        return lru.oldest_copy(self._budget) if lru is not None else None
 
     def older_sizes(self, than_ms: int | None, but: int, count: int) -> list[int]:
         """Return other sizes with an older evictable page (None: any; 0: a copy), oldest first."""
@@ -260,9 +260,9 @@ class UseOrder:
     the lock.
     """
 
-    def __init__(self, slots: SlotAllocator, turn: StepBudget) -> None:
+    def __init__(self, slots: SlotAllocator, budget: StepBudget) -> None:
         self._slots = slots
-        self.accounts: TenantUsage[EvictionPool] = TenantUsage(slots, lambda: EvictionPool(turn))
+        self.accounts: TenantUsage[EvictionPool] = TenantUsage(slots, lambda: EvictionPool(budget))
         self.pins = Pins(slots)
 
     # ---- a page's life -------------------------------------------------------------------

@@ -67,7 +67,7 @@ class RamTier:
         self.clock_ms = clock_ms
         self.lock = threading.Lock()
         self._copy = copy
-        self.ghosts = MissReasons()
+        self.miss_reasons = MissReasons()
         self.eviction = Eviction(slots, self._forget, self.hold_all, zero)
         lend = partial(self.eviction.place, for_a_while=True)
 
@@ -145,7 +145,7 @@ class RamTier:
         else:
             there = zip(prefix_hashes, present, pages, strict=True)
             absent = [h for h, here, page in there if not here and page is None]
-            index.count_lookup(present, absent, self.ghosts)
+            index.count_lookup(present, absent, self.miss_reasons)
         return present
 
     def _refine_presence(
@@ -202,7 +202,7 @@ class RamTier:
         the node's own.
         """
         work = self._reserve(digest, prefix_hashes, page_nbytes, copies)
-        return run_in_slices(self.lock, self.eviction.turn, work, self._move)
+        return run_in_slices(self.lock, self.eviction.budget, work, self._move)
 
     def _reserve(
         self,
@@ -400,7 +400,7 @@ class RamTier:
         """
         acquired = Acquired(digest, prefix_hashes, prefix_only, parts, near)
         work = self._acquire(acquired, wanted_nbytes)
-        return run_in_slices(self.lock, self.eviction.turn, work, self._move)
+        return run_in_slices(self.lock, self.eviction.budget, work, self._move)
 
     def _acquire(self, acquired: Acquired, wanted_nbytes: int) -> Work[Acquired]:
         index = acquired.index = self.namespaces.find(acquired.digest)
@@ -570,7 +570,7 @@ class RamTier:
         index = page.namespace
         index.drop(page)
         if reason != "evicted" or not page.is_copy:  # which its owners have
-            self.ghosts.remember(index.digest, page.prefix_hash, reason)
+            self.miss_reasons.remember(index.digest, page.prefix_hash, reason)
             index.counters.pages_evicted += reason == "evicted"
         self.visible_count -= 1
         page.state = State.DOOMED

@@ -82,7 +82,7 @@ class ClusterCalls:
 
     def __init__(self, peers: Peers) -> None:
         self._membership = peers.membership
-        self._sweeper = peers.sweeper
+        self._rebalancer = peers.rebalancer
         self._draining = peers.draining
 
     def drain(self, request: pb.DrainRequest, caller: object) -> pb.DrainReply:
@@ -97,9 +97,9 @@ class ClusterCalls:
         """Begin a rebalance, or return what it would fetch."""
         self._check("filled by others")
         if not request.dry:
-            self._sweeper.schedule_in(0.0)
+            self._rebalancer.schedule_in(0.0)
             return pb.SweepReply()
-        report = self._sweeper.dry()
+        report = self._rebalancer.dry()
         return pb.SweepReply(
             pages_missing=report.missing, nbytes_missing=report.missing_nbytes, away=report.away
         )

@@ -203,7 +203,7 @@ class Connection(abc.ABC):
     @property
     def first_nbytes_max(self) -> int:
         """Return the size limit of the first frame: a hello's for unauthenticated clients."""
-        return MESSAGE_NBYTES_MAX if self.service.gate.access.open else HELLO_NBYTES_MAX
+        return MESSAGE_NBYTES_MAX if self.service.authorizer.access.open else HELLO_NBYTES_MAX
 
     @property
     def client_certificate(self) -> Shown | None:
@@ -219,7 +219,7 @@ class Connection(abc.ABC):
 
         Raises Unauthenticated.
         """
-        gate = self.service.gate
+        gate = self.service.authorizer
         if gate.access.open:
             return
         who = gate.access.credential(
@@ -364,7 +364,7 @@ class Connection(abc.ABC):
         does not wait for it.
         """
         try:
-            self.service.gate.admit("follow", request, self.caller)
+            self.service.authorizer.admit("follow", request, self.caller)
             followers = self.service.followers
             view = followers.view(request.number)
             if view is None and request.wait_ms and not self.unfinished(session):
@@ -388,7 +388,7 @@ class Connection(abc.ABC):
         # Few, and they may wait, for the disk or for nodes
         if op in LONG_CALLS or (op == "lookup" and request.near):
             return self.service.call(op, request, self.caller)
-        turns, peer = self.service.turns, self.peer
+        turns, peer = self.service.peer_queue, self.peer
         turns.begin(peer)
         try:
             return self.service.call(op, request, self.caller)
@@ -398,7 +398,7 @@ class Connection(abc.ABC):
     def _admit(self, header_nbytes: int) -> None:
         """Refuse a large request before it is received, if there are too many."""
         if header_nbytes > REQUEST_NBYTES_FREE:
-            taken = self.service.forms.take(self.peer, header_nbytes)
+            taken = self.service.request_parser.take(self.peer, header_nbytes)
             self._request_peer, self._request_nbytes = self.peer, self._request_nbytes + taken
 
     def _give_back(self) -> None:
@@ -415,7 +415,7 @@ class Connection(abc.ABC):
             if len(header) > REQUEST_NBYTES_FREE:
                 op, data = inside(header)
                 self._check_op(op)
-                return op, self.service.forms.parsed(op, data, self.peer)
+                return op, self.service.request_parser.parsed(op, data, self.peer)
             message = pb.BulkRequest.FromString(header)
         except DecodeError as error:
             raise ProtocolError("a request that is not a BulkRequest message") from error

@@ -48,13 +48,13 @@ class Erasure:
         tier: RamTier,
         disk: DiskTier | None,
         durability: Durability,
-        couriers: Replicator,
+        replicator: Replicator,
         stops: Callable[[], bool],
     ) -> None:
         self._tier = tier
         self._disk = disk
         self._durability = durability
-        self._couriers = couriers
+        self._replicator = replicator
         self._stops = stops
         self.cluster: Registry | None = None  # of a node that is registered
 
@@ -79,7 +79,7 @@ class Erasure:
                     digest, removal_of(request.removal, digest), request.removal
                 )
         reply = pb.ForgetReply(namespaces=len(digests), pages=pages)
-        self._couriers.drop_gone()
+        self._replicator.drop_gone()
         if not request.remove_only:
             self._erase(digests, reply, end, caller.gone)
         reply.ram_nbytes = self._tier.eviction.zeroed_nbytes - zeroed_nbytes
@@ -90,7 +90,7 @@ class Erasure:
 
         Raises KVStoreError.
         """
-        self._couriers.drop_gone()
+        self._replicator.drop_gone()
         self._erase(digests, pb.ForgetReply(namespaces=len(digests)), math.inf, lambda: False)
 
     def _erase(
@@ -165,7 +165,7 @@ class Erasure:
         Returns how many have pages.
         """
         with self._tier.lock:
-            self._tier.ghosts.forget()
+            self._tier.miss_reasons.forget()
             return len([digest for digest in digests if not self._tier.namespaces.close(digest)])
 
 

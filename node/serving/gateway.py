@@ -158,7 +158,7 @@ class GatewayConnection(BulkConnection):
         super().__init__(FrameSocket(sock), "gateway", unknown, service, stall_s + STALL_MORE_S)
         self._calls = calls
         self._gone = unknown.gone
-        self._access: Access = service.gate.access
+        self._access: Access = service.authorizer.access
         self._identities = self._access.identities  # those in force when the caller was taken
         self._told: pb.OnBehalfRequest | None = None
 
@@ -213,7 +213,7 @@ class GatewayConnection(BulkConnection):
     def _admit(self, header_nbytes: int) -> None:
         """Refuse large requests of clients without a valid credential before they are received."""
         if header_nbytes > REQUEST_NBYTES_FREE:
-            gate, caller = self.service.gate, self.caller
+            gate, caller = self.service.authorizer, self.caller
             gate.authenticate(
                 "large request", caller.at or caller.peer, lambda: gate.principal_of(caller)
             )
@@ -260,7 +260,7 @@ class GatewayConnection(BulkConnection):
     def _admit_op(self, op: str) -> None:
         if op not in ADMITTED:
             raise ProtocolError(f"a gateway asks about {op!r}, which it does not answer by itself")
-        self.service.gate.admit(op, None, self.caller)
+        self.service.authorizer.admit(op, None, self.caller)
         self.send("admit", pb.AdmitReply())
 
     def _serve_put(self, request: pb.PutRequest) -> None:

@@ -227,7 +227,9 @@ class NodeCollector:
             waiting.add_metric([tier], count)
         yield waiting
         text = "Calls that wait for another call of the same peer"
-        yield GaugeMetricFamily("kvstore_calls_waiting", text, self._service.turns.waiting_count)
+        yield GaugeMetricFamily(
+            "kvstore_calls_waiting", text, self._service.peer_queue.waiting_count
+        )
 
     def _of_tls(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
         yield GaugeMetricFamily(
@@ -311,7 +313,7 @@ def metrics_text(service: Service) -> Choose:
     """Return a function that chooses, by caller, the content type and the text of the metrics."""
 
     def choose(headers: Mapping[str, str], asker: Asker) -> Answer:
-        gate, authorization = service.gate, headers.get("authorization", "")
+        gate, authorization = service.authorizer, headers.get("authorization", "")
         who = gate.authenticate(
             "metrics", asker.peer, lambda: gate.access.of_headers(authorization, asker.names)
         )

@@ -73,7 +73,7 @@ class Service:
     ) -> None:
         self._config = config
         self._arena, self._tier = arena, tier
-        self.gate = gate
+        self.authorizer = gate
         self._inventory = Inventory(tier)
         self.content = Content(arena, tier)
         self.sessions = sessions
@@ -90,19 +90,19 @@ class Service:
         self.cluster = ClusterCalls(peers)
         listing = Listing(self._inventory, self.cluster, config.batch_keys_max)
         self.recorder = Recorder(tier.namespace)
-        self.heat = HotPrefixes()
+        self.hot_prefixes = HotPrefixes()
         # Of a namespace, and its name
         self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None
         self.durability = Durability(tier, disk, config.flush_s)
         self._verifying = Verifying(tier, self.content, self.durability)
         disk_calls = DiskCalls(self.durability, lambda: self.draining)
-        self.erasure = Erasure(tier, disk, self.durability, peers.couriers, lambda: self.draining)
-        self.promises = WriteAcks(self.durability, sessions, peers)
+        self.erasure = Erasure(tier, disk, self.durability, peers.replicator, lambda: self.draining)
+        self.write_acks = WriteAcks(self.durability, sessions, peers)
         remedy = "send smaller batches, or fewer at a time"
         self.requests = Budget(make_limit("bytes of large requests", REQUESTS_NBYTES_MAX, remedy))
         self.followers = Followers(peers.membership)
-        self.turns = PerPeerQueue()
-        self.forms = Requests(config, self.requests, self.turns)
+        self.peer_queue = PerPeerQueue()
+        self.request_parser = Requests(config, self.requests, self.peer_queue)
         self._long_calls = {
             op: Budget(make_limit(f"{op} calls", count, "wait for those that run"))
             for op, count in LONG_CALLS.items()
@@ -143,7 +143,7 @@ class Service:
         `op` is its field's name in BulkRequest.
         """
         with _Edge(op):
-            principal = self.gate.admit(op, request, caller)
+            principal = self.authorizer.admit(op, request, caller)
             if op != "hello":
                 self.tenants.begin(principal, request)
             budget = self._long_calls.get(op)
@@ -167,7 +167,7 @@ class Service:
         Return verdicts and, for each WRITE, the memory that takes the page.
         """
         with _Edge("put", session.abort):
-            principal = self.gate.admit("put", request, session.caller)
+            principal = self.authorizer.admit("put", request, session.caller)
             self.tenants.begin(principal, request)
             if self.draining:
                 raise Unavailable("this node is draining and takes no new pages")
@@ -178,7 +178,7 @@ class Service:
             )
             check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
             self._check_nbytes(len(hashes) * page_nbytes)
-            self.promises.check(request)
+            self.write_acks.check(request)
             session.put_charge = self.tenants.charge(principal)
             # What a member hands on is this node's own.
             copies = (
@@ -187,7 +187,7 @@ class Service:
                 else self.peers.remote_pages.copies(request.namespace, hashes)
             )
             result = session.reserve(request.namespace, hashes, page_nbytes, copies)
-            self.promises.begin(session, request, result)
+            self.write_acks.begin(session, request, result)
             if self.recorder.on and not request.forwarded_by:
                 self.recorder.note(request.namespace, hashes, stored=True)
             session.put_charge.add_transferred(len(result.pages) * page_nbytes)
@@ -213,7 +213,7 @@ class Service:
                 )
             stored = session.commit(leaves, -(-put.ttl_ms // 1000))
             self.traffic.took(session.caller.wire, wanted * put.page_nbytes)
-            self.promises.wait_for(session, pages)
+            self.write_acks.wait_for(session, pages)
             return pb.CommitReply(stored=stored)
 
     def begin_get(
@@ -225,7 +225,7 @@ class Service:
         """
         with _Edge("get", session.release):
             began_ns = monotonic_ns()
-            principal = self.gate.admit("get", request, session.caller)
+            principal = self.authorizer.admit("get", request, session.caller)
             self.tenants.begin(principal, request)
             hashes = request.prefix_hashes[:]  # a list, which is faster to go through
             check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=False)
@@ -293,11 +293,11 @@ class Service:
             bulk_port=self.bulk_port,
             limits=self.limits,
         )
-        principal = self.gate.principal_of(caller)
+        principal = self.authorizer.principal_of(caller)
         if principal is not EVERYBODY:
             hello.tenant, hello.role = principal.tenant, principal.role.name.lower()
         if self.shm_status:
-            hello.shm_refused = self.gate.access.why_no_arena(principal)
+            hello.shm_refused = self.authorizer.access.why_no_arena(principal)
             if not hello.shm_refused:
                 hello.shm_socket, hello.arena_nbytes = self.shm_status().socket, self._arena.nbytes
         # Who only asks may be this node itself
@@ -323,8 +323,8 @@ class Service:
     def _list_namespaces(
         self, request: pb.ListNamespacesRequest, caller: Caller
     ) -> pb.ListNamespacesReply:
-        principal, infos = self.gate.principal_of(caller), self._status.namespaces()[1]
-        return pb.ListNamespacesReply(namespaces=self.gate.visible_to(principal, infos))
+        principal, infos = self.authorizer.principal_of(caller), self._status.namespaces()[1]
+        return pb.ListNamespacesReply(namespaces=self.authorizer.visible_to(principal, infos))
 
     def _lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupReply:
         prefix_hashes = request.prefix_hashes[:]  # as above
@@ -335,7 +335,7 @@ class Service:
         if request.near and caller.may_wait and False in present:
             self._look_further(request, prefix_hashes, present)
         if not request.touch:
-            self.heat.observe(request.namespace, prefix_hashes, present)
+            self.hot_prefixes.observe(request.namespace, prefix_hashes, present)
         return lookup_reply(present)
 
     def _look_further(
@@ -356,7 +356,7 @@ class Service:
         hashes = list(request.prefix_hashes)
         check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
         self._check_nbytes(len(hashes) * self._tier.namespace(request.namespace).page_nbytes)
-        charge = self.tenants.charge(self.gate.principal_of(caller))
+        charge = self.tenants.charge(self.authorizer.principal_of(caller))
         return self._verifying.verify(
             request.namespace, hashes, charge, partial(self._check_waiting, caller)
         )
@@ -402,7 +402,7 @@ class Service:
             metrics_port=self.metrics_port,
             shm=self.shm_status() if self.shm_status else None,
             peers=self.peers.status(),
-            refused_calls=self.gate.audit.refused_count,
+            refused_calls=self.authorizer.audit.refused_count,
             tls=self.tls_status() if self.tls_status else None,
             tenants=self.tenants.uses(),
             gateways=self.gateway_status(),
@@ -411,12 +411,12 @@ class Service:
                 for why, count in self.gateway_ends.copy().items()
             ],
         )
-        principal = self.gate.principal_of(caller)
+        principal = self.authorizer.principal_of(caller)
         return (
             status
             if principal.of_all
             else redact_for_tenant(
-                status, self.gate.visible_to(principal, status.namespaces), principal.tenant
+                status, self.authorizer.visible_to(principal, status.namespaces), principal.tenant
             )
         )
 

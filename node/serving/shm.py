@@ -188,7 +188,7 @@ class ShmConnection(Connection):
 
     def refusal(self, principal: Principal) -> str:
         """Return why a principal may not map the arena."""
-        return self.service.gate.access.why_no_arena(principal)
+        return self.service.authorizer.access.why_no_arena(principal)
 
     def transfer(self, op: str) -> Transfer | None:
         """Return what serves an operation on mapped pages."""

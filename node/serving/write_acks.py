@@ -41,7 +41,7 @@ class WriteAcks:
         self._durability = durability
         self._sessions = sessions
         self._membership = peers.membership
-        self._couriers = peers.couriers
+        self._replicator = peers.replicator
 
     def check(self, request: pb.PutRequest) -> None:
         """Raise InvalidRequest for acknowledgements that are impossible or not allowed."""
@@ -91,7 +91,7 @@ class WriteAcks:
             return
         owners = self._owners(put)
         ways = self._ways(put, [page.prefix_hash for page in pages], owners)
-        self._couriers.offer(pages, ways.at_once)
+        self._replicator.offer(pages, ways.at_once)
         tickets = self._awaited(session, pages, ways, owners)
         own = [
             prefix_hash
@@ -102,14 +102,14 @@ class WriteAcks:
             if put.durable and own:
                 self._durability.keep(put.namespace, own, wait)
             promised = all(
-                self._couriers.wait(some, wait.end, wait.gone, patient=put.ack_all)
+                self._replicator.wait(some, wait.end, wait.gone, patient=put.ack_all)
                 for some in tickets
             )
         finally:
             # A caller who puts them elsewhere himself then is told that they exist, and nobody
             # would hand them on.
             if not any(some.failed for some in tickets):
-                self._couriers.offer(pages, ways.after)
+                self._replicator.offer(pages, ways.after)
         if not promised:
             raise Exhausted(
                 "pages are visible but not "
@@ -124,7 +124,7 @@ class WriteAcks:
         put, keys = session.put_request, [page.prefix_hash for page in pages]
         if not session.promised:
             return []
-        tickets = [self._couriers.offer(pages, ways.awaited, put.durable, whole=True)]
+        tickets = [self._replicator.offer(pages, ways.awaited, put.durable, whole=True)]
         if stored := set(session.promised).difference(keys):
             known = [prefix_hash for prefix_hash in session.promised if prefix_hash in stored]
             tickets.append(
@@ -159,11 +159,11 @@ class WriteAcks:
                 for place, page in zip(wanted, found, strict=True)
                 if page is not None
             ]
-            ticket = self._couriers.offer(
+            waiter = self._replicator.offer(
                 [page for page, _ in there], [some for _, some in there], durable, True
             )
-        ticket.lost_count += len(wanted) - len(there)
-        return ticket
+        waiter.lost_count += len(wanted) - len(there)
+        return waiter
 
     def _ways(
         self, put: pb.PutRequest, prefix_hashes: Sequence[bytes], owners: Owners

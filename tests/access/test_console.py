@@ -24,8 +24,8 @@ def stored(node: Node, people: People) -> Node:
         with client(node, people.tokens[who]) as there:
             there.put(space, [KEY], [byte * PAGE_NBYTES])
             there.lookup(space, [KEY])
-    node.service.heat._add((OURS.digest, KEY), 1)
-    node.service.heat._add((THEIRS.digest, KEY), 1)
+    node.service.hot_prefixes._add((OURS.digest, KEY), 1)
+    node.service.hot_prefixes._add((THEIRS.digest, KEY), 1)
     history = history_of(node)
     for _ in range(3):
         history._take(history._clock())

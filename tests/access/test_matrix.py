@@ -203,7 +203,7 @@ def direct(node: Node, caller: Caller, op: str) -> None:
     What they answer by themselves is admitted only.
     """
     if op in ("follow", "reflection", "metrics"):
-        node.service.gate.admit(op, request(op) if op == "follow" else None, caller)
+        node.service.authorizer.admit(op, request(op) if op == "follow" else None, caller)
     elif op in ("put", "get"):
         with node.sessions.open(caller) as session:
             begin: Any = node.service.begin_put if op == "put" else node.service.begin_get

@@ -12,7 +12,7 @@ import xxhash
 
 from kvstore import LayerGroup, Namespace, PageLayout, Plane, prefix_hashes
 from kvstore.checksum import checksum, key_seed, leaves
-from kvstore.page_hmac import PageKeys, Seals
+from kvstore.page_hmac import PageHmacs, PageKeys
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import pack_fixed, unpack_fixed
 
@@ -137,7 +137,7 @@ def test_seal() -> None:
     assert (
         seal.hex()
         == example["seal"]
-        == Seals(key, len(page)).sign(prefix_hash, (memoryview(page),)).hex()
+        == PageHmacs(key, len(page)).sign(prefix_hash, (memoryview(page),)).hex()
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore import ClientConfig, ConfigError, Namespace, opaque_layout
 from kvstore.checksum import cuts
-from kvstore.page_hmac import MAC_NBYTES, PageKeys, SealedRanges, Seals, page_keys, seal_nbytes
+from kvstore.page_hmac import MAC_NBYTES, PageHmacs, PageKeys, SignedRanges, hmac_nbytes, page_keys
 
 SECRET = bytes(range(32))
 KEY, HASH = b"k" * 32, b"h" * 32
@@ -26,9 +26,9 @@ def content(nbytes: int) -> memoryview:
 
 @pytest.mark.parametrize("nbytes", [1, 255, 256, 511, 512, 1000, 256 * 64, 256 * 65])
 def test_a_page_has_a_mac_for_each_part_and_they_fit_nothing_else(nbytes: int) -> None:
-    seals, page = Seals(KEY, nbytes), content(nbytes)
+    seals, page = PageHmacs(KEY, nbytes), content(nbytes)
     seal = seals.sign(HASH, (page,))
-    assert seal.nbytes == seals.nbytes == seal_nbytes(nbytes) == MAC_NBYTES * len(cuts(nbytes))
+    assert seal.nbytes == seals.nbytes == hmac_nbytes(nbytes) == MAC_NBYTES * len(cuts(nbytes))
     assert seals.verify(HASH, (page,), seal)
     assert seals.forged == []
     for place in {0, nbytes // 2, nbytes - 1}:
@@ -42,12 +42,12 @@ def test_a_page_has_a_mac_for_each_part_and_they_fit_nothing_else(nbytes: int) -
     assert not seals.verify(HASH[:-1], (page,), seal)
     assert not seals.verify(HASH, (page,), seal[: seal.nbytes - 1])
     assert not seals.verify(HASH, (page,), memoryview(bytes(seal.nbytes)))
-    assert not Seals(b"l" * 32, nbytes).verify(HASH, (page,), seal)
+    assert not PageHmacs(b"l" * 32, nbytes).verify(HASH, (page,), seal)
     assert set(seals.forged) == {HASH, HASH[:-1]}
 
 
 def test_parts_that_changed_places_with_their_macs_do_not_fit() -> None:
-    seals, page = Seals(KEY, 512), content(512)
+    seals, page = PageHmacs(KEY, 512), content(512)
     seal = seals.sign(HASH, (page,))
     swapped = memoryview(bytes(page[256:]) + bytes(page[:256]))
     assert not seals.verify(HASH, (swapped,), memoryview(bytes(seal[16:]) + bytes(seal[:16])))
@@ -57,15 +57,15 @@ def test_parts_that_changed_places_with_their_macs_do_not_fit() -> None:
 
 
 def test_a_part_of_a_longer_page_is_no_page() -> None:
-    long, page = Seals(KEY, 768), content(768)
+    long, page = PageHmacs(KEY, 768), content(768)
     seal = long.sign(HASH, (page,))
-    assert not Seals(KEY, 256).verify(HASH, (page[:256],), seal[:16])
+    assert not PageHmacs(KEY, 256).verify(HASH, (page[:256],), seal[:16])
 
 
 def test_parts_are_checked_alone() -> None:
     nbytes = 5 * 256 + 7
-    page, seal = content(nbytes), Seals(KEY, nbytes).sign(HASH, (content(nbytes),))
-    some = Seals(KEY, nbytes, [1, 4])
+    page, seal = content(nbytes), PageHmacs(KEY, nbytes).sign(HASH, (content(nbytes),))
+    some = PageHmacs(KEY, nbytes, [1, 4])
     assert some.verify(HASH, (memoryview(bytes(page[256:512]) + bytes(page[1024:])),), seal)
     assert not some.verify(HASH, (memoryview(bytes(page[:256]) + bytes(page[1024:])),), seal)
     assert not some.verify(HASH, (memoryview(bytes(page[256:512]) + bytes(page[1023:-1])),), seal)
@@ -82,7 +82,7 @@ def test_ranges_are_found_in_the_parts_that_arrive(seed: int) -> None:
         )
         ranges = [(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
         rng.shuffle(ranges)
-        sealed = SealedRanges(page.nbytes, ranges)
+        sealed = SignedRanges(page.nbytes, ranges)
         arrived = memoryview(
             b"".join(page[offset : offset + nbytes] for offset, nbytes in sealed.runs)
         )
@@ -90,15 +90,15 @@ def test_ranges_are_found_in_the_parts_that_arrive(seed: int) -> None:
         assert [bytes(some) for some in sealed.pick(arrived)] == [
             bytes(page[a : a + n]) for a, n in ranges
         ]
-        seals = Seals(KEY, page.nbytes, sealed.numbers)
-        assert seals.verify(HASH, (arrived,), Seals(KEY, page.nbytes).sign(HASH, (page,)))
+        seals = PageHmacs(KEY, page.nbytes, sealed.numbers)
+        assert seals.verify(HASH, (arrived,), PageHmacs(KEY, page.nbytes).sign(HASH, (page,)))
 
 
 def test_other_threads_run_while_a_page_is_sealed(
     others_run: Callable[[Callable[[], object]], bool],
 ) -> None:
     page = memoryview(bytes(4 << 20))
-    seals = Seals(KEY, page.nbytes)
+    seals = PageHmacs(KEY, page.nbytes)
     assert others_run(lambda: seals.sign(HASH, (page,)))
 
 

@@ -67,7 +67,7 @@ def test_all_members_are_well_and_pages_are_at_none_of_them_in_the_end(
     assert "by shared memory: it is asked for everything" in found.of("near node").found
     assert found.of("removed").found == "10 pages, and the namespace"
     for node in fleet:
-        assert node.peers.couriers.wait_empty(20.0)
+        assert node.peers.replicator.wait_empty(20.0)
     assert left(fleet) == 0
 
 
@@ -150,7 +150,7 @@ def test_one_member_alone(fleet: list[Node], doctor: Doctor) -> None:
     assert found.failed == set()
     assert found.of("bulk", group="pages").state is FindingState.OK
     for node in fleet:
-        assert node.peers.couriers.wait_empty(20.0)
+        assert node.peers.replicator.wait_empty(20.0)
     assert left(fleet) == 0
 
 

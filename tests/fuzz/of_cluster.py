@@ -57,7 +57,7 @@ def lists() -> Target:
     return Target(once, lambda: made, nbytes_max=512)
 
 
-def roster() -> Target:
+def registry_state() -> Target:
     """Keys and values of etcd: those of the first half are read, the others come as changes."""
 
     def once(data: bytes) -> None:
@@ -125,4 +125,9 @@ def descriptions() -> Target:
     return Target(once, lambda: [namespace_message(SPACE).SerializeToString()], (InvalidRequest,))
 
 
-TARGETS = {"views": views, "member lists": lists, "etcd": roster, "descriptions": descriptions}
+TARGETS = {
+    "views": views,
+    "member lists": lists,
+    "etcd": registry_state,
+    "descriptions": descriptions,
+}

@@ -221,9 +221,9 @@ def test_a_token_that_changes_its_tenant_counts_to_the_new_one(node: Node, crew:
     """Its connection at the node was there before."""
     token, peers = crew.join("moves", "team-a", "write"), []
     taken_up(node, lambda: "moves" in names(node, "team-a"))
-    begin = node.service.turns.begin
+    begin = node.service.peer_queue.begin
     spy: Any = lambda peer: (peers.append(peer), begin(peer))  # noqa: E731
-    node.service.turns.begin = spy
+    node.service.peer_queue.begin = spy
     try:
         with Client(known_by(node, wire="grpc", token=token)) as client:
             client.lookup(Namespace(MODEL, opaque_layout(PAGE_NBYTES), "team-a"), [bytes(32)])
@@ -234,7 +234,7 @@ def test_a_token_that_changes_its_tenant_counts_to_the_new_one(node: Node, crew:
             client.lookup(Namespace(MODEL, opaque_layout(PAGE_NBYTES), "team-b"), [bytes(32)])
             assert set(peers) == {share_of("team-b")}
     finally:
-        node.service.turns.begin = begin  # type: ignore[method-assign]
+        node.service.peer_queue.begin = begin  # type: ignore[method-assign]
 
 
 def taken_up(node: Node, holds: Callable[[], bool]) -> None:
@@ -250,9 +250,9 @@ def test_a_large_request_of_a_stranger_is_refused_and_written_down(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the node has received it."""
-    refused, taken, take = node.audit.refused_count, [], node.service.forms.take
+    refused, taken, take = node.audit.refused_count, [], node.service.request_parser.take
     monkeypatch.setattr(
-        node.service.forms, "take", lambda *some: (taken.append(some), take(*some))[1]
+        node.service.request_parser, "take", lambda *some: (taken.append(some), take(*some))[1]
     )
     large = pb.LookupRequest(
         namespace=bytes(16), prefix_hashes=[bytes(64)] * (2 * REQUEST_NBYTES_FREE // 64)

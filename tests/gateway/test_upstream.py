@@ -151,7 +151,7 @@ def test_a_caller_with_too_many_names_is_refused_and_the_others_get_their_own_an
 def test_what_a_large_request_takes_is_given_back_if_its_caller_changes_meanwhile(
     node: Node, door: socket.socket, people: People, becomes: str
 ) -> None:
-    requests, access = node.service.requests, node.service.gate.access
+    requests, access = node.service.requests, node.service.authorizer.access
     before, large = (
         access.identities,
         pb.LookupRequest(namespace=bytes(16), prefix_hashes=[bytes(32)] * 3000),

@@ -88,11 +88,11 @@ def test_the_old_arena_is_kept_while_a_job_runs() -> None:
     device = SimulatedDevice(3)
     transfer, first, second = StagedTransfer(device), memory(), memory()
     wait_until(lambda: transfer.host_memory(first))
-    ticket = transfer._in._tickets.get()  # as a job does
+    waiter = transfer._in._tickets.get()  # as a job does
     transfer.host_memory(second)
     threading.Event().wait(0.1)
     assert device.registered == [(address_of(first), 8192)]
-    transfer._in._tickets.put(ticket)
+    transfer._in._tickets.put(waiter)
     wait_until(lambda: transfer.host_memory(second))
     assert device.registered == [(address_of(second), 8192)]
 

@@ -101,17 +101,17 @@ def admitted(scheduler: BlockScheduler, request: Request, offered: int | None) -
 def experienced(load_s: float) -> LoadCostModel:
     """It has seen prompts of 1 ms a token and loads of `load_s` each."""
     worth, now, step, draw = LoadCostModel(), 1000.0, -10_000, random.Random(1)
-    worth.begins(step, now, [], False)
-    worth.ended(step, now + 0.01)
+    worth.step_begins(step, now, [], False)
+    worth.step_ended(step, now + 0.01)
     for _ in range(30):
         tokens = draw.choice([300, 900, 3000])
         for parts, seconds in (([], 0.01), ([(0, tokens)], 0.01 + tokens * 1e-3), ([], 0.01)):
             step += 1
-            worth.begins(step, now, parts, False)
+            worth.step_begins(step, now, parts, False)
             now += seconds
-            worth.ended(step, now)
+            worth.step_ended(step, now)
         now += load_s
-        worth.loaded(1, tokens, now - load_s, now)
+        worth.loads_ended(1, tokens, now - load_s, now)
     worth._ended_at = worth._prompts_at = worth._loaded_at = (
         0.0  # the clock of the test goes on from here
     )
@@ -246,18 +246,18 @@ def busy(worth: LoadCostModel, load_s: float, hits: int) -> int:
     def stepped() -> None:
         nonlocal now, step
         step += 1
-        worth.begins(step, now, [(0, 2048)], False)
+        worth.step_begins(step, now, [(0, 2048)], False)
         now += 2.058
-        worth.ended(step, now)
+        worth.step_ended(step, now)
 
     for _ in range(hits):
-        worth.begins(step, now, [(0, 2048)], False)
-        if worth.takes(0, 1000, False):
+        worth.step_begins(step, now, [(0, 2048)], False)
+        if worth.is_load_faster(0, 1000, False):
             taken, began = taken + 1, now
             stepped()
             while now < began + load_s:
                 stepped()
-            worth.loaded(1, 1000, began, now)
+            worth.loads_ended(1, 1000, began, now)
         else:
             stepped()
     return taken

@@ -304,10 +304,10 @@ def test_a_buffer_has_one_owner_from_fill_to_drain() -> None:
 
 
 def test_a_job_s_indices_lie_one_behind_the_other_in_memory_that_has_room_for_them() -> None:
-    ticket = _Ticket(SimulatedDevice(0))
+    waiter = _Ticket(SimulatedDevice(0))
     for count in (3, pipeline.SLOTS_NBYTES // 8 - 4, pipeline.SLOTS_NBYTES // 8, 3):
         tables = [torch.arange(4), torch.arange(100, 100 + count)]
-        ticket.stage(tables)
+        waiter.stage(tables)
         whole = torch.cat(tables)
-        assert ticket._room_nbytes == ticket._host.nbytes >= whole.nbytes
-        assert torch.equal(ticket._host[: whole.nbytes].view(torch.int64), whole)
+        assert waiter._room_nbytes == waiter._host.nbytes >= whole.nbytes
+        assert torch.equal(waiter._host[: whole.nbytes].view(torch.int64), whole)

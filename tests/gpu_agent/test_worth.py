@@ -49,14 +49,14 @@ class Engine:
         """One step, whose results are there before the next one begins."""
         self.step += 1
         short = any(1 < count < PROMPT_TOKENS_MIN for _, count in parts)
-        self.worth.begins(
+        self.worth.step_begins(
             self.step, self.now, [part for part in parts if part[1] >= PROMPT_TOKENS_MIN], short
         )
         self.now += self.eager_s if any(count > 1 for _, count in parts) else 0.0
         self.now += SMALL_S + sum(
             self.computed_s(start, start + count) for start, count in parts if count > 1
         )
-        self.worth.ended(self.step, self.now)
+        self.worth.step_ended(self.step, self.now)
 
     def prefill(self, tokens: int, chunk: int = 2048) -> None:
         for start in range(0, tokens, chunk):
@@ -66,7 +66,7 @@ class Engine:
 
     def load(self, tokens: int) -> None:
         began_at, self.now = self.now, self.now + self.load_s + tokens * self.load_token_s
-        self.worth.loaded(1, tokens, began_at, self.now)
+        self.worth.loads_ended(1, tokens, began_at, self.now)
 
     def learn(self, rounds: int = 12) -> None:
         for _ in range(rounds):
@@ -90,7 +90,7 @@ def test_short_prompts_of_a_small_model_are_computed_and_long_ones_loaded(
 ) -> None:
     engine = h200()
     assert (engine.computed_s(0, tokens) > engine.load_s + tokens * engine.load_token_s) == taken
-    assert engine.worth.takes(0, tokens, alone=True) == taken
+    assert engine.worth.is_load_faster(0, tokens, alone=True) == taken
 
 
 def test_what_a_hit_does_not_spare_is_not_counted_for_it() -> None:
@@ -106,23 +106,23 @@ def test_what_a_hit_does_not_spare_is_not_counted_for_it() -> None:
     assert (
         engine.computed_s(0, 2048) < 0.009 + 2048e-6 < engine.computed_s(0, 2048) + engine.eager_s
     )
-    assert not engine.worth.takes(0, 2048, alone=True)
-    assert engine.worth.takes(0, 30_000, alone=True)
+    assert not engine.worth.is_load_faster(0, 2048, alone=True)
+    assert engine.worth.is_load_faster(0, 30_000, alone=True)
 
 
 def test_the_same_tokens_are_dearer_late_in_a_prompt() -> None:
     engine = h200()
-    assert not engine.worth.takes(0, 4000, alone=True)
-    assert engine.worth.takes(40_000, 44_000, alone=True)
+    assert not engine.worth.is_load_faster(0, 4000, alone=True)
+    assert engine.worth.is_load_faster(40_000, 44_000, alone=True)
 
 
 def test_what_is_computed_beside_it_counts() -> None:
     """A request that waits for others' prompts loses more by computing than its own tokens take."""
     engine = h200()
-    assert not engine.worth.takes(0, 2000, alone=True)
+    assert not engine.worth.is_load_faster(0, 2000, alone=True)
     engine.run((0, 8192))
-    assert engine.worth.takes(0, 2000, alone=False)
-    assert not engine.worth.takes(0, 2000, alone=True)
+    assert engine.worth.is_load_faster(0, 2000, alone=False)
+    assert not engine.worth.is_load_faster(0, 2000, alone=True)
 
 
 @pytest.mark.parametrize("what", ["steps", "loads"])
@@ -134,33 +134,36 @@ def test_before_enough_is_known_every_hit_is_taken(what: str) -> None:
         engine.load(500)
     for _ in range(50):
         engine.prefill(500) if what == "steps" else engine.load(500)
-    assert engine.worth.takes(0, 100, alone=True)
+    assert engine.worth.is_load_faster(0, 100, alone=True)
     engine.load(500) if what == "steps" else engine.prefill(500)
-    assert not engine.worth.takes(0, 100, alone=True)
+    assert not engine.worth.is_load_faster(0, 100, alone=True)
 
 
 def test_now_and_then_a_slow_hit_is_taken_and_the_world_may_have_changed() -> None:
     engine = Engine(1e-6, 0.0, 0.1)
     engine.learn()
-    assert sum(engine.worth.takes(0, 1000, alone=True) for _ in range(4 * PROBED)) == 4
+    assert sum(engine.worth.is_load_faster(0, 1000, alone=True) for _ in range(4 * PROBED)) == 4
     engine.load_s = 0.0001
     probes = 0
-    while not (engine.worth.takes(0, 1000, alone=True) and engine.worth.takes(0, 1000, alone=True)):
+    while not (
+        engine.worth.is_load_faster(0, 1000, alone=True)
+        and engine.worth.is_load_faster(0, 1000, alone=True)
+    ):
         probes += 1
         assert probes < 1000
         engine.load(1000)
-    assert engine.worth.takes(0, 1000, alone=True)
+    assert engine.worth.is_load_faster(0, 1000, alone=True)
 
 
 def test_one_step_that_took_long_changes_little() -> None:
     """A compiler that ran, a machine that was busy."""
     engine = h200()
     engine.step += 1
-    engine.worth.begins(engine.step, engine.now, [(0, 2048)], False)
+    engine.worth.step_begins(engine.step, engine.now, [(0, 2048)], False)
     engine.now += 30.0
-    engine.worth.ended(engine.step, engine.now)
+    engine.worth.step_ended(engine.step, engine.now)
     engine.run((10, 1))
-    assert not engine.worth.takes(0, 1000, alone=True)
+    assert not engine.worth.is_load_faster(0, 1000, alone=True)
 
 
 def test_steps_that_are_scheduled_before_the_last_one_ended_are_told_apart() -> None:
@@ -170,15 +173,15 @@ def test_steps_that_are_scheduled_before_the_last_one_ended_are_told_apart() -> 
     engine = Engine(2e-6, 0.0, 0.004)
     for _ in range(40):
         first, second = engine.step + 1, engine.step + 2
-        engine.worth.begins(first, engine.now, [(0, 4000)], False)
-        engine.worth.begins(second, engine.now + 1e-4, [], False)
-        engine.worth.ended(first, engine.now + SMALL_S + 4000 * 2e-6)
-        engine.worth.ended(second, engine.now + 2 * SMALL_S + 4000 * 2e-6)
+        engine.worth.step_begins(first, engine.now, [(0, 4000)], False)
+        engine.worth.step_begins(second, engine.now + 1e-4, [], False)
+        engine.worth.step_ended(first, engine.now + SMALL_S + 4000 * 2e-6)
+        engine.worth.step_ended(second, engine.now + 2 * SMALL_S + 4000 * 2e-6)
         engine.now += 2 * SMALL_S + 4000 * 2e-6
         engine.step = second
         engine.load(2000)
-    assert not engine.worth.takes(0, 1500, alone=True)
-    assert engine.worth.takes(0, 2500, alone=True)
+    assert not engine.worth.is_load_faster(0, 1500, alone=True)
+    assert engine.worth.is_load_faster(0, 2500, alone=True)
 
 
 @pytest.mark.parametrize("first_s", [0.01, 0.1, 1.0])
@@ -197,16 +200,16 @@ def test_a_slow_first_step_is_forgotten(first_s: float) -> None:
         engine.load(8000)
     for _ in range(100):
         engine.prefill(8000)
-    assert all(engine.worth.takes(0, 8000, alone=True) for _ in range(3 * PROBED))
+    assert all(engine.worth.is_load_faster(0, 8000, alone=True) for _ in range(3 * PROBED))
 
 
 def test_what_was_nothing_at_first_may_come_to_be_something() -> None:
     """Samples that are cut to three times what is expected stay nothing for ever."""
     line = Line()
     for v in range(1, SAMPLES_MIN + 2):
-        line.learn(1.0, 100.0 * v, 0.0)
+        line.add_sample(1.0, 100.0 * v, 0.0)
     for v in range(1, 100):
-        line.learn(1.0, 100.0 * (v % 9 + 1), 0.005)
+        line.add_sample(1.0, 100.0 * (v % 9 + 1), 0.005)
     assert line.at(1.0, 500.0)[1] > 0.004
 
 
@@ -214,11 +217,11 @@ def test_after_a_load_that_was_much_faster_than_expected_another_is_tried_soon()
     """And not one in PROBED: the world has changed, or what was learned of it was never so."""
     engine = Engine(1e-6, load_s=0.1)
     engine.learn()
-    while not engine.worth.takes(0, 1000, alone=True):
+    while not engine.worth.is_load_faster(0, 1000, alone=True):
         pass
     engine.load_s = 0.001
     engine.load(1000)
-    assert any(engine.worth.takes(0, 1000, alone=True) for _ in range(PROBED_SOON))
+    assert any(engine.worth.is_load_faster(0, 1000, alone=True) for _ in range(PROBED_SOON))
 
 
 @pytest.mark.parametrize("nth", range(1, 2 * SAMPLES_MIN, 3))
@@ -231,7 +234,7 @@ def test_a_slow_load_is_forgotten_soon(nth: int) -> None:
     loads = declined = 0
     for _ in range(400):
         tokens = engine.draw.choice([1000, 2000, 4000])
-        if engine.worth.takes(0, tokens, alone=True):
+        if engine.worth.is_load_faster(0, tokens, alone=True):
             loads += 1
             engine.now += 9.0 * (loads == nth)
             engine.load_s = 9.0 if loads == nth else 0.005
@@ -252,8 +255,8 @@ def test_loads_that_wait_for_each_other_are_not_slow(burst: int) -> None:
         ordered_at = engine.now
         for _ in range(burst):
             engine.now += 30_000 * engine.load_token_s
-            engine.worth.loaded(1, 30_000, ordered_at, engine.now)
-    assert engine.worth.takes(0, 30_000, alone=True)
+            engine.worth.loads_ended(1, 30_000, ordered_at, engine.now)
+    assert engine.worth.is_load_faster(0, 30_000, alone=True)
 
 
 def test_a_load_whose_end_was_seen_behind_a_prompt_is_not_slow() -> None:
@@ -265,8 +268,8 @@ def test_a_load_whose_end_was_seen_behind_a_prompt_is_not_slow() -> None:
     for _ in range(100):
         ordered_at = engine.now
         engine.run((0, 8192))
-        engine.worth.loaded(1, 2000, ordered_at, engine.now)
-    assert all(engine.worth.takes(0, 2000, alone=True) for _ in range(PROBED - 1))
+        engine.worth.loads_ended(1, 2000, ordered_at, engine.now)
+    assert all(engine.worth.is_load_faster(0, 2000, alone=True) for _ in range(PROBED - 1))
 
 
 def test_loads_that_end_together_are_one_sample() -> None:
@@ -276,8 +279,8 @@ def test_loads_that_end_together_are_one_sample() -> None:
         engine.prefill(9000)
         for loads, tokens in ((1, 2048), (3, 6144)):
             began_at, engine.now = engine.now, engine.now + loads * 0.016 + tokens * 2.4e-6
-            engine.worth.loaded(loads, tokens, began_at, engine.now)
-    assert not engine.worth.takes(0, 2048, alone=True)
+            engine.worth.loads_ended(loads, tokens, began_at, engine.now)
+    assert not engine.worth.is_load_faster(0, 2048, alone=True)
 
 
 def test_loads_of_one_length_say_nothing_about_much_longer_ones() -> None:
@@ -288,20 +291,20 @@ def test_loads_of_one_length_say_nothing_about_much_longer_ones() -> None:
     for _ in range(12):
         engine.prefill(2055)
         engine.load(2048)
-    assert not engine.worth.takes(0, 2048, alone=True)
-    assert engine.worth.takes(0, 30_000, alone=True)
+    assert not engine.worth.is_load_faster(0, 2048, alone=True)
+    assert engine.worth.is_load_faster(0, 30_000, alone=True)
     for _ in range(12):
         engine.load(30_000)
         engine.prefill(30_007)
-    assert not engine.worth.takes(0, 2048, alone=True)
-    assert engine.worth.takes(0, 30_000, alone=True)
+    assert not engine.worth.is_load_faster(0, 2048, alone=True)
+    assert engine.worth.is_load_faster(0, 30_000, alone=True)
 
 
 def test_a_line_is_found_and_never_falls() -> None:
     line, draw = Line(), random.Random(2)
     for _ in range(60):
         u, v = draw.uniform(1, 10), draw.uniform(1, 10)
-        line.learn(u, v, 3 * u + 0.5 * v)
+        line.add_sample(u, v, 3 * u + 0.5 * v)
     assert line.at(2, 4) == pytest.approx((8, 8), rel=1e-6)
     falling = Line()
     for v in range(1, 60):
@@ -312,5 +315,5 @@ def test_a_line_is_found_and_never_falls() -> None:
 def test_steps_whose_end_nobody_tells_are_forgotten() -> None:
     worth = LoadCostModel()
     for step in range(1000):
-        worth.begins(step, float(step), [(0, 100)], False)
+        worth.step_begins(step, float(step), [(0, 100)], False)
     assert len(worth._steps) <= 64

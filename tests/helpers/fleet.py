@@ -64,7 +64,7 @@ def owners(view: View, namespace: Namespace, keys: Sequence[bytes]) -> list[tupl
 def calm(nodes: Sequence[Node], timeout_s: float = 10.0) -> None:
     """All that is handed on has arrived."""
     for node in nodes:
-        assert node.peers.couriers.wait_empty(timeout_s), (
+        assert node.peers.replicator.wait_empty(timeout_s), (
             f"{node.membership.member} still hands pages on"
         )
 

@@ -79,7 +79,7 @@ def checked_nodes(settle_s: float | None = None) -> Iterator[Start]:
         node = Node(NodeConfig(**{**SMALL, **settings}))
         nodes.append(node)
         if settle_s is not None:
-            node.peers.sweeper.settle_s = settle_s
+            node.peers.rebalancer.settle_s = settle_s
         node.start()
         return node
 

@@ -277,7 +277,7 @@ class Life:
         answer: Any = None
         while True:
             with self._tier.lock:
-                self._tier.eviction.turn.left = self._rng.choice((1, 1, 2, 3, 8, 256))
+                self._tier.eviction.budget.left = self._rng.choice((1, 1, 2, 3, 8, 256))
                 try:
                     move = work.send(answer)
                 except StopIteration as end:

@@ -37,7 +37,7 @@ class Load:
         ]
         self.near = nodes[0]
         self.sampled = True
-        self.near.service.heat._every = 2  # a minute is short
+        self.near.service.hot_prefixes._every = 2  # a minute is short
         self._client = Client(
             ClientConfig(f"127.0.0.1:{at['n1']}", timeout_s=30.0, connect_timeout_s=10.0)
         )

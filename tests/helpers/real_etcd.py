@@ -15,6 +15,9 @@ from node.cluster.etcd import Etcd, EtcdCredentials
 LEASE_S = 2
 
 
+NO_CREDENTIALS = EtcdCredentials()
+
+
 class RealEtcd:
     """`access`: how the tests themselves reach it.
 
@@ -22,8 +25,8 @@ class RealEtcd:
     """
 
     def __init__(
-        self, folder: Path, access: EtcdCredentials = EtcdCredentials(), flags: Sequence[str] = ()
-    ) -> None:  # noqa: B008 -- it is frozen
+        self, folder: Path, access: EtcdCredentials = NO_CREDENTIALS, flags: Sequence[str] = ()
+    ) -> None:
         self._folder = folder
         self._access = access
         self.port, peer = free_ports(2)

@@ -137,17 +137,17 @@ class SimNode:
 
     def _hand_on(self, keys: list[bytes], ack_all: bool, deadline: Deadline) -> None:
         """As `node.serving.write_acks` has it."""
-        ticket, space = AckWaiter(), self.tier.namespace(SPACE.digest)
+        waiter, space = AckWaiter(), self.tier.namespace(SPACE.digest)
         for key, owners in zip(keys, self.view.owners.owners(SPACE.digest, keys), strict=True):
             page, targets = space.pages.get(key), set(owners) - {self.name}
             if page is None or not self.tier.hold_visible([page]):
-                ticket.lost_count += bool(targets)
+                waiter.lost_count += bool(targets)
                 continue
             group = Group(SPACE.digest, 0, False)
-            self.queue.offer(page, key, space.slot_nbytes, group, targets, self.world.now, ticket)
-        while ack_all and ticket.open_count and not deadline.passed:
+            self.queue.offer(page, key, space.slot_nbytes, group, targets, self.world.now, waiter)
+        while ack_all and waiter.open_count and not deadline.passed:
             self.world.sleep(TICK_S)
-        if ack_all and (ticket.open_count or ticket.lost_count):
+        if ack_all and (waiter.open_count or waiter.lost_count):
             raise Exhausted("visible but not at all owners")
 
     def get(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes] | None]:
@@ -196,14 +196,15 @@ class SimNode:
         limit = Deadline(CALL_S)
         try:
             pages = {
-                p.prefix_hash: bytes(self.memory(p.page.offset, PAGE_NBYTES)) for p in batch.parcels
+                p.prefix_hash: bytes(self.memory(p.page.offset, PAGE_NBYTES))
+                for p in batch.queued_pages
             }
             session, verdicts = self._ask(
                 batch.target, lambda node: node.reserve(list(pages)), limit
             )
             taken = [k for k, verdict in zip(pages, verdicts, strict=True) if verdict in KEPT[:2]]
             # As `node.cluster.replicator` has it
-            if any(p.page.state is not PageState.VISIBLE for p in batch.parcels):
+            if any(p.page.state is not PageState.VISIBLE for p in batch.queued_pages):
                 taken = []
             else:
                 self._ask(

@@ -62,10 +62,12 @@ def of(view: View, pages: Pages, member: str) -> set[bytes]:
 
 
 def sweep(node: Node) -> Any:
-    before = node.peers.sweeper.report
-    node.peers.sweeper.schedule_in(0.0)
-    wait_until(lambda: node.peers.sweeper.report is not before and not node.peers.sweeper.running)
-    return node.peers.sweeper.report
+    before = node.peers.rebalancer.report
+    node.peers.rebalancer.schedule_in(0.0)
+    wait_until(
+        lambda: node.peers.rebalancer.report is not before and not node.peers.rebalancer.running
+    )
+    return node.peers.rebalancer.report
 
 
 def there(client: Client, pages: Pages) -> set[bytes]:

@@ -72,7 +72,7 @@ def test_of_many_tenants_namespaces_and_hot_prefixes_the_largest_are_told(
         for number in range(80)
     ]
     monkeypatch.setattr(node.service, "call", told_more)
-    monkeypatch.setattr(node.service.heat, "hottest", lambda: heat)
+    monkeypatch.setattr(node.service.hot_prefixes, "hottest", lambda: heat)
     assert node.console is not None
     # what was found of a page before is not asked again for some seconds
     node.console._snapshots._found.clear()

@@ -17,13 +17,13 @@ def test_a_page_that_ends_now_has_a_time_to_live_and_one_without_has_none() -> N
 
 
 def test_an_old_generation_of_reasons_is_freed_bit_by_bit() -> None:
-    ghosts = MissReasons(10)
+    miss_reasons = MissReasons(10)
     for number in range(31):
-        ghosts.remember(b"space", bytes([number]), "evicted")
-    assert len(ghosts._gone) == 10 - FREED
-    ghosts.remember(b"space", b"more", "evicted")
-    assert len(ghosts._gone) == 10 - 2 * FREED
-    assert ghosts.reasons(b"space", [bytes([30]), bytes([25]), bytes([15])]) == {
+        miss_reasons.remember(b"space", bytes([number]), "evicted")
+    assert len(miss_reasons._gone) == 10 - FREED
+    miss_reasons.remember(b"space", b"more", "evicted")
+    assert len(miss_reasons._gone) == 10 - 2 * FREED
+    assert miss_reasons.reasons(b"space", [bytes([30]), bytes([25]), bytes([15])]) == {
         "evicted": 2,
         "absent": 1,
     }

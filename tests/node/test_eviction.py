@@ -139,7 +139,7 @@ def test_slots_come_in_the_order_of_the_keys_whatever_goes_for_them() -> None:
     with box.tier.lock:
         assert next(work) is None
     box.commit(other)
-    result = run_in_slices(box.tier.lock, box.tier.eviction.turn, work, box.tier._move)
+    result = run_in_slices(box.tier.lock, box.tier.eviction.budget, work, box.tier._move)
     assert result.verdicts == [PutStatus.WRITE] * len(keys)
     assert [page.prefix_hash for page in result.pages] == keys
     box.commit(result)

@@ -29,22 +29,22 @@ def offered(
     *numbers: int,
     to: str = "b",
     now: float = 0.0,
-    ticket: AckWaiter | None = None,
+    waiter: AckWaiter | None = None,
 ) -> list[Sheet]:
     pages = [Sheet(b"%03d" % number) for number in numbers]
     for page in pages:
-        waiting.offer(page, page.key, 10, LASTING, to, now, ticket)
+        waiting.offer(page, page.key, 10, LASTING, to, now, waiter)
     return pages
 
 
 def keys(batch: Batch[Sheet] | None) -> list[bytes]:
     assert batch is not None
-    return [parcel.prefix_hash for parcel in batch.parcels]
+    return [queued.prefix_hash for queued in batch.queued_pages]
 
 
 def test_pages_go_to_all_their_targets_and_are_freed_with_the_last() -> None:
-    waiting, ticket = queue(), AckWaiter()
-    pages = offered(waiting, 1, 2, to="bc", ticket=ticket)
+    waiting, waiter = queue(), AckWaiter()
+    pages = offered(waiting, 1, 2, to="bc", waiter=waiter)
     first, second = waiting.next(0.0), waiting.next(0.0)
     assert first is not None
     assert second is not None
@@ -52,10 +52,10 @@ def test_pages_go_to_all_their_targets_and_are_freed_with_the_last() -> None:
     assert {first.target, second.target} == {"b", "c"}
     assert keys(first) == keys(second) == [b"001", b"002"]
     waiting.done(first, keys(first), 0.0)
-    assert (waiting.freed, ticket.open_count) == ([], 2)
+    assert (waiting.freed, waiter.open_count) == ([], 2)
     waiting.done(second, keys(second), 0.0)
     assert waiting.freed == pages
-    assert (ticket.open_count, ticket.lost_count, waiting.nbytes, waiting.page_count) == (
+    assert (waiter.open_count, waiter.lost_count, waiting.nbytes, waiting.page_count) == (
         0,
         0,
         0,
@@ -88,13 +88,13 @@ def test_a_batch_has_one_namespace_one_end_of_life_and_its_bounds(
 
 
 def test_a_full_queue_drops_the_oldest_and_says_so() -> None:
-    waiting, ticket = queue(30), AckWaiter()
-    pages = offered(waiting, 1, 2, 3, 4, ticket=ticket)
+    waiting, waiter = queue(30), AckWaiter()
+    pages = offered(waiting, 1, 2, 3, 4, waiter=waiter)
     assert waiting.freed == pages[:1]
-    assert (waiting.counts.pages_dropped, ticket.lost_count, waiting.nbytes) == (1, 1, 30)
+    assert (waiting.counts.pages_dropped, waiter.lost_count, waiting.nbytes) == (1, 1, 30)
     assert keys(waiting.next(0.0)) == [b"002", b"003", b"004"]
-    offered(waiting, 5, ticket=ticket)  # what is under way stays, so the new one goes
-    assert (waiting.counts.pages_dropped, ticket.lost_count, waiting.nbytes) == (2, 2, 30)
+    offered(waiting, 5, waiter=waiter)  # what is under way stays, so the new one goes
+    assert (waiting.counts.pages_dropped, waiter.lost_count, waiting.nbytes) == (2, 2, 30)
     assert waiting.check() == []
 
 
@@ -112,8 +112,8 @@ def test_so_many_pages_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_target_that_fails_is_paused_longer_each_time_and_then_given_up() -> None:
-    waiting, ticket, now, pauses = queue(), AckWaiter(), 0.0, []
-    (page,) = offered(waiting, 1, ticket=ticket)
+    waiting, waiter, now, pauses = queue(), AckWaiter(), 0.0, []
+    (page,) = offered(waiting, 1, waiter=waiter)
     while batch := waiting.next(now):
         waiting.failed(batch, now)
         due = waiting.due(now)
@@ -128,7 +128,7 @@ def test_a_target_that_fails_is_paused_longer_each_time_and_then_given_up() -> N
         <= now
         <= replication_queue.PATIENCE_S + replication_queue.PAUSE_S_MAX
     )
-    assert (ticket.lost_count, waiting.freed, waiting.counts.pages_dropped) == (1, [page], 1)
+    assert (waiter.lost_count, waiting.freed, waiting.counts.pages_dropped) == (1, [page], 1)
 
 
 def test_one_target_that_fails_keeps_no_other_waiting() -> None:
@@ -188,16 +188,16 @@ def test_a_page_that_is_refused_again_and_again_is_dropped() -> None:
 
 
 def test_who_leaves_the_view_is_given_nothing_any_more() -> None:
-    waiting, ticket = queue(), AckWaiter()
-    (first,) = offered(waiting, 1, to="b", ticket=ticket)
+    waiting, waiter = queue(), AckWaiter()
+    (first,) = offered(waiting, 1, to="b", waiter=waiter)
     under_way = waiting.next(0.0)
     assert under_way is not None
-    (other, both) = offered(waiting, 2, to="b", ticket=ticket) + offered(
-        waiting, 3, to="bc", ticket=ticket
+    (other, both) = offered(waiting, 2, to="b", waiter=waiter) + offered(
+        waiting, 3, to="bc", waiter=waiter
     )
     waiting.follow({"c"})
     assert waiting.freed == [other]  # the first may be on the wire still
-    assert (ticket.open_count, ticket.lost_count, waiting.counts.pages_dropped) == (1, 3, 3)
+    assert (waiter.open_count, waiter.lost_count, waiting.counts.pages_dropped) == (1, 3, 3)
     waiting.failed(under_way, 0.0)
     assert waiting.freed == [other, first]
     assert keys(waiting.next(0.0)) == [both.key]
@@ -205,23 +205,23 @@ def test_who_leaves_the_view_is_given_nothing_any_more() -> None:
 
 
 def test_a_page_that_was_removed_is_not_sent() -> None:
-    waiting, ticket = queue(), AckWaiter()
-    gone, there = offered(waiting, 1, 2, ticket=ticket)
+    waiting, waiter = queue(), AckWaiter()
+    gone, there = offered(waiting, 1, 2, waiter=waiter)
     gone.gone = True
     assert keys(waiting.next(0.0)) == [there.key]
-    assert (waiting.freed, ticket.lost_count, waiting.counts.pages_dropped) == ([gone], 1, 0)
+    assert (waiting.freed, waiter.lost_count, waiting.counts.pages_dropped) == ([gone], 1, 0)
 
 
 @pytest.mark.parametrize("answered", [True, False])
 def test_a_page_that_was_removed_under_way_is_done_with(answered: bool) -> None:
-    waiting, ticket = queue(), AckWaiter()
-    page, other = offered(waiting, 1, 2, ticket=ticket)
+    waiting, waiter = queue(), AckWaiter()
+    page, other = offered(waiting, 1, 2, waiter=waiter)
     batch = waiting.next(0.0)
     assert batch is not None
     page.gone = True
     (again,) = offered(waiting, 1)
     waiting.done(batch, [], 0.0) if answered else waiting.failed(batch, 0.0)
-    assert (waiting.freed, ticket.lost_count, waiting.counts.pages_dropped) == ([page], 1, 0)
+    assert (waiting.freed, waiter.lost_count, waiting.counts.pages_dropped) == ([page], 1, 0)
     assert sorted(keys(waiting.next(1.0))) == [again.key, other.key]
 
 
@@ -230,7 +230,7 @@ def test_the_rate_is_kept() -> None:
     offered(waiting, 1, 2, 3)
     batch = waiting.next(now)
     assert batch is not None
-    assert len(batch.parcels) == 3
+    assert len(batch.queued_pages) == 3
     waiting.done(batch, keys(batch), now)
     offered(waiting, 4)
     assert (waiting.next(5.9), waiting.due(0.0)) == (None, 6.0)
@@ -274,10 +274,10 @@ class Fleet:
         if page is None:
             page = self.pages[key] = Sheet(key)
         self.all.append(page)
-        ticket = AckWaiter()
-        self.tickets.append(ticket)
+        waiter = AckWaiter()
+        self.tickets.append(waiter)
         to = self.random.sample("bcd", self.random.randrange(1, 4))
-        self.waiting.offer(page, key, 10, LASTING, to, self.now, ticket)
+        self.waiting.offer(page, key, 10, LASTING, to, self.now, waiter)
 
     def remove(self) -> None:
         """As a client does it: at all, in any order, and again."""
@@ -311,7 +311,7 @@ class Fleet:
         """Slots there; then a look here whether all is as it was; then the commit."""
         if sent.writing is None:
             sent.writing = set(keys(sent.batch))
-        elif not sent.checked and not any(parcel.page.gone for parcel in sent.batch.parcels):
+        elif not sent.checked and not any(queued.page.gone for queued in sent.batch.queued_pages):
             sent.checked = True
         elif sent.checked and not sent.committed:
             sent.committed = True
@@ -369,7 +369,7 @@ def test_random_sequences(seed: int) -> None:
     assert sorted(map(id, fleet.waiting.freed)) == sorted(map(id, fleet.all)), (
         "each hold is given back once"
     )
-    assert [ticket.open_count for ticket in fleet.tickets] == [0] * len(fleet.tickets)
+    assert [waiter.open_count for waiter in fleet.tickets] == [0] * len(fleet.tickets)
     while any(sent.checked and not sent.committed for sent in fleet.late):
         fleet.arrive()
     for name, there in fleet.has.items():

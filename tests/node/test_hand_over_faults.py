@@ -266,7 +266,7 @@ def test_a_node_stops_in_its_time_whatever_its_peers_do(
         began = time.monotonic()
         node.stop()
         assert time.monotonic() - began < 0.5 + LATE_S
-    for thread in node.peers.couriers._threads:
+    for thread in node.peers.replicator._threads:
         thread.join(2 * replicator.HAND_S)
         assert not thread.is_alive()
     assert node.tier.held_count == 0

@@ -70,7 +70,7 @@ def test_engines_with_an_old_and_a_new_page_key_have_right_bytes_or_misses(
             there = cluster if len(cluster[0].membership.view.members) < 3 else cluster[:2]  # type: ignore[union-attr]
             tell(cluster, view_of(there, 2, number))
             for place in range(len(there)):
-                cluster[place].peers.sweeper._sweep.run(view_of(there, 2, number), f"n{place}")
+                cluster[place].peers.rebalancer._sweep.run(view_of(there, 2, number), f"n{place}")
     calm(cluster)
     assert hits
     for secret, some in pages.items():

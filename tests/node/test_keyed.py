@@ -22,7 +22,7 @@ from kvstore import (
     PutOutcome,
     opaque_layout,
 )
-from kvstore.page_hmac import Seals
+from kvstore.page_hmac import PageHmacs
 from kvstore.results import Keep
 from node.server import Node
 
@@ -289,14 +289,14 @@ def test_a_page_that_changes_after_it_was_copied_is_what_was_checked(
     """Who maps the arena changes it between the copy and the check: the copy is what counts."""
     client, (key,) = connect(node, "shm", page_key=SECRET), keyed.keys(1)
     keyed.put(client, [key])
-    fits = Seals.verify
+    fits = PageHmacs.verify
 
     def late(*arguments: Any) -> bool:
         forge(node, keyed, key, flip_first)
         return fits(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Seals, "fits", late)
+        patch.setattr(PageHmacs, "fits", late)
         assert keyed.get(client, [key]) == [True]
     assert keyed.get(client, [key]) == [False]
 

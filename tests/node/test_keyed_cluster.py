@@ -108,7 +108,7 @@ def test_a_sweep_brings_sealed_pages(cluster: list[Node], connect: Connect, keye
     writer, keys = connect(cluster[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
     keyed.put(writer, keys)
     tell(cluster, view_of(cluster, number=3))
-    cluster[2].peers.sweeper._sweep.run(view_of(cluster, number=3), "n2")
+    cluster[2].peers.rebalancer._sweep.run(view_of(cluster, number=3), "n2")
     mine = owned(view_of(cluster), keyed, keys, "n2")
     assert present(cluster[2], keyed.namespace, mine) == [True] * len(mine)
     for node in cluster[:2]:

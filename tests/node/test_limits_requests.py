@@ -89,12 +89,12 @@ def test_of_one_peers_requests_one_is_worked_on_at_a_time(
         call.start()
     assert blocked.running.acquire(timeout=10.0)
     assert not blocked.running.acquire(timeout=0.3)
-    with node.service.turns.turn("another peer"):
+    with node.service.peer_queue.turn("another peer"):
         pass
     blocked.go_on.set()
     for call in calls:
         call.join()
-    assert node.service.turns._waiting == {}
+    assert node.service.peer_queue._waiting == {}
 
 
 @pytest.mark.parametrize("op", LONG)

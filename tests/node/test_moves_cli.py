@@ -54,8 +54,8 @@ def test_drain_says_what_is_left(
     assert shown.exit_code == 4
     assert "add members or memory" in shown.stderr
     assert kvstore("cluster", "drain", "n1", "--end").stdout == "n1 serves again\n"
-    fleet[0].peers.sweeper.settle_s = 0.0
-    fleet[0].membership.on_view(lambda view: fleet[0].peers.sweeper.schedule_in(0.0))
+    fleet[0].peers.rebalancer.settle_s = 0.0
+    fleet[0].membership.on_view(lambda view: fleet[0].peers.rebalancer.schedule_in(0.0))
     shown = kvstore("cluster", "drain", "n1")
     assert shown.exit_code == 0
     assert shown.stdout == f"n1: {had} pages are with their owners, 0 are not\n"
@@ -69,7 +69,7 @@ def test_what_was_left_is_looked_at_again(
     pages.put(connect(fleet[0]), pages.keys(*KEYS))
     had = fleet[1].tier.visible_count
     assert kvstore("cluster", "drain", "n1").exit_code == 4
-    fleet[0].peers.sweeper.schedule_in(0.0)
+    fleet[0].peers.rebalancer.schedule_in(0.0)
     wait_until(lambda: fleet[0].tier.visible_count == len(KEYS))
     shown = kvstore("cluster", "drain", "n1")
     assert (shown.exit_code, shown.stdout) == (

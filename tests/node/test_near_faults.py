@@ -378,13 +378,13 @@ def test_what_is_removed_stays_removed_over_two_hops(
     writer, reader = connect(cluster[0], "auto", near="n0"), connect(cluster[2], "auto", near="n2")
     writer.open(pages.namespace)
     reader.open(pages.namespace)
-    asked, carry, rounds = threading.Event(), cluster[0].peers.couriers._carry, [0, 0, 0]
+    asked, carry, rounds = threading.Event(), cluster[0].peers.replicator._carry, [0, 0, 0]
 
     def late(batch: Any) -> list[bytes]:
         assert asked.wait(30.0)
         return carry(batch)
 
-    monkeypatch.setattr(cluster[0].peers.couriers, "_carry", late)
+    monkeypatch.setattr(cluster[0].peers.replicator, "_carry", late)
 
     def delayed(number: int) -> Callable[[Any, Any], Any]:
         remove = cluster[number].service._unary["remove"]
@@ -392,7 +392,7 @@ def test_what_is_removed_stays_removed_over_two_hops(
         def removed(request: Any, caller: Any) -> Any:
             rounds[number] += 1
             if (number, rounds[number]) == (0, 1):
-                assert cluster[0].peers.couriers.wait_empty(30.0)
+                assert cluster[0].peers.replicator.wait_empty(30.0)
             if (number, rounds[number]) == (1, 2):
                 wait_until(lambda: rounds[2] == 2)
                 assert all(pages.get(reader, keys))

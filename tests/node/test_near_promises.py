@@ -98,7 +98,7 @@ def test_what_the_near_node_has_as_a_copy_only_is_handed_on(
     nodes = start("dd")
     keys, client = pages.keys(*NUMBERS), near(nodes)
     put(client, pages, keys, Keep())
-    assert nodes[0].peers.couriers.wait_empty(10.0)
+    assert nodes[0].peers.replicator.wait_empty(10.0)
     theirs = owned(view_of(nodes), pages, keys, "n1")
     nodes[1].tier.remove(pages.namespace.digest, theirs)
     assert put(client, pages, keys) == [PutOutcome.EXISTS] * len(keys)
@@ -186,7 +186,7 @@ def test_an_owner_that_is_killed_on_the_way(
     keys = [
         key for key in pages.keys(*range(400)) if owners(view, pages.namespace, [key]) == [wanted]
     ][:16]
-    carry = nodes[0].peers.couriers._carry
+    carry = nodes[0].peers.replicator._carry
     dead: list[bool] = []
 
     def killed(batch: Any) -> list[bytes]:
@@ -195,7 +195,7 @@ def test_an_owner_that_is_killed_on_the_way(
             dies.stop()
         return carry(batch)
 
-    monkeypatch.setattr(nodes[0].peers.couriers, "_carry", killed)
+    monkeypatch.setattr(nodes[0].peers.replicator, "_carry", killed)
     client = near(nodes)
     if replicas == 1:
         assert put(client, pages, keys, timeout_s=5.0) == [PutOutcome.AWAY] * len(keys)
@@ -225,16 +225,16 @@ def test_the_view_changes_before_the_answer(
 ) -> None:
     """Who keeps a page is decided once: between two views it could be nobody."""
     nodes = start("dd")
-    view, couriers = view_of(nodes), nodes[0].peers.couriers
+    view, replicator = view_of(nodes), nodes[0].peers.replicator
     keys = owned(view, pages, pages.keys(*NUMBERS), "n0")
-    offer = couriers.offer
+    offer = replicator.offer
 
     def offered(*arguments: Any, **more: Any) -> Any:
-        ticket = offer(*arguments, **more)
+        waiter = offer(*arguments, **more)
         nodes[0].membership.become(replace(view, number=2, members=view.members[1:]), "n0")
-        return ticket
+        return waiter
 
-    monkeypatch.setattr(couriers, "offer", offered)
+    monkeypatch.setattr(replicator, "offer", offered)
     put(near(nodes), pages, keys)
     assert all(safe(nodes, pages, key) for key in keys)
 
@@ -260,7 +260,7 @@ def test_what_finds_no_room_at_the_near_node_is_put_at_its_owners(
     with client.open_get(large.namespace, held) as slots:
         assert all(slots.hits)
         assert put(client, large, more, Keep()).count(PutOutcome.FULL) == len(more) - 4
-        assert nodes[0].peers.couriers.wait_empty(10.0)
+        assert nodes[0].peers.replicator.wait_empty(10.0)
         assert {outcome.kept for outcome in put(client, large, more)} == {True}
         assert [safe(nodes, large, key) for key in more] == [["n1"]] * len(more)
 

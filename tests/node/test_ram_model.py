@@ -44,9 +44,9 @@ class Model:
         """The key is removed: its bytes stay for those who hold them, and do not hold the page that
         is next put.
         """
-        for ticket, (other, page, offset) in self.holds.items():
+        for waiter, (other, page, offset) in self.holds.items():
             if other == key:
-                self.holds[ticket] = ((key[0], b""), page, offset)
+                self.holds[waiter] = ((key[0], b""), page, offset)
 
 
 class Simulation:
@@ -194,7 +194,7 @@ class Simulation:
         tickets = self.rng.sample(
             list(self.model.holds), min(len(self.model.holds), self.rng.randint(1, 12))
         )
-        self.box.tier.release([self.model.holds.pop(ticket)[1] for ticket in tickets])
+        self.box.tier.release([self.model.holds.pop(waiter)[1] for waiter in tickets])
 
     def remove(self) -> None:
         name, keys = self.batch()

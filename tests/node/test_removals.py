@@ -257,21 +257,22 @@ def test_a_join_reads_more_removals_than_fit_one_answer(
         )
     node = fleet("n1")
     assert node.registry is not None
-    assert {some.digest for some in node.registry._roster.removals()} == set(removed)
+    assert {some.digest for some in node.registry._registry_state.removals()} == set(removed)
 
 
 def test_what_was_heard_of_long_ago_is_not_gone_through_again() -> None:
     """Each change in etcd would cost all removals of 30 days, at all members."""
-    roster = RegistryState("fleet")
+    registry_state = RegistryState("fleet")
     written = {
-        roster.removed_key(bytes([n])): Entry(b'{"removal": "%02x"}' % n, n, 0) for n in range(9)
+        registry_state.removed_key(bytes([n])): Entry(b'{"removal": "%02x"}' % n, n, 0)
+        for n in range(9)
     }
-    roster.reset(
+    registry_state.reset(
         KeysAtRevision(
-            9, {roster.config_key: Entry(b'{"replicas": 1, "base": 100}', 1, 0)} | written
+            9, {registry_state.config_key: Entry(b'{"replicas": 1, "base": 100}', 1, 0)} | written
         )
     )
-    assert [some.number for some in roster.removals()] == list(range(100, 109))
+    assert [some.number for some in registry_state.removals()] == list(range(100, 109))
     parse_removed.cache_clear()
-    assert [some.number for some in roster.removals(106)] == [107, 108]
+    assert [some.number for some in registry_state.removals(106)] == [107, 108]
     assert parse_removed.cache_info().misses == 2

@@ -60,7 +60,7 @@ def test_a_node_that_is_alone_hands_nothing_on(
     node = start_node()
     client = connect(node)
     client.put(pages.namespace, pages.keys(1), [pages.content(pages.key(1))], Keep(ack="all"))
-    assert not node.peers.couriers._threads
+    assert not node.peers.replicator._threads
     assert not client.node_status().HasField("peers")
 
 
@@ -70,7 +70,7 @@ def test_one_owner_has_nobody_to_hand_to(
     nodes = [start_node() for _ in range(2)]
     tell(nodes, view_of(nodes, 1))
     pages.put(connect(nodes[0]), pages.keys(*NUMBERS))
-    assert [node.peers.couriers._threads for node in nodes] == [[], []]
+    assert [node.peers.replicator._threads for node in nodes] == [[], []]
 
 
 def test_what_exists_is_not_sent_again(pair: list[Node], connect: Connect, pages: Pages) -> None:
@@ -108,7 +108,7 @@ def test_a_put_that_a_member_forwarded_goes_no_further(
     connection.send_frame(b"", pages.nbytes)
     connection.send(memoryview(pages.content(pages.key(1))))
     connection.ask(commit=pb.CommitRequest(leaves=[leaves(pages.content(pages.key(1)))]))
-    assert not pair[0].peers.couriers._threads
+    assert not pair[0].peers.replicator._threads
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -161,7 +161,7 @@ def test_ack_all_of_a_page_that_an_owner_can_not_get(
         )
     assert time.monotonic() - began < 12.0
     assert pages.get(client, keys) == [True, True]
-    nodes[0].peers.couriers._follow(view_of(nodes[:1], 2))  # who left is not waited for
+    nodes[0].peers.replicator._follow(view_of(nodes[:1], 2))  # who left is not waited for
 
 
 def test_the_client_hears_that_not_all_owners_have_the_pages(
@@ -215,14 +215,14 @@ def test_pages_that_are_on_disk_only_are_handed_on(
         for key in keys:
             tier._forget(index.pages[key], "evicted")
     tell(nodes, view_of(nodes, 2))
-    promises = nodes[0].service.promises
-    ticket = promises.replicate(
+    promises = nodes[0].service.write_acks
+    waiter = promises.replicate(
         pages.namespace.digest, keys + pages.keys(99), [{"n1"}] * (len(keys) + 1)
     )
-    assert not nodes[0].peers.couriers.wait(ticket, time.monotonic() + 10.0, lambda: False), (
+    assert not nodes[0].peers.replicator.wait(waiter, time.monotonic() + 10.0, lambda: False), (
         "one is not there"
     )
-    assert (ticket.open_count, ticket.lost_count) == (0, 1)
+    assert (waiter.open_count, waiter.lost_count) == (0, 1)
     assert pages.get(connect(nodes[1], direct=True), keys) == [True] * len(keys)
 
 
@@ -231,14 +231,14 @@ def test_bytes_that_rotted_in_the_senders_memory_are_not_made_good(
 ) -> None:
     """The target makes a page's checksum from what it is sent."""
     client, keys = connect(pair[0], direct=True), pages.keys(*range(6))
-    pair[0].peers.couriers._changed.acquire()  # nothing is carried yet
+    pair[0].peers.replicator._changed.acquire()  # nothing is carried yet
     try:
         putting = threading.Thread(target=pages.put, args=(client, keys))
         putting.start()
         wait_until(lambda: pair[0].tier.held_count == len(keys))
         pages.flip(pair[0], keys[2])
     finally:
-        pair[0].peers.couriers._changed.release()
+        pair[0].peers.replicator._changed.release()
     putting.join()
     calm(pair)
     wanted = [True, True, False, True, True, True]

@@ -74,7 +74,7 @@ def test_how_far_a_sweep_is(
         seen.append(counts(fleet[2]))
         return True
 
-    monkeypatch.setattr(fleet[2].peers.sweeper._sweep, "_pause", look)
+    monkeypatch.setattr(fleet[2].peers.rebalancer._sweep, "_pause", look)
     assert counts(fleet[2]).sweep_age_ms == 0
     sweep(fleet[2])
     assert all(told.sweeping for told in seen)
@@ -154,7 +154,7 @@ def test_a_page_does_not_live_longer_because_its_turn_comes_late(
     mine = sorted(of(tell(), pages, "n0"))[:3]
     plant(fleet[1], pages, mine[:2], ttl_s=100)
     plant(fleet[1], pages, mine[2:], ttl_s=50)
-    swept = fleet[0].peers.sweeper._sweep  # type: ignore[union-attr]
+    swept = fleet[0].peers.rebalancer._sweep  # type: ignore[union-attr]
     listed, now_s = swept._missing_pages, int(time.time())
 
     def long_ago(*arguments: Any) -> Any:
@@ -204,7 +204,7 @@ def test_a_member_that_is_away_is_asked_again(
     report = sweep(fleet[0])
     assert (report.fetched, report.away) == (4, ("n2",))
     fleet[0].membership.become(replace(view, number=51))
-    wait_until(lambda: fleet[0].peers.sweeper.report.away == ())
+    wait_until(lambda: fleet[0].peers.rebalancer.report.away == ())
 
 
 def test_members_that_hang_are_waited_for_together(
@@ -239,14 +239,14 @@ def test_it_sweeps_now_and_then(
     nodes = [start_node(sweep_s=0.1), start_node(sweep_s=0.0)]
     view = view_of(nodes)
     for number, node in enumerate(nodes):
-        node.peers.sweeper.settle_s = 0.0
+        node.peers.rebalancer.settle_s = 0.0
         node.membership.become(view, f"n{number}")
-    wait_until(lambda: nodes[0].peers.sweeper.report and nodes[1].peers.sweeper.report)
-    first = nodes[1].peers.sweeper.report
+    wait_until(lambda: nodes[0].peers.rebalancer.report and nodes[1].peers.rebalancer.report)
+    first = nodes[1].peers.rebalancer.report
     mine = of(view, pages, "n0")
     plant(nodes[1], pages, sorted(mine))
     wait_until(lambda: there(alone(nodes[0]), pages) == mine)
-    assert nodes[1].peers.sweeper.report is first  # only when the view changes
+    assert nodes[1].peers.rebalancer.report is first  # only when the view changes
 
 
 def older_beside(start_node: StartNode, count: int) -> tuple[list[Node], Pages, list[bytes]]:
@@ -366,14 +366,14 @@ def test_a_stop_ends_a_sweep(
         if view.owners.owners(pages.namespace.digest, [k])[0] == ("n1",)
     ]
     plant(source, pages, mine)
-    node.peers.sweeper._nbytes_per_s = 1  # all of it would take minutes
+    node.peers.rebalancer._nbytes_per_s = 1  # all of it would take minutes
     source.membership.become(view, "n0")
     node.membership.become(view, "n1")
     node.start()
-    node.peers.sweeper.schedule_in(0.0)
-    wait_until(lambda: node.peers.sweeper.running and node.tier.visible_count > 0)
+    node.peers.rebalancer.schedule_in(0.0)
+    wait_until(lambda: node.peers.rebalancer.running and node.tier.visible_count > 0)
     node.stop()
-    assert not node.peers.sweeper.running
+    assert not node.peers.rebalancer.running
 
 
 def test_a_node_stops_in_its_time_though_whom_it_asks_hangs(
@@ -403,13 +403,13 @@ def test_a_node_stops_in_its_time_though_whom_it_asks_hangs(
     node.peers.draining.begin()
     assert asked.acquire(timeout=10.0)
     monkeypatch.setitem(hangs.service._unary, "list_namespaces", hang)
-    node.peers.sweeper.schedule_in(0.0)
+    node.peers.rebalancer.schedule_in(0.0)
     assert asked.acquire(timeout=10.0)
     began = time.monotonic()
     node.stop()
     assert time.monotonic() - began < 8.0, "of ten that such a call may take"
     go_on.set()
-    wait_until(lambda: not node.peers.sweeper.running)
+    wait_until(lambda: not node.peers.rebalancer.running)
 
 
 def test_a_page_that_is_removed_while_it_is_written_does_not_come_back(

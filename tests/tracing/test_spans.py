@@ -108,7 +108,7 @@ def test_one_trace_goes_through_the_near_node_to_the_owner(recorded: Any, start:
     nodes = [start(), start()]
     members = [Member(f"n{i}", f"127.0.0.1:{node.grpc.port}") for i, node in enumerate(nodes)]
     for i, node in enumerate(nodes):
-        node.peers.sweeper.settle_s = 1e6
+        node.peers.rebalancer.settle_s = 1e6
         node.membership.become(View("fleet", 1, tuple(members), 1), f"n{i}")
     with client(nodes[0], "bulk", near="none") as far:
         far.put(PAGES, KEYS, [bytes(4096)] * len(KEYS))
