@@ -3,6 +3,7 @@
 import warnings
 
 from kvstore.page_hmac import PageHmacs as Seals
+from kvstore.page_hmac import PageKeys
 from kvstore.page_hmac import SignedRanges as SealedRanges
 from kvstore.page_hmac import hmac_nbytes as seal_nbytes
 

@@ -171,3 +171,10 @@ def test_a_file_that_is_open_to_everybody_or_no_file_is_refused(tmp_path: Path) 
 
 def test_a_secret_is_in_no_repr() -> None:
     assert SECRET.hex() not in repr(ClientConfig(page_key=SECRET.hex()))
+
+
+def test_former_module_name_warns_and_has_the_same_classes() -> None:
+    with pytest.warns(DeprecationWarning, match="kvstore.page_hmac"):
+        import kvstore.seals
+    assert kvstore.seals.Seals is PageHmacs
+    assert kvstore.seals.PageKeys is PageKeys
