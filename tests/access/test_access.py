@@ -296,9 +296,9 @@ def test_the_file_has_no_token_and_the_log_neither(
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "::ffff:10.0.0.1", "node7"])
 def test_a_node_that_others_reach_asks_who_they_are(host: str) -> None:
-    with pytest.raises(ConfigError, match="say --insecure by name"):
+    with pytest.raises(ConfigError, match="--insecure if strangers may do everything"):
         NodeConfig(host=host)
-    with pytest.raises(ConfigError, match="say --insecure by name"):
+    with pytest.raises(ConfigError, match="--insecure if strangers may do everything"):
         NodeConfig(host=host, identities="x")
     assert "may read, change and remove all" in NodeConfig(host=host, insecure=True).insecurity
     assert "unencrypted" in NodeConfig(host=host, identities="x", insecure=True).insecurity
@@ -316,7 +316,7 @@ def test_an_interface_of_grpc_alone_that_others_reach_counts_as_well() -> None:
     """
     with pytest.raises(ConfigError, match=r"grpc_host=0\.0\.0\.0, lets others reach this node"):
         NodeConfig(grpc_host="0.0.0.0")
-    with pytest.raises(ConfigError, match="say --insecure by name"):
+    with pytest.raises(ConfigError, match="--insecure if strangers may do everything"):
         NodeConfig(grpc_host="10.0.0.5", identities="x")
     assert (
         "who reaches 10.0.0.5 may read"

@@ -50,9 +50,10 @@ def test_a_status_says_nothing_of_others(both: dict[str, Client]) -> None:
     assert {info.namespace.tenant for info in status.namespaces} == {"team-b"}
     assert status.totals.pages_put == sum(info.counters.pages_put for info in status.namespaces)
     said = {field.name for field, _ in status.ListFields()}
-    assert said <= {"version", "instance_id", "state", "uptime_ms", "namespaces", "totals",
-                    "bulk_port",
-                    "metrics_port", "tenants", "now_unix_ms"}  # fmt: skip
+    assert said <= {
+        *("version", "instance_id", "state", "uptime_ms", "namespaces", "totals", "limits"),
+        *("bulk_port", "metrics_port", "tenants", "now_unix_ms"),
+    }
     assert [use.tenant for use in status.tenants] == ["team-b"]
     assert whole.ram.page_count >= 2
     assert whole.pid

@@ -44,7 +44,7 @@ def hang(line):
     "Keeps the GIL until the fault is cleared, as the binding does when the disk hangs."
     os.pwrite(FAULT, b"hangs", 99)
     libc, now = ctypes.PyDLL(None), ctypes.create_string_buffer(99)
-interval = sys.getswitchinterval()
+    interval = sys.getswitchinterval()
     sys.setswitchinterval(3600.0)
     while libc.pread(FAULT, now, 99, 0) == 99 and now.raw == line:
         libc.usleep(5000)

@@ -114,7 +114,7 @@ def test_all_pages_of_a_namespace_go_though_one_moves_meanwhile(
 
     monkeypatch.setattr("node.memory.scan.SLOTS", 1)
     monkeypatch.setattr("node.memory.scan.UNITS", 1)
-    monkeypatch.setattr("node.memory.tier.time.sleep", others)
+    monkeypatch.setattr("node.memory.scan.time.sleep", others)
     remove_namespace(box.tier, moving.small.namespace.digest)
     assert moving.copies == 1
     assert moving.page.offset < moving.offset

@@ -288,7 +288,7 @@ def test_a_page_used_while_its_tenant_gets_a_quota_is_the_newest_of_its_new_pool
         assert box.get(space, keys[:1]) == [True]
 
     with monkeypatch.context() as patch:
-        patch.setattr("node.memory.tier.time.sleep", use)  # between two looks at pages
+        patch.setattr("node.memory.scan.time.sleep", use)  # between two looks at pages
         box.limit(one=8 * PAGE)
     assert box.tier.check() == []
     fill(box, space, *range(100, 107))

@@ -157,7 +157,7 @@ for line in sys.stdin:
     connection = DescriptorSocket(sock)
     connection.arm(5.0)
     hello = pb.BulkRequest(hello=pb.HelloRequest()).SerializeToString()
-connection.send_frame_with(os.pidfd_open(os.getpid()), hello)
+    connection.send_frame_with(os.pidfd_open(os.getpid()), hello)
     connection.recv_frame_with(1 << 20)
     for request in line.split():
         connection.send_frame(bytes.fromhex(request))

@@ -61,7 +61,7 @@ for line in sys.stdin:
             if os.fork() == 0:
                 sys.stdin.close()
                 maps = open("/proc/self/maps").read()
-os.write(1, b"mapped\\n" if "kvstore-arena" in maps else b"unmapped\\n")
+                os.write(1, b"mapped\\n" if "kvstore-arena" in maps else b"unmapped\\n")
                 while True:
                     os.read(int(os.environ["WAIT_FD"]), 1) or os._exit(0)
     os.write(1, b"done\\n")  # in one piece, whatever the buffering
