@@ -1,6 +1,7 @@
 """Define what the client's calls take and return, apart from pages."""
 
 import enum
+import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,6 +60,12 @@ class Keep:
     def needs_ack(self) -> bool:
         """Return whether the put waits for more than one node having the pages."""
         return self.durable or self.ack == ACK_ALL
+
+    @property
+    def promised(self) -> bool:
+        """Return `needs_ack`, under its former name."""
+        warnings.warn("Keep.promised is now Keep.needs_ack", DeprecationWarning, stacklevel=2)
+        return self.needs_ack
 
 
 KEEP_WHILE_SPACE = Keep()

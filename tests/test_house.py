@@ -64,7 +64,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # is named on no floor.
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kvstore": (
-        ("*", "pb/"),
+        ("*", "pb/", "seals/"),
         ("transports/",),
         ("cluster/",),
         ("admin.py",),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import ClientConfig, ConfigError, Namespace, opaque_layout
+from kvstore import ClientConfig, ConfigError, Keep, Namespace, opaque_layout
 from kvstore.checksum import cuts
 from kvstore.page_hmac import MAC_NBYTES, PageHmacs, PageKeys, SignedRanges, hmac_nbytes, page_keys
 
@@ -178,3 +178,8 @@ def test_former_module_name_warns_and_has_the_same_classes() -> None:
         import kvstore.seals
     assert kvstore.seals.Seals is PageHmacs
     assert kvstore.seals.PageKeys is PageKeys
+
+
+def test_former_name_of_needs_ack_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="needs_ack"):
+        assert Keep(durable=True).promised

@@ -252,8 +252,8 @@ def test_one_that_broke_after_it_had_told_all_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = (
-        "from kvstore.doctor.checks import ok\nfrom kvstore.doctor.checks import "
-        "tell\ntell([ok('first', 'there')])\n"
+        "from kvstore.doctor.checks import ok, print_findings\n"
+        "print_findings([ok('first', 'there')])\n"
     )
     name = module(tmp_path, monkeypatch, told + BREAKS)
     first, last = probed("GPU", name, [], LONG_S, "another Python")
@@ -267,8 +267,8 @@ def test_findings_of_one_that_ends_well_are_all_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = (
-        "from kvstore.doctor.checks import ok\nfrom kvstore.doctor.checks import "
-        "tell\ntell([ok('first', 'there')])\n"
+        "from kvstore.doctor.checks import ok, print_findings\n"
+        "print_findings([ok('first', 'there')])\n"
     )
     name = module(tmp_path, monkeypatch, told)
     assert [finding.name for finding in probed("GPU", name, [], LONG_S, "another Python")] == [

@@ -174,7 +174,7 @@ def large() -> Target:
         except DecodeError:
             return
         assert message.WhichOneof("op") == op, f"{message.WhichOneof('op')} is not {op}"
-        assert house.node.service.forms.parsed(op, inner, "fuzz") == getattr(message, op)
+        assert house.node.service.request_parser.parsed(op, inner, "fuzz") == getattr(message, op)
 
     def seeds() -> list[bytes]:
         made = [pb.BulkRequest(get=get).SerializeToString() for get in gets()]

@@ -63,7 +63,7 @@ class Clocked(HitPolicy):
 
     def taken_after(self, seconds: float) -> bool:
         self.now += seconds
-        return self.takes(0, 100, alone=False, granted=False)
+        return self.accepts(0, 100, alone=False, granted=False)
 
 
 def test_hits_pause_as_long_as_a_load_hung_and_twice_as_long_after_the_next() -> None:

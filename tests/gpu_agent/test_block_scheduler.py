@@ -224,13 +224,13 @@ class Told(LoadCostModel):
         super().__init__()
         self.verdict, self.asked, self.prompts, self.loads = True, 0, list[Any](), list[Any]()
 
-    def begins(self, step: int, now: float, parts: list[tuple[int, int]], short: bool) -> None:
+    def step_begins(self, step: int, now: float, parts: list[tuple[int, int]], short: bool) -> None:
         self.prompts += parts
 
-    def loaded(self, loads: int, tokens: int, began_at: float, now: float) -> None:
+    def loads_ended(self, loads: int, tokens: int, began_at: float, now: float) -> None:
         self.loads.append((loads, tokens, began_at < now))
 
-    def takes(self, start: int, end: int, alone: bool) -> bool:
+    def is_load_faster(self, start: int, end: int, alone: bool) -> bool:
         self.asked += 1
         return self.verdict
 

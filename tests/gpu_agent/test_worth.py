@@ -308,7 +308,7 @@ def test_a_line_is_found_and_never_falls() -> None:
     assert line.at(2, 4) == pytest.approx((8, 8), rel=1e-6)
     falling = Line()
     for v in range(1, 60):
-        falling.learn(1.0, v, 100.0 - v)
+        falling.add_sample(1.0, v, 100.0 - v)
     assert falling.at(1, 1000) >= falling.at(1, 1) >= (0, 0)
 
 

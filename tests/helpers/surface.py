@@ -224,9 +224,9 @@ def metrics() -> Tree:
     traffic.of_wire("bulk").answered("get", 0)
     traffic.of_wire("bulk").failed("get", errors.Exhausted(""))
     peers = SimpleNamespace(links=SimpleNamespace(failing=lambda: {"n1": False}))
-    turns = SimpleNamespace(waiting_count=0)
+    queue = SimpleNamespace(waiting_count=0)
     service: Any = SimpleNamespace(
-        call=lambda *_: status, traffic=traffic, peers=peers, turns=turns
+        call=lambda *_: status, traffic=traffic, peers=peers, peer_queue=queue
     )
     found: Tree = {}
     for family in NodeCollector(service, THE_NODE).collect():

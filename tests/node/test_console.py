@@ -211,7 +211,7 @@ def test_who_has_left_leaves_nothing_behind_until_a_collection(
 
         return make
 
-    monkeypatch.setattr(http_server, "Connection", noted(http_server.HttpConnection))
+    monkeypatch.setattr(http_server, "HttpConnection", noted(http_server.HttpConnection))
     monkeypatch.setattr(http_server, "Request", noted(http_server.Request))
     gc.disable()
     try:

@@ -173,9 +173,9 @@ def test_a_member_tells_who_owns_a_page_and_removes_none(start_node: StartNode) 
 
 def test_a_scrub_goes_on_from_where_it_was() -> None:
     asked: list[Any] = []
-    gate = SimpleNamespace(who=lambda caller: Principal("root", "*", Role.ADMIN))
+    authorizer = SimpleNamespace(principal_of=lambda caller: Principal("root", "*", Role.ADMIN))
     service: Any = SimpleNamespace(
-        gate=gate, call=lambda op, request, caller: (asked.append(request), request)[1]
+        authorizer=authorizer, call=lambda op, request, caller: (asked.append(request), request)[1]
     )
     nobody: Any = None
     acts = Acts(service, nobody)

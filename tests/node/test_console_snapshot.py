@@ -25,7 +25,7 @@ class Asked:
     def __init__(self) -> None:
         self.now_s, self.took_s, self.count = 100.0, 0.0, 0
         self.who = OPERATOR
-        self.gate = SimpleNamespace(access=SimpleNamespace(open=False))
+        self.authorizer = SimpleNamespace(access=SimpleNamespace(open=False))
 
     def call(self, op: str, request: Any, caller: Any) -> pb.NodeStatusReply:
         self.count += 1
@@ -47,9 +47,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 @pytest.fixture
 def told(asked: Asked) -> Any:
-    history = SimpleNamespace(told=lambda principal, most=360: {"most": most})
+    history = SimpleNamespace(visible_to=lambda principal, most=360: {"most": most})
     heat, slow = SimpleNamespace(hottest=list), SimpleNamespace(newest=list)
-    members = SimpleNamespace(told=lambda status: {"cluster": "fleet"})
+    members = SimpleNamespace(describe=lambda status: {"cluster": "fleet"})
     parts: list[Any] = [asked, history, heat, members, slow]
     snapshots = Snapshots(*parts)
 

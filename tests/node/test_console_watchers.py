@@ -108,7 +108,7 @@ def test_a_page_that_is_opened_again_and_again_makes_no_hour_anew(
     asked, told_of = [], history.visible_to
     monkeypatch.setattr(history, "poll", lambda: None)
     monkeypatch.setattr(
-        history, "told", lambda who, most=KEPT: (asked.append(most), told_of(who, most))[1]
+        history, "visible_to", lambda who, most=KEPT: (asked.append(most), told_of(who, most))[1]
     )
     hours = [first(node)["history"] for _ in range(5)]
     assert all(hour == hours[0] for hour in hours)

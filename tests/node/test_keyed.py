@@ -296,7 +296,7 @@ def test_a_page_that_changes_after_it_was_copied_is_what_was_checked(
         return fits(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PageHmacs, "fits", late)
+        patch.setattr(PageHmacs, "verify", late)
         assert keyed.get(client, [key]) == [True]
     assert keyed.get(client, [key]) == [False]
 

@@ -46,5 +46,5 @@ def test_every_cap_has_its_row(node: Node, monkeypatch: pytest.MonkeyPatch) -> N
     assert {cap.what for cap in caps} <= told
     assert all(0 < cap.per_peer <= cap.total for cap in caps)
     sources = [path.read_text() for path in (ROOT / "node").rglob("*.py")]
-    made = sum(len(re.findall(r"\bcap\(", text)) for text in sources) - 1  # its definition
+    made = sum(len(re.findall(r"\bmake_limit\(", text)) for text in sources) - 1  # its definition
     assert made == len(caps) - len(limits.LONG_CALLS) + 1, "a cap that this test does not know"
