@@ -161,6 +161,7 @@ class BlockRank:
         report, self._reported = self._reported, Report(0)
         report.step = self._step
         report.away = int(not self._backend.loads)
+        report.uncounted = int(bool(self._outcomes))
         return report
 
     @property

@@ -73,6 +73,7 @@ class Report:
     # Requests with a load that brought less than ordered
     failed: set[str] = field(default_factory=set)
     away: int = 0  # ranks where every load would fail now
+    uncounted: int = 0  # ranks with saves whose outcome no `take_counts` has returned yet
 
     def add(self, other: "Report") -> "Report":
         """Add another rank's report."""
@@ -80,6 +81,7 @@ class Report:
         _add_counts(self.finished, other.finished)
         self.failed |= other.failed
         self.away += other.away
+        self.uncounted += other.uncounted
         self.step = min(self.step, other.step)
         return self
 
@@ -128,9 +130,8 @@ class SavePlan:
         self._ready_count = 0  # blocks of these
         self._ready_at = 0.0  # when the first of them was
         self._jobs: dict[int, _Job] = {}
-        self._known: dict[
-            int, set[bytes]
-        ] = {}  # by group; staged, ready or in a job: once is enough
+        # By group; staged, ready or in a job: once is enough
+        self._known: dict[int, set[bytes]] = {}
         self._pinned = 0
         self._next_job = 0
 

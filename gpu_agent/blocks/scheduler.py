@@ -35,6 +35,7 @@ IDLE_WAIT_S = 0.005
 ALONE_MAX = 16  # requests at hand: of so many, one is being computed
 REFRESH_S = 2.0  # how long an answer is believed while a request waits
 QUIET_MAX = 1 << 20  # steps that nobody is looked at, at most
+COUNTS_WAIT_S = 0.25  # between the last read block and the outcome of its save
 SILENCE_S = 10.0  # after a line of the log, for the same reason
 
 
@@ -96,14 +97,22 @@ class BlockScheduler:
         self._epoch: int | None = None
         self._step = 0
         self._seen_at = 0.0  # when the ranks last told
+        self._read_at = 0.0  # when they last told that blocks were read
+        self._uncounted = False  # saves ended or go on that no metric shows yet
         self._unsaid = 0  # blocks dropped since the last line of the log about it
         self._silent_until = 0.0
         lookups.open([namespace for group in shards for namespace in group])
 
     @property
     def busy(self) -> bool:
-        """Return whether the engine must keep stepping for us."""
-        return self._plan.busy
+        """Return whether the engine must keep stepping for us.
+
+        It does until the last block is read, and then for `COUNTS_WAIT_S` at most, so that the
+        outcome of a save shows in the engine's metrics before the engine idles.
+        """
+        return self._plan.busy or (
+            self._uncounted and time.monotonic() < self._read_at + COUNTS_WAIT_S
+        )
 
     # ---- a request's way --------------------------------------------------------------------
 
@@ -248,6 +257,9 @@ class BlockScheduler:
         for job, ranks in report.acknowledged.items():
             self._plan.acknowledge(job, ranks)
         seen_at, self._seen_at = self._seen_at, time.monotonic()
+        self._uncounted = report.uncounted > 0
+        if report.acknowledged:
+            self._read_at = self._seen_at
         if report.failed:
             # They failed after the report before this one: perhaps right after it, beside a long
             # step.

@@ -10,6 +10,7 @@ import pytest
 from block_store import BLOCK, FakeRequest
 
 from gpu_agent.blocks import groups as request_module
+from gpu_agent.blocks import scheduler as scheduler_module
 from gpu_agent.blocks.groups import NULL_BLOCK, BlockGroup
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.save_plan import Report, SavePlan
@@ -183,3 +184,31 @@ def test_what_is_being_loaded_is_not_stored_and_what_a_window_left_is_not_loaded
     hashes = side.scheduler._requests["r"].request.block_hashes
     assert [(part.blocks, part.keys) for part in load.parts] == [([1, 3], [hashes[0], hashes[2]])]
     assert not side.scheduler.busy
+
+
+def begin_save() -> tuple[BlockScheduler, int, int]:
+    """Return a scheduler with a save that its rank is about to read, its step and its job."""
+    side, tables = Side(False, 1000), {"r": [1, 2]}
+    side.admit(FakeRequest("r", list(range(2 * BLOCK))), tables["r"])
+    first = side.scheduler.step({"r": 2 * BLOCK}, lambda name: [tables[name]])
+    side.scheduler.ran(Report(first.step))
+    (order,) = (second := side.scheduler.step({}, lambda name: [tables[name]])).saves
+    assert side.scheduler.busy
+    return side.scheduler, second.step, order.job
+
+
+def test_the_engine_steps_on_until_the_last_save_is_counted() -> None:
+    scheduler, step, job = begin_save()
+    scheduler.ran(Report(step, acknowledged={job: 1}, uncounted=1))
+    assert scheduler.busy
+    scheduler.ran(Report(step))
+    assert not scheduler.busy
+
+
+def test_an_outcome_that_does_not_come_lets_the_engine_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler_module, "COUNTS_WAIT_S", 0.0)
+    scheduler, step, job = begin_save()
+    scheduler.ran(Report(step, acknowledged={job: 1}, uncounted=1))
+    assert not scheduler.busy
