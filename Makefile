@@ -15,7 +15,7 @@ SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 1580601
 export SOURCE_DATE_EPOCH
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' kvstore/__init__.py)
 
-.PHONY: help setup demo demo-cluster test check lint types format proto golden bench dist image docker-test gpu-test audit fuzz soak \
+.PHONY: help setup docs demo demo-cluster test check lint types format proto golden bench dist image docker-test gpu-test audit fuzz soak \
 	soak-cluster demo-vllm clean
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make demo-cluster three nodes as one store: one is killed, one stopped, one joins under load (a minute; TRACE=path)"
 	@echo "make test         all tests that need no GPU, engine or Docker (ARGS goes to pytest)"
 	@echo "make check        what CI runs: format, lint, types, tests; make lint and make types are parts of it"
+	@echo "make docs         the reference from the code, a check of all links, and the site in site/"
 	@echo "make format       rewrites the sources in the project's format"
 	@echo "make proto        generates the protobuf stubs again after a change in proto/"
 	@echo "make golden       records the names, flags, fields and metrics that are promised, after some were added"
@@ -99,6 +100,14 @@ proto: $(READY)
 # New names are promised from now on; a name that is gone needs a line in docs/upgrading.md.
 golden: $(READY)
 	PYTHONPATH=$(CURDIR) $(BIN)/python tests/helpers/record.py names
+
+# The reference of flags, limits and metrics from the code, a check of all links, and the site in site/.
+docs: $(READY)
+	$(BIN)/python docs/make_reference.py
+	$(PYTEST) tests/test_docs.py -k 'links or reference or files'
+	test -x .venv-docs/bin/mkdocs || { $(PYTHON) -m venv .venv-docs && .venv-docs/bin/python -m pip install --quiet \
+		--disable-pip-version-check 'mkdocs>=1.6,<2' 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=1,<2'; }
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'redis[hiredis]>=5'

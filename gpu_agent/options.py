@@ -45,16 +45,16 @@ class AgentConfig:
     )
     pending_nbytes_max: int = setting(
         2 << 30,
-        "page bytes of saves (and of loads) accepted and not done; more are refused",
+        "page bytes of unfinished saves, and of unfinished loads; more are refused",
         4096,
         1 << 40,
     )
     lookup_timeout_s: float = setting(1.0, "deadline of a lookup", 0.001, 60.0)
     save_timeout_s: float = setting(
-        20.0, "deadline of a save, its wait for a thread included", 0.001, 600.0
+        20.0, "deadline of a save, with its wait for a thread", 0.001, 600.0
     )
     load_timeout_s: float = setting(
-        10.0, "deadline of a load, its wait for a thread included", 0.001, 600.0
+        10.0, "deadline of a load, with its wait for a thread", 0.001, 600.0
     )
 
     def __post_init__(self) -> None:
@@ -81,17 +81,15 @@ class Identity(PageKeyConfig):
     Environment: KVSTORE_TENANT, KVSTORE_MODEL, ...
     """
 
-    tenant: str = setting(
-        DEFAULT_TENANT, "pages of other tenants are never seen; that of the token, if there is one"
-    )
+    tenant: str = setting(DEFAULT_TENANT, "tenant of the pages; a token has its own")
     model: str = setting(
         "",
-        "name of the weights to everyone who shares the store; empty: the engine's name for them",
+        "name of the weights; empty: the engine's name",
     )
-    revision: str = setting("", "which weights of that name, such as a commit or a date")
-    salt: str = setting("", "anything else that tells pages apart")
+    revision: str = setting("", "version of the weights, such as a commit or a date")
+    salt: str = setting("", "anything else that pages depend on")
     epoch: int = setting(
-        0, "raised by hand after a weight update under one name and revision", 0, (1 << 63) - 1
+        0, "number to raise after a weight update under one name and revision", 0, (1 << 63) - 1
     )
 
     def __post_init__(self) -> None:

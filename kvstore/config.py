@@ -65,12 +65,15 @@ def setting(
     high: Any = None,
     choices: tuple[str, ...] = (),
     expert: bool = False,
+    when: str = "",
 ) -> Any:
     """Declare a dataclass field with help text and an inclusive range or a list of choices.
 
-    `--help` leaves fields marked `expert` out.
+    `--help` leaves fields marked `expert` out. `when` says when to change the default, for
+    docs/reference/flags.md.
     """
     meta = {"help": help, "low": low, "high": high, "choices": choices, "expert": expert}
+    meta["when"] = when
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -366,47 +369,46 @@ class ClientConfig(PageKeyConfig):
 
     address: str = setting(
         f"localhost:{GRPC_PORT}",
-        "of the node: host:port of its gRPC, bulk://host:port of its bulk wire, or unix:/path of "
-        "its socket on this "
-        "host; of a cluster, those of one or more members: a,b,c",
+        "address of a node: host:port (gRPC), bulk://host:port (bulk wire) or unix:/path (socket "
+        "on this host); for a cluster one or more members: a,b,c",
     )
-    direct: bool = setting(False, "the named node alone, though it is of a cluster")
+    direct: bool = setting(
+        False, "talk to the named node only, even if it is a member of a cluster"
+    )
     wire: str = setting(
         "auto",
-        "auto: shared memory with a node on this host, else bulk TCP, gRPC if that is unreachable",
+        "wire for pages; auto: shared memory on this host, else bulk TCP, else gRPC",
         choices=("auto", "bulk", "grpc", "shm"),
     )
     near: str = setting(
         "auto",
-        "of a cluster, the member that is asked for everything: auto: one on this host, by shared "
-        "memory; none: each "
-        "page's owners; or the id of one",
+        "near node of a cluster; auto: a member on this host; none: ask the owners of each page; "
+        "or a member's id",
     )
     shm_dir: str = setting(
-        "", "where the node's socket directory is mounted here; empty: where the node says"
+        "", "directory where the node's socket is mounted here; empty: where the node says"
     )
-    timeout_s: float = setting(5.0, "deadline of a call that names none", 0.001, 3600.0)
+    timeout_s: float = setting(5.0, "deadline of a call without one of its own", 0.001, 3600.0)
     connect_timeout_s: float = setting(2.0, "deadline of a connection attempt", 0.001, 60.0)
     connections_max: int = setting(
-        8, "bulk or shm connections kept; more threads than this take turns", 1, 256
+        8, "bulk or shared-memory connections; more threads than this take turns", 1, 256
     )
-    token: str = secret("who this is, to a node that asks")
+    token: str = secret("token that authenticates this client")
     token_file: str = setting("", "file that holds the token, read at each connection")
-    insecure: bool = setting(False, "sends the token unencrypted to other hosts, too")
+    insecure: bool = setting(False, "send the token unencrypted to other hosts")
     backoff_s_max: float = setting(
         10.0, "longest pause of the circuit breaker of a node that fails", 0.01, 600.0
     )
     tls_ca: str = setting(
         "",
-        "PEM file of the authorities that nodes' certificates are from; system: this host's; "
-        "empty: no TLS",
+        "PEM file of the authorities of nodes' certificates; system: this host's; empty: no TLS",
     )
-    tls_cert: str = setting("", "PEM file of this client's certificate, for nodes that ask for one")
+    tls_cert: str = setting("", "PEM file of this client's certificate, for nodes that require one")
     tls_key: str = setting("", "PEM file of its key")
     tls_name: str = setting(
         "", "name that a node's certificate must have; empty: the host in its address"
     )
-    tenant: str = setting("", "tenant whose namespaces this client opens; empty: the token's")
+    tenant: str = setting("", "tenant of the namespaces that this client opens; empty: the token's")
 
     def __post_init__(self) -> None:
         check_settings(self)

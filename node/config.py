@@ -42,208 +42,298 @@ class NodeConfig:
 
     host: str = setting(
         "127.0.0.1",
-        "interface to listen on; another than loopback needs TLS and identities, or insecure",
+        "interface to listen on; any but loopback needs TLS and identities, or insecure",
+        when="clients run on other hosts",
     )
     insecure: bool = setting(
         False,
-        "lets everybody who reaches this node do everything, though it is not on loopback only",
+        "admit every caller without authentication, on any interface",
+        when="the network is private",
     )
     identities: str = setting(
-        "", "file of who may do what (kvstore tokens); empty: nobody is asked who he is"
+        "",
+        "file of identities and their rights (kvstore tokens); empty: no authentication",
+        when="others reach the node",
     )
     shm_trust: str = setting(
         "",
-        "tenants, a,b,c, that may map this node's memory, where each can read and write all; of a "
-        "node with identities",
+        "tenants, a,b,c, that may map the RAM tier, where each can read and write every page; "
+        "needs identities",
+        when="engines of these tenants run on this host",
     )
     audit_log: str = setting(
-        "", "file for what was refused and what administrators did; empty: the log"
+        "",
+        "file for refused calls and administration; empty: the log",
+        when="an audit needs a file of its own",
     )
     token: str = secret("this node's token towards the other members of its cluster")
     token_file: str = setting(
         "",
-        "file with this node's token towards the other members, read at each connection to one of "
-        "them",
+        "file with this node's token for the other members; read at each connection",
+        when="the cluster uses identities",
     )
-    port: int = setting(GRPC_PORT, "gRPC port; 0 takes a free one", 0, 65535)
-    bulk_port: int = setting(BULK_PORT, "bulk TCP port; 0 takes a free one", 0, 65535)
-    metrics_port: int = setting(METRICS_PORT, "Prometheus HTTP port; 0 takes a free one", 0, 65535)
+    port: int = setting(GRPC_PORT, "gRPC port; 0: any free port", 0, 65535)
+    bulk_port: int = setting(BULK_PORT, "port of the bulk wire; 0: any free port", 0, 65535)
+    metrics_port: int = setting(
+        METRICS_PORT, "HTTP port of metrics, health and console; 0: any free port", 0, 65535
+    )
     console: str = setting(
         "on",
-        "the page for browsers at /console/ of the metrics port; off: none",
+        "serve the console at /console/ of the metrics port",
         choices=("on", "off"),
+        when="no browser should see it",
     )
     shm_socket: str = setting(
         "auto",
-        "Unix socket of the shared-memory wire; auto: <port>.sock in $XDG_RUNTIME_DIR/kvstore, or "
-        "else in "
+        "Unix socket of the shared-memory wire; auto: <port>.sock in $XDG_RUNTIME_DIR/kvstore or "
         "/tmp/kvstore-<uid>; none: no such wire",
+        when="containers share the socket",
     )
-    ram_nbytes: int = setting(GIB, "RAM for pages", SLOT_ALIGN_NBYTES, 1 << 46)
+    ram_nbytes: int = setting(
+        GIB, "size of the RAM tier", SLOT_ALIGN_NBYTES, 1 << 46, when="always: see planning.md"
+    )
     extent_nbytes: int = setting(
         0,
-        "piece of RAM that serves one page size; no page is larger; 0: ram_nbytes/64, 16MiB to "
-        "1GiB",
+        "piece of RAM for pages of one size, and the largest page; 0: ram_nbytes/64, between "
+        "16MiB and 1GiB",
         0,
         1 << 40,
         expert=True,
+        when="pages are larger than that",
     )
-    batch_keys_max: int = setting(4096, "keys in one request", 1, 1 << 14, expert=True)
+    batch_keys_max: int = setting(4096, "keys of one request", 1, 1 << 14, expert=True)
     batch_nbytes_max: int = setting(
-        0, "page bytes in one put or get; 0: ram_nbytes/4, at most 1GiB", 0, 1 << 40, expert=True
+        0, "page bytes of one put or get; 0: ram_nbytes/4, at most 1GiB", 0, 1 << 40, expert=True
     )
-    namespaces_max: int = setting(1024, "namespaces open at a time", 1, 2048, expert=True)
+    namespaces_max: int = setting(
+        1024,
+        "namespaces open at a time",
+        1,
+        2048,
+        expert=True,
+        when="more models or tenants share the node",
+    )
     sessions_max: int = setting(
-        256, "connections at a time of each wire; half of them of one peer", 1, 1 << 14
+        256, "connections of each wire; one peer gets half", 1, 1 << 14, when="more engines connect"
     )
     grpc_host: str = setting(
         "",
-        "interface of the gRPC port alone, such as one where administrators are; empty: as host; "
-        "none: no gRPC",
+        "interface of the gRPC port; empty: as host; none: no gRPC",
+        when="administrators use another network",
     )
     grpc_processes: int = setting(
-        1, "gateway processes, which serve gRPC and share its port", 1, 64
+        1,
+        "gateway processes, which share the gRPC port",
+        1,
+        64,
+        when="many clients use gRPC for pages",
     )
     grpc_memory_nbytes: int = setting(
         384 << 20,
-        "memory of a gateway process; one that has more ends, and is started anew",
+        "memory of a gateway process; it restarts above that",
         128 << 20,
         1 << 40,
+        when="kvstore_gateway_ends_total counts memory",
     )
     grpc_threads: int = setting(
         32,
-        "of four, three gRPC transfers at a time; four times as many calls",
+        "gRPC transfers at a time are three quarters of it, calls four times as many",
         4,
         1024,
         expert=True,
     )
-    pin_ttl_ms_max: int = setting(7 * 24 * 3600 * 1000, "longest pin", 1, 1 << 40, expert=True)
+    pin_ttl_ms_max: int = setting(
+        7 * 24 * 3600 * 1000, "longest pin, in milliseconds", 1, 1 << 40, expert=True
+    )
     stall_s: float = setting(
         10.0,
-        "a transfer that moves no 256 KiB in this time loses its connection",
+        "a transfer without 256 KiB in this time loses its connection",
         0.05,
         3600.0,
         expert=True,
+        when="links are slower than that",
     )
-    data_dir: str = setting("", "directory of the disk tier; empty: RAM only")
+    data_dir: str = setting(
+        "", "directory of the disk tier; empty: RAM only", when="pages must survive a restart"
+    )
     encrypt_key_file: str = setting(
         "",
-        "file with the key that encrypts data_dir, 32 bytes in hex or base64, which others can not "
-        "read; empty: none",
+        "file with the key that encrypts data_dir, 32 bytes in hex or base64, private to its "
+        "owner; empty: none",
+        when="others can read the disk",
     )
     encrypt_key_command: str = setting(
-        "", "command that prints such a key, run at the start; empty: none"
+        "",
+        "command that prints such a key at the start; empty: none",
+        when="a key service keeps it",
     )
-    disk_nbytes: int = setting(16 * GIB, "disk for pages", 1 << 20, 1 << 44)
+    disk_nbytes: int = setting(
+        16 * GIB,
+        "size of the disk tier",
+        1 << 20,
+        1 << 44,
+        when="always with data_dir: a few percent below what is free",
+    )
     disk_extent_nbytes: int = setting(
         0,
-        "piece of disk that serves one page size, fixed for a data_dir; 0: as data_dir has it, in "
-        "a new one the "
-        "larger of 64MiB and extent_nbytes",
+        "piece of disk for pages of one size, fixed for a data_dir; 0: as in data_dir, or the "
+        "larger of 64MiB and extent_nbytes in a new one",
         0,
         1 << 40,
         expert=True,
     )
     disk_queue_nbytes: int = setting(
-        0, "pages that wait to be written, held in RAM; 0: ram_nbytes/4", 0, 1 << 46, expert=True
+        0,
+        "pages in RAM that wait to be written; 0: ram_nbytes/4",
+        0,
+        1 << 46,
+        expert=True,
+        when="kvstore_disk_pages_refused_total grows in bursts",
     )
     flush_s: float = setting(
-        60.0, "time that a flush or a durable put gets", 0.1, 3600.0, expert=True
+        60.0,
+        "time of a flush, a durable put or a stop",
+        0.1,
+        3600.0,
+        expert=True,
+        when="the disk needs more to write the RAM",
     )
     scrub_nbytes_per_s: int = setting(
-        8 << 20, "rate of the background check of the disk; 0: none", 0, 1 << 40
+        8 << 20,
+        "rate of the background check of the disk; 0: none",
+        0,
+        1 << 40,
+        when="the disk is busy",
     )
     cluster: str = setting(
         "",
-        "etcd://HOST:PORT,.../NAME, or its members, static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],..., "
-        "the same at all; "
-        "empty: this node is alone",
+        "etcd://HOST:PORT,.../NAME, or the members, static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],..., "
+        "equal at all; empty: a single node",
+        when="several nodes act as one store",
     )
     member: str = setting(
         "",
-        "this node's id in its cluster; with etcd, empty: the one in data_dir, made at the first "
+        "this node's id in its cluster; empty with etcd: the id in data_dir, made at the first "
         "start",
+        when="a fixed list names it",
     )
     replicas: int = setting(
         0,
-        "members that own a key, the same at all; 0: as the cluster has it, 1 in a new one",
+        "owners of a key, equal at all members; 0: as in the cluster, 1 in a new one",
         0,
         REPLICAS_MAX,
+        when="a lost member must not cost pages",
     )
     advertise: str = setting(
         "",
-        "host:port by which the others reach its gRPC, or bulk://host:port of its bulk wire; "
-        "empty: host, or the "
-        "address towards etcd",
+        "host:port by which others reach its gRPC, or bulk://host:port of its bulk wire; empty: "
+        "host, or the address towards etcd",
+        when="the node is behind another address",
     )
     weight: float = setting(
-        1.0, "this node's share of the keys, in relation to the others' (etcd)", 0.001, 1e6
+        1.0,
+        "this node's share of the keys relative to the others' (etcd)",
+        0.001,
+        1e6,
+        when="members have unequal memory",
     )
-    zone: str = setting("", "what fails together with this node, such as its rack (etcd)")
+    zone: str = setting(
+        "",
+        "what fails together with this node, such as its rack (etcd)",
+        when="replicas must lie apart",
+    )
     lease_s: int = setting(
-        5, "a node that etcd has not heard of for so long is no member any more", 1, 300
+        5,
+        "seconds without contact to etcd after which a node is no member",
+        1,
+        300,
+        when="etcd is far away",
     )
     cluster_wait_s: float = setting(
-        60.0, "how long a start waits for etcd", 0.0, 86400.0, expert=True
+        60.0, "time that a start waits for etcd", 0.0, 86400.0, expert=True
     )
     etcd_ca: str = setting(
-        "", "PEM file of the authority that etcd's certificate is from; empty: no TLS"
+        "", "PEM file of the authority of etcd's certificate; empty: no TLS", when="etcd uses TLS"
     )
-    etcd_cert: str = setting("", "PEM file of this node's certificate for etcd")
-    etcd_key: str = setting("", "PEM file of its key")
-    etcd_user: str = setting("", "user of etcd; the password is in KVSTORE_NODE_ETCD_PASSWORD")
+    etcd_cert: str = setting(
+        "", "PEM file of this node's certificate for etcd", when="etcd requires one"
+    )
+    etcd_key: str = setting("", "PEM file of its key", when="etcd requires one")
+    etcd_user: str = setting(
+        "", "user of etcd; the password is in KVSTORE_NODE_ETCD_PASSWORD", when="etcd has users"
+    )
     etcd_password: str = secret("password of that user")
     tls_cert: str = setting(
-        "", "PEM file of this node's certificate, for all its TCP ports; empty: no TLS"
+        "",
+        "PEM file of this node's certificate, for all TCP ports; empty: no TLS",
+        when="others reach the network",
     )
-    tls_key: str = setting("", "PEM file of its key, which nobody else may read")
+    tls_key: str = setting("", "PEM file of its key, private to its owner", when="with tls_cert")
     tls_client_ca: str = setting(
         "",
-        "PEM file of the authorities of clients' certificates; every client must show one then; "
-        "empty: none is asked",
+        "PEM file of the authorities of clients' certificates, which clients must show then; "
+        "empty: none",
+        when="strangers reach the port",
     )
     tls_ca: str = setting(
         "",
         "PEM file of the authorities of the other members' certificates, or system; empty: "
         "tls_client_ca",
+        when="members use another authority",
     )
     tls_name: str = setting(
-        "", "name that the other members' certificates have; empty: the host in their addresses"
+        "",
+        "name in the other members' certificates; empty: the host in their addresses",
+        when="addresses of members change",
     )
     sweep_nbytes_per_s: int = setting(
         256 << 20,
-        "of a cluster: rate at which a member fetches pages that it owns and others have; 0: no "
-        "limit",
+        "rate of rebalancing: a member fetches pages that it owns and others have; 0: no limit",
         0,
         1 << 40,
         expert=True,
+        when="the network is busy",
     )
     sweep_s: float = setting(
         3600.0,
-        "of a cluster: how often it looks for such pages; 0: only when the view changes",
+        "time between rebalancings without a change of the view; 0: never",
         0.0,
         1e6,
         expert=True,
     )
     hand_over_queue_nbytes: int = setting(
         0,
-        "pages on their way to other members, held in RAM; 0: ram_nbytes/8",
+        "pages in RAM that wait to be replicated; 0: ram_nbytes/8",
         0,
         1 << 46,
         expert=True,
+        when="kvstore_peers_pages_dropped_total grows in bursts",
     )
     hand_over_nbytes_per_s: int = setting(
-        0, "how much is sent to other members; 0: no limit", 0, 1 << 40, expert=True
+        0, "rate of replication; 0: no limit", 0, 1 << 40, expert=True, when="the network is busy"
     )
     copies_share: float = setting(
-        0.5, "of the RAM, for copies of pages that other members own", 0.01, 1.0, expert=True
+        0.5,
+        "share of the RAM for copies of pages that other members own",
+        0.01,
+        1.0,
+        expert=True,
+        when="engines on this host read pages of others",
     )
-    drain_s: float = setting(10.0, "time that running requests get at SIGTERM", 0.0, 3600.0)
+    drain_s: float = setting(
+        10.0, "time that running requests get at SIGTERM", 0.0, 3600.0, when="transfers take longer"
+    )
     log_format: str = setting(
-        "text", "lines of the log: text, or an object of JSON each", choices=("text", "json")
+        "text",
+        "lines of the log: text, or one JSON object each",
+        choices=("text", "json"),
+        when="a collector reads the log",
     )
     log_level: str = setting(
-        "INFO", "least severe messages to log", choices=("DEBUG", "INFO", "WARNING", "ERROR")
+        "INFO",
+        "least severe messages to log",
+        choices=("DEBUG", "INFO", "WARNING", "ERROR"),
+        when="a fault must be found",
     )
 
     def __post_init__(self) -> None:

@@ -210,9 +210,9 @@ def test_cluster() -> None:
 
 @target_in_venv
 def test_clients() -> None:
-    """the client in docs/clients against a node and the golden bytes (Node.js, npm)"""
+    """the client in examples/nodejs against a node and the golden bytes (Node.js, npm)"""
     need("npm", hint="Node.js 18 or newer with npm")
-    run("npm", "install", "--no-audit", "--no-fund", cwd=ROOT / "docs" / "clients")
+    run("npm", "install", "--no-audit", "--no-fund", cwd=ROOT / "examples" / "nodejs")
     run(PYTHON, "-m", "pytest", "tests/clients")
 
 

@@ -5,6 +5,8 @@ guide's program.
 import dataclasses
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import typer
 
 from gpu_agent.options import AgentConfig, Identity
 from kvstore.cli.commands import app
-from kvstore.config import ClientConfig, load, parse_nbytes
+from kvstore.config import ClientConfig, load
 from kvstore.errors import ConfigError
 from kvstore.tools.node_process import NodeProcess
 from node.config import NodeConfig
@@ -26,6 +28,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "engines").glob("*.md")),
+    *sorted((ROOT / "docs" / "reference").glob("*.md")),
 ]
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 COMMANDS: Any = typer.main.get_command(app)
@@ -45,45 +48,30 @@ def section(text: str, title: str) -> str:
 # ---- flags and defaults ----------------------------------------------------------------------
 
 
-def test_every_flag_of_a_node_is_told_and_every_flag_that_is_told_is_there() -> None:
-    told = set(re.findall(r"`(--[a-z-]+)", OPERATIONS))
-    assert set(FIELDS) <= told, "a flag that docs/operations.md does not name"
-    about_nodes = "".join(
-        section(OPERATIONS, title) for title in ("Sizes", "What is safe when", "Limits")
+def test_the_reference_is_current() -> None:
+    """`make docs` writes it from the code."""
+    command = [sys.executable, "docs/make_reference.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_reference_has_every_flag_and_the_documents_name_no_other() -> None:
+    named = set(
+        re.findall(r"`(--[a-z-]+)`", (ROOT / "docs" / "reference" / "flags.md").read_text())
     )
-    assert set(re.findall(r"`(--[a-z-]+)", about_nodes)) <= set(FIELDS), "a flag that no node has"
+    secrets = {name for name, field in FIELDS.items() if field.metadata.get("secret")}
+    assert named >= set(FIELDS) - secrets
+    limits = (ROOT / "docs" / "reference" / "limits.md").read_text()
+    assert set(re.findall(r"--[a-z-]*[a-z]", limits)) - {"---"} <= set(FIELDS)
 
 
-def test_settings_for_experts_have_a_table_of_their_own() -> None:
-    sizes, experts = section(OPERATIONS, "Sizes").split("### Expert settings\n")
-    rows = set(re.findall(r"^\| `(--[a-z-]+)`", experts, re.MULTILINE))
-    assert rows == {name for name, field in FIELDS.items() if field.metadata.get("expert")}
-    assert not rows & set(re.findall(r"^\| `(--[a-z-]+)`", sizes, re.MULTILINE))
-
-
-def test_the_defaults_of_a_node_are_those_of_the_table() -> None:
-    rows = re.findall(
-        r"^\| `(--[a-z-]+)` \| ([^|]+) \|", section(OPERATIONS, "Sizes"), re.MULTILINE
-    )
-    assert len(rows) > 6
-    for name, said in rows:
-        default, said = FIELDS[name].default, said.strip()
-        if re.fullmatch(r"[\d.]+ [KMG]iB", said):
-            assert default == parse_nbytes(said.replace(" ", "")), name
-        elif re.fullmatch(r"[\d,.]+( s)?", said):
-            assert default == float(said.replace(",", "").removesuffix(" s")), name
-        elif isinstance(default, str):
-            assert said.strip("`") == default or (said.startswith("none") and not default), name
-        elif isinstance(default, bool):
-            assert said == ("on" if default else "off"), name
-        else:  # in words: it depends on another setting
-            assert default == 0, name
+def test_defaults_that_depend_on_others_are_as_the_help_says() -> None:
     config = NodeConfig(ram_nbytes=4 << 30, disk_nbytes=1 << 40)
-    assert config.disk_queue_nbytes == 1 << 30, "a quarter of RAM"
+    assert config.disk_queue_nbytes == config.ram_nbytes // 4
+    assert config.hand_over_queue_nbytes == config.ram_nbytes // 8
     assert (config.extent_nbytes, config.disk_extent_of_new_dir) == (64 << 20, 64 << 20)
-    assert (
-        NodeConfig(ram_nbytes=8 << 30, disk_nbytes=1 << 40).disk_extent_of_new_dir == 128 << 20
-    ), "the larger of both"
+    larger = NodeConfig(ram_nbytes=8 << 30, disk_nbytes=1 << 40)
+    assert larger.disk_extent_of_new_dir == larger.extent_nbytes == 128 << 20
 
 
 OPEN = {"KVSTORE_NODE_INSECURE": "true", "KVSTORE_NODE_IDENTITIES": "/there"}
@@ -116,7 +104,7 @@ def test_dockers_variables_are_those_of_the_compose_file() -> None:
         short = re.findall(r"`(\w+)`", names)
         full = [name if name.startswith("KVSTORE") else "KVSTORE_NODE" + name for name in short]
         told |= dict(zip(full, defaults.strip().split(", "), strict=True))
-    assert len(told) == 11
+    assert len(told) == 12
     assert told.items() <= there.items()
 
 

@@ -18,6 +18,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from node.auth.access import Caller
 from node.serving.http_server import Asker
 from node.serving.metrics_server import Answer, Choose
+from node.serving.reference import HELP
 from node.serving.request_metrics import BOUNDS_S, Histogram
 from node.serving.service import Service
 
@@ -31,13 +32,13 @@ _PUTS = {
     "aborted": "pages_put_aborted",
 }
 _PLAIN = {
-    "lookup_pages": ("pages_asked", "Pages asked for by lookups"),
-    "lookup_prefix_hits": ("prefix_hits", "Leading pages found by lookups"),
-    "get_pages": ("pages_got", "Pages sent to readers"),
-    "get_misses": ("pages_get_missed", "Pages that readers asked for and were not there"),
-    "evicted_pages": ("pages_evicted", "Pages evicted for want of space"),
-    "put_bytes": ("nbytes_put", "Page bytes stored"),
-    "get_bytes": ("nbytes_got", "Page bytes sent"),
+    "lookup_pages": "pages_asked",
+    "lookup_prefix_hits": "prefix_hits",
+    "get_pages": "pages_got",
+    "get_misses": "pages_get_missed",
+    "evicted_pages": "pages_evicted",
+    "put_bytes": "nbytes_put",
+    "get_bytes": "nbytes_got",
 }
 _DISK_GAUGES = ("capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes", "queue_nbytes_max")
 _DISK_COUNTERS = (
@@ -73,14 +74,14 @@ _PEERS_COUNTERS = (
     "nbytes_fetched",
     "pages_fetch_failed",
 )
-_TENANT_GAUGES = {
-    "ram_nbytes": "RAM that a tenant keeps from others",
-    "ram_quota_nbytes": "Its quota of the RAM; 0: none",
-    "disk_nbytes": "Disk that a tenant keeps from others",
-    "disk_quota_nbytes": "Its quota of the disk; 0: none",
-    "pin_count": "Pinned pages of a tenant",
-    "held_nbytes": "Bytes that a tenant holds in shared memory",
-}
+_TENANT_GAUGES = (
+    "ram_nbytes",
+    "ram_quota_nbytes",
+    "disk_nbytes",
+    "disk_quota_nbytes",
+    "pin_count",
+    "held_nbytes",
+)
 _TENANT_REFUSED = ("puts", "pins", "holds", "connections", "requests", "bytes")
 _RAM = (
     "capacity_nbytes",
@@ -102,13 +103,17 @@ class NodeCollector:
         self._caller = caller
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics."""
+        """Yield all metrics, each with its text of `reference`."""
+        for metric in self._families():
+            name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+            metric.documentation = HELP[name]
+            yield metric
+
+    def _families(self) -> Iterator[Metric]:
         status: pb.NodeStatusReply = self._service.call(
             "node_status", pb.NodeStatusRequest(), self._caller
         )
-        yield GaugeMetricFamily(
-            "kvstore_serving", "1 while the node takes new pages", status.state != "DRAINING"
-        )
+        yield GaugeMetricFamily("kvstore_serving", "", status.state != "DRAINING")
         if status.HasField("ram"):  # who asks is told of the node itself
             yield from self._of_node(status)
         yield from self._of_tenants(status)
@@ -116,81 +121,54 @@ class NodeCollector:
 
     def _of_gateways(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
         ready = sum(gateway.ready for gateway in status.gateways)
-        yield GaugeMetricFamily("kvstore_gateways_ready", "Gateways that serve gRPC", ready)
-        memory = GaugeMetricFamily(
-            "kvstore_gateway_resident_bytes", "Memory of a gateway process", labels=["gateway"]
-        )
+        yield GaugeMetricFamily("kvstore_gateways_ready", "", ready)
+        memory = GaugeMetricFamily("kvstore_gateway_resident_bytes", "", labels=["gateway"])
         for gateway in status.gateways:
             memory.add_metric([gateway.name], gateway.rss_nbytes)
         yield memory
-        ends = CounterMetricFamily(
-            "kvstore_gateway_ends", "Gateways that ended, and were started anew", labels=["why"]
-        )
+        ends = CounterMetricFamily("kvstore_gateway_ends", "", labels=["why"])
         for end in status.gateway_ends:
             ends.add_metric([end.why], end.count)
         yield ends
 
     def _of_node(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
-        yield GaugeMetricFamily(
-            "kvstore_sessions", "Bulk connections and gRPC transfers", status.session_count
-        )
-        yield GaugeMetricFamily(
-            "kvstore_private_bytes", "Resident bytes outside the arena", status.rss_nbytes
-        )
+        yield GaugeMetricFamily("kvstore_sessions", "", status.session_count)
+        yield GaugeMetricFamily("kvstore_private_bytes", "", status.rss_nbytes)
         yield GaugeMetricFamily(
             "kvstore_insecure",
-            "1: strangers may read or do what they should not",
+            "",
             bool(status.insecure),
         )
-        text = "Calls of who is not known, or has not the role or tenant"
-        yield CounterMetricFamily("kvstore_refused_calls", text, status.refused_calls)
+        yield CounterMetricFamily("kvstore_refused_calls", "", status.refused_calls)
         for name in _RAM:
-            yield GaugeMetricFamily(
-                f"kvstore_ram_{_label(name)}", f"RAM tier: {name}", getattr(status.ram, name)
-            )
+            yield GaugeMetricFamily(f"kvstore_ram_{_label(name)}", "", getattr(status.ram, name))
         yield from self._of_gateways(status)
         if status.HasField("disk"):
             yield from self._of_disk(status.disk)
         if status.HasField("peers"):
             yield from self._of_peers(status.peers)
         if status.HasField("shm"):
-            yield GaugeMetricFamily(
-                "kvstore_shm_clients", "Shared-memory connections", status.shm.client_count
-            )
-            text = "Pages kept because the process that left them may still write"
-            yield GaugeMetricFamily("kvstore_shm_orphan_pages", text, status.shm.orphan_page_count)
+            yield GaugeMetricFamily("kvstore_shm_clients", "", status.shm.client_count)
+            yield GaugeMetricFamily("kvstore_shm_orphan_pages", "", status.shm.orphan_page_count)
         yield from self._of_tls(status)
         yield from self._of_requests()
 
     def _of_disk(self, disk: pb.DiskStatus) -> Iterator[Metric]:
-        yield GaugeMetricFamily(
-            "kvstore_disk_serving", "0 while the disk tier is stopped", disk.state == "SERVING"
-        )
+        yield GaugeMetricFamily("kvstore_disk_serving", "", disk.state == "SERVING")
         for name in _DISK_GAUGES:
-            yield GaugeMetricFamily(
-                f"kvstore_disk_{_label(name)}", f"Disk tier: {name}", getattr(disk, name)
-            )
+            yield GaugeMetricFamily(f"kvstore_disk_{_label(name)}", "", getattr(disk, name))
         for name in _DISK_COUNTERS:
-            yield CounterMetricFamily(
-                f"kvstore_disk_{_label(name)}", f"Disk tier: {name}", getattr(disk, name)
-            )
+            yield CounterMetricFamily(f"kvstore_disk_{_label(name)}", "", getattr(disk, name))
 
     def _of_peers(self, peers: pb.PeersStatus) -> Iterator[Metric]:
         well = peers.registry in REGISTRIES
-        yield GaugeMetricFamily(
-            "kvstore_peers_registry_serving", "0 while etcd can not be asked", well
-        )
+        yield GaugeMetricFamily("kvstore_peers_registry_serving", "", well)
         for name in _PEERS_GAUGES:
-            yield GaugeMetricFamily(
-                f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name)
-            )
+            yield GaugeMetricFamily(f"kvstore_peers_{_label(name)}", "", getattr(peers, name))
         for name in _PEERS_COUNTERS:
-            yield CounterMetricFamily(
-                f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name)
-            )
+            yield CounterMetricFamily(f"kvstore_peers_{_label(name)}", "", getattr(peers, name))
 
-        text = "1: calls to this member fail, and are tried now and then only"
-        failing = GaugeMetricFamily("kvstore_peers_failing", text, labels=["member"])
+        failing = GaugeMetricFamily("kvstore_peers_failing", "", labels=["member"])
         for member, fails in self._service.peers.links.failing().items():
             failing.add_metric([member], fails)
         yield failing
@@ -198,58 +176,37 @@ class NodeCollector:
     def _of_requests(self) -> Iterator[Metric]:
         """Yield metrics of requests by transport, and of those that wait."""
         traffic = self._service.traffic
-        text = (
-            "Time from the whole request to the end of its answer, of requests that were answered"
-        )
-        yield _histogram("kvstore_request_seconds", text, ["op", "wire"], traffic.requests())
-        text = (
-            "Time until the pages of a get are in RAM, by the farthest place where one of them was"
-        )
+        yield _histogram("kvstore_request_seconds", ["op", "wire"], traffic.requests())
         gets = {(tier,): histogram for tier, histogram in traffic.gets().items()}
-        yield _histogram("kvstore_get_seconds", text, ["tier"], gets)
-        text = (
-            "Requests that were not answered, by the code that the client was told; cancelled: "
-            "it left or stalled"
-        )
-        errors = CounterMetricFamily("kvstore_request_errors", text, labels=["op", "wire", "code"])
+        yield _histogram("kvstore_get_seconds", ["tier"], gets)
+        errors = CounterMetricFamily("kvstore_request_errors", "", labels=["op", "wire", "code"])
         for values, count in traffic.errors().items():
             errors.add_metric(values, count)
         yield errors
-        text = "Page bytes that clients wrote (in) or were given to read (out)"
-        moved = CounterMetricFamily("kvstore_wire_bytes", text, labels=["wire", "direction"])
+        moved = CounterMetricFamily("kvstore_wire_bytes", "", labels=["wire", "direction"])
         for way, nbytes in traffic.moved().items():
             moved.add_metric(way, nbytes)
         yield moved
-        waiting = GaugeMetricFamily(
-            "kvstore_gets_waiting", "Gets that wait now, by where their pages are", labels=["tier"]
-        )
+        waiting = GaugeMetricFamily("kvstore_gets_waiting", "", labels=["tier"])
         for tier, count in traffic.waiting_gets().items():
             waiting.add_metric([tier], count)
         yield waiting
-        text = "Calls that wait for another call of the same peer"
-        yield GaugeMetricFamily(
-            "kvstore_calls_waiting", text, self._service.peer_queue.waiting_count
-        )
+        yield GaugeMetricFamily("kvstore_calls_waiting", "", self._service.peer_queue.waiting_count)
 
     def _of_tls(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
-        yield GaugeMetricFamily(
-            "kvstore_tls", "1 if the node's TCP ports speak TLS", status.HasField("tls")
-        )
-        text = "Unix time at which a certificate's time is up, by the setting that names its file"
-        expiry = GaugeMetricFamily("kvstore_certificate_expiry_seconds", text, labels=["setting"])
+        yield GaugeMetricFamily("kvstore_tls", "", status.HasField("tls"))
+        expiry = GaugeMetricFamily("kvstore_certificate_expiry_seconds", "", labels=["setting"])
         for certificate in status.tls.certificates:
             expiry.add_metric([certificate.setting], certificate.ends_unix_s)
         yield expiry
 
     def _of_tenants(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
-        for name, text in _TENANT_GAUGES.items():
-            gauge = GaugeMetricFamily(f"kvstore_tenant_{_label(name)}", text, labels=["tenant"])
+        for name in _TENANT_GAUGES:
+            gauge = GaugeMetricFamily(f"kvstore_tenant_{_label(name)}", "", labels=["tenant"])
             for use in status.tenants:
                 gauge.add_metric([use.tenant], getattr(use, name))
             yield gauge
-        refused = CounterMetricFamily(
-            "kvstore_tenant_refused", "Refused for a quota", labels=["tenant", "what"]
-        )
+        refused = CounterMetricFamily("kvstore_tenant_refused", "", labels=["tenant", "what"])
         for use in status.tenants:
             for what in _TENANT_REFUSED:
                 refused.add_metric([use.tenant, what], getattr(use, f"refused_{what}"))
@@ -258,22 +215,21 @@ class NodeCollector:
     def _of_namespaces(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
         labels = ["namespace", "model"]
         infos = [((info.digest.hex(), info.namespace.model), info) for info in status.namespaces]
-        pages = GaugeMetricFamily("kvstore_namespace_pages", "Pages of a namespace", labels=labels)
+        pages = GaugeMetricFamily("kvstore_namespace_pages", "", labels=labels)
         for values, info in infos:
             pages.add_metric(values, info.page_count)
         yield pages
-        for name, (field, text) in _PLAIN.items():
-            yield _counter(f"kvstore_{name}", text, infos, {(): field})
+        for name, field in _PLAIN.items():
+            yield _counter(f"kvstore_{name}", infos, {(): field})
         misses = {(reason,): f"miss_{reason}" for reason in _MISSES}
         yield _counter(
             "kvstore_lookup_misses",
-            "Pages that lookups missed, by reason",
             infos,
             misses,
             ["reason"],
         )
         puts = {(outcome,): field for outcome, field in _PUTS.items()}
-        yield _counter("kvstore_put_pages", "Pages of puts, by outcome", infos, puts, ["outcome"])
+        yield _counter("kvstore_put_pages", infos, puts, ["outcome"])
 
 
 def _label(name: str) -> str:
@@ -286,12 +242,11 @@ def _label(name: str) -> str:
 
 def _counter(
     name: str,
-    text: str,
     infos: list[tuple[tuple[str, str], pb.NamespaceInfo]],
     fields: Mapping[Any, str],
     more_labels: list[str] | None = None,
 ) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=["namespace", "model", *(more_labels or [])])
+    family = CounterMetricFamily(name, "", labels=["namespace", "model", *(more_labels or [])])
     for values, info in infos:
         for extra, field in fields.items():
             family.add_metric([*values, *extra], getattr(info.counters, field))
@@ -299,9 +254,9 @@ def _counter(
 
 
 def _histogram(
-    name: str, text: str, labels: list[str], histograms: Mapping[Any, Histogram]
+    name: str, labels: list[str], histograms: Mapping[Any, Histogram]
 ) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(name, text, labels=labels)
+    family = HistogramMetricFamily(name, "", labels=labels)
     bounds = [*map(str, BOUNDS_S), "+Inf"]
     for values, histogram in histograms.items():
         buckets = zip(bounds, accumulate(histogram.counts), strict=True)

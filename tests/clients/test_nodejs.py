@@ -1,4 +1,4 @@
-"""docs/clients: a client in another language, written from docs/FORMAT.md, against a node and
+"""examples/nodejs: a client in another language, written from docs/FORMAT.md, against a node and
 against our own client.
 
 `make test-clients` installs what it needs; without that these tests are skipped.
@@ -19,7 +19,7 @@ from kvstore.identities import add, certificate_line, new_token, token_line
 from kvstore.tools.node_process import NodeProcess
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-FOLDER = ROOT / "docs" / "clients"
+FOLDER = ROOT / "examples" / "nodejs"
 GOLDEN = ROOT / "tests" / "golden" / "format.json"
 NBYTES = 70_000
 

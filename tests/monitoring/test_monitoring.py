@@ -26,7 +26,7 @@ from node.serving.http_server import Asker
 from node.serving.metrics import metrics_text
 
 DOCUMENT = (ROOT / "docs" / "kubernetes.md").read_text()
-TABLES = (ROOT / "docs" / "metrics.md").read_text()
+TABLES = (ROOT / "docs" / "reference" / "metrics.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # What documents name that begins like a metric: volumes, containers and networks of Docker, a
 # wheel.

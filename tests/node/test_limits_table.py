@@ -1,4 +1,4 @@
-"""docs/operations.md, "Limits": every cap of a node has its row."""
+"""docs/reference/limits.md: every cap of a node has its row."""
 
 import pathlib
 import re
@@ -9,17 +9,9 @@ from gateways import servicer_of
 
 from node.server import Node
 from node.serving import limits
+from node.serving.reference import CAPS
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-
-
-def rows() -> list[list[str]]:
-    text = (ROOT / "docs" / "operations.md").read_text()
-    section = text.split("## Limits\n")[1].split("\n## ")[0]
-    lines = [
-        line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")
-    ]
-    return [cells for cells in lines[2:] if cells]
 
 
 def test_every_cap_has_its_row(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,8 +34,10 @@ def test_every_cap_has_its_row(node: Node, monkeypatch: pytest.MonkeyPatch) -> N
     assert node.console is not None
     budgets += [node.console.watchers, node.console.calls, node.console.reads]
     caps = [one.cap for one in budgets] + [one.cap for one in places]
-    told = {name.strip() for row in rows() for name in row[0].split(",")}
-    assert {cap.what for cap in caps} <= told
+    assert {cap.what for cap in caps} == set(CAPS)
+    for cap in caps:
+        if re.fullmatch(r"[\d,]+", CAPS[cap.what].size):
+            assert cap.total == int(CAPS[cap.what].size.replace(",", "")), cap.what
     assert all(0 < cap.per_peer <= cap.total for cap in caps)
     sources = [path.read_text() for path in (ROOT / "node").rglob("*.py")]
     made = sum(len(re.findall(r"\bmake_limit\(", text)) for text in sources) - 1  # its definition

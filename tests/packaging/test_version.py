@@ -59,8 +59,12 @@ def test_manifests_and_image_have_it() -> None:
 
 
 def test_documents_have_it() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert set(re.findall(r"kvstore_llm-([0-9][^-]*)-py3", readme)) == {__version__}
+    named = [
+        version
+        for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+        for version in re.findall(r"kvstore_llm-([0-9][^-]*)-py3", path.read_text())
+    ]
+    assert set(named) <= {__version__}
     first = re.findall(r"^## (\S+) \((.*)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
     assert first[0] == __version__
     newest = (
