@@ -34,6 +34,7 @@ from pathlib import Path
 PACKAGES = ("kvstore", "node", "gpu_agent")
 FUNCTION_LINES_MAX = 70
 LINE_COLUMNS_MAX = 100
+SENTENCE_WORDS_MAX = 35
 WORDS = """
 a an the this that these those it its they their them he his him she her we our us you your i my
 one ones somebody someone anybody anyone everybody everyone nobody none nothing something
@@ -127,6 +128,29 @@ def words_of(path: Path) -> int:
     return len(path.read_text().split()) if path.exists() else 0
 
 
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a Markdown text: of its paragraphs, list items and table cells."""
+    units: list[str] = [""]
+    for line in text.splitlines():
+        if not line.strip() or line.startswith(("    ", "#")):
+            units.append("")
+        elif line.startswith("|"):
+            units += [*re.split(r"(?<!\\)\|", line)[1:-1], ""]
+        elif re.match(r"\s*([*-]|\d+\.) ", line):
+            units.append(line)
+        else:
+            units[-1] += f" {line}"
+    plain = (re.sub(r"\]\([^)]*\)", "]", unit) for unit in units)
+    found = [part for unit in plain for part in re.split(r"(?<=[.!?:])\s+(?=[A-Z`*\[(])", unit)]
+    return [sentence for sentence in found if sentence.strip()]
+
+
+def documents(root: Path) -> list[Path]:
+    """Return README.md and docs/, without decisions."""
+    found = (root / "docs").rglob("*.md")
+    return [root / "README.md", *(path for path in found if "decisions" not in path.parts)]
+
+
 def members(node: ast.ClassDef) -> set[str]:
     """Return the names of a class's methods and fields, and of what its methods assign."""
     found: set[str] = set()
@@ -205,6 +229,8 @@ def measure(root: Path) -> list[Row]:
     most, folder = fullest_folder(found, root)
     lonely, protocols = lonely_protocols(found)
     options = option_count(root)
+    prose = [part for path in documents(root) for part in sentences(path.read_text())]
+    long = sum(len(part.split()) > SENTENCE_WORDS_MAX for part in prose)
     return [
         Row("files · lines", f"{len(found)} · {sum(lines):,}", "≤ 250 · fewer"),
         Row(
@@ -214,6 +240,8 @@ def measure(root: Path) -> list[Row]:
         Row("fragments", f"{broken} of {docstrings}, {share(broken, docstrings)}", "< 3 %"),
         Row("lines over 100 characters", f"{wide}, {share(wide, all_lines)}", "0"),
         Row("most files of one folder", f"{most} ({folder})", "≤ 22"),
+        Row("words of documents", f"{sum(map(words_of, documents(root))):,}", "≤ 40,000"),
+        Row("sentences over 35 words", share(long, len(prose)), "< 2 %"),
         Row("README words", f"{words_of(root / 'README.md'):,}", "≤ 700"),
         Row("Protocols with one implementation", f"{len(lonely)} of {protocols}", "0"),
         Row("options of a node", "-" if options is None else str(options), "≤ 40"),

@@ -71,6 +71,8 @@ def test_layout_of_a_small_tree_is_counted_exactly(layout: ModuleType, tree: Pat
         "fragments": "1 of 2, 50.0 %",
         "lines over 100 characters": f"1, {100 / (lines + 73):.1f} %",
         "most files of one folder": "2 (kvstore/transports)",
+        "words of documents": "3",
+        "sentences over 35 words": "0.0 %",
         "README words": "3",
         "Protocols with one implementation": "1 of 2",
         "options of a node": "-",

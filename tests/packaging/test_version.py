@@ -65,10 +65,15 @@ def test_documents_have_it() -> None:
         for version in re.findall(r"kvstore_llm-([0-9][^-]*)-py3", path.read_text())
     ]
     assert set(named) <= {__version__}
-    first = re.findall(r"^## (\S+) \((.*)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    first = re.findall(r"^## \[(\S+)\] - (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[
+        0
+    ]
     assert first[0] == __version__
     newest = (
-        (ROOT / "CHANGELOG.md").read_text().partition(f"## {__version__} ")[2].partition("\n## ")[0]
+        (ROOT / "CHANGELOG.md")
+        .read_text()
+        .partition(f"## [{__version__}] ")[2]
+        .partition("\n## ")[0]
     )
     assert f"Protocol {PROTOCOL_VERSION}, " in newest
     assert f"Format {FORMAT_VERSION} of the data directory" in newest
