@@ -404,7 +404,8 @@ def _wait_uninterrupted(
             else:
                 _hand_over(task)
                 task.wait()
-        except BaseException as error:  # noqa: BLE001 -- `run_in_helper_thread` raises the first one
+        # `run_in_helper_thread` raises the first one.
+        except BaseException as error:  # noqa: BLE001
             interrupts.set_exception(error)
             if isinstance(error, NoThread) and not task.handed_over:
                 task.ended = True

@@ -38,8 +38,7 @@ from node.serving.bulk import BulkServer
 from node.serving.connection import allow_descriptors
 from node.serving.gateway import connections_max
 from node.serving.http_server import is_trusted_host
-from node.serving.metrics import metrics_text
-from node.serving.metrics_server import MetricsServer
+from node.serving.metrics import MetricsServer, metrics_text
 from node.serving.service import Service
 from node.serving.session import Sessions
 from node.serving.shm import ShmServer, default_path

@@ -124,7 +124,10 @@ class CudaDevice:
     def mark(self, stream: Any) -> Fence:
         """Return a fence behind everything on a stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.ExternalStream(stream.ptr, device=self.device))  # type: ignore[no-untyped-call]
+        external = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
+            stream.ptr, device=self.device
+        )
+        event.record(external)
         return event
 
     def page_locked(self, addresses: Sequence[int], nbytes: int) -> bool:

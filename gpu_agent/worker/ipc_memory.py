@@ -50,7 +50,10 @@ class IpcEvents:
         self._next = 0
         if device.type == "cuda":
             with torch.cuda.device(device):
-                self._events = [torch.cuda.Event(interprocess=True) for _ in range(EVENTS)]  # type: ignore[no-untyped-call]
+                self._events = [
+                    torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+                    for _ in range(EVENTS)
+                ]
 
     def handles(self) -> list[str]:
         """Return handles for the other process.
@@ -59,7 +62,10 @@ class IpcEvents:
         """
         try:
             with torch.cuda.device(self._device) if self._events else contextlib.nullcontext():
-                return [event.ipc_handle().hex() for event in self._events]  # type: ignore[no-untyped-call]
+                return [
+                    event.ipc_handle().hex()  # type: ignore[no-untyped-call]
+                    for event in self._events
+                ]
         except RuntimeError as error:
             raise ConfigError(
                 f"events on {self._device} can not be shared with another process: {error}"

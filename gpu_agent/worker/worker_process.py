@@ -289,7 +289,8 @@ class WorkerProcess:
     def _restart(self) -> None:
         try:
             self.start()
-        except Exception as error:  # noqa: BLE001 the edge to an engine's step, which any of them would end
+        # Any error here would end an engine's step.
+        except Exception as error:  # noqa: BLE001
             log.warning("the process of the %s can not be started: %r", self._delegate.name, error)
             self._failed = True
             self._died()

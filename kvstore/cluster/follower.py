@@ -9,7 +9,8 @@ import time
 import weakref
 from collections.abc import Callable
 
-import kvstore.transports.grpc_process  # noqa: F401 -- at a fork the last that was registered comes first, and that is this
+# Imported for its fork handlers: a follower's, registered later, must run before them.
+import kvstore.transports.grpc_process  # noqa: F401
 from kvstore.errors import KVStoreError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb

@@ -319,14 +319,16 @@ class _Connection:
             self.channel = grpc.insecure_channel(endpoint, options)
         else:
             self.channel = grpc.secure_channel(endpoint, credentials, options)
-        self.kv, self.lease = KVStub(self.channel), LeaseStub(self.channel)  # type: ignore[no-untyped-call]
+        self.kv = KVStub(self.channel)  # type: ignore[no-untyped-call]
+        self.lease = LeaseStub(self.channel)  # type: ignore[no-untyped-call]
         self.watch = WatchStub(self.channel)  # type: ignore[no-untyped-call]
         self.metadata: tuple[tuple[str, str], ...] = ()
 
     def authenticate(self, access: EtcdCredentials) -> None:
         request = pb.AuthenticateRequest(name=access.user, password=access.password)
         try:
-            reply = AuthStub(self.channel).Authenticate(request, timeout=TRY_S)  # type: ignore[no-untyped-call]
+            stub = AuthStub(self.channel)  # type: ignore[no-untyped-call]
+            reply = stub.Authenticate(request, timeout=TRY_S)
         except grpc.RpcError as error:
             kind = Unavailable if error.code() in ELSEWHERE else InvalidRequest
             raise kind(f"etcd at {self.endpoint}, as user {access.user}: {_said(error)}") from error

@@ -42,7 +42,7 @@ from node.serving.http_server import (
     text,
 )
 from node.serving.limits import CONSOLE_CALLS_MAX, WATCHERS_MAX, Budget, make_limit
-from node.serving.metrics_server import CONSOLE_PATH
+from node.serving.metrics import CONSOLE_PATH
 from node.serving.service import Service
 
 log = logging.getLogger(__name__)

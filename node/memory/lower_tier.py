@@ -95,7 +95,8 @@ class LowerTier(abc.ABC):
         writes to a slot and all sources are released.
         """
 
-    def release(self, sources: Iterable[Source]) -> None:  # noqa: B027 most tiers keep nothing for them
+    # Most tiers keep nothing for their sources.
+    def release(self, sources: Iterable[Source]) -> None:  # noqa: B027
         """Give back sources that are not read.
 
         May be called under the RAM tier's lock.

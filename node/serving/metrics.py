@@ -1,8 +1,10 @@
-"""Export Prometheus metrics from the node's own counters at every scrape."""
+"""Export Prometheus metrics, made from the node's counters, and serve them over HTTP."""
 
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -14,14 +16,19 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 
 from kvstore.cluster.view import REGISTRIES
+from kvstore.errors import Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from node.auth.access import Caller
-from node.serving.http_server import Asker
-from node.serving.metrics_server import Answer, Choose
+from node.serving.http_server import Asker, HttpServer, Request, Respond, Response, text
 from node.serving.reference import HELP
 from node.serving.request_metrics import BOUNDS_S, Histogram
 from node.serving.service import Service
+from node.tls import Certificates
 
+_AGE_FACTOR = 10
+_CACHED_MAX = 64
+HEALTH_PATH = "/health"
+CONSOLE_PATH = "/console"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 _MISSES = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
 _PUTS = {
@@ -93,6 +100,21 @@ _RAM = (
     "pinned_count",
     "huge_nbytes",
 )
+
+
+class Answer(NamedTuple):
+    """A text of metrics.
+
+    All clients of one `scope` get the same.
+    """
+
+    content_type: str
+    scope: Hashable
+    body: Callable[[], bytes]
+
+
+# Takes the headers of a request and its sender. It and the body raise KVStoreError.
+Choose = Callable[[Mapping[str, str], Asker], Answer]
 
 
 class NodeCollector:
@@ -285,3 +307,55 @@ def metrics_text(service: Service) -> Choose:
         return Answer(content_type, who.scope, lambda: encode(registry))
 
     return choose
+
+
+class MetricsServer(HttpServer):
+    """The HTTP server of /metrics, /health and the console; it serves once constructed.
+
+    Scrapes are answered from one text, made anew when it is older than ten times what making it
+    took. So a node spends at most a tenth of a core on them, however often clients scrape. /health
+    needs no token: a kubelet has none.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        choose: Choose,
+        serving: Callable[[], bool],
+        certificates: Certificates | None = None,
+        console: Respond | None = None,
+        trusts_host: Callable[[str], bool] = lambda host: True,
+    ) -> None:
+        """Listen. `serving` decides what /health says; `console` is None for a node without one."""
+        self._choose = choose
+        self._serving = serving
+        self._console = console
+        self._making = threading.Lock()  # of one text at a time
+        # By content type and scope: until when it is good, and the reply.
+        self._cached: dict[Hashable, tuple[float, Response]] = {}
+        super().__init__(host, port, self._reply, certificates, trusts_host)
+
+    def _reply(self, request: Request) -> Response | None:
+        if self._console is not None and f"{request.path}/".startswith(f"{CONSOLE_PATH}/"):
+            if request.connection.hurried:
+                raise Unavailable("this node has no descriptor or no thread left for the console")
+            return self._console(request)
+        if request.method not in ("GET", "HEAD"):
+            return text("GET or HEAD", 405)
+        if request.path == HEALTH_PATH:
+            return text("serving") if self._serving() else text("not serving", 503)
+        return self._text(self._choose(request.headers, request.asker))
+
+    def _text(self, answer: Answer) -> Response:
+        key = (answer.content_type, answer.scope)
+        with self._making:
+            good_until, reply = self._cached.get(key, (0.0, None))
+            began = time.monotonic()
+            if reply is None or began >= good_until:
+                reply = Response(answer.content_type, answer.body())
+                now = time.monotonic()
+                if len(self._cached) >= _CACHED_MAX:
+                    self._cached.clear()
+                self._cached[key] = (now + _AGE_FACTOR * (now - began), reply)
+        return reply

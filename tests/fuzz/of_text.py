@@ -14,8 +14,7 @@ from kvstore.tools.trace import conversations, read_trace
 from node.cluster.membership import advertised
 from node.cluster.registry import endpoints_and_name
 from node.config import NodeConfig
-from node.serving.metrics import metrics_text
-from node.serving.metrics_server import MetricsServer
+from node.serving.metrics import MetricsServer, metrics_text
 
 NODE_FIELDS = dataclasses.fields(NodeConfig)
 CLIENT_FIELDS = dataclasses.fields(ClientConfig)

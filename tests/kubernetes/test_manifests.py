@@ -30,7 +30,7 @@ from node.cluster.membership import Membership, advertised, check_listens
 from node.cluster.registry import OF_ETCD, endpoints_and_name
 from node.config import NodeConfig
 from node.disk.data_dir import LOCK_WAIT_S
-from node.serving.metrics_server import HEALTH_PATH
+from node.serving.metrics import HEALTH_PATH
 
 DOCKERFILE = (ROOT / "docker" / "node.Dockerfile").read_text()
 NAMES = {"StatefulSet": "kvstore-1", "DaemonSet": "kvstore-near-x7k2p"}

@@ -29,7 +29,7 @@ from node.serving.acceptor import DESCRIPTORS_LEFT_MIN
 from node.serving.gateway import connections_max
 from node.serving.http_server import HEAD_NBYTES_MAX, Asker
 from node.serving.limits import HTTP_CONNECTIONS_MAX, HTTP_REQUEST_S_MAX, REQUEST_S_MAX
-from node.serving.metrics_server import _CACHED_MAX, Answer, MetricsServer
+from node.serving.metrics import _CACHED_MAX, Answer, MetricsServer
 
 T = TypeVar("T")
 
